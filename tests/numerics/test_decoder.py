@@ -174,9 +174,9 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
     [
         (truncated, "cannot be read as safetensors"),
         (shutil.rmtree, "neither a .safetensors file nor a folder"),
-        (pickled, "has no weights as safetensors"),
+        (pickled, "has no safetensors weights"),
         (partial(with_an_index, text=LOST), "model-00001-of-00001.safetensors is missing"),
-        (partial(with_an_index, text="{"), "is no index of shards"),
+        (partial(with_an_index, text="{"), "is not a valid index of shards"),
         (partial(without_a_tensor, name="lm_head.weight"), "model.tied=true"),
         (partial(without_a_tensor, name="model.norm.weight"), "lacks model.norm.weight"),
         (partial(with_a_tensor, name="vision.w", shape=(2,)), "lacks: vision.w"),

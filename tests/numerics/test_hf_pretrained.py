@@ -181,12 +181,12 @@ def outside(folder: Path, held: Tensors) -> None:
 
 
 REJECTED: list[tuple[Change, str, str]] = [
-    (an_adapter, "holds an adapter (adapter_config.json)", "merge the adapter"),
-    (consolidated_alone, "has no weights as safetensors", "save_pretrained"),
+    (an_adapter, "contains an adapter (adapter_config.json)", "merge the adapter"),
+    (consolidated_alone, "has no safetensors weights", "save_pretrained"),
     (torn, "model.safetensors cannot be read as safetensors: it is truncated", "copy the folder"),
     (pointer, "model.safetensors is a Git LFS pointer", "git lfs pull"),
     (missing_shard, "model-00001-of-00002.safetensors is missing", "copy the folder"),
-    (outside, "names weights outside of it", "remove transformers_weights"),
+    (outside, "names weights outside of the folder", "remove transformers_weights"),
 ]
 
 

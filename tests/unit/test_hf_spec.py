@@ -217,7 +217,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
     (issue,) = HuggingFaceConfig(path=path).validate()
-    assert "has no weights as safetensors" in issue.reason
+    assert "has no safetensors weights" in issue.reason
     assert "model.init=random" in issue.fix
     assert [*HuggingFaceConfig(path=path, init=InitKind.random).validate()] == []
     assert [each.key for each in HuggingFaceConfig(path=path, depth=9).validate()] == [

@@ -30,7 +30,7 @@ from scalewise.models.decoder.state_dict_adapter import (
     iter_tensor_mappings,
     strip_prefix,
 )
-from scalewise.models.safetensors_files import AGAIN, SafetensorsFiles
+from scalewise.models.safetensors_files import DOWNLOAD_AGAIN, SafetensorsFiles
 from scalewise.tracking.run_files import read_json
 
 KEY = "adapter.resume"
@@ -58,7 +58,7 @@ class PeftFolder:
         self.config: dict[str, Any] = dict(read_json(path / CONFIG))
         if not self.config:
             reason = f"{CONFIG} is truncated or no JSON object"
-            raise CheckpointError.for_key(KEY, path, reason, AGAIN)
+            raise CheckpointError.for_key(KEY, path, reason, DOWNLOAD_AGAIN)
         if not (path / WEIGHTS).is_file():
             fix = "save it with safe_serialization=True"
             raise CheckpointError.for_key(KEY, path, f"has no {WEIGHTS}; pickles are not read", fix)
@@ -177,7 +177,7 @@ def infer_config(path: Path, model: ModelConfig, current_adapter: AdapterConfig)
         other = next((it for it in products if not _has_uniform_scale(folder, found, it)), None)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         reason = f"{CONFIG} has no sound r, lora_alpha or alpha_pattern ({type(error).__name__})"
-        raise CheckpointError.for_key(KEY, path, reason, AGAIN) from error
+        raise CheckpointError.for_key(KEY, path, reason, DOWNLOAD_AGAIN) from error
     if other is not None:
         reason = f"{other} has another rank or alpha than the rest"
         raise CheckpointError.for_key(KEY, path, reason, "give one of a single rank and alpha")

@@ -64,7 +64,7 @@ def _hf_names(model: ModelConfig) -> dict[str, str]:
 
     module = model.build_meta(StageSlice(range(model.layers)))
     assert isinstance(module, CausalLMModule)
-    return {name: module.hf_name(name) for name, _ in module.own_parameters()}
+    return {name: module.hf_name(name) for name, _ in module.base_parameters()}
 
 
 def to_torchao(weight: Tensor, group_size: int) -> Any:

@@ -1,1 +1,1 @@
-"""What a model is: a census of weights, flops, and the module."""
+"""Model configurations and torch modules."""

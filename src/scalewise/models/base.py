@@ -1,4 +1,4 @@
-"""What every model answers: its weights, its flops, and the real module."""
+"""Interface of model configurations: parameters, FLOPs, operator graphs and the torch module."""
 
 from __future__ import annotations
 
@@ -23,225 +23,239 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter tensor of a model.
-
-    ``name`` is its name in the module's ``state_dict``; ``role`` one of ``embedding``,
-    ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``, ``scale`` (an
-    adapter's vector); ``layer`` the block it belongs to, None outside the blocks. A tied weight is
-    listed once. ``element_bytes`` are those of an element that has a format of its own; None: the
-    run's.
-    """
+    """One parameter tensor of a model; a tied weight is listed once."""
 
     name: str
+    """Key of the tensor in the module's ``state_dict``."""
     shape: tuple[int, ...]
+    """Unsharded shape."""
     role: str
+    """``embedding``, ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head`` or
+    ``scale`` (a vector of an adapter)."""
     layer: int | None = None
+    """Index of its block; None: outside the blocks."""
     trainable: bool = True
+    """Whether the optimizer updates it."""
     element_bytes: int | None = None
+    """Bytes per element, for weights with a dtype of their own; None: the dtype of the run."""
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def shard_numel(self, ranks: int) -> int:
-        """Returns the elements that one of ``ranks`` holds of a weight cut by its rows."""
+        """Return the elements that one of ``ranks`` ranks stores of a weight sharded by dim 0."""
         return ceil(self.shape[0] / ranks) * prod(self.shape[1:])
 
     def shard_bytes(self, element_bytes: int, ranks: int = 1) -> int:
-        """Returns the bytes of that share; ``element_bytes``: of an element in the run's format."""
+        """Return the bytes of one shard; ``element_bytes``: that of the run's dtype."""
         return self.shard_numel(ranks) * (self.element_bytes or element_bytes)
 
 
 class TPStyle(StrEnum):
-    """How tensor parallelism cuts a module (Shoeybi et al. 2019, Megatron-LM, section 3)."""
+    """Tensor-parallel style of a module (Shoeybi et al. 2019, Megatron-LM, section 3)."""
 
     column = "column"
-    """A linear layer by its outputs: dim 0 of weight and bias; outputs stay cut."""
+    """Column-parallel linear layer: weight and bias sharded by dim 0, output stays sharded."""
     row = "row"
-    """A linear layer by its inputs, which arrive cut: dim 1 of the weight; outputs are summed.
+    """Row-parallel linear layer: weight sharded by dim 1, input sharded, output all-reduced.
 
-    What scales features that arrive cut, or stands before them, is cut alike.
+    A vector that scales sharded features, or prefix keys and values, are sharded alike.
     """
     vocabulary = "vocabulary"
-    """An embedding by its rows."""
+    """Embedding sharded by its vocabulary (dim 0)."""
     head = "head"
-    """The matrix that gives logits by its rows, if it has one of its own: dim 0."""
+    """Output head sharded by its outputs (dim 0), if it is not tied to the embedding."""
     tokens = "tokens"
-    """A norm, whole on every rank: sequence parallelism gives it some of the tokens."""
+    """Replicated norm; with sequence parallelism it reads this rank's shard of the tokens."""
     positions = "places"
-    """A table of positions, whole on every rank."""
+    """Replicated table of positions."""
     prompt = "ahead"
-    """Vectors before the tokens of rows, whole on every rank: each goes on with some of both."""
+    """Replicated prompt vectors; with sequence parallelism each rank continues with its shard."""
     replicated = "whole"
-    """A linear layer that every rank has and computes with all of the tokens."""
+    """Replicated linear layer that every rank applies to all tokens."""
 
 
 @dataclass(frozen=True)
 class StageSlice:
-    """Some consecutive layers, with what stands before the first and after the last of all."""
+    """Consecutive layers of a model: a pipeline stage, or the full model."""
 
     layers: range
+    """Indices of the blocks."""
     is_first: bool = True
+    """Whether the slice includes the embedding."""
     is_last: bool = True
+    """Whether the slice includes the final norm and the head."""
 
 
 class ModelConfig(ABC):
-    """A model as a spec: pure questions first, ``build`` for the living module."""
+    """Configuration of a model. Its properties need no torch module; :meth:`build` creates one."""
 
     vocabulary: int
+    """Vocabulary size, in tokens."""
     context: int
+    """Longest sequence, in tokens."""
     layers: int
+    """Number of blocks."""
     heads: int
+    """Number of query heads per block."""
     width: int
+    """Width of the residual stream, in features."""
     classes: int | None = None
-    """What the head tells apart; None: the tokens of the vocabulary."""
+    """Number of classes of the head; None: one logit per token of the vocabulary."""
     image_size: int = 0
-    """The side of the pictures that it reads, pixels; 0: none."""
-    normed_after: bool = False
-    """Whether a block norms what its last linear layer gives."""
+    """Height and width of input images, in pixels; 0: the model reads no images."""
+    has_post_norm: bool = False
+    """Whether a block normalizes the output of its last linear layer (post-norm)."""
     imports: tuple[str, ...] = ()
-    """Modules that its ranks import and that take long, as those of an adapter."""
+    """Modules that are slow to import, which worker processes import in advance."""
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Returns whether an encoder reads what its decoder answers."""
+        """Whether the model has an encoder and a decoder."""
         return False
 
     @property
     def output_size(self) -> int:
-        """Returns the logits of a token."""
+        """Number of logits per token."""
         return self.classes or self.vocabulary
 
     @property
     def pretrained_path(self) -> str | None:
-        """Returns where the weights lie that it begins with; None: fresh ones."""
+        """Path or Hub name of the pretrained weights; None: random initialization."""
         return None
 
     def find_tokenizer_file(self) -> Path | None:
-        """Returns the tokenizer.json beside these weights; None where there is none."""
+        """Return the tokenizer.json next to the pretrained weights, or None."""
         return None
 
     def has_key(self, name: str) -> bool:
-        """Returns whether its group has a key of that name."""
+        """Return whether the option group of the model has a key ``name``."""
         return name in getattr(type(self), "__dataclass_fields__", ())
 
     @property
     @abstractmethod
     def key_heads(self) -> int:
-        """Returns the key (and value) heads per block."""
+        """Number of key (and value) heads per block."""
 
     @property
     @abstractmethod
     def query_width(self) -> int:
-        """Returns the features of all queries of one token."""
+        """Features of all query heads of one token."""
 
     @property
     @abstractmethod
     def kv_width(self) -> int:
-        """Returns the features of all keys of one token."""
+        """Features of all key heads of one token."""
 
     @abstractmethod
     def weight_census(self) -> tuple[Weight, ...]:
-        """Returns every trainable tensor once, in the order of the module's parameters."""
+        """Return every parameter once, in the order of ``module.named_parameters()``."""
 
     @abstractmethod
     def flops(self, sequence: int, target: int = 0) -> float:
-        """Returns the flops of one forward and backward pass, per token of a sequence.
+        """Return the FLOPs of one forward and backward pass, per token of a sequence.
 
-        A multiply and an add are two flops. ``sequence`` is the tokens of one row, of which a
-        decoder writes the last ``target`` where there is an encoder to read the others.
+        A multiply-add counts as two FLOPs.
+
+        Args:
+            sequence: Sequence length, in tokens.
+            target: Target tokens at the end of the sequence; an encoder-decoder model encodes the
+                tokens before them.
         """
 
     def token_fraction(self, name: str, sequence: int, target: int) -> float:
-        """Returns the share of a row's tokens that a matrix multiplies, the head by any name."""
+        """Return the fraction of the tokens that a matrix is applied to; other names: the head."""
         return 1.0
 
     def skipped_backward_flops(self, trained_names: Collection[str], sequence: int) -> float:
-        """Returns the flops per token of backward where it does not come: before all
-        ``trained_names``.
+        """Return the backward FLOPs per token that autograd skips below all ``trained_names``.
 
-        Gradients of the frozen matrices of blocks are left out.
+        FLOPs of the weight gradients of frozen matrices in blocks are not included.
         """
         return 0.0
 
     @abstractmethod
     def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
-        """Returns the operators that a pass runs, part by part."""
+        """Return the operator graph of each part of the model."""
 
     @abstractmethod
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
-        """Returns how each module with weights is cut, by name; ``*`` stands for every layer."""
+        """Return the TP style of each module with weights, by name; ``*`` matches every layer."""
 
     @property
     @abstractmethod
     def lora_targets(self) -> tuple[str, ...]:
-        """Returns the linear layers of a block that low-rank adapters change by default."""
+        """Linear layers of a block that LoRA adapts by default."""
 
     @property
     @abstractmethod
     def ia3_targets(self) -> tuple[str, ...]:
-        """Returns the linear layers of a block that learnt scales change by default."""
+        """Linear layers of a block that IA3 scales by default."""
 
     @abstractmethod
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Returns the sizes that tensor parallelism divides, by field."""
+        """Return the sizes that the tensor-parallel degree must divide, by field."""
 
     @property
     def tied_weights(self) -> frozenset[str]:
-        """Returns the weights that both the first and the last layer use."""
+        """Names of the weights that the embedding and the head share."""
         return frozenset()
 
     def split_stages(self, count: int, sequence: int) -> tuple[StageSlice, ...]:
-        """Returns parts of which the costliest is as cheap as can be; the last has the head.
+        """Return pipeline stages that minimize the FLOPs of the most expensive stage.
 
-        The others share the layers evenly that the last leaves them.
+        The last stage has the head; the other stages divide the remaining layers evenly.
         """
-        head = 6.0 * self.output_size * self.width
-        worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
+        head_flops = 6.0 * self.output_size * self.width
+        head_layers = head_flops / ((self.flops(sequence) - head_flops) / self.layers)
 
-        def costliest(last: int) -> float:
-            return max(ceil((self.layers - last) / max(count - 1, 1)), last + worth)
+        def max_stage_cost(last: int) -> float:
+            return max(ceil((self.layers - last) / max(count - 1, 1)), last + head_layers)
 
         last = (
-            min(range(self.layers - count + 1, 0, -1), key=costliest) if count > 1 else self.layers
+            min(range(self.layers - count + 1, 0, -1), key=max_stage_cost)
+            if count > 1
+            else self.layers
         )
-        each, more = divmod(self.layers - last, max(count - 1, 1))
-        sizes = [each + (place < more) for place in range(count - 1)] + [last]
-        ends = list(accumulate(sizes, initial=0))
+        base, remainder = divmod(self.layers - last, max(count - 1, 1))
+        sizes = [base + (stage < remainder) for stage in range(count - 1)] + [last]
+        bounds = list(accumulate(sizes, initial=0))
         return tuple(
             StageSlice(range(start, end), start == 0, end == self.layers)
-            for start, end in pairwise(ends)
+            for start, end in pairwise(bounds)
         )
 
     @abstractmethod
     def with_layers(self, layers: int) -> Self:
-        """Returns the same model with as many layers."""
+        """Return the same configuration with another number of layers."""
 
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what is contradictory inside this spec."""
+        """Yield config issues of the model itself."""
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what of a run a sound model does not go with."""
+        """Yield config issues of the model in combination with the rest of the run."""
         yield from ()
 
     @abstractmethod
     def build_meta(self, stage: StageSlice) -> ModelModule:
-        """Returns the module on the meta device, or a part of it; names are those of the whole.
+        """Return the module, or one stage of it, on the meta device.
 
-        The whole is ``tokens_BT -> logits_BTV`` (B rows, T tokens, V vocabulary); a part that is
-        not first reads, and one that is not last gives, ``x_BTW`` (W features).
+        The full model maps ``tokens_BT`` to ``logits_BTV`` (B batch, T tokens, V vocabulary). A
+        stage that is not first reads ``x_BTW`` (W features); one that is not last returns it.
+        Parameter names of a stage are those of the full model.
         """
 
     @abstractmethod
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Gives a materialized module, sharded or not, the weights that a run starts with."""
+        """Initialize a materialized module, sharded or not; reads pretrained weights if set."""
 
     def build(self, seed: int) -> ModelModule:
-        """Returns the whole module on torch's default device, with its weights.
+        """Return the full module on torch's default device, with initialized weights.
 
-        Under ``torch.device("meta")`` only shapes are made.
+        Under ``torch.device("meta")`` the module stays on the meta device.
         """
         import torch
 
@@ -254,12 +268,13 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes a folder that transformers loads from whole tensors, in their dtype.
+        """Write a folder that transformers loads, from an unsharded state dict in its dtype.
 
-        Raises ``ConfigError`` where it has no such model, before anything is written.
+        Raises:
+            ConfigError: transformers has no such model; nothing is written.
         """
 
     @property
     def num_parameters(self) -> int:
-        """Returns the number of parameters."""
+        """Number of parameters."""
         return sum(weight.numel for weight in self.weight_census())

@@ -1,4 +1,4 @@
-"""What a layout asks of every model's living module."""
+"""Interface of model modules that parallelism strategies and adapters use."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from scalewise.models.init import PackedMatrix
 
 
 class ModelModule(nn.Module):
-    """A model or a part of it; made on the meta device and cut there.
+    """A model or one pipeline stage of it, built and sharded on the meta device.
 
-    ``forward(x, labels_BT=None, places_BS=None)``: a last part that was given ``loss`` returns the
-    summed loss of the labels instead of logits. ``gather_tokens`` makes a rank's part of the tokens
-    whole
-    for it. ``places_BS`` are those of whole rows where several texts lie in one: each attends to
-    itself alone, and begins at place 0.
+    ``forward(x, labels_BT=None, places_BS=None)`` returns logits. The last stage returns the summed
+    loss of the labels instead if ``loss`` is set. ``places_BS`` are the position ids of unsharded
+    packed sequences: each text attends to itself alone and starts at position 0.
     """
 
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
-    """Takes what gives logits, ``x_BTW`` and ``labels_BT``."""
+    """Loss function ``(head, x_BTW, labels_BT)``; ``head`` maps ``x_BTW`` to ``logits_BTV``."""
     gather_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
+    """Gathers the tokens of all ranks from this rank's sequence-parallel shard."""
 
-    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter | PackedMatrix]]:
-        """Yields the model's parameters by their names, whatever an adapter has put around them.
+    def base_parameters(self) -> Iterator[tuple[str, nn.Parameter | PackedMatrix]]:
+        """Yield the model's own parameters under their names without an adapter.
 
-        What is held of a packed matrix is one.
+        A packed matrix is yielded as one object. Adapter weights are left out.
         """
         for name, parameter in self.named_parameters():
-            holder, _, kind = name.rpartition(".")
-            layer = self.get_submodule(holder)
+            module_name, _, kind = name.rpartition(".")
+            layer = self.get_submodule(module_name)
             if is_adapter_weight(name) or (isinstance(layer, PackedMatrix) and "scale" in kind):
                 continue
             packed = layer if isinstance(layer, PackedMatrix) and kind == "weight" else None
@@ -40,27 +39,27 @@ class ModelModule(nn.Module):
 
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
-        """Returns the blocks, in order: what is sharded, compiled and checkpointed one by one."""
+        """Return the blocks, in order; each is sharded, compiled and checkpointed separately."""
 
     @abstractmethod
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields what is read to make logits of what ``loss`` is given."""
+        """Yield the parameters that the head reads to compute logits."""
 
     @abstractmethod
     def replace_attention(self, make: Callable[[float], nn.Module]) -> None:
-        """Puts another attention into every block; ``make`` is told its dropout."""
+        """Replace the attention of every block by ``make(dropout)``."""
 
     @abstractmethod
     def add_prompt_tokens(self, tokens: int) -> None:
-        """Puts so many vectors, made on the meta device, before the embedded tokens of rows."""
+        """Insert ``tokens`` prompt vectors, on the meta device, before the embedded tokens."""
 
     @abstractmethod
     def add_prefix_kv(self, tokens: int) -> None:
-        """Puts so many keys and values, made on the meta device, before those of each layer."""
+        """Insert ``tokens`` keys and values, on the meta device, before those of each layer."""
 
     @abstractmethod
     def set_position_ids(self, places_T: Tensor) -> None:
-        """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""
+        """Set the positions of this rank's tokens in the sequence; default: 0, 1, 2..."""
 
     def init_buffers(self) -> None:
-        """Fills what no checkpoint holds, where moving the module does not: nothing here."""
+        """Fill the non-persistent buffers after ``to_empty``; by default there are none."""

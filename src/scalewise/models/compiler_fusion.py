@@ -1,4 +1,4 @@
-"""A tape as a compiler runs it: what only pointwise operators read is made in their kernels."""
+"""Operator graphs under ``torch.compile``: pointwise operators are fused and recomputed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from dataclasses import replace
 
 from scalewise.models.op_graph import Op, OpGraph, OpWork, RecordedPart
 
-FEW = 32
-"""What is so many times smaller than the largest tensor is a sum over features: it is kept."""
+SMALL_TENSOR_RATIO = 32
+"""A tensor this many times smaller than the largest one is a reduction over features; the
+partitioner saves it."""
 
 CASTING = (OpWork.pointwise, OpWork.matmul_fp8)
-"""What reads by kernels of pointwise operators: products of 8 bits are given casts."""
+"""Operators whose inputs are read by pointwise kernels: FP8 matmuls read casts."""
 
 
 def fuse(graph: OpGraph, *, full_recompute: bool = False) -> OpGraph:
-    """Returns a tape that keeps what torch's min-cut partitioner does.
+    """Return a graph whose saved tensors are those of torch's min-cut partitioner.
 
-    What products read is in memory anyway, so that it is kept, once if it was made twice. What
-    pointwise operators wrote for others like them, backward makes again in its own kernels, and
-    keeps what these begin with, or what was made of it where that is less.
+    Inputs of matmuls are in memory anyway and are saved, once if equal tensors exist. Outputs of
+    pointwise operators that only pointwise operators read are recomputed in the backward kernels.
+    These save the inputs of that chain, or a tensor inside it where that is smaller.
 
-    ``full_recompute``: whether backward makes all of it again, and then in its kernels what only
-    products of
-    weights' gradients read. With products of 8 bits it is the tape itself: less than what is found,
-    but nothing is nearer.
+    Args:
+        graph: Graph of one part, as eager mode executes it.
+        full_recompute: Whether backward recomputes the part (full checkpointing). Its kernels then
+            recompute what only the matmuls of weight gradients read. A graph with FP8 matmuls is
+            returned unchanged in this case; it predicts less memory than measured, but no
+            alternative is closer.
     """
     if isinstance(graph, RecordedPart):
         return graph
@@ -35,10 +38,10 @@ def fuse(graph: OpGraph, *, full_recompute: bool = False) -> OpGraph:
 class _Fuser:
     def __init__(self, graph: OpGraph, full_recompute: bool) -> None:
         self._graph, self._full_recompute = graph, full_recompute
-        self._small_bytes = max(graph.sizes, default=0) // FEW
-        self._producers = {place: op for op in graph.operators for place in op.writes}
-        products = [op for op in graph.operators if op.work not in CASTING]
-        self._matmul_saved = {place for op in products for place in op.saved}
+        self._small_bytes = max(graph.sizes, default=0) // SMALL_TENSOR_RATIO
+        self._producers = {tensor: op for op in graph.operators for tensor in op.writes}
+        matmuls = [op for op in graph.operators if op.work not in CASTING]
+        self._matmul_saved = {tensor for op in matmuls for tensor in op.saved}
         self._duplicates: dict[tuple[tuple[int, ...], int], int] = {}
         self._saved = {0}
         for operator in graph.operators:
@@ -46,109 +49,120 @@ class _Fuser:
                 self._saved.update(*map(self._find_saved_sources, operator.saved))
 
     def build_fused_graph(self) -> OpGraph:
-        """Returns the tape."""
-        graph, inside = self._graph, self._find_fused_intermediates()
-        late = self._find_gradient_only_tensors() if self._full_recompute else frozenset()
+        graph, intermediates = self._graph, self._find_fused_intermediates()
+        gradient_only = self._find_gradient_only_tensors() if self._full_recompute else frozenset()
         operators = [
-            self._compile_op(each, late) for each in _kernel_order(graph.operators, inside)
+            self._compile_op(op, gradient_only)
+            for op in _kernel_order(graph.operators, intermediates)
         ]
-        return OpGraph(graph.sizes, graph.requires_grad, operators, inside)
+        return OpGraph(graph.sizes, graph.requires_grad, operators, intermediates)
 
     def _find_gradient_only_tensors(self) -> frozenset[int]:
-        """Returns what kernels make beside gradients, as the products that read it run no more."""
-        wanted: set[int] = set()
-        late = set()
+        """Tensors that backward kernels compute next to gradients, since only the matmuls of weight
+        gradients read them."""
+        required: set[int] = set()
+        gradient_only = set()
         for operator in reversed(self._graph.operators):
             if operator.work in CASTING:
-                wanted.update(
-                    each for place in operator.saved for each in self._find_saved_sources(place)
+                required.update(
+                    source
+                    for tensor in operator.saved
+                    for source in self._find_saved_sources(tensor)
                 )
-                late.update(self._matmul_saved.intersection(operator.writes) - wanted)
+                gradient_only.update(self._matmul_saved.intersection(operator.writes) - required)
             elif operator.work is OpWork.attention:
-                wanted.update(operator.saved)
-            if not wanted.isdisjoint(operator.writes):
-                wanted.update(operator.reads)
-        return frozenset(place for place in late if self._deduplicate(place) == place)
+                required.update(operator.saved)
+            if not required.isdisjoint(operator.writes):
+                required.update(operator.reads)
+        return frozenset(tensor for tensor in gradient_only if self._deduplicate(tensor) == tensor)
 
     def _find_fused_intermediates(self) -> frozenset[int]:
-        """Returns what pointwise operators write and only they read, but for what comes out."""
-        products = [op for op in self._graph.operators if op.work not in CASTING]
-        others = {place for op in products for place in (*op.reads, *op.saved)}
-        out = self._graph.operators[-1].writes[0]
-        made = (place for place in self._producers if self._is_pointwise(place))
-        return frozenset(place for place in made if place not in others and place != out)
+        """Outputs of pointwise operators that only pointwise operators read, except the result."""
+        matmuls = [op for op in self._graph.operators if op.work not in CASTING]
+        matmul_reads = {tensor for op in matmuls for tensor in (*op.reads, *op.saved)}
+        result = self._graph.operators[-1].writes[0]
+        pointwise = (tensor for tensor in self._producers if self._is_pointwise(tensor))
+        return frozenset(
+            tensor for tensor in pointwise if tensor not in matmul_reads and tensor != result
+        )
 
     def _compile_op(self, operator: Op, gradient_only: frozenset[int]) -> Op:
         if operator.work not in CASTING:
-            once = tuple(map(self._deduplicate, operator.saved))
+            saved = tuple(map(self._deduplicate, operator.saved))
             rounds = operator.work is OpWork.matmul and sum(operator.cast_bytes) > 0
-            # Rounding is pointwise: a kernel makes it without the steps between.
+            # Rounding is pointwise: its kernel needs no temporary tensors.
             scratch = 0 if rounds else operator.backward_scratch
-            return replace(operator, saved=once, backward_scratch=scratch)
-        begun = dict.fromkeys(
-            each for place in operator.saved for each in self._find_saved_sources(place)
+            return replace(operator, saved=saved, backward_scratch=scratch)
+        sources = dict.fromkeys(
+            source for tensor in operator.saved for source in self._find_saved_sources(tensor)
         )
         if operator.work is OpWork.matmul_fp8:
-            return replace(operator, saved=(*begun,))
-        made = gradient_only.intersection(operator.writes)
+            return replace(operator, saved=(*sources,))
+        recomputed = gradient_only.intersection(operator.writes)
         return replace(
             operator,
-            saved=(*begun, *made),
+            saved=(*sources, *recomputed),
             backward_scratch=0,
             is_fused=True,
-            forbids_inplace=bool(made),
+            forbids_inplace=bool(recomputed),
         )
 
     def _is_pointwise(self, tensor: int) -> bool:
-        writer = self._producers.get(tensor)
-        return writer is not None and writer.work is OpWork.pointwise and tensor == writer.writes[0]
+        producer = self._producers.get(tensor)
+        return (
+            producer is not None
+            and producer.work is OpWork.pointwise
+            and tensor == producer.writes[0]
+        )
 
     def _deduplicate(self, tensor: int) -> int:
-        """Returns a product's input, or the one that was made of the same before."""
-        if (
-            not self._is_pointwise(tensor) or not self._producers[tensor].reads
-        ):  # such as a weight's cast
+        """Return the first tensor computed from the same inputs, which may be ``tensor`` itself."""
+        if not self._is_pointwise(tensor):
             return tensor
-        if len(self._producers[tensor].writes) > 1:  # drawn with a mask of its own
+        if not self._producers[tensor].reads:  # such as the cast of a weight
             return tensor
-        made = (self._producers[tensor].reads, self._graph.sizes[tensor])
-        return self._duplicates.setdefault(made, tensor)
+        if len(self._producers[tensor].writes) > 1:  # a random dropout mask of its own
+            return tensor
+        signature = (self._producers[tensor].reads, self._graph.sizes[tensor])
+        return self._duplicates.setdefault(signature, tensor)
 
     def _find_saved_sources(self, tensor: int) -> set[int]:
-        """Returns what is kept so that a place is there, or can be made again."""
+        """Return the tensors that are saved so that backward can read or recompute ``tensor``."""
         size, sizes = self._graph.sizes[tensor], self._graph.sizes
-        there = size <= self._small_bytes or tensor in self._matmul_saved or tensor in self._saved
-        if there or not self._is_pointwise(tensor):
+        is_saved = (
+            size <= self._small_bytes or tensor in self._matmul_saved or tensor in self._saved
+        )
+        if is_saved or not self._is_pointwise(tensor):
             return {tensor}
-        begun = {
-            each
+        sources = {
+            source
             for read in self._producers[tensor].reads
-            for each in self._find_saved_sources(read)
+            for source in self._find_saved_sources(read)
         }
         if self._full_recompute:
-            return begun
-        more = sum(
-            sizes[each]
-            for each in begun - self._matmul_saved - self._saved
-            if sizes[each] > self._small_bytes
+            return sources
+        added_bytes = sum(
+            sizes[source]
+            for source in sources - self._matmul_saved - self._saved
+            if sizes[source] > self._small_bytes
         )
-        return {tensor} if more > size else begun
+        return {tensor} if added_bytes > size else sources
 
 
 def _kernel_order(operators: list[Op], fused_intermediates: frozenset[int]) -> list[Op]:
-    """Returns operators in the order of kernels: what is inside of one comes right before it."""
-    read = {place for operator in operators for place in operator.reads}
+    """Order of the kernels: operators of a fused kernel run right before the one that ends it."""
+    reads = {tensor for operator in operators for tensor in operator.reads}
     waiting: dict[int, Op] = {}
     order: list[Op] = []
 
     def run(operator: Op) -> None:
-        for place in operator.reads:
-            if place in waiting:
-                run(waiting.pop(place))
+        for tensor in operator.reads:
+            if tensor in waiting:
+                run(waiting.pop(tensor))
         order.append(operator)
 
     for operator in operators:
-        if operator.writes[0] in fused_intermediates & read:
+        if operator.writes[0] in fused_intermediates & reads:
             waiting[operator.writes[0]] = operator
         else:
             run(operator)

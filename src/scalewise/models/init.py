@@ -1,4 +1,4 @@
-"""Fresh weights that no layout changes: each parameter is drawn from a seed made of its name."""
+"""Weight initialization that is independent of sharding: one seed per parameter name."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class PackedMatrix(ABC):
-    """A matrix that is held in few bits: whatever is put into it is packed."""
+    """Weight matrix stored in a packed (quantized) format."""
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Returns that of the matrix."""
+        """Shape of the unpacked matrix."""
 
     @property
     @abstractmethod
     def storage_tensor(self) -> Tensor:
-        """Returns a tensor that lies where the matrix does, sharded as it is."""
+        """Tensor with the device and the sharding of the stored matrix."""
 
     @abstractmethod
     def pack(self, matrix: Tensor) -> None:
-        """Packs a matrix; of sharded tensors each rank takes its own."""
+        """Quantize ``matrix`` and store it; with sharding, each rank stores its own shard."""
 
 
 @torch.no_grad()
 def init_normal(name: str, parameter: nn.Parameter | PackedMatrix, seed: int, std: float) -> None:
-    """Fills a parameter, or this rank's shard of it, with normal numbers of deviation ``std``.
+    """Fill a parameter, or this rank's shard of it, with samples of N(0, ``std``^2).
 
-    At no time is more than one whole tensor held beside the shards.
+    The generator is seeded with ``seed`` and ``name``. At most one unsharded tensor exists at a
+    time.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    # The mesh's kind of device draws, though an offloaded shard lies on the host.
+    # The mesh's device generates the values, so that a shard offloaded to the CPU gets the same.
     sharded = (
         parameter.storage_tensor if isinstance(parameter, PackedMatrix) else cast(Tensor, parameter)
     )
@@ -44,15 +45,15 @@ def init_normal(name: str, parameter: nn.Parameter | PackedMatrix, seed: int, st
     if isinstance(sharded, DTensor):
         device = sharded.device_mesh.device_type
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
-    whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-    copy_into(parameter, whole.normal_(0.0, std, generator=generator))
+    full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    copy_into(parameter, full.normal_(0.0, std, generator=generator))
 
 
 @torch.no_grad()
 def copy_into(parameter: Tensor | PackedMatrix, source: Tensor) -> None:
-    """Copies a whole tensor into a parameter, or this rank's part of it into its shard.
+    """Copy an unsharded tensor into a parameter, or this rank's slice of it into its shard.
 
-    Nothing is sent: every rank holds ``source`` and takes its own.
+    No communication: every rank has ``source``.
     """
     if isinstance(parameter, PackedMatrix):
         parameter.pack(source)
@@ -67,9 +68,9 @@ def copy_into(parameter: Tensor | PackedMatrix, source: Tensor) -> None:
 
 @torch.no_grad()
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Returns all of a parameter, gathered where ranks share it out: each of them has to ask."""
+    """Return the unsharded tensor of a parameter; a collective call if it is a DTensor."""
     if isinstance(parameter, DTensor):
-        # An offloaded shard lies on the host, of which the mesh knows nothing.
-        there = cast(DTensor, parameter.to(parameter.device_mesh.device_type))
-        return there.full_tensor()
+        # The mesh's process group cannot gather a shard that is offloaded to the CPU.
+        on_device = cast(DTensor, parameter.to(parameter.device_mesh.device_type))
+        return on_device.full_tensor()
     return parameter

@@ -1,6 +1,6 @@
-"""A forward pass as a list of operators, with what each keeps for backward: shapes, no tensors.
+"""Operator graphs of a forward pass: tensor sizes, and the tensors saved for backward.
 
-One list serves memory and time: what is alive when (``replay``), what is computed and what moved.
+The planner derives memory (a liveness simulation), FLOPs and memory traffic from the same graph.
 """
 
 from __future__ import annotations
@@ -15,172 +15,177 @@ if TYPE_CHECKING:
 
 
 class OpWork(StrEnum):
-    """What an operator is bound by."""
+    """Resource that bounds the time of an operator."""
 
     matmul = "product"
-    """Matrix products: the tensor cores."""
+    """Matrix multiplication: tensor cores."""
     matmul_fp8 = "product_fp8"
-    """Matrix products of numbers of 8 bits: the tensor cores, faster."""
+    """Matrix multiplication in FP8: tensor cores at their FP8 rate."""
     attention = "attention"
-    """Products inside a fused attention kernel."""
+    """Matrix multiplications inside a fused attention kernel."""
     pointwise = "pointwise"
-    """Reads and writes: the memory's bandwidth."""
+    """Elementwise operator: memory bandwidth."""
     communication = "message"
-    """What other ranks send: the links."""
+    """Collective: link bandwidth."""
 
 
 @dataclass(frozen=True)
 class ForwardSpec:
-    """One pass of one rank through a model: shapes and formats.
-
-    ``residual_element_bytes``: bytes of a number between layers; ``compute_element_bytes``: in
-    matrix products; ``gradient_element_bytes``: of a
-    weight's gradient. ``autocast``: whether products cast what they read (autocast). ``on_cpu``:
-    whether norms are taken apart into their arithmetic, as torch does without a kernel of its own.
-    ``loss_chunk``: tokens whose logits exist at a time; 0: all; ``loss_in_forward``: whether
-    gradients are taken with the loss of these. ``rope_element_bytes``: bytes of a number of
-    the rotations. ``tensor_ranks``: ranks that share every matrix out; ``sequence_parallel``:
-    whether they share
-    the tokens out in between, ``loss_parallel``: and the logits in the loss. ``context_ranks``:
-    ranks that
-    share the tokens of a row out; ``gathers_keys``: whether each has the keys of all (else some
-    heads).
-    ``has_frozen_weights``: whether the model's own weights are not trained, but for the modules
-    that are trained ``fully_trained_modules``; ``adapted_layers``: layers that have
-    matrices of ``adapter_rank`` beside them, a ``adapter_dropout`` of what these read, and
-    ``has_magnitudes`` of their
-    rows or not; ``scaled_layers``: layers whose outputs, or inputs if they end a sublayer, are
-    multiplied
-    by a vector; ``packed_layers``: layers whose matrices are unpacked for each product, with
-    ``scale_bytes`` of scales for each number. ``loss_element_bytes``: bytes of a number in the
-    loss.
-    ``prompt_tokens``: vectors that are trained, before the tokens of a row, and that blocks read as
-    such;
-    ``prefix_tokens``: keys and values that are trained, before those of a layer.
-    ``saves_alternate_matmuls``: whether selective recomputation keeps every second product alone,
-    as torchtitan's does. ``sequence_packing``: whether several texts lie in a row, which do not see
-    each other.
-    ``fp8_layers``: layers that cast what they multiply to 8 bits. ``fake_quantized_layers``: layers
-    that round
-    their matrices to integers and back, with a scale for each ``quantization_group``, and if
-    ``rounds_inputs``
-    what these multiply. ``is_compiled``: whether a compiler makes kernels of blocks.
-    """
+    """Shapes and formats of one forward pass (one micro-batch) on one rank."""
 
     sequences: int
+    """Sequences per micro-batch."""
     tokens_per_sequence: int
+    """Tokens of one sequence on this rank."""
     residual_element_bytes: int
+    """Bytes per element of the residual stream."""
     compute_element_bytes: int
+    """Bytes per element of matmul operands."""
     gradient_element_bytes: int
+    """Bytes per element of weights and of their gradients."""
     autocast: bool
+    """Whether matmuls run under ``torch.autocast``."""
     on_cpu: bool
+    """Whether torch's CPU operators run: RMSNorm, for example, has no fused kernel there."""
     loss_chunk: int = 0
+    """Tokens whose logits exist at a time (chunked loss); 0: all."""
     loss_in_forward: bool = False
+    """Whether the gradients of a chunk are computed together with its loss."""
     rope_element_bytes: int = 4
+    """Bytes per element of the rotary table."""
     tensor_ranks: int = 1
+    """Tensor-parallel degree."""
     sequence_parallel: bool = False
+    """Whether tensor-parallel ranks shard the tokens between sublayers."""
     loss_parallel: bool = False
+    """Whether tensor-parallel ranks shard the logits in the loss."""
     context_ranks: int = 1
+    """Context-parallel degree: ranks that shard the tokens of a sequence."""
     gathers_keys: bool = False
+    """Whether context-parallel ranks all-gather keys and values; otherwise they shard heads."""
     has_frozen_weights: bool = False
+    """Whether the weights of the model are frozen, except ``fully_trained_modules``."""
     fully_trained_modules: tuple[str, ...] = ()
+    """Modules of a frozen model that are trained."""
     adapted_layers: tuple[str, ...] = ()
+    """Linear layers with a LoRA adapter."""
     adapter_rank: int = 0
+    """Rank of the LoRA matrices."""
     adapter_dropout: float = 0.0
+    """Dropout probability of the input of the LoRA matrices."""
     has_magnitudes: bool = False
+    """Whether adapted layers have DoRA magnitudes."""
     scaled_layers: tuple[str, ...] = ()
+    """Linear layers with an IA3 vector: on the input if they end a sublayer, else on the output."""
     packed_layers: tuple[str, ...] = ()
+    """Linear layers with packed weights, which are unpacked for each matmul."""
     scale_bytes: float = 0.0
+    """Bytes of quantization scales per element of a packed weight."""
     loss_element_bytes: int = 4
+    """Bytes per element of logits in the loss."""
     saves_alternate_matmuls: bool = False
+    """Whether selective checkpointing saves every second matmul only, as in torchtitan."""
     sequence_packing: bool = False
+    """Whether a sequence contains several texts that do not attend to each other."""
     prompt_tokens: int = 0
+    """Trained vectors before the embedded tokens of a sequence (prompt tuning)."""
     prefix_tokens: int = 0
+    """Trained keys and values before those of each layer (prefix tuning)."""
     fp8_layers: tuple[str, ...] = ()
+    """Linear layers that cast their operands to FP8."""
     fake_quantized_layers: tuple[str, ...] = ()
+    """Linear layers that round their weights to integers and back (quantization-aware training)."""
     quantization_group: int = 0
+    """Elements of a weight per quantization scale."""
     rounds_inputs: bool = False
+    """Whether fake-quantized layers also round their inputs."""
     is_compiled: bool = False
+    """Whether ``torch.compile`` fuses the operators of blocks."""
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of all rows."""
+        """Tokens of all sequences of the micro-batch."""
         return self.sequences * self.tokens_per_sequence
 
     @property
     def residual_tokens(self) -> int:
-        """Returns the tokens of all rows that this rank has between sublayers."""
+        """Tokens of the micro-batch that this rank stores between sublayers."""
         return self.num_tokens // (self.tensor_ranks if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator. Tensors are places in ``Tape.sizes``.
-
-    ``saved``: what backward reads. ``gradients``: the inputs that get a gradient, in the order in
-    which it is made; ``shares_gradient``: whether those of the output's format are given its own.
-    ``weight_gradient_bytes``: bytes of the weight's gradient as computed, and as held;
-    ``weight_gradient_first``: whether
-    that is made before the inputs'. ``forward_scratch``, ``backward_scratch``: bytes that either
-    direction
-    needs besides. ``cast_bytes``: bytes that it reads and writes in either direction to make
-    numbers of
-    8 bits or fewer. ``unpacks_weight``: whether its matrix is unpacked anew, so that backward reads
-    nothing of forward. ``saved_by_selective``: whether selective recomputation keeps the results.
-    ``saves_gradients``: whether what it saved are the gradients. ``is_fused``: whether backward is
-    part of
-    a compiler's kernel, which reads all that arrives for it, ``forbids_inplace``: and of this
-    writes nothing over that it reads for several gradients.
-    ``flops`` of forward; backward makes ``backward_flops``.
-    """
+    """One operator. Tensors are indices into ``OpGraph.sizes``."""
 
     work: OpWork
+    """Resource that bounds its time."""
     reads: tuple[int, ...]
+    """Input tensors."""
     writes: tuple[int, ...]
+    """Output tensors; the first one is the result."""
     saved: tuple[int, ...] = ()
+    """Tensors saved for backward."""
     gradients: tuple[int, ...] = ()
+    """Inputs that get a gradient, in the order of computation."""
     shares_gradient: bool = False
+    """Whether inputs of the output's dtype receive the output's gradient itself, without a copy."""
     weight_gradient_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the weight gradient as computed, and as stored in ``.grad``."""
     weight_gradient_first: bool = True
+    """Whether the weight gradient is computed before the input gradients."""
     forward_scratch: int = 0
+    """Bytes of temporary tensors in forward."""
     backward_scratch: int = 0
+    """Bytes of temporary tensors in backward."""
     cast_bytes: tuple[int, int] = (0, 0)
+    """Memory traffic of casts to 8 bits or fewer, in forward and in backward."""
     unpacks_weight: bool = False
+    """Whether its packed weight is unpacked again in backward, which then reads no saved tensor."""
     saved_by_selective: bool = False
+    """Whether selective checkpointing saves its outputs."""
     saves_gradients: bool = False
+    """Whether the saved tensors are the gradients, computed in forward."""
     is_fused: bool = False
+    """Whether its backward is part of a compiled kernel, which reads all incoming gradients."""
     forbids_inplace: bool = False
+    """Whether that kernel must not overwrite an incoming gradient that it reads several times."""
     flops: float = 0.0
+    """FLOPs of forward."""
     backward_flops: float = 0.0
+    """FLOPs of backward."""
 
     @property
     def backward_reads_forward(self) -> bool:
-        """Returns whether backward reads what forward has left: a result, or a product's weight."""
-        multiplies = self.work in (OpWork.matmul, OpWork.matmul_fp8)
-        return bool(self.saved) or (multiplies and not self.unpacks_weight)
+        """Whether backward reads a saved tensor or the weight of a matmul."""
+        is_matmul = self.work in (OpWork.matmul, OpWork.matmul_fp8)
+        return bool(self.saved) or (is_matmul and not self.unpacks_weight)
 
 
 @dataclass
 class OpGraph:
-    """The operators of a part of a model, in order, and the bytes of every tensor.
-
-    ``fused_intermediates``: tensors that are in no memory unless saved: the kernel that makes them
-    reads them.
-    """
+    """Operators of one part of a model, in execution order, and the bytes of their tensors."""
 
     sizes: list[int] = field(default_factory=list)
+    """Bytes of each tensor."""
     requires_grad: list[bool] = field(default_factory=list)
+    """Whether backward computes the gradient of each tensor."""
     operators: list[Op] = field(default_factory=list)
+    """Operators, in execution order."""
     fused_intermediates: frozenset[int] = frozenset()
+    """Tensors inside a fused kernel, which are in memory only if saved."""
 
     def count_moved_bytes(self, tensors: Iterable[int]) -> int:
-        """Returns the bytes of those that are read from memory, or written to it."""
-        return sum(self.sizes[place] for place in tensors if place not in self.fused_intermediates)
+        """Return the bytes of the tensors that are read from memory or written to it."""
+        return sum(
+            self.sizes[tensor] for tensor in tensors if tensor not in self.fused_intermediates
+        )
 
     def add_tensor(self, size: int, *, requires_grad: bool = True) -> int:
-        """Returns the place of a new tensor of ``size`` bytes.
+        """Add a tensor and return its index.
 
-        ``requires_grad``: whether backward has to give it a gradient.
+        Args:
+            size: Bytes of the tensor.
+            requires_grad: Whether backward computes its gradient.
         """
         self.sizes.append(size)
         self.requires_grad.append(requires_grad)
@@ -208,24 +213,31 @@ class OpGraph:
         flops: float = 0.0,
         backward_flops: float = 0.0,
     ) -> int:
-        """Appends an operator and returns the place of what it writes, of ``size`` bytes.
+        """Append an operator and return the index of its output.
 
-        ``extra_output_bytes``: bytes of further outputs that backward alone reads. The rest is
-        ``Operator``'s.
+        Args:
+            work: As in :class:`Op`, with all arguments that are not listed here.
+            reads: Input tensors.
+            size: Bytes of the output.
+            gradients: Inputs that may get a gradient; None: all.
+            extra_output_bytes: Bytes of further outputs that only backward reads.
+            saves_output: Whether the output is saved for backward.
         """
-        wanted = reads if gradients is None else gradients
-        asked = tuple(place for place in wanted if self.requires_grad[place])
-        trained = bool(asked or weight_gradient_bytes[0])
-        written = self.add_tensor(size, requires_grad=trained)
-        others = tuple(self.add_tensor(each, requires_grad=False) for each in extra_output_bytes)
-        kept = (*saved, *others, *((written,) if saves_output else ())) if trained else ()
+        candidates = reads if gradients is None else gradients
+        differentiable = tuple(tensor for tensor in candidates if self.requires_grad[tensor])
+        has_backward = bool(differentiable or weight_gradient_bytes[0])
+        output = self.add_tensor(size, requires_grad=has_backward)
+        extra_outputs = tuple(
+            self.add_tensor(extra, requires_grad=False) for extra in extra_output_bytes
+        )
+        all_saved = (*saved, *extra_outputs, *((output,) if saves_output else ()))
         self.operators.append(
             Op(
                 work,
                 tuple(dict.fromkeys(reads)),
-                (written, *others),
-                saved=kept,
-                gradients=asked,
+                (output, *extra_outputs),
+                saved=all_saved if has_backward else (),
+                gradients=differentiable,
                 shares_gradient=shares_gradient,
                 weight_gradient_bytes=weight_gradient_bytes,
                 weight_gradient_first=weight_gradient_first,
@@ -239,50 +251,47 @@ class OpGraph:
                 backward_flops=backward_flops,
             )
         )
-        return written
+        return output
 
 
 @dataclass(frozen=True)
 class BackwardMode:
-    """How a part goes through a pass.
-
-    ``recompute``: what backward makes a second time. ``fresh_gradients``: whether weights have no
-    gradient
-    yet, so that the one made here stays. ``offload``: whether what is kept is brought back when
-    backward first reads it. ``step_scratch_ratio``: bytes that the optimizer takes for each byte of
-    a weight's gradient, before it drops that; below 0: later.
-    """
+    """Options of one forward and backward pass through a part of a model."""
 
     recompute: Recompute
+    """Operators that backward recomputes (activation checkpointing)."""
     fresh_gradients: bool
+    """Whether the weights have no gradient yet, so that this backward allocates it."""
     offload: bool = False
+    """Whether saved tensors are on the CPU and return when backward first reads them."""
     step_scratch_ratio: float = -1
+    """Bytes of optimizer scratch per byte of a weight gradient, with the optimizer step in
+    backward; negative: the step is taken later."""
 
 
 @dataclass(kw_only=True)
 class RecordedPart(OpGraph):
-    """A part whose memory is found by running it; its operators tell of its time alone.
-
-    ``measure`` gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak``
-    and
-    ``gradients``.
-    """
+    """A part whose memory is measured by a run with fake tensors; its operators give time only."""
 
     measure: Callable[[BackwardMode], tuple[int, int, int, int]]
+    """Returns the fields of ``PartLiveness``, in bytes: saved tensors, peak of forward, peak of
+    backward, and gradients."""
 
 
 @dataclass(frozen=True)
 class ModelOpGraphs:
-    """The parts of a model: what comes before its layers, one of these, the head, and the loss.
-
-    ``first_block`` is the first layer, which keeps less where nothing before it is trained. The
-    first tensor of a part but ``embedding`` is what it reads. ``loss`` is None where ``head`` takes
-    the loss of pieces. ``shared_bytes``: bytes that all layers read and none makes again.
-    """
+    """Operator graphs of the parts of a model. The first tensor of each, except of ``embedding``,
+    is the input of that part."""
 
     embedding: OpGraph
+    """Operators before the blocks."""
     first_block: OpGraph
+    """First block, which saves less if nothing before it is trained."""
     block: OpGraph
+    """Any other block."""
     head: OpGraph
+    """Operators after the blocks, with the loss if it is chunked."""
     loss: OpGraph | None
+    """Loss; None: part of ``head``."""
     shared_bytes: int
+    """Bytes that all blocks read and no block recomputes, such as the rotary table."""

@@ -1,6 +1,6 @@
 """Safetensors files of a pretrained folder: the files that transformers loads, and their tensors.
 
-Nothing is unpickled. Errors name the option, the file and a fix.
+No pickle file is read. Errors name the option, the file and a fix.
 """
 
 from __future__ import annotations
@@ -20,66 +20,68 @@ from scalewise.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-EXPLICIT = "transformers_weights"
-"""Key of ``config.json`` that names the file of the weights."""
-AGAIN = "download or copy the folder again"
+WEIGHTS_FILE_KEY = "transformers_weights"
+"""Key of ``config.json`` that names the weights file."""
+DOWNLOAD_AGAIN = "download or copy the folder again"
 LFS_POINTER = b"version https://git-lfs"
 
 
 def weight_files(folder: Path, key: str, value: object, fix: str) -> list[Path]:
-    """Returns the files that ``PreTrainedModel.from_pretrained`` reads from a local folder.
+    """Return the files that ``PreTrainedModel.from_pretrained`` reads from a local folder.
 
-    The file that ``config.json`` names comes first, then ``model.safetensors``, then the shards of
-    ``model.safetensors.index.json``. Other files, such as ``consolidated.safetensors``, are not
-    read.
+    The file that ``config.json`` names has precedence over ``model.safetensors``, and this over the
+    shards of ``model.safetensors.index.json``. Other files, such as ``consolidated.safetensors``,
+    are not read.
 
     Args:
         folder: Local folder of a pretrained model.
-        key: Option that names the folder, for errors.
-        value: Folder as the user wrote it, for errors.
-        otherwise: Fix for a folder without such files.
+        key: Option with the path of the folder, for errors.
+        value: Value of this option, for errors.
+        fix: Fix for a folder without such files.
 
     Raises:
         CheckpointError: No such file, an unreadable index, or an adapter in the folder.
     """
     if (folder / ADAPTER).is_file():
-        reason = f"holds an adapter ({ADAPTER}), which transformers would add to the weights"
-        cure = f"merge the adapter into the weights, or move {ADAPTER} out of the folder"
-        raise CheckpointError.for_key(key, value, reason, cure)
-    name = _named_in_config(folder) or next(
+        reason = f"contains an adapter ({ADAPTER}), which transformers would add to the weights"
+        merge = f"merge the adapter into the weights, or move {ADAPTER} out of the folder"
+        raise CheckpointError.for_key(key, value, reason, merge)
+    name = _configured_file_name(folder) or next(
         (name for name in (SINGLE, INDEX) if (folder / name).is_file()), None
     )
     if name is None:
-        reason = f"has no weights as safetensors (neither {SINGLE} nor {INDEX})"
+        reason = f"has no safetensors weights (neither {SINGLE} nor {INDEX})"
         raise CheckpointError.for_key(key, value, reason, fix)
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()) and ".." in Path(name).parts:
-        reason = f"names weights outside of it in config.json ({EXPLICIT}={name})"
-        raise CheckpointError.for_key(key, value, reason, f"remove {EXPLICIT} from config.json")
+        reason = f"config.json names weights outside of the folder ({WEIGHTS_FILE_KEY}={name})"
+        raise CheckpointError.for_key(
+            key, value, reason, f"remove {WEIGHTS_FILE_KEY} from config.json"
+        )
     if not name.endswith(".index.json"):
         return [file]
     try:
-        listed = json.loads(regular_files.read_text(file))["weight_map"].values()
-        shards = sorted({str(shard) for shard in listed})
+        shard_names = json.loads(regular_files.read_text(file))["weight_map"].values()
+        shards = sorted({str(shard) for shard in shard_names})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        reason = f"{name} is no index of shards ({type(error).__name__})"
-        raise CheckpointError.for_key(key, value, reason, AGAIN) from error
+        reason = f"{name} is not a valid index of shards ({type(error).__name__})"
+        raise CheckpointError.for_key(key, value, reason, DOWNLOAD_AGAIN) from error
     return [folder / shard for shard in shards]
 
 
-def _named_in_config(folder: Path) -> str | None:
+def _configured_file_name(folder: Path) -> str | None:
     try:
         config = json.loads(regular_files.read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
-        return None  # reported by whoever reads the configuration
-    name = config.get(EXPLICIT) if isinstance(config, dict) else None
+        return None  # the caller that parses config.json reports this error
+    name = config.get(WEIGHTS_FILE_KEY) if isinstance(config, dict) else None
     return name if isinstance(name, str) else None
 
 
 class SafetensorsFiles:
-    """Tensors of several safetensors files by name, mapped from disk.
+    """Tensors of several safetensors files by name, memory-mapped.
 
-    Where two files hold the same name, the later one is read, as in transformers.
+    If two files contain the same name, the later file is read, as in transformers.
 
     Raises:
         CheckpointError: A file is missing, truncated or of another format.
@@ -102,35 +104,35 @@ class SafetensorsFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the tensors' names."""
+        """Names of the tensors."""
         return tuple(self._handles)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor."""
+        """Return a tensor on the CPU."""
         tensor: Tensor = self._handles[name].get_tensor(name)
         return tensor
 
 
 def _open_error(file: Path, error: Exception) -> tuple[str, str]:
-    """Returns why a file cannot be opened, and the fix."""
+    """Return the reason why a file cannot be opened, and the fix."""
     if not file.exists():
-        return f"{file.name} is missing", AGAIN
+        return f"{file.name} is missing", DOWNLOAD_AGAIN
     if isinstance(error, OSError) and error.strerror:
         return f"{file.name} cannot be read ({error.strerror})", f"chmod u+r {file}"
     with file.open("rb") as opened:
-        begin = opened.read(len(LFS_POINTER))
-    if begin == LFS_POINTER:
+        prefix = opened.read(len(LFS_POINTER))
+    if prefix == LFS_POINTER:
         return f"{file.name} is a Git LFS pointer, not the weights", "run git lfs pull there"
     reason = f"{file.name} cannot be read as safetensors: it is truncated or of another format"
-    return reason, AGAIN
+    return reason, DOWNLOAD_AGAIN
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Writes tensors with the permissions of the umask; ``save_file`` alone makes them private."""
+    """Write tensors with the permissions of the umask; ``save_file`` alone uses mode 0600."""
     file.touch()
     mode = file.stat().st_mode
     save_file(dict(tensors), file, metadata={"format": "pt"})

@@ -138,7 +138,7 @@ def _tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
     chunked = partition.run.objective.loss_chunk is not None
     halves = tuple(partition.adapted_halves.values())
     # Attention's sums are made again; those that end a block are not, unless something follows.
-    follows = halves[-1].adapted_row_layers or partition.run.model.normed_after
+    follows = halves[-1].adapted_row_layers or partition.run.model.has_post_norm
     again = partition.recomputed_layers[Recompute.full] * (1 + follows)
     without = _skipped_by_adapter(partition)
     asked = partition.run.runs_reference_forward  # a pass forward, without the adapter

@@ -1,1 +1,1 @@
-"""Decoder-only transformers: described (spec), alive (module), from and to disk (weights)."""
+"""Decoder-only transformers: configuration, torch module and Hugging Face weights."""

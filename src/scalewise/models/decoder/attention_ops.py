@@ -1,4 +1,4 @@
-"""Attention of a decoder, and what is dropped, as they run, for the planner: sizes, no tensors."""
+"""Attention and dropout in the operator graph of the decoder, for the planner."""
 
 from __future__ import annotations
 
@@ -9,134 +9,151 @@ from scalewise.models.op_graph import ForwardSpec, OpWork
 
 
 class AttentionOps(CommOps):
-    """Writes how a token becomes a mix of others onto a tape."""
+    """Adds attention to an operator graph."""
 
     def __init__(self, spec: DecoderConfig, forward_spec: ForwardSpec) -> None:
         super().__init__(forward_spec)
         self.spec = spec
 
     def add_attention(self, query: int, key: int, value: int) -> int:
-        """Writes attention, and what brings it the tokens of other context ranks."""
-        spec, run, graph = self.spec, self.forward_spec, self.graph
-        whole, mask = run.tokens_per_sequence * run.context_ranks + run.prefix_tokens, 0
-        if run.prefix_tokens:
+        """Add attention with its context-parallel collectives."""
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
+        total_keys = (
+            forward_spec.tokens_per_sequence * forward_spec.context_ranks
+            + forward_spec.prefix_tokens
+        )
+        mask = 0
+        if forward_spec.prefix_tokens:
             key, value = self._add_prefix(key), self._add_prefix(value)
-        if run.context_ranks > 1 and run.gathers_keys:
-            both = graph.sizes[key] * run.context_ranks * 2
+        if forward_spec.context_ranks > 1 and forward_spec.gathers_keys:
+            gathered_bytes = graph.sizes[key] * forward_spec.context_ranks * 2
             gathered = graph.add_op(
                 OpWork.communication,
                 (key, value),
-                both,
-                forward_scratch=2 * both,
-                backward_scratch=both,
+                gathered_bytes,
+                forward_scratch=2 * gathered_bytes,
+                backward_scratch=gathered_bytes,
             )
-            read: tuple[int, ...] = (query, gathered)
-            piece = (
-                run.tokens_per_sequence // 2
-            )  # of either end; the mask says which of the keys each sees
+            reads: tuple[int, ...] = (query, gathered)
+            # A rank has one chunk of either end of the sequence; the mask hides later keys.
+            chunk = forward_spec.tokens_per_sequence // 2
             mask = (
-                piece
-                * piece
-                * (2 * run.context_ranks + 1)
-                * run.compute_element_bytes
-                * (not run.sequence_packing)
+                chunk
+                * chunk
+                * (2 * forward_spec.context_ranks + 1)
+                * forward_spec.compute_element_bytes
+                * (not forward_spec.sequence_packing)
             )
-        elif run.context_ranks > 1:
-            heads = spec.key_heads // run.tensor_ranks
-            wide = graph.sizes[key] if heads % run.context_ranks == 0 else graph.sizes[query]
-            read = (
+        elif forward_spec.context_ranks > 1:
+            heads = spec.key_heads // forward_spec.tensor_ranks
+            kv_bytes = (
+                graph.sizes[key] if heads % forward_spec.context_ranks == 0 else graph.sizes[query]
+            )
+            reads = (
                 self.add_all_to_all(query, graph.sizes[query]),
-                self.add_all_to_all(key, wide),
-                self.add_all_to_all(value, wide),
+                self.add_all_to_all(key, kv_bytes),
+                self.add_all_to_all(value, kv_bytes),
             )
         else:
-            read = (query, key, value)
-        masked = run.sequence_packing or run.prefix_tokens > 0
-        skips = not masked or (
-            run.context_ranks > 1 and run.gathers_keys
-        )  # half, as what comes later
-        fused = not (spec.dropout and run.on_cpu)
-        products = 2.0 if skips and fused else 4.0  # a mask hides what was computed
-        flops = products * run.num_tokens * whole * spec.query_width / run.tensor_ranks
-        if fused:
+            reads = (query, key, value)
+        has_mask = forward_spec.sequence_packing or forward_spec.prefix_tokens > 0
+        # A causal kernel skips half of the scores; an explicit mask hides scores after the matmul.
+        is_causal = not has_mask or (forward_spec.context_ranks > 1 and forward_spec.gathers_keys)
+        is_fused = not (spec.dropout and forward_spec.on_cpu)
+        flops_per_pair = 2.0 if is_causal and is_fused else 4.0
+        flops = flops_per_pair * forward_spec.num_tokens * total_keys
+        flops = flops * spec.query_width / forward_spec.tensor_ranks
+        if is_fused:
+            logsumexp = forward_spec.num_tokens * spec.heads // forward_spec.tensor_ranks * FP32
             mixed = graph.add_op(
                 OpWork.attention,
-                read,
+                reads,
                 graph.sizes[query],
-                saved=read,
+                saved=reads,
                 saves_output=True,
-                extra_output_bytes=(run.num_tokens * spec.heads // run.tensor_ranks * FP32, mask),
+                extra_output_bytes=(logsumexp, mask),
                 saved_by_selective=True,
                 flops=flops,
                 backward_flops=2.5 * flops,
             )
         else:
-            mixed = self._add_unfused_attention(read, whole, masked, flops)
-        if run.context_ranks == 1:
+            mixed = self._add_unfused_attention(reads, total_keys, has_mask, flops)
+        if forward_spec.context_ranks == 1:
             return mixed
-        if run.gathers_keys:  # the halves of the tokens are put together
+        if forward_spec.gathers_keys:  # concatenates the outputs of the two chunks
             return graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
         return self.add_all_to_all(mixed, graph.sizes[mixed])
 
     def _add_unfused_attention(
-        self, inputs: tuple[int, ...], total_keys: int, masked: bool, flops: float
+        self, inputs: tuple[int, ...], total_keys: int, has_mask: bool, flops: float
     ) -> int:
-        """Writes attention with dropout as torch has it on the CPU: no kernel of its own, in fp32.
+        """Add CPU attention with dropout: fp32 operators, since torch has no fused kernel for it.
 
-        After ``at::_scaled_dot_product_attention_math``; each product reads copies.
+        Follows ``at::_scaled_dot_product_attention_math``; each matmul reads copies.
         """
-        spec, run, graph = self.spec, self.forward_spec, self.graph
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         size = graph.sizes[inputs[0]]
-        queries = size // run.compute_element_bytes * FP32
-        spread = run.context_ranks > 1 and not run.gathers_keys  # some heads of all tokens
-        keys = queries if spread else queries * total_keys // run.tokens_per_sequence
-        scores = run.num_tokens * total_keys * spec.heads // run.tensor_ranks * FP32
-        query = graph.add_op(OpWork.pointwise, inputs[:1], queries)
-        key = graph.add_op(OpWork.pointwise, inputs[1:2], keys)
-        products = self._add_bmm(query, key, scores, flops / 2)
-        mask = 0 if masked else run.tokens_per_sequence * total_keys * FP32
-        shares = graph.add_op(
-            OpWork.pointwise, (products,), scores, saves_output=True, forward_scratch=scores + mask
+        query_bytes = size // forward_spec.compute_element_bytes * FP32
+        shards_heads = forward_spec.context_ranks > 1 and not forward_spec.gathers_keys
+        key_bytes = (
+            query_bytes
+            if shards_heads
+            else query_bytes * total_keys // forward_spec.tokens_per_sequence
         )
-        dropped = self.add_dropout(shares, spec.dropout)
-        value = graph.add_op(OpWork.pointwise, inputs[-1:], keys)
-        mixed = self._add_bmm(dropped, value, queries, flops / 2)
-        return mixed if size == queries else graph.add_op(OpWork.pointwise, (mixed,), size)
+        score_bytes = (
+            forward_spec.num_tokens * total_keys * spec.heads // forward_spec.tensor_ranks * FP32
+        )
+        query = graph.add_op(OpWork.pointwise, inputs[:1], query_bytes)
+        key = graph.add_op(OpWork.pointwise, inputs[1:2], key_bytes)
+        scores = self._add_bmm(query, key, score_bytes, flops / 2)
+        mask = 0 if has_mask else forward_spec.tokens_per_sequence * total_keys * FP32
+        probabilities = graph.add_op(
+            OpWork.pointwise,
+            (scores,),
+            score_bytes,
+            saves_output=True,
+            forward_scratch=score_bytes + mask,
+        )
+        dropped = self.add_dropout(probabilities, spec.dropout)
+        value = graph.add_op(OpWork.pointwise, inputs[-1:], key_bytes)
+        mixed = self._add_bmm(dropped, value, query_bytes, flops / 2)
+        return mixed if size == query_bytes else graph.add_op(OpWork.pointwise, (mixed,), size)
 
-    def _add_bmm(self, one: int, other: int, size: int, flops: float) -> int:
-        """Writes a product of two tensors, of which backward reads each for the other's sake."""
+    def _add_bmm(self, left: int, right: int, size: int, flops: float) -> int:
+        """Add a batched matmul; an operand is saved if the other one needs a gradient."""
         graph = self.graph
-        pairs = ((one, other), (other, one))
+        pairs = ((left, right), (right, left))
         return graph.add_op(
             OpWork.attention,
-            (one, other),
+            (left, right),
             size,
-            saved=tuple(each for each, partner in pairs if graph.requires_grad[partner]),
+            saved=tuple(operand for operand, other in pairs if graph.requires_grad[other]),
             saved_by_selective=True,
             flops=flops,
             backward_flops=2.0 * flops,
         )
 
     def _add_prefix(self, x: int) -> int:
-        """Writes how what is learnt comes before the keys, or the values, of each row."""
-        run, size = self.forward_spec, self.graph.sizes[x]
-        count = run.prefix_tokens * self.spec.kv_width // run.tensor_ranks
+        """Add the concatenation of prefix vectors with the keys, or the values, of a sequence."""
+        forward_spec, size = self.forward_spec, self.graph.sizes[x]
+        numel = forward_spec.prefix_tokens * self.spec.kv_width // forward_spec.tensor_ranks
         return self.graph.add_op(
             OpWork.pointwise,
             (x,),
-            size + size * run.prefix_tokens // run.tokens_per_sequence,
+            size + size * forward_spec.prefix_tokens // forward_spec.tokens_per_sequence,
             weight_gradient_bytes=(
-                count * run.compute_element_bytes,
-                count * run.gradient_element_bytes,
+                numel * forward_spec.compute_element_bytes,
+                numel * forward_spec.gradient_element_bytes,
             ),
             weight_gradient_first=False,
         )
 
     def add_dropout(self, x: int, probability: float) -> int:
-        """Writes how a share of the numbers is dropped."""
+        """Add dropout, unless ``probability`` is 0."""
         if not probability:
             return x
         size = self.graph.sizes[x]
-        as_numbers = self.forward_spec.on_cpu and not self.forward_spec.is_compiled
-        mask = size if as_numbers else size // self.forward_spec.residual_element_bytes
+        # Without torch.compile, the CPU's mask has the dtype of its input; others are boolean.
+        has_float_mask = self.forward_spec.on_cpu and not self.forward_spec.is_compiled
+        mask = size if has_float_mask else size // self.forward_spec.residual_element_bytes
         return self.graph.add_op(OpWork.pointwise, (x,), size, extra_output_bytes=(mask,))

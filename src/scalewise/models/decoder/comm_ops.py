@@ -1,4 +1,4 @@
-"""What a decoder's ranks send each other within a pass, for the planner: sizes, no tensors."""
+"""Collectives in the operator graph of the decoder, for the planner."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from scalewise.models.op_graph import OpWork
 
 
 class CommOps(LinearOps):
-    """Writes what tensor and context ranks send onto a tape."""
+    """Adds the collectives of tensor and context parallelism to an operator graph."""
 
     def add_all_gather(self, x: int) -> int:
-        """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
-        run, graph = self.forward_spec, self.graph
-        if run.tensor_ranks == 1 or not run.sequence_parallel:
+        """Add the all-gather of sequence-parallel tokens; its backward is a reduce-scatter."""
+        forward_spec, graph = self.forward_spec, self.graph
+        if forward_spec.tensor_ranks == 1 or not forward_spec.sequence_parallel:
             return x
-        whole = graph.sizes[x] * run.tensor_ranks
+        size = graph.sizes[x] * forward_spec.tensor_ranks
         return graph.add_op(
-            OpWork.communication, (x,), whole, forward_scratch=whole, backward_scratch=whole
+            OpWork.communication, (x,), size, forward_scratch=size, backward_scratch=size
         )
 
     def add_reduction(self, x: int, *, scatter: bool, live_tensors: tuple[int, ...] = ()) -> int:
-        """Writes how parts of a sum on all tensor ranks are added up, and perhaps cut by tokens.
+        """Add the all-reduce, or reduce-scatter, of partial sums on tensor-parallel ranks.
 
-        ``live_tensors``: what lives on meanwhile.
+        Args:
+            x: Partial sum.
+            scatter: Whether the result is sharded by tokens (reduce-scatter).
+            live_tensors: Tensors that stay alive during the collective.
         """
-        run, graph = self.forward_spec, self.graph
-        if run.tensor_ranks == 1:
+        forward_spec, graph = self.forward_spec, self.graph
+        if forward_spec.tensor_ranks == 1:
             return x
         size = graph.sizes[x]
         if not scatter:
@@ -40,7 +43,7 @@ class CommOps(LinearOps):
         return graph.add_op(
             OpWork.communication,
             (x, *live_tensors),
-            size // run.tensor_ranks,
+            size // forward_spec.tensor_ranks,
             gradients=(x,),
             forward_scratch=size,
             backward_scratch=size,
@@ -48,7 +51,7 @@ class CommOps(LinearOps):
         )
 
     def add_all_to_all(self, x: int, size: int) -> int:
-        """Writes an all-to-all: packed, sent, unpacked and put in order."""
+        """Add an all-to-all with its packing, unpacking and transposition."""
         return self.graph.add_op(
             OpWork.communication,
             (x,),

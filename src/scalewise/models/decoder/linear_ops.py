@@ -1,4 +1,4 @@
-"""The products of a decoder's linear layers as they run, for the planner: sizes, no tensors."""
+"""Linear layers in the operator graph of the decoder, for the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FP32 = 4
 
 
 class LinearOps:
-    """Writes products of matrices onto a tape, in whatever format they are made."""
+    """Adds the matmuls of linear layers to an operator graph, in their compute format."""
 
     def __init__(self, forward_spec: ForwardSpec) -> None:
         self.forward_spec, self.graph = forward_spec, OpGraph()
@@ -25,31 +25,34 @@ class LinearOps:
         tokens: int | None = None,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
-        """Writes a product with a matrix, cast where it is held in another format."""
-        run, graph = self.forward_spec, self.graph
-        tokens = tokens or run.num_tokens
-        count, more = in_features * out_features, out_features * bias
-        saved, read = [], x
-        if run.autocast:
+        """Add a linear layer; under autocast with the casts of its weight, bias and input."""
+        forward_spec, graph = self.forward_spec, self.graph
+        tokens = tokens or forward_spec.num_tokens
+        weight_numel, bias_numel = in_features * out_features, out_features * bias
+        saved, matmul_input = [], x
+        if forward_spec.autocast:
             if bias:
-                graph.add_op(OpWork.pointwise, (), out_features * run.compute_element_bytes)
+                graph.add_op(
+                    OpWork.pointwise, (), out_features * forward_spec.compute_element_bytes
+                )
+            weight_bytes = weight_numel * forward_spec.compute_element_bytes
+            weight_cast = graph.add_op(OpWork.pointwise, (), weight_bytes)
             if graph.requires_grad[x]:
-                saved.append(graph.add_op(OpWork.pointwise, (), count * run.compute_element_bytes))
-            else:
-                graph.add_op(OpWork.pointwise, (), count * run.compute_element_bytes)
-            if graph.sizes[x] != tokens * in_features * run.compute_element_bytes:
-                read = self.add_cast(x, tokens * in_features * run.compute_element_bytes)
-        weights = (count + more) * trains
-        flops = 2.0 * count * tokens
+                saved.append(weight_cast)
+            input_bytes = tokens * in_features * forward_spec.compute_element_bytes
+            if graph.sizes[x] != input_bytes:
+                matmul_input = self.add_cast(x, input_bytes)
+        trained_numel = (weight_numel + bias_numel) * trains
+        flops = 2.0 * weight_numel * tokens
         return graph.add_op(
             OpWork.matmul,
-            (read, *live_tensors),
-            tokens * out_features * run.compute_element_bytes,
-            saved=(*((read,) if trains else ()), *saved),
-            gradients=(read,),
+            (matmul_input, *live_tensors),
+            tokens * out_features * forward_spec.compute_element_bytes,
+            saved=(*((matmul_input,) if trains else ()), *saved),
+            gradients=(matmul_input,),
             weight_gradient_bytes=(
-                weights * run.compute_element_bytes,
-                weights * run.gradient_element_bytes,
+                trained_numel * forward_spec.compute_element_bytes,
+                trained_numel * forward_spec.gradient_element_bytes,
             ),
             weight_gradient_first=not bias,
             saved_by_selective=self._is_next_matmul_saved(),
@@ -66,92 +69,101 @@ class LinearOps:
         *,
         bias: bool,
     ) -> int:
-        """Writes torchao's product, whose operands are cast to 8 bits for each of three products.
+        """Add torchao's FP8 linear layer, which casts the operands of each of its three matmuls.
 
-        A cast of n numbers makes 9n bytes: scaled and saturated in fp32, then cast. Backward casts
-        the gradient for either product, and what forward has cast once more. Compiled, a cast
-        reads its numbers twice and writes them once; by torch's own operators it moves more.
+        A cast of n elements allocates 9n bytes: scaled and saturated in fp32, then cast. Backward
+        casts the output gradient for both matmuls, and casts the operands of forward again.
+        Compiled, a cast reads its input twice and writes it once; torch's eager operators move
+        more.
         """
-        run, graph = self.forward_spec, self.graph
-        if (
-            not run.on_cpu
-            and graph.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
-        ):
-            x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
-        read, made, weights = (
-            run.num_tokens * in_features,
-            run.num_tokens * out_features,
+        forward_spec, graph = self.forward_spec, self.graph
+        input_bytes = forward_spec.num_tokens * in_features * forward_spec.compute_element_bytes
+        if not forward_spec.on_cpu and graph.sizes[x] != input_bytes:
+            x = self.add_cast(x, input_bytes)
+        input_numel, output_numel, weight_numel = (
+            forward_spec.num_tokens * in_features,
+            forward_spec.num_tokens * out_features,
             in_features * out_features,
         )
-        gradients = read * run.compute_element_bytes, weights * run.compute_element_bytes
-        # Products want one operand by rows and one by columns; emulated ones copy out of sight.
-        turned = not run.on_cpu
-        flops = 2.0 * weights * run.num_tokens
-        moved = [
-            2 * size + count
-            for count, size in (
-                (read, graph.sizes[x]),
-                (made, made * run.compute_element_bytes),
-                (weights, weights * run.gradient_element_bytes),
+        gradients = (
+            input_numel * forward_spec.compute_element_bytes,
+            weight_numel * forward_spec.compute_element_bytes,
+        )
+        # CUDA matmuls need one operand row-major and one column-major; emulated ones copy inside.
+        has_transposed_copy = not forward_spec.on_cpu
+        flops = 2.0 * weight_numel * forward_spec.num_tokens
+        traffic = [
+            2 * size + numel
+            for numel, size in (
+                (input_numel, graph.sizes[x]),
+                (output_numel, output_numel * forward_spec.compute_element_bytes),
+                (weight_numel, weight_numel * forward_spec.gradient_element_bytes),
             )
         ]
-        written = graph.add_op(
+        output = graph.add_op(
             OpWork.matmul_fp8,
             (x, *live_tensors),
-            made * run.compute_element_bytes,
+            output_numel * forward_spec.compute_element_bytes,
             saved=(x,),
             gradients=(x,),
-            weight_gradient_bytes=(gradients[1], weights * run.gradient_element_bytes),
+            weight_gradient_bytes=(
+                gradients[1],
+                weight_numel * forward_spec.gradient_element_bytes,
+            ),
             weight_gradient_first=False,
-            forward_scratch=max(9 * read, read + 9 * weights) - made * run.compute_element_bytes,
+            forward_scratch=max(9 * input_numel, input_numel + 9 * weight_numel)
+            - output_numel * forward_spec.compute_element_bytes,
             backward_scratch=max(
-                9 * made,
-                made + 9 * weights,
-                made + weights * (1 + turned) + gradients[0],
-                max(10 * made, 2 * made + 9 * read) + weights + gradients[0],
-                (made + read) * (1 + turned) + made + weights + sum(gradients),
+                9 * output_numel,
+                output_numel + 9 * weight_numel,
+                output_numel + weight_numel * (1 + has_transposed_copy) + gradients[0],
+                max(10 * output_numel, 2 * output_numel + 9 * input_numel)
+                + weight_numel
+                + gradients[0],
+                (output_numel + input_numel) * (1 + has_transposed_copy)
+                + output_numel
+                + weight_numel
+                + sum(gradients),
             )
             - graph.sizes[x]
             - gradients[1],
-            cast_bytes=(moved[0] + moved[2], moved[0] + 2 * moved[1] + moved[2]),
+            cast_bytes=(traffic[0] + traffic[2], traffic[0] + 2 * traffic[1] + traffic[2]),
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=2 * flops,
         )
         if not bias:
-            return written
-        added = (
-            out_features * run.compute_element_bytes,
-            out_features * run.gradient_element_bytes,
+            return output
+        bias_gradient_bytes = (
+            out_features * forward_spec.compute_element_bytes,
+            out_features * forward_spec.gradient_element_bytes,
         )
         return graph.add_op(
             OpWork.pointwise,
-            (written,),
-            graph.sizes[written],
-            weight_gradient_bytes=added,
+            (output,),
+            graph.sizes[output],
+            weight_gradient_bytes=bias_gradient_bytes,
             shares_gradient=True,
         )
 
     def add_unpacked_linear(
         self, x: int, in_features: int, out_features: int, live_tensors: tuple[int, ...]
     ) -> int:
-        """Writes a product with a frozen matrix, unpacked for forward and again for backward."""
-        run, graph = self.forward_spec, self.graph
-        if (
-            run.autocast
-            and graph.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
-        ):
-            x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
+        """Add a linear layer with a frozen packed weight, unpacked in forward and in backward."""
+        forward_spec, graph = self.forward_spec, self.graph
+        input_bytes = forward_spec.num_tokens * in_features * forward_spec.compute_element_bytes
+        if forward_spec.autocast and graph.sizes[x] != input_bytes:
+            x = self.add_cast(x, input_bytes)
         size, flops = (
-            in_features * out_features * run.compute_element_bytes,
-            2.0 * in_features * out_features * run.num_tokens,
+            in_features * out_features * forward_spec.compute_element_bytes,
+            2.0 * in_features * out_features * forward_spec.num_tokens,
         )
-        scales = round(in_features * out_features * run.scale_bytes)
-        matrix = graph.add_op(OpWork.pointwise, (), size, forward_scratch=scales)
+        scales = round(in_features * out_features * forward_spec.scale_bytes)
+        weight = graph.add_op(OpWork.pointwise, (), size, forward_scratch=scales)
         return graph.add_op(
             OpWork.matmul,
-            (x, matrix, *live_tensors),
-            run.num_tokens * out_features * run.compute_element_bytes,
+            (x, weight, *live_tensors),
+            forward_spec.num_tokens * out_features * forward_spec.compute_element_bytes,
             gradients=(x,),
             backward_scratch=size,
             unpacks_weight=True,
@@ -163,84 +175,90 @@ class LinearOps:
     def add_fake_quantized_linear(
         self, x: int, in_features: int, out_features: int, live_tensors: tuple[int, ...]
     ) -> int:
-        """Writes a product of what is rounded to integers and back, and again for backward.
+        """Add a linear layer whose weight is rounded to integers and back, again in backward.
 
-        It keeps what a plain product keeps; compiled, what is rounded and what is out of range as
-        well. Scales are three numbers for each group; torch's own operators pass fourteen times
-        over what is rounded, and over a gradient that is masked.
+        It saves what a linear layer saves; compiled, also the rounded values and the out-of-range
+        masks. There are three scale values per group. torch's eager operators read or write the
+        rounded tensor fourteen times, and a masked gradient as often.
         """
-        run, graph = self.forward_spec, self.graph
-        read, made, weights = (
-            run.num_tokens * in_features,
-            run.num_tokens * out_features,
+        forward_spec, graph = self.forward_spec, self.graph
+        input_numel, output_numel, weight_numel = (
+            forward_spec.num_tokens * in_features,
+            forward_spec.num_tokens * out_features,
             in_features * out_features,
         )
-        matrix, rounds, held = (
-            weights * run.compute_element_bytes,
-            run.rounds_inputs,
-            weights * run.gradient_element_bytes,
+        rounds = forward_spec.rounds_inputs
+        weight_bytes = weight_numel * forward_spec.compute_element_bytes
+        gradient_bytes = weight_numel * forward_spec.gradient_element_bytes
+        input_bytes = input_numel * forward_spec.compute_element_bytes
+        scale_bytes = (
+            3 * FP32 * weight_numel // forward_spec.quantization_group,
+            3 * FP32 * forward_spec.num_tokens,
         )
-        scales = 3 * FP32 * weights // run.quantization_group, 3 * FP32 * run.num_tokens
-        rounding = self._rounding_bytes(weights, held, scales[0])
-        of_x, of_weight = read * run.compute_element_bytes, weights * run.compute_element_bytes
-        given = of_x if rounds or graph.sizes[x] != of_x else 0
-        giving = self._rounding_bytes(read, graph.sizes[x], scales[1]) if rounds else given
+        weight_scratch = self._rounding_bytes(weight_numel, gradient_bytes, scale_bytes[0])
+        cast_input = input_bytes if rounds or graph.sizes[x] != input_bytes else 0
         if rounds:
-            passing = _gradient_mask_bytes(read, graph.sizes[x], scales[1])
+            input_scratch = self._rounding_bytes(input_numel, graph.sizes[x], scale_bytes[1])
+            mask_scratch = _gradient_mask_bytes(input_numel, graph.sizes[x], scale_bytes[1])
         else:
-            passing = graph.sizes[x] if given else 0
-        summed = graph.sizes[x] + of_weight
-        passes = 14 * FP32 * (weights + read * rounds)
-        flops = 2.0 * weights * run.num_tokens
+            input_scratch = cast_input
+            mask_scratch = graph.sizes[x] if cast_input else 0
+        gradients = graph.sizes[x] + weight_bytes
+        traffic = 14 * FP32 * (weight_numel + input_numel * rounds)
+        flops = 2.0 * weight_numel * forward_spec.num_tokens
         return graph.add_op(
             OpWork.matmul,
             (x, *live_tensors),
-            made * run.compute_element_bytes,
+            output_numel * forward_spec.compute_element_bytes,
             saved=(x,),
             gradients=(x,),
-            weight_gradient_bytes=(held, held),
+            weight_gradient_bytes=(gradient_bytes, gradient_bytes),
             weight_gradient_first=False,
-            extra_output_bytes=self._compiled_saved_bytes(x, read, weights)
-            if run.is_compiled
+            extra_output_bytes=self._compiled_saved_bytes(x, input_numel, weight_numel)
+            if forward_spec.is_compiled
             else (),
             forward_scratch=max(
-                given + matrix, max(giving, given + rounding) - made * run.compute_element_bytes
+                cast_input + weight_bytes,
+                max(input_scratch, cast_input + weight_scratch)
+                - output_numel * forward_spec.compute_element_bytes,
             ),
             backward_scratch=max(
-                rounding,
-                matrix + of_x,
-                of_x + passing,
-                graph.sizes[x] + giving,
-                summed + given,
-                summed + _gradient_mask_bytes(weights, held, scales[0]),
+                weight_scratch,
+                weight_bytes + input_bytes,
+                input_bytes + mask_scratch,
+                graph.sizes[x] + input_scratch,
+                gradients + cast_input,
+                gradients + _gradient_mask_bytes(weight_numel, gradient_bytes, scale_bytes[0]),
             )
             - graph.sizes[x]
-            - held,
-            cast_bytes=(passes, 2 * passes),
+            - gradient_bytes,
+            cast_bytes=(traffic, 2 * traffic),
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=2 * flops,
         )
 
     def _compiled_saved_bytes(self, x: int, input_numel: int, weight_numel: int) -> tuple[int, ...]:
-        """Returns what a compiled product with rounded numbers keeps besides, a byte a mask."""
-        run = self.forward_spec
-        kept = [weight_numel * run.compute_element_bytes, weight_numel]
-        if run.rounds_inputs and x not in self._masked_inputs:
-            made = [op for op in self.graph.operators if x in op.writes]
-            kept += [
+        """Bytes that a compiled fake-quantized matmul saves in addition; masks take one byte."""
+        forward_spec = self.forward_spec
+        saved_bytes = [weight_numel * forward_spec.compute_element_bytes, weight_numel]
+        if forward_spec.rounds_inputs and x not in self._masked_inputs:
+            producers = [op for op in self.graph.operators if x in op.writes]
+            saved_bytes += [
                 input_numel,
-                input_numel * run.compute_element_bytes * (made[0].work is not OpWork.pointwise),
+                input_numel
+                * forward_spec.compute_element_bytes
+                * (producers[0].work is not OpWork.pointwise),
             ]
             self._masked_inputs.add(x)
-        return (*kept,)
+        return (*saved_bytes,)
 
     def _rounding_bytes(self, numel: int, size: int, scale_bytes: int) -> int:
-        """Returns the bytes that rounding takes of numbers of ``size`` bytes in all."""
-        wide = numel * FP32
-        if size < wide:
-            return wide + size + scale_bytes
-        return wide + max(
+        """Bytes of temporary tensors that rounding a tensor of ``size`` bytes needs."""
+        fp32_bytes = numel * FP32
+        if size < fp32_bytes:
+            return fp32_bytes + size + scale_bytes
+        return fp32_bytes + max(
             scale_bytes,
             numel
             * self.forward_spec.compute_element_bytes
@@ -248,19 +266,19 @@ class LinearOps:
         )
 
     def add_cast(self, x: int, size: int) -> int:
-        """Writes how numbers come into another format, of ``size`` bytes in all."""
+        """Add a cast to a format in which the tensor has ``size`` bytes."""
         return self.graph.add_op(OpWork.pointwise, (x,), size)
 
     def _is_next_matmul_saved(self) -> bool:
-        """Returns whether selective recomputation keeps the next product."""
+        """Return whether selective checkpointing saves the next matmul."""
         self._num_matmuls += 1
         return self._num_matmuls % 2 == 1 or not self.forward_spec.saves_alternate_matmuls
 
 
 def _gradient_mask_bytes(numel: int, size: int, scale_bytes: int) -> int:
-    """Returns what a gradient of ``numel`` numbers, of ``size`` bytes at last, needs to be masked.
+    """Bytes of temporary tensors that masking a gradient of ``size`` bytes needs.
 
-    Their levels in fp32 and two answers to whether each is out of range; then one, and itself.
+    First the quantization levels in fp32 and two out-of-range masks; then a mask and the gradient.
     """
-    wide = numel * FP32
-    return wide + numel + max(numel, size if size < wide else 0) + scale_bytes
+    fp32_bytes = numel * FP32
+    return fp32_bytes + numel + max(numel, size if size < fp32_bytes else 0) + scale_bytes

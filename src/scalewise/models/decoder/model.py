@@ -1,7 +1,7 @@
-"""The decoder alive.
+"""Torch module of the decoder.
 
-Shape suffixes: B rows, T tokens of a row on this rank, S on all, W width, F feedforward,
-V vocabulary, H query heads, K key (and value) heads, D features per head.
+Shape suffixes: B batch, T tokens of a sequence on this rank, S tokens of the full sequence, W
+width, F feedforward, V vocabulary, H query heads, K key (and value) heads, D features per head.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 
 
 class DecoderModule(ModelModule):
-    """``tokens_BT -> logits_BTV``; parameters are those of ``spec.weight_census()``, in its order.
+    """Decoder-only transformer: ``tokens_BT -> logits_BTV``.
 
-    Made on the meta device; lives after ``to_empty(device=...)`` and ``init_weights(seed)``,
-    sharded in between or not. A ``stage`` holds some layers: unless it is first it reads
-    ``x_BTW``, unless it is last it gives that.
+    Parameters have the names and the order of ``spec.weight_census()``. The module is built on the
+    meta device; ``to_empty(device=...)``, optionally after sharding, and ``init_weights(seed)``
+    materialize it. A pipeline ``stage`` has some of the layers: unless it is the first it reads
+    ``x_BTW``, and unless it is the last it returns ``x_BTW``.
     """
 
     rope: Tensor | None
@@ -35,7 +36,7 @@ class DecoderModule(ModelModule):
         self.spec, self.stage = spec, stage
         learned = spec.position is PositionKind.learned
         embeds = stage.is_first or (stage.is_last and spec.tied)
-        with torch.device("meta"):  # so that torch's own initialization costs nothing
+        with torch.device("meta"):  # skips torch's own initialization
             self.embedding = nn.Embedding(spec.vocabulary, spec.width) if embeds else None
             self.position = (
                 nn.Embedding(spec.context, spec.width) if learned and stage.is_first else None
@@ -53,11 +54,11 @@ class DecoderModule(ModelModule):
         self.prompt_tokens = self.prefix_tokens = 0
 
     def layers(self) -> list[nn.Module]:
-        """Returns the blocks, in order."""
+        """Return the blocks, in order."""
         return list(self.blocks.values())
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the head's own, and the embedding's if it reads that."""
+        """Yield the parameters of the head, and the embedding if it is tied."""
         assert self.head is not None
         yield from self.head.parameters()
         if self.spec.tied:
@@ -65,32 +66,32 @@ class DecoderModule(ModelModule):
             yield cast(nn.Parameter, self.embedding.weight)
 
     def replace_attention(self, make: Callable[[float], nn.Module]) -> None:
-        """Puts another attention into every block."""
+        """Replace the attention of every block by ``make(dropout)``."""
         for block in self.blocks.values():
             assert isinstance(block, TransformerBlock)
             block.attention.mix = make(self.spec.dropout)
 
     def add_prompt_tokens(self, tokens: int) -> None:
-        """Puts vectors before the embedded tokens, if they are embedded here."""
+        """Insert trained vectors before the embedded tokens, in the stage with the embedding."""
         self.prompt_tokens = tokens
         if self.stage.is_first:
             with torch.device("meta"):
                 self.prompt = PromptVectors(tokens, self.spec.width)
 
     def add_prefix_kv(self, tokens: int) -> None:
-        """Puts learnt keys and values before those of each layer."""
+        """Insert trained keys and values before those of each layer."""
         self.prefix_tokens = tokens
         with torch.device("meta"):
             self.replace_attention(lambda _: PrefixAttention(self.spec, tokens))
 
     def set_position_ids(self, places_T: Tensor) -> None:
-        """Says which places of a row the tokens have."""
+        """Set the positions of this rank's tokens in the sequence."""
         self.places_T = places_T
 
     def forward(
         self, x: Tensor, labels_BT: Tensor | None = None, places_BS: Tensor | None = None
     ) -> Tensor:
-        """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
+        """Return ``logits_BTV`` of ``tokens_BT``, their loss, or the ``x_BTW`` of a stage."""
         places_T = self.places_T
         if places_T is None:
             places_T = torch.arange(self.prompt_tokens + x.shape[1], device=x.device)
@@ -108,14 +109,14 @@ class DecoderModule(ModelModule):
         return self.unembed(x, labels_BT) if self.stage.is_last else x
 
     def mask(self, x_BTW: Tensor, places_BS: Tensor | None) -> Tensor | None:
-        """Returns ``mask_B1SS``, with a column more for each key before the rows; None: causal."""
+        """Return ``mask_B1SS`` of packed sequences, with a column per prefix key; None: causal."""
         if places_BS is None:
             return None
         mask_B1SS = build_block_mask(places_BS, _attention_dtype(x_BTW))
         return F.pad(mask_B1SS, (self.prefix_tokens, 0)) if self.prefix_tokens else mask_B1SS
 
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
-        """Returns ``x_BTW``, what the first block reads; rows may have places of their own."""
+        """Return the input ``x_BTW`` of the first block."""
         assert self.embedding is not None
         x_BTW = cast(Tensor, self.embedding(tokens_BT))
         if self.prompt is not None:
@@ -125,11 +126,11 @@ class DecoderModule(ModelModule):
         return F.dropout(x_BTW, self.spec.dropout, self.training)
 
     def rotation(self, places_T: Tensor) -> Tensor | None:
-        """Returns ``rope_2TD``, what ``rotate`` reads; None with learned positions."""
+        """Return the input ``rope_2TD`` of ``apply_rope``; None with learned positions."""
         return None if self.rope is None else self.rope[:, places_T]
 
     def unembed(self, x_BTW: Tensor, labels_BT: Tensor | None) -> Tensor:
-        """Returns ``logits_BTV`` from what the last block wrote, or the loss of the labels."""
+        """Return ``logits_BTV`` of the last block's output, or the loss of the labels."""
         assert self.norm is not None
         x_BTW = self.norm(x_BTW)
         if self.prompt_tokens:
@@ -139,7 +140,7 @@ class DecoderModule(ModelModule):
         return self.loss(self.logits, self.gather_tokens(x_BTW), labels_BT)
 
     def logits(self, x_BTW: Tensor) -> Tensor:
-        """Returns ``logits_BTV`` from normalized features."""
+        """Return ``logits_BTV`` of normalized features."""
         assert self.head is not None
         if self.spec.tied:
             assert self.embedding is not None
@@ -148,47 +149,48 @@ class DecoderModule(ModelModule):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draws every parameter afresh, each from ``seed`` and its name, and fills the buffers.
+        """Initialize every parameter from ``seed`` and its name, and fill the buffers.
 
-        Matrices are normal(0, ``initial_std``), those that write to the residual stream
-        ``1 / sqrt(2 layers)`` of it, so that its variance does not grow with depth (Radford et
-        al. 2019, GPT-2, section 2.3); norms are one, biases zero.
+        Matrices are drawn from N(0, ``initial_std``^2). Those that write to the residual stream are
+        scaled by ``1 / sqrt(2 layers)``, so that its variance does not grow with depth (Radford et
+        al. 2019, GPT-2, section 2.3). Norms are one, biases zero.
         """
         self.init_buffers()
-        residual = self.spec.initial_std / sqrt(2 * self.spec.layers)
-        for name, parameter in self.own_parameters():
+        residual_std = self.spec.initial_std / sqrt(2 * self.spec.layers)
+        for name, parameter in self.base_parameters():
             if isinstance(parameter, nn.Parameter) and name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif isinstance(parameter, nn.Parameter) and "norm" in name:
                 nn.init.ones_(parameter)
             else:
-                writes = name.endswith(("attention.output.weight", "feedforward.down.weight"))
-                init.init_normal(
-                    name, parameter, seed, residual if writes else self.spec.initial_std
+                writes_residual = name.endswith(
+                    ("attention.output.weight", "feedforward.down.weight")
                 )
+                std = residual_std if writes_residual else self.spec.initial_std
+                init.init_normal(name, parameter, seed, std)
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fills the table of rotations, which no checkpoint holds."""
+        """Fill the rotary table, which is not part of a checkpoint."""
         if self.rope is not None:
             self.rope.copy_(build_rope_table(self.spec))
 
 
 class PromptVectors(nn.Module):
-    """Vectors before the embedded tokens of every row: ``x_BTW -> x_BTW``, T then more by them."""
+    """Trained vectors before the embedded tokens: ``x_BTW -> x_BTW`` with a longer T."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(tokens, width))
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Returns ``x_BTW``."""
-        ahead_BTW = self.weight.to(x_BTW.dtype).expand(len(x_BTW), -1, -1)
-        return torch.cat((ahead_BTW, x_BTW), dim=1)
+        """Return ``x_BTW`` with the vectors prepended."""
+        prompt_BTW = self.weight.to(x_BTW.dtype).expand(len(x_BTW), -1, -1)
+        return torch.cat((prompt_BTW, x_BTW), dim=1)
 
 
 class TransformerBlock(nn.Module):
-    """One layer: ``x_BTW, rope_2TD, mask_B1SS -> x_BTW``."""
+    """Transformer block: ``x_BTW, rope_2TD, mask_B1SS -> x_BTW``."""
 
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
-        """Returns the residual stream after this layer."""
+        """Return the residual stream after this layer."""
         x_BTW = x_BTW + self._dropout(
             self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS)
         )
@@ -216,9 +218,10 @@ class TransformerBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal attention with grouped queries (Ainslie et al. 2023) and rotary positions.
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    Heads are counted from the features that arrive, so that a tensor-parallel rank may hold some.
+    The number of heads is inferred from the projections, so that a tensor-parallel rank may have a
+    subset of them.
     """
 
     def __init__(self, spec: DecoderConfig) -> None:
@@ -231,7 +234,7 @@ class SelfAttention(nn.Module):
         self.mix: nn.Module = CausalAttention(spec.dropout)
 
     def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None) -> Tensor:
-        """Returns ``x_BTW``, each token a mix of itself and those before it."""
+        """Return the attention output ``x_BTW``."""
         query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
         key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
         value_BTKD = self.value(x_BTW).unflatten(-1, (-1, self.head_size))
@@ -243,9 +246,9 @@ class SelfAttention(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """``softmax(query key^T / sqrt(D)) value`` over a token and those before it; no weights.
+    """``softmax(query key^T / sqrt(D)) value`` over a token and those before it.
 
-    A module of its own so that context parallelism can put another in its place.
+    A module without parameters, so that context parallelism and prefix tuning can replace it.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -255,7 +258,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Returns ``mixed_BTHD``; a mask says which of those before it."""
+        """Return ``mixed_BTHD``; the mask is added to the scores."""
         mixed_BHTD = F.scaled_dot_product_attention(
             query_BTHD.transpose(1, 2),
             key_BTKD.transpose(1, 2),
@@ -269,7 +272,10 @@ class CausalAttention(nn.Module):
 
 
 class PrefixAttention(CausalAttention):
-    """The same with learnt keys and values, which every token sees, before those of the row."""
+    """Causal attention with trained keys and values before those of the sequence (prefix tuning).
+
+    Every token attends to them.
+    """
 
     def __init__(self, spec: DecoderConfig, tokens: int) -> None:
         super().__init__(spec.dropout)
@@ -279,26 +285,26 @@ class PrefixAttention(CausalAttention):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Returns ``mixed_BTHD``; the mask has a column for each of the learnt keys as well."""
+        """Return ``mixed_BTHD``; the mask has a column for each trained key."""
         key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
         return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
 
 
 class PrefixVectors(nn.Module):
-    """What is learnt before the keys, or values, of every row: ``x_BTKD``, T then more by it."""
+    """Trained keys, or values, before those of the sequence: ``x_BTKD`` with a longer T."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(tokens, width))
 
-    def forward(self, own_BTKD: Tensor) -> Tensor:
-        """Returns ``x_BTKD``."""
-        learnt_PKD = self.weight.to(own_BTKD.dtype).view(-1, *own_BTKD.shape[2:])
-        return torch.cat((learnt_PKD.expand(len(own_BTKD), -1, -1, -1), own_BTKD), dim=1)
+    def forward(self, x_BTKD: Tensor) -> Tensor:
+        """Return ``x_BTKD`` with the vectors prepended."""
+        prefix_PKD = self.weight.to(x_BTKD.dtype).view(-1, *x_BTKD.shape[2:])
+        return torch.cat((prefix_PKD.expand(len(x_BTKD), -1, -1, -1), x_BTKD), dim=1)
 
 
 class SwiGLUFeedForward(nn.Module):
-    """``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
+    """SwiGLU feedforward: ``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
 
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
@@ -307,12 +313,12 @@ class SwiGLUFeedForward(nn.Module):
         self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Returns ``x_BTW``."""
+        """Return ``x_BTW``."""
         return cast(Tensor, self.down(F.silu(self.gate(x_BTW)) * self.up(x_BTW)))
 
 
 class GELUFeedForward(nn.Module):
-    """``x_BTW -> down(GELU(up(x)))``, GELU by its tanh approximation as in GPT-2."""
+    """GELU feedforward: ``x_BTW -> down(GELU(up(x)))``, with the tanh approximation of GPT-2."""
 
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
@@ -320,35 +326,36 @@ class GELUFeedForward(nn.Module):
         self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Returns ``x_BTW``."""
+        """Return ``x_BTW``."""
         return cast(Tensor, self.down(F.gelu(self.up(x_BTW), approximate="tanh")))
 
 
 class TiedHead(nn.Module):
-    """Logits by a matrix that belongs to the embedding; a module so that hooks can reach it."""
+    """Output head that uses the embedding's weight; a module so that hooks can be registered."""
 
     def forward(self, x_BTW: Tensor, weight_VW: Tensor) -> Tensor:
-        """Returns ``logits_BTV``."""
+        """Return ``logits_BTV``."""
         return F.linear(x_BTW, weight_VW)
 
 
 def build_head(spec: DecoderConfig) -> nn.Module:
-    """Returns what gives logits."""
+    """Return the output head."""
     return TiedHead() if spec.tied else nn.Linear(spec.width, spec.output_size, bias=False)
 
 
 def build_norm(spec: DecoderConfig) -> nn.Module:
-    """Returns the normalization of the last dim, with a weight per feature."""
+    """Return the normalization layer over the last dim, with a weight per feature."""
     if spec.norm is NormKind.rmsnorm:
         return nn.RMSNorm(spec.width, eps=spec.norm_epsilon)
     return nn.LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)
 
 
 def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
-    """Returns the heads with feature pairs (i, i + D/2) rotated by their place, in ``x``'s dtype.
+    """Rotate the feature pairs (i, i + D/2) of each head by the angle of their position.
 
-    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the table's
-    sines carry the signs. Su et al. 2021, RoFormer, with the pairs of Hugging Face's Llama.
+    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the sines in the
+    table have the signs. The result has the dtype of ``x_BTHD``. Source: Su et al. 2021, RoFormer,
+    with the feature pairs of Hugging Face's Llama.
     """
     cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
     swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
@@ -356,31 +363,33 @@ def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
 
 
 def build_block_mask(places_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``mask_B1SS``, which is added to scores: 0 for what a token sees, else -inf.
+    """Return ``mask_B1SS`` of packed sequences, which is added to the scores: 0 or -inf.
 
-    It sees itself and those before it in its own text, which begins where a place is 0. A number
-    and not a truth each: torch would make numbers of truths once more in every layer.
+    A token attends to itself and to earlier tokens of its own text; a text starts at position 0.
+    The mask is not boolean, since torch would convert a boolean mask again in every layer.
     """
     text_BS = (places_BS == 0).cumsum(1)
-    seen_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
-    mask_BSS = torch.full_like(seen_BSS, -torch.inf, dtype=dtype).masked_fill_(seen_BSS, 0.0)
+    visible_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
+    mask_BSS = torch.full_like(visible_BSS, -torch.inf, dtype=dtype).masked_fill_(visible_BSS, 0.0)
     return mask_BSS[:, None]
 
 
 def _attention_dtype(x: Tensor) -> torch.dtype:
-    """Returns the format of attention: autocast's, or that of what the blocks read."""
-    kind = x.device.type
-    mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if mixed else x.dtype
+    """Return the dtype of attention: autocast's if enabled, else that of the block input."""
+    device_type = x.device.type
+    uses_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+        device_type
+    )
+    return torch.get_autocast_dtype(device_type) if uses_autocast else x.dtype
 
 
 def build_rope_table(spec: DecoderConfig) -> Tensor:
-    """Returns cosines and signed sines, ``(2, context, D)``, in float32 on the host.
+    """Return cosines and signed sines as a float32 CPU tensor ``(2, context, D)``.
 
-    Pair i turns by ``theta^(-2i / D)`` radians per token. With ``rope_scaling`` wavelengths longer
-    than ``original / low`` tokens grow by the factor, those shorter than ``original / high`` stay,
-    and between them the two frequencies are blended linearly in ``original / wavelength``
-    (Llama 3.1, Hugging Face's ``rope_type: llama3``).
+    Pair i turns by ``theta^(-2i / D)`` radians per token. With ``rope_scaling``, wavelengths longer
+    than ``original / low`` tokens are multiplied by the factor, and those shorter than ``original /
+    high`` stay unchanged. Between them the two frequencies are interpolated linearly in ``original
+    / wavelength`` (Llama 3.1, Hugging Face's ``rope_type: llama3``).
     """
     with torch.device("cpu"):
         exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
@@ -389,8 +398,8 @@ def build_rope_table(spec: DecoderConfig) -> Tensor:
     if spec.rope_scaling:
         turns = spec.rope_original_context * frequencies / (2 * pi)
         low, high = spec.rope_low_frequency, spec.rope_high_frequency
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1 - kept) / spec.rope_factor)
+        unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
     angles = torch.outer(places_T, frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

@@ -284,7 +284,7 @@ def load_into(module: DecoderModule, path: str | Path, seed: int) -> None:
     """
     module.init_buffers()
     state = load_state_dict(path, module.spec)
-    for name, parameter in module.own_parameters():
+    for name, parameter in module.base_parameters():
         if name in state:
             init.copy_into(parameter, state[name])
         else:

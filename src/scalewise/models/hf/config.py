@@ -132,7 +132,7 @@ class HuggingFaceConfig(ModelConfig):
         return self.info.buffer_bytes
 
     @property
-    def normed_after(self) -> bool:  # type: ignore[override]  # not a field here
+    def has_post_norm(self) -> bool:  # type: ignore[override]  # not a field here
         """Returns whether a block norms what its last linear layer gives."""
         return self.info.layer_order[-1] not in dict(self.info.linear_layers)
 

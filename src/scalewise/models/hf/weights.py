@@ -34,7 +34,7 @@ def init_weights(module: CausalLMModule, weights: Iterable[Weight], seed: int) -
     """Draws every matrix afresh, each from ``seed`` and its name; norms are one, biases zero."""
     roles = {weight.name: weight.role for weight in weights}
     std = getattr(module.head.config, "initializer_range", None) or INITIAL_STD
-    for name, parameter in module.own_parameters():
+    for name, parameter in module.base_parameters():
         if isinstance(parameter, nn.Parameter) and roles[name] == "bias":
             nn.init.zeros_(parameter)
         elif isinstance(parameter, nn.Parameter) and roles[name] == "norm":
@@ -52,7 +52,7 @@ def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
     """
     tensors = open_checkpoint(path, depth)
     names = _match_names(tensors, module, path)
-    for name, parameter in module.own_parameters():
+    for name, parameter in module.base_parameters():
         tensor = tensors.read(names[name])
         init.copy_into(
             parameter, tensor.T if module.hf_name(name) in module.transposed_weights else tensor
@@ -101,7 +101,7 @@ def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) 
     Raises ``CheckpointError`` for what is missing, left over or of another shape.
     """
     found, missing, misshapen = dict[str, str](), list[str](), list[str]()
-    for name, parameter in module.own_parameters():
+    for name, parameter in module.base_parameters():
         theirs = module.hf_name(name)
         if not (held := tensors.find_tied_names(theirs)):
             missing.append(theirs)
@@ -159,7 +159,7 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
     """
     module = introspection.build_meta_module(spec.path, spec.depth, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
-    for name, _ in module.own_parameters():
+    for name, _ in module.base_parameters():
         theirs, tensor = module.hf_name(name), state[name].detach()
         tensors[theirs] = tensor.T if theirs in module.transposed_weights else tensor
     persistent = {*introspection.build_original(spec.path, spec.depth).state_dict()}
