@@ -1,6 +1,6 @@
-"""Hydra's way to a launcher: ``hydra/launcher=scalewise`` hands a batch of jobs to the suite.
+"""Hydra launcher plugins: ``hydra/launcher=scalewise``, ``packed``, ``slurm`` and ``joblib``.
 
-Hydra imports every module here in every application, so nothing heavy is imported at its head.
+Hydra imports this module in every application, so heavy imports are inside the functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 
 
 class ScalewiseLauncher(Launcher):
-    """Validates every job of a batch before the first starts; its options name an engine."""
+    """Launcher that validates every job of a batch before it starts the first."""
 
     def __init__(self, **options: object) -> None:
-        """Ignores the options: some name the sweep's folder, which is resolved in ``launch``."""
+        """Ignores the options: ``options`` reads them once the sweep folder is known."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keeps what ``launch`` composes with."""
+        """Store the config and the config loader."""
         from scalewise.config import app
 
         app.current_sweep_folder(config)
@@ -31,13 +31,13 @@ class ScalewiseLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Returns one result per job; its value is the number that a sweeper minimises."""
+        """Run the jobs; the return value of each is the objective, to be minimized."""
         from scalewise.config import app
 
         return app.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
     def options(self) -> dict[str, object]:
-        """Returns the options as they are now, without Hydra's ``_target_`` and ``_recursive_``."""
+        """Launcher options of the config, without Hydra's ``_target_`` and ``_recursive_``."""
         options = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
         assert isinstance(options, dict)
         return {str(key): value for key, value in options.items() if key not in LAUNCHER}
@@ -45,29 +45,31 @@ class ScalewiseLauncher(Launcher):
 
 TARGET = f"{__name__}.{ScalewiseLauncher.__name__}"
 LAUNCHER = {"_target_": TARGET, "_recursive_": False}
-"""What Hydra constructs the launcher by; a ``_target_`` in its options stays plain data."""
+"""Instantiation keys of the launcher; a ``_target_`` in its options stays plain data."""
 
 
 def _slurm() -> object:
-    """Returns the options of the Slurm engine: those of hydra-submitit-launcher, less its ranks.
+    """Options of the Slurm executor: those of hydra-submitit-launcher without the task counts.
 
-    Without that package there are none, and whatever is given for one is refused in our words.
+    Without that package the schema is empty and open: the executor reports the missing package.
     """
     try:
         from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
     except ImportError:
         return OmegaConf.create({**LAUNCHER, "engine": "slurm"}, flags={"struct": False})
-    derived = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
-    ours = {
+    computed = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
+    defaults = {
         **LAUNCHER,
         "engine": "slurm",
         "name": "scalewise",
         "submitit_folder": "${hydra.sweep.dir}/slurm",
         "max_num_timeout": 3,
     }
-    kept = [entry for entry in fields(SlurmQueueConf) if entry.name not in {*derived, *ours}]
-    settings = [(name, type(value), value) for name, value in ours.items()]
-    return make_dataclass("Slurm", [*((f.name, f.type, f) for f in kept), *settings])
+    inherited = [
+        entry for entry in fields(SlurmQueueConf) if entry.name not in {*computed, *defaults}
+    ]
+    overridden = [(name, type(value), value) for name, value in defaults.items()]
+    return make_dataclass("Slurm", [*((f.name, f.type, f) for f in inherited), *overridden])
 
 
 LAUNCHERS: dict[str, Callable[[], object]] = {
@@ -76,4 +78,4 @@ LAUNCHERS: dict[str, Callable[[], object]] = {
     "slurm": _slurm,
     "joblib": lambda: {**LAUNCHER, "engine": "joblib", "n_jobs": -1},
 }
-"""Names of ``hydra/launcher``, with what makes the engine of each and its options."""
+"""Factory of the default options, by name of ``hydra/launcher``."""

@@ -1,6 +1,6 @@
-"""Hydra's way to experiments and sweeps, which speak of the whole config unless they say else.
+"""Hydra config source of mounted experiments and sweeps, with default package ``_global_``.
 
-Hydra imports every module here in every application, so nothing heavy is imported at its head.
+Hydra imports this module in every application, so heavy imports are inside the functions.
 """
 
 from pathlib import Path
@@ -14,68 +14,69 @@ from omegaconf import OmegaConf
 
 
 class MountedSource(ConfigSource):
-    """The files of ``scalewise.config.search_path``."""
+    """Config source that serves ``scalewise.config.search_path.MOUNTED_FILES``."""
 
     @property
-    def _files(self) -> dict[str, Path]:  # no attribute: Hydra copies its sources for each config
+    # Not an attribute: Hydra copies its sources for each config.
+    def _files(self) -> dict[str, Path]:
         from scalewise.config.search_path import MOUNTED_FILES
 
         return MOUNTED_FILES
 
     @staticmethod
     def scheme() -> str:
-        """Returns what its place on the search path begins with."""
+        """URL scheme of the source on the search path."""
         return "scalewise"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns a file, its package ``_global_`` where its head names none."""
+        """Load a mounted file; its package is ``_global_`` unless its header sets one."""
         from scalewise import regular_files
 
         file = self._files[self._normalize_file_name(config_path)]
         regular_files.check_regular(file)
         try:
             config, header = OmegaConf.load(file), self._get_header_dict(file.read_text("utf-8"))
-        except Exception as error:  # YAML's, OmegaConf's, a decoder's: each its own kind
+        except Exception as error:  # YAML, OmegaConf and the decoder raise unrelated types
             reason = " ".join(str(error).split())
             raise ConfigCompositionException(f"{file} cannot be read: {reason}") from error
         header["package"] = header["package"] or "_global_"
         return ConfigResult(self.provider, self.full_path(), config, header)
 
     def available(self) -> bool:
-        """Returns that it is there, even if nothing is mounted."""
+        """True: the source exists without mounted files too."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Returns whether something is mounted below a path."""
+        """Whether a file is mounted below a path."""
         return any(name.startswith(f"{config_path.rstrip('/')}/") for name in self._files)
 
     def is_config(self, config_path: str) -> bool:
-        """Returns whether a file is mounted at a path."""
+        """Whether a file is mounted at a path."""
         return self._normalize_file_name(config_path.rstrip("/")) in self._files
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Returns the names right below a path."""
-        found: list[str] = []
+        """Names directly below a path, sorted."""
+        names: list[str] = []
         prefix = f"{config_path}/" if config_path else ""
-        inside = [name[len(prefix) :] for name in self._files if name.startswith(prefix)]
-        for name in {name.split("/")[0] for name in inside}:
-            self._list_add_result(found, f"{prefix}{name}", name, results_filter)
-        return sorted(found)
+        relative = [name[len(prefix) :] for name in self._files if name.startswith(prefix)]
+        for name in {name.split("/")[0] for name in relative}:
+            self._list_add_result(names, f"{prefix}{name}", name, results_filter)
+        return sorted(names)
 
 
 class MountedSearchPath(SearchPathPlugin):
-    """Puts them behind conf/ and before a folder of ``-cd``, where Hydra would find bare files.
+    """Search path plugin: mounted files come after conf/ and before the folder of ``-cd``.
 
-    Hydra knows that folder from its command line; whoever composes otherwise finds it here.
+    Hydra reads the folder of ``-cd`` from its command line; other compositions append it here.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Changes the search path of the suite, and of no other application."""
+        """Extend the search path of scalewise, and of no other application."""
         from scalewise.config import paths
         from scalewise.config.search_path import USER_FOLDERS
 
-        ours = str(paths.project_root() / "conf")
-        if any(part.path.endswith(ours) for part in search_path.get_path()):
+        conf = str(paths.project_root() / "conf")
+        if any(part.path.endswith(conf) for part in search_path.get_path()):
             search_path.append("scalewise", f"{MountedSource.scheme()}://mounted")
             for folder in USER_FOLDERS:
                 search_path.append("scalewise", f"file://{folder}")

@@ -1,6 +1,6 @@
-"""Hydra's way to a search: ``hydra/sweeper=optuna`` lets Optuna choose the next jobs.
+"""Hydra sweeper plugin for hyperparameter search: ``hydra/sweeper=optuna``.
 
-Hydra imports every module here in every application, so nothing heavy is imported at its head.
+Hydra imports this module in every application, so heavy imports are inside the functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class OptunaSweeper(Sweeper):
-    """Hands batches of trials to the launcher until the study has all that it wants."""
+    """Sweeper that launches batches of trials until the study has all its trials."""
+
+    config: DictConfig
+    launcher: Launcher
 
     def __init__(self, params: dict[str, str], **options: Any) -> None:
         self.params, self.options = dict(params), options
@@ -31,59 +35,68 @@ class OptunaSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keeps what trials are composed with."""
+        """Create the launcher and store the config and the config loader."""
         from hydra.core.plugins import Plugins
 
         from scalewise.config import app
 
         app.begin_search()
-        self.loader, self.asked = hydra_context.config_loader, config
-        self.batches = Plugins.instance().instantiate_launcher(
+        self.loader, self.config = hydra_context.config_loader, config
+        self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Searches; raises ``ConfigError`` for options that cannot be had before any job runs."""
+        """Run the search. Raises ``ConfigError`` for invalid options before any job runs."""
         from scalewise.config import app, search_space
         from scalewise.errors import ConfigError
         from scalewise.hpo.config import SearchConfig
 
-        lines = [f"{key}={value}" for key, value in self.params.items()]
-        space, fixed = search_space.read_axes([*lines, *arguments], self.loader)
+        params = [f"{key}={value}" for key, value in self.params.items()]
+        space, fixed = search_space.read_axes([*params, *arguments], self.loader)
         search = SearchConfig.from_options(self.options)
-        issues = [*_of_package(), *search.validate(space)]
+        issues = [*_missing_package_issues(), *search.validate(space)]
         issues += self._validation_metric_issues(search, space)
         if issues:
             raise ConfigError(issues)
         self._check_values(space, fixed)
         app.note_varied([axis.key for axis in space])
         if app.has_measurements():
-            self._run_search(search, space, fixed, app.claimed_sweep_folder(self.asked))
+            self._run_search(search, space, fixed, app.claimed_sweep_folder(self.config))
         else:
             from scalewise.hpo.optuna_study import sample_points
             from scalewise.hpo.space import point_overrides
 
             points = [[*fixed, *point_overrides(point)] for point in sample_points(search, space)]
-            self.batches.launch([p for p in points if not self._rejection_reason(p)], 0)
+            self.launcher.launch([p for p in points if not self._rejection_reason(p)], 0)
 
     def _validation_metric_issues(
         self, search: "SearchConfig", space: Sequence["Axis"]
     ) -> Iterator["ConfigIssue"]:
-        """Yields the objective that no trial would measure."""
+        """Yield an issue if ``val/loss`` is an objective and no trial validates."""
         from scalewise.errors import ConfigIssue
 
-        every = "trainer.validate_every"
-        validates = self.asked.trainer.validate_every or every in [axis.key for axis in space]
+        interval_key = "trainer.validate_every"
+        validates = self.config.trainer.validate_every or interval_key in [
+            axis.key for axis in space
+        ]
         if "val/loss" in search.objectives and not validates:
-            yield ConfigIssue(every, None, "no trial would measure val/loss", f"set {every}=100")
+            yield ConfigIssue(
+                interval_key,
+                None,
+                "no trial measures the objective val/loss",
+                f"set {interval_key}=100",
+            )
 
     def _check_values(self, space: Sequence["Axis"], fixed_overrides: Sequence[str]) -> None:
-        """Refuses what no trial could run with, and values that no option or type knows."""
+        """Raise ``ConfigError`` for values that do not compose, and if no trial is valid."""
         from scalewise.hpo.space import ChoiceAxis, first_point, point_overrides
 
         for axis in space:
             for value in axis.values if isinstance(axis, ChoiceAxis) else ():
-                self.loader.load_sweep_config(self.asked, [*fixed_overrides, f"{axis.key}={value}"])
+                self.loader.load_sweep_config(
+                    self.config, [*fixed_overrides, f"{axis.key}={value}"]
+                )
         if (error := self._rejection_reason(fixed_overrides)) and self._rejection_reason(
             [*fixed_overrides, *point_overrides(first_point(space))]
         ):
@@ -99,19 +112,23 @@ class OptunaSweeper(Sweeper):
         from scalewise.commands import show_study
         from scalewise.hpo import optuna_study, outcome, record
 
-        found = optuna_study.open_study(search, space, folder)
+        optuna_search = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        show_study.print_search_start(found, found.reclaim_trials())
+        show_study.print_search_start(optuna_search, optuna_search.reclaim_trials())
         stopped = False
-        while not stopped and (trials := found.ask_trials()):
-            first = 1 + max((int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1)
-            started = self._launch_trials(found, trials, fixed_overrides, folder, first)
-            for number, trial in enumerate(started, start=first):
-                ended = outcome.job_outcome(folder, number)
-                found.tell_outcome(trial, ended)
-                stopped = stopped or ended.is_lost
-            record.write_record(found, folder)
-        show_study.print_search_result(record.build_record(found, folder), folder)
+        while not stopped and (trials := optuna_search.ask_trials()):
+            first_number = 1 + max(
+                (int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1
+            )
+            started = self._launch_trials(
+                optuna_search, trials, fixed_overrides, folder, first_number
+            )
+            for number, trial in enumerate(started, start=first_number):
+                trial_outcome = outcome.job_outcome(folder, number)
+                optuna_search.tell_outcome(trial, trial_outcome)
+                stopped = stopped or trial_outcome.is_lost
+            record.write_record(optuna_search, folder)
+        show_study.print_search_result(record.build_record(optuna_search, folder), folder)
 
     def _launch_trials(
         self,
@@ -121,17 +138,17 @@ class OptunaSweeper(Sweeper):
         folder: Path,
         first_number: int,
     ) -> list["Trial"]:
-        """Runs the trials that can run and returns them; the others are told as refused."""
+        """Run the trials whose config is valid and return them; the others are refused."""
         from scalewise.commands import show_study
         from scalewise.config import app
         from scalewise.hpo.outcome import TrialOutcome
         from scalewise.hpo.space import point_overrides
 
-        lines: list[list[str]] = []
+        job_overrides: list[list[str]] = []
         started: list[Trial] = []
         for trial in trials:
-            line = [*fixed_overrides, *point_overrides(trial.params)]
-            if error := self._rejection_reason(line):
+            overrides = [*fixed_overrides, *point_overrides(trial.params)]
+            if error := self._rejection_reason(overrides):
                 reason = "; ".join(str(issue) for issue in error.issues)
                 optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
                 app.count_rejected(error)
@@ -140,22 +157,22 @@ class OptunaSweeper(Sweeper):
             number = first_number + len(started)
             optuna_search.assign_job(trial, folder, number, folder / str(number))
             started.append(trial)
-            lines.append(line)
-        if lines:
-            self.batches.launch(lines, first_number)
+            job_overrides.append(overrides)
+        if job_overrides:
+            self.launcher.launch(job_overrides, first_number)
         return started
 
     def _rejection_reason(self, overrides: Sequence[str]) -> Any:
         from scalewise.config import app
 
-        return app.rejection_reason(self.loader, self.asked, overrides)
+        return app.rejection_reason(self.loader, self.config, overrides)
 
 
-def _of_package() -> Iterator["ConfigIssue"]:
+def _missing_package_issues() -> Iterator["ConfigIssue"]:
     from scalewise.errors import ConfigIssue
 
     try:
-        import optuna  # noqa: F401 (asked for, as the searches will ask)
+        import optuna  # noqa: F401 (availability check)
     except ImportError:
         reason, fix = "optuna is not installed", "pip install 'scalewise[optuna]'"
         yield ConfigIssue("hydra/sweeper", "optuna", reason, fix)
@@ -163,7 +180,7 @@ def _of_package() -> Iterator["ConfigIssue"]:
 
 @dataclass
 class OptunaSweeperConf:
-    """Its options; ``scalewise.hpo.config.SearchConfig`` says what they mean."""
+    """Options of the sweeper, documented in ``scalewise.hpo.config.SearchConfig``."""
 
     _target_: str = f"{__name__}.{OptunaSweeper.__name__}"
     _recursive_: bool = False
@@ -172,7 +189,7 @@ class OptunaSweeperConf:
     jobs: int = 1
     sampler: str = "tpe"
     seed: int = 1
-    objectives: Any = None  # mappings: as such, Hydra would let nobody add to them by a line
+    objectives: Any = None  # Any: Hydra rejects new keys in a Dict field
     constraints: Any = None
     pruner: str = "none"
     storage: str | None = None

@@ -1,6 +1,6 @@
-"""Hydra's way to conf/: a part arrives laid over the schema that it stands on.
+"""Hydra config source of conf/ that merges each config with its schema when it is read.
 
-Hydra would find, copy and compose each of the two by itself; so it has half as many to compose.
+Hydra alone finds, copies and composes the config and its schema separately, twice the work.
 """
 
 from copy import deepcopy
@@ -17,57 +17,61 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scalewise import bounded_yaml
 
-_read: dict[tuple[Path, int, int], ConfigResult] = {}
-"""What was read, by file, its time and size: a sweep composes as often as it has jobs."""
+_cache: dict[tuple[Path, int, int], ConfigResult] = {}
+"""Configs by file, modification time and size: a sweep composes once per job."""
 
 _LOADER = get_yaml_loader()
-if yaml.__with_libyaml__:  # the same rules behind a parser in C: reading was a twelfth of a plan
+if yaml.__with_libyaml__:  # the C parser is faster: reading took a twelfth of a plan
     _LOADER = type("Loader", (yaml.CSafeLoader, _LOADER), {})
 
 
 class PartSource(FileConfigSource):
-    """A folder that is read as Hydra reads any, but for files that stand on a schema alone."""
+    """File source that merges a config with its schema if the schema is its only default."""
 
     @staticmethod
     def scheme() -> str:
-        """Returns what its place on the search path begins with."""
+        """URL scheme of the source on the search path."""
         return "scalewise-parts"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns a file, laid over its schema."""
+        """Load a file, merged with its schema."""
         file = Path(self.path, self._normalize_file_name(config_path))
         key = (file, file.stat().st_mtime_ns, file.stat().st_size)
-        if key not in _read:
-            _read[key] = self._merge_with_schema(file) or super().load_config(config_path)
-        found = _read[key]
-        return ConfigResult(found.provider, found.path, deepcopy(found.config), dict(found.header))
+        if key not in _cache:
+            _cache[key] = self._merge_with_schema(file) or super().load_config(config_path)
+        result = _cache[key]
+        return ConfigResult(
+            result.provider, result.path, deepcopy(result.config), dict(result.header)
+        )
 
     def _merge_with_schema(self, file: Path) -> ConfigResult | None:
-        """Returns a part over its schema; what is no part, or contradicts it, is left to Hydra."""
+        """Config merged with its schema; None if it has no schema or contradicts it."""
         try:
             text = file.read_text("utf-8")
             bounded_yaml.check_bounds(text)
             match _LOADER(text).get_single_data():
-                case {"defaults": [str(schema), "_self_"], **own} if schema.startswith("/schema/"):
+                case {"defaults": [str(schema), "_self_"], **values} if schema.startswith(
+                    "/schema/"
+                ):
                     name = f"{schema[1:].removesuffix('@_here_')}.yaml"
                 case _:
                     return None
-            laid = ConfigStore.instance().load(name).node
-            laid.merge_with(own)
+            merged = ConfigStore.instance().load(name).node
+            merged.merge_with(values)
         except (UnicodeDecodeError, yaml.YAMLError, ConfigLoadError, OmegaConfBaseException):
             return None
         path, header = f"{self.scheme()}://{self.path}", self._get_header_dict(text)
-        return ConfigResult(self.provider, path, laid, header)
+        return ConfigResult(self.provider, path, merged, header)
 
 
 class PartSearchPath(SearchPathPlugin):
-    """Has conf/ read by it, in the suite and in no other application."""
+    """Search path plugin that replaces conf/ by ``PartSource``, in scalewise only."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Changes the search path."""
+        """Replace the entry of conf/."""
         from scalewise.config import paths
 
-        ours = str(paths.project_root() / "conf")
+        conf = str(paths.project_root() / "conf")
         for part in search_path.get_path():
-            if part.path.removeprefix("file://") == ours:
-                part.path = f"{PartSource.scheme()}://{ours}"
+            if part.path.removeprefix("file://") == conf:
+                part.path = f"{PartSource.scheme()}://{conf}"

@@ -1,19 +1,22 @@
-"""Hydra's way to a screen: ``hydra/sweeper=screen`` runs a fraction of a two-level factorial.
+"""Hydra sweeper plugin for factorial screening: ``hydra/sweeper=screen``.
 
-Hydra imports every module here in every application, so nothing heavy is imported at its head.
+Hydra imports this module in every application, so heavy imports are inside the functions.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 
 class ScreenSweeper(Sweeper):
-    """Hands all jobs of the design to the launcher at once."""
+    """Sweeper that launches all jobs of a two-level fractional factorial as one batch."""
+
+    launcher: Launcher
 
     def __init__(self, factors: Any, **options: Any) -> None:
         self.options = {"factors": factors or {}, **options}
@@ -21,35 +24,36 @@ class ScreenSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keeps what jobs are composed with."""
+        """Create the launcher and store the config loader."""
         from hydra.core.plugins import Plugins
 
         self.loader = hydra_context.config_loader
-        self.batches = Plugins.instance().instantiate_launcher(
+        self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Runs the screen; raises ``ConfigError`` for factors that cannot be had."""
+        """Run the screening. Raises ``ConfigError`` for invalid factors."""
         from scalewise.config import search_space
         from scalewise.errors import ConfigError, ConfigIssue
         from scalewise.hpo.screen import ScreeningDesign
 
-        swept, fixed = search_space.read_axes(arguments, self.loader)
-        screen = ScreeningDesign(**self.options)
-        fix = "give it two values under hydra.sweeper.factors, or one here"
+        axes, fixed = search_space.read_axes(arguments, self.loader)
+        design = ScreeningDesign(**self.options)
+        fix = "add it to hydra.sweeper.factors, or give it one value"
         issues = [
-            ConfigIssue(axis.key, "", "a screen varies its factors alone", fix) for axis in swept
+            ConfigIssue(axis.key, "", "is varied, and is not a factor of the screening", fix)
+            for axis in axes
         ]
-        issues += screen.validate([line.split("=", 1)[0] for line in fixed])
+        issues += design.validate([override.split("=", 1)[0] for override in fixed])
         if issues:
             raise ConfigError(issues)
-        self.batches.launch([[*fixed, *line] for line in screen.build_overrides()], 0)
+        self.launcher.launch([[*fixed, *overrides] for overrides in design.build_overrides()], 0)
 
 
 @dataclass
 class ScreenSweeperConf:
-    """Its options; ``scalewise.hpo.screen.ScreeningDesign`` says what they mean."""
+    """Options of the sweeper, documented in ``scalewise.hpo.screen.ScreeningDesign``."""
 
     _target_: str = f"{__name__}.{ScreenSweeper.__name__}"
     _recursive_: bool = False

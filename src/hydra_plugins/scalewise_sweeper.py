@@ -1,8 +1,7 @@
-"""Hydra's way to a sweep: ``hydra/sweeper=basic`` crosses ``params`` and pairs ``zip``.
+"""Hydra sweeper plugin for grids: ``hydra/sweeper=basic`` crosses ``params`` and pairs ``zip``.
 
-It takes the place of Hydra's own of that name, so that a sweep's file may choose another.
-
-Hydra imports every module here in every application, so nothing heavy is imported at its head.
+It replaces Hydra's own ``basic`` sweeper, so that the file of a sweep may choose another one.
+Hydra imports this module in every application, so heavy imports are inside the functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +9,20 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 
 class ScalewiseSweeper(Sweeper):
-    """Every combination of ``params`` with every row of ``zip``, as one batch.
+    """Sweeper that launches all combinations of ``params`` with the tuples of ``zip``.
 
-    Both map keys to values in Hydra's syntax of sweeps: ``a,b,c``, ``range(1,9)``, ``choice(..)``.
+    Both map keys to values in Hydra's sweep syntax: ``a,b,c``, ``range(1,9)``, ``choice(..)``.
     """
+
+    config: DictConfig
+    launcher: Launcher
 
     def __init__(self, params: Mapping[str, object], zip: Mapping[str, object]) -> None:
         self.params, self.zipped_params = params, zip
@@ -27,7 +30,7 @@ class ScalewiseSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Makes the launcher that the jobs go to."""
+        """Create the launcher and store the config and the config loader."""
         from hydra.core.plugins import Plugins
 
         self.config = config
@@ -37,13 +40,14 @@ class ScalewiseSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Returns the result of every job. ``arguments`` replace an axis of the same key."""
+        """Run the sweep and return its results; ``arguments`` replace axes of the same key."""
         from scalewise.config import app, sweep_grid
 
-        filed = sweep_grid.sweep_overrides(self.params, self.zipped_params)
-        app.remember_sweep_axes(filed)
-        batch: Any = sweep_grid.expand_jobs(filed, arguments, list(self.zipped_params), self.loader)
-        assert self.launcher is not None
+        file_overrides = sweep_grid.sweep_overrides(self.params, self.zipped_params)
+        app.remember_sweep_axes(file_overrides)
+        batch: Any = sweep_grid.expand_jobs(
+            file_overrides, arguments, list(self.zipped_params), self.loader
+        )
         return self.launcher.launch(batch, initial_job_idx=0)
 
 

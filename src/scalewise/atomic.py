@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, also on a full disk."""
+"""Atomic file writes, with disk space reserved in advance for a full disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import BinaryIO
 from scalewise import regular_files
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a file that found no space: of the disk, of a quota, of the limit on a file's size."""
+"""Error numbers of a write without space: disk full, quota or file size limit."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust name an error of the system, in exceptions of kinds of their own."""
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Error number in the messages of Rust libraries, which raise their own exception types."""
+_OPEN_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes ``content`` so that a reader sees the old file or the new one, never a part.
+    """Write ``content`` atomically: readers see the old file or the new one.
 
-    Follows no link at ``path``. On a full disk it uses the space that ``reserve`` took, if any.
+    Does not follow a symbolic link at ``path``. A full disk uses the space of ``reserve_space``.
     """
     with name_file_in_errors(path):
         try:
@@ -35,7 +35,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def copy_atomic(source: Path, path: Path) -> None:
-    """Copies the content of ``source`` as ``write`` writes it."""
+    """Copy the content of ``source`` to ``path`` atomically."""
     with (
         name_file_in_errors(path),
         regular_files.open_binary(source) as content,
@@ -45,19 +45,19 @@ def copy_atomic(source: Path, path: Path) -> None:
 
 
 def disk_full_reason(error: BaseException) -> tuple[str, str] | None:
-    """Returns why a file found no space, and the fix; None for any other exception."""
-    told = _OS_ERROR.search(str(error))
-    number = error.errno if isinstance(error, OSError) else told and int(told[1])
+    """Reason and fix of a write that failed for disk space; None for any other exception."""
+    match = _OS_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else match and int(match[1])
     if number not in DISK_FULL:
         return None
     if number == errno.EFBIG:
-        return "a file may not grow so large", "raise the limit of the shell, ulimit -f"
+        return "the file exceeds the file size limit", "raise the limit with ulimit -f"
     return "the disk is full", "free some space, or run in another folder"
 
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Adds the file to errors of the block that name none, as those of a descriptor do."""
+    """Set the file name of an ``OSError`` that has none, as errors of a descriptor do not."""
     try:
         yield
     except OSError as error:
@@ -67,17 +67,17 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def reserve_space(path: Path, size: int) -> None:
-    """Takes ``size`` bytes of disk for writing ``path`` on a full disk.
+    """Reserve ``size`` bytes of disk for a later write of ``path``.
 
-    Raises ``OSError`` and takes nothing where they are not free.
+    Raises ``OSError`` and reserves nothing if they are not free.
     """
-    # Random bytes: a file system that compresses would take no space for zeros.
+    # Random bytes: a compressing file system stores zeros in no space.
     with name_file_in_errors(path):
         _write_new(_reserve_path(path), os.urandom(size))
 
 
 def release_space(path: Path) -> None:
-    """Frees the space reserved for ``path``."""
+    """Free the space reserved for ``path``."""
     with suppress(OSError):
         _reserve_path(path).unlink()
 
@@ -87,12 +87,12 @@ def _reserve_path(path: Path) -> Path:
 
 
 class _PartialFile:
-    """A new file next to ``path`` that takes its name when the block ends without an exception."""
+    """Temporary file next to ``path`` that replaces it when the block ends without an exception."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        self._file = os.fdopen(os.open(self._partial, _NEW, 0o666), "wb")
+        self._file = os.fdopen(os.open(self._partial, _OPEN_FLAGS, 0o666), "wb")
 
     def __enter__(self) -> BinaryIO:
         return self._file
@@ -115,9 +115,9 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _write_reserved(path: Path, content: bytes) -> bool:
-    """Writes over the reserved blocks, renames them to ``path`` and reserves what that freed.
+    """Overwrite the reserved file, rename it to ``path`` and reserve the remaining space again.
 
-    Returns False, and keeps the old file, where nothing was reserved or ``content`` is larger.
+    Returns False, and keeps the old file, if nothing was reserved or ``content`` is larger.
     """
     reserved = _reserve_path(path)
     try:
@@ -133,8 +133,8 @@ def _write_reserved(path: Path, content: bytes) -> bool:
         file.flush()
         os.fsync(file.fileno())
     reserved.replace(path)
-    for part in range(8, 0, -1):
+    for eighths in range(8, 0, -1):
         with suppress(OSError):
-            reserve_space(path, size * part // 8)
+            reserve_space(path, size * eighths // 8)
             break
     return True

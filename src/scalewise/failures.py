@@ -1,4 +1,4 @@
-"""Unexpected exceptions as one line: type, message and place."""
+"""One-line descriptions of unexpected exceptions: type, message and source line."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.redaction import redact
 
 MAX_MESSAGE_LENGTH = 2000
-"""Characters of a message that are kept."""
+"""Maximum length of an exception message, in characters."""
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns ``Type: message (file:line in function)``; the place is that of the user's code."""
+    """Description ``Type: message (file:line in function)``, at the innermost line of user code."""
     line = f"{type(error).__name__}: {exception_message(error)}"
-    place = user_frame(error)
-    return f"{line} ({place})" if place else line
+    location = user_frame(error)
+    return f"{line} ({location})" if location else line
 
 
 def exception_message(error: BaseException) -> str:
-    """Returns the message of an exception in one line, its type's name where it has none."""
+    """Message of an exception in one line; its type name if it has no message."""
     text = str(error)
-    if (lacking := disk_full_reason(error)) is not None:
-        text = "; ".join([text, *lacking])
+    if (reason_and_fix := disk_full_reason(error)) is not None:
+        text = "; ".join([text, *reason_and_fix])
     return redact(" ".join(text.split()))[:MAX_MESSAGE_LENGTH] or type(error).__name__
 
 
 def user_frame(error: BaseException) -> str:
-    """Returns the innermost place outside of installed packages; empty where there is none."""
+    """Innermost frame outside installed packages, as ``file:line in function``, or empty."""
     folders = _installed_folders()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
@@ -42,21 +42,20 @@ def user_frame(error: BaseException) -> str:
 
 
 def _installed_folders() -> list[Path]:
-    """Returns the folders of Python, of what is installed, and of scalewise itself."""
-    own = Path(__file__).parent
+    """Folders of the standard library, of installed packages and of scalewise."""
+    package = Path(__file__).parent
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return [
         *(Path(sysconfig.get_path(name)) for name in names),
-        own,
-        own.with_name("hydra_plugins"),
+        package,
+        package.with_name("hydra_plugins"),
     ]
 
 
 class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
-    """Prints an exception of the block as one line and goes on after it; ``consequence`` is
-    missing.
+    """Context manager that prints an exception as ``consequence: reason`` and suppresses it.
 
-    A signal is passed on.
+    ``Interrupted`` and exceptions that are not ``Exception`` propagate.
     """
 
     def __init__(self, consequence: str) -> None:

@@ -22,7 +22,7 @@ def test_a_plan_of_the_screen_is_one_table(scalewise: Doors) -> None:
     ("line", "words"),
     [
         (("precision=fp32",), ("is a factor of the screen",)),
-        (("model.layers=1,2", "seed=3"), ("varies its factors alone", "seed of its own")),
+        (("model.layers=1,2", "seed=3"), ("is not a factor of the screening", "has its own seed")),
     ],
 )
 def test_what_is_no_screen_is_refused(

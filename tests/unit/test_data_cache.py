@@ -133,5 +133,5 @@ def test_a_library_in_rust_that_finds_no_space_is_told_with_the_fix(
     def build(folder: Path) -> None:
         raise Exception("File too large (os error 27)")
 
-    with pytest.raises(DataError, match=r"may not grow so large .*text-.*ulimit -f"):
+    with pytest.raises(DataError, match=r"exceeds the file size limit .*text-.*ulimit -f"):
         build_cached("text", {}, build)

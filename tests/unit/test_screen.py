@@ -79,7 +79,7 @@ class TestDesigns:
                 ["a=", "b=", "c="],
             ),
             (ScreeningDesign(FACTORS, repeats=0), [], ["repeats"]),
-            (ScreeningDesign(FACTORS), ["seed"], ["seed of its own"]),
+            (ScreeningDesign(FACTORS), ["seed"], ["has its own seed"]),
             (ScreeningDesign(FACTORS), ["memory"], ["is a factor"]),
         ],
     )

@@ -88,30 +88,30 @@ class TestRefused:
         ("options", "space", "words"),
         [
             ({"objectives": {"val/los": "minimize"}}, SPACE, ("did you mean val/loss?",)),
-            ({"objectives": {"val/loss": "smallest"}}, SPACE, ("neither minimize nor maximize",)),
-            ({"objectives": {}}, SPACE, ("nothing to look for",)),
+            ({"objectives": {"val/loss": "smallest"}}, SPACE, ("must be minimize or maximize",)),
+            ({"objectives": {}}, SPACE, ("must not be empty",)),
             ({"constraints": {"memory/peak": 1.0}}, SPACE, ("did you mean memory/peak_bytes?",)),
             ({"constraints": {"time/step_s": float("nan")}}, SPACE, ("finite number",)),
             ({"sampler": "tpee"}, SPACE, ("did you mean tpe?",)),
             ({"pruner": "ashe"}, SPACE, ("did you mean asha?",)),
-            ({"sampler": "grid"}, SPACE, ("has no grid",)),
+            ({"sampler": "grid"}, SPACE, ("requires a step",)),
             ({"trials": 0, "jobs": 0, "seed": -1}, SPACE, ("trials", "jobs", "seed")),
-            ({}, (), ("needs an axis",)),
-            ({}, (IntervalAxis("a", 2.0, 1.0),), ("has no inside",)),
+            ({}, (), ("search space is empty",)),
+            ({}, (IntervalAxis("a", 2.0, 1.0),), ("must be below the upper bound",)),
             ({}, (IntervalAxis("a", 0.0, 1.0, log=True),), ("above 0",)),
-            ({"storage": "mysql://somebody@there/x"}, SPACE, ("is no file",)),
+            ({"storage": "mysql://somebody@there/x"}, SPACE, ("is not a file path",)),
             (
                 {
                     "pruner": "asha",
                     "objectives": {"val/loss": "minimize", "time/step_s": "minimize"},
                 },
                 SPACE,
-                ("one objective only",),
+                ("not supported with several objectives",),
             ),
             (
                 {"sampler": "random", "constraints": {"memory/peak_bytes": 1.0}},
                 SPACE,
-                ("takes no notice of constraints",),
+                ("are not supported by hydra.sweeper.sampler",),
             ),
         ],
     )
@@ -162,7 +162,7 @@ class TestStudy:
         assert [trial["status"] for trial in told] == [
             "ok", "out_of_memory", "refused", "unmeasured",
         ]  # fmt: skip
-        assert told[3]["reason"] == "it measured no val/loss"
+        assert told[3]["reason"] == "did not measure val/loss"
 
     def test_what_was_lost_runs_again(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)

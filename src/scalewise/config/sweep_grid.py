@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hpo.space import too_many
+from scalewise.hpo.space import job_count_issues
 
 
 def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) -> list[str]:
@@ -61,7 +61,7 @@ def expand_jobs(
     counts = {key: bounded_count(override) for key, override in {**own, **given}.items()}
     crossed = prod(n for key, n in counts.items() if key not in together)
     crossed *= max((counts[key] for key in together), default=1)
-    if issues := list(too_many("", "", crossed)):
+    if issues := list(job_count_issues("", "", crossed)):
         raise ConfigError(issues)
     values = {key: _sweep_override(override, issues) for key, override in {**own, **given}.items()}
     if not issues and together:
@@ -96,7 +96,9 @@ def count(override: Override) -> int:
 def bounded_count(override: Override) -> int:
     """Returns :func:`count`; raises ``ConfigError`` for more values than a sweep has jobs."""
     found = count(override)
-    if issues := list(too_many(override.get_key_element(), override.get_value_string(), found)):
+    if issues := list(
+        job_count_issues(override.get_key_element(), override.get_value_string(), found)
+    ):
         raise ConfigError(issues)
     return found
 

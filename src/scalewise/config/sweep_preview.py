@@ -19,7 +19,7 @@ from scalewise.config.flags import split_flags
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.parse import TRUSTED, parse_run
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, grid_size, too_many
+from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, grid_size, job_count_issues
 from scalewise.run_config import RunConfig
 
 
@@ -100,7 +100,7 @@ def preview_search(arguments: Sequence[str]) -> SearchPreview:
             space, fixed = search_space.read_axes([*lines, *own_lines, *swept], loader)
             if str(sweeper["_target_"]).endswith(".ScalewiseSweeper"):
                 stepped = [a for a in space if isinstance(a, ChoiceAxis) or a.step is not None]
-                if issues := list(too_many("", "", grid_size(stepped))):
+                if issues := list(job_count_issues("", "", grid_size(stepped))):
                     raise ConfigError(issues)
             run = parse_run(config, fixed, flags.overrides, check_machine=False)
             _check_values(space, single, fixed, flags.overrides)

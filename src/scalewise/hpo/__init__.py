@@ -1,1 +1,1 @@
-"""A search over axes: which trials to run next, how they ended, and which were best."""
+"""Hyperparameter search: search space, Optuna study, trial outcomes and factorial screening."""

@@ -1,4 +1,4 @@
-"""A study in its storage: asked for trials, told how they ended, gone on with after a kill."""
+"""Optuna study in a persistent storage: ask for trials, tell outcomes, resume after a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from scalewise.errors import ConfigError
 from scalewise.hpo import outcome, storage
-from scalewise.hpo.config import TRIALS, SearchConfig
+from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
 from scalewise.hpo.outcome import TrialOutcome
 from scalewise.hpo.space import Axis, ChoiceAxis, Value, grid_points
 from scalewise.hpo.storage import TrialLink
@@ -34,35 +34,38 @@ JOURNAL = "study.journal"
 
 SWEEP, JOB, OWNER = "sweep", "job", "owner"
 STATUS, REASON, FOLDER = "status", "reason", "folder"
-"""What a trial's user attributes are called."""
+"""Names of the user attributes of a trial."""
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 @dataclass(frozen=True)
 class OptunaSearch:
-    """One search: its options, its axes and Optuna's study of them."""
+    """Hyperparameter search with its Optuna study."""
 
     config: SearchConfig
+    """Options of the search."""
     space: Sequence[Axis]
+    """Axes of the search space."""
     storage_file: str
-    """The storage."""
+    """Path of the storage."""
     study: optuna.Study
+    """Study in the storage."""
 
     @property
     def num_trials(self) -> int:
-        """Returns how many trials there are to be."""
+        """Total number of trials; a grid limits it to its number of points."""
         points = len(grid_points(self.space)) if self.config.sampler == "grid" else None
-        asked = self.config.trials or points or TRIALS
-        return min(asked, points or asked)
+        requested = self.config.trials or points or DEFAULT_TRIALS
+        return min(requested, points or requested)
 
     @property
     def finished_trials(self) -> list[FrozenTrial]:
-        """Returns the trials that say something of their settings, whether they failed or not."""
-        return [t for t in self.study.get_trials() if t.state.is_finished() and not _lost_trials(t)]
+        """Trials that ended by themselves, successful or not."""
+        return [t for t in self.study.get_trials() if t.state.is_finished() and not _is_lost(t)]
 
     def ask_trials(self) -> list[Trial]:
-        """Returns the next trials, as many as are to run together and are still missing."""
+        """Ask the study for the trials of the next batch."""
         running = sum(t.state is TrialState.RUNNING for t in self.study.get_trials(deepcopy=False))
         missing = self.num_trials - len(self.finished_trials) - running
         space = {axis.key: _axis_distribution(axis) for axis in self.space}
@@ -72,7 +75,7 @@ class OptunaSearch:
         return trials
 
     def assign_job(self, trial: Trial, sweep: Path, job: int, folder: Path) -> None:
-        """Notes which job a trial becomes, and tells the job where it may be pruned."""
+        """Record the job of a trial; write the trial link that pruning requires to its folder."""
         trial.set_user_attr(SWEEP, str(sweep))
         trial.set_user_attr(JOB, job)
         if self.config.pruner != "none":
@@ -83,24 +86,24 @@ class OptunaSearch:
             )
 
     def tell_outcome(self, trial: Trial, trial_outcome: TrialOutcome) -> None:
-        """Tells Optuna how a trial ended: by its values, as pruned, or as failed."""
+        """Tell the study the outcome of a trial: its values, pruned or failed."""
         if trial_outcome.folder is not None:
             trial.set_user_attr(FOLDER, str(trial_outcome.folder))
         measured = [trial_outcome.metrics.get(key) for key in self.config.objectives]
-        bounded = {key: trial_outcome.metrics.get(key) for key in self.config.constraints}
+        constrained = {key: trial_outcome.metrics.get(key) for key in self.config.constraints}
         values = [value for value in measured if value is not None]
-        known = {key: value for key, value in bounded.items() if value is not None}
+        bounds = {key: value for key, value in constrained.items() if value is not None}
         status, reason = trial_outcome.status, trial_outcome.reason
-        if status == "ok" and (len(values) < len(measured) or len(known) < len(bounded)):
-            lacking = [
+        if status == "ok" and (len(values) < len(measured) or len(bounds) < len(constrained)):
+            missing = [
                 key
-                for key in (*self.config.objectives, *bounded)
+                for key in (*self.config.objectives, *constrained)
                 if key not in trial_outcome.metrics
             ]
-            status, reason = "unmeasured", f"it measured no {', '.join(lacking)}"
+            status, reason = "unmeasured", f"did not measure {', '.join(missing)}"
         trial.set_user_attr(STATUS, status)
         trial.set_user_attr(REASON, reason)
-        for key, value in known.items():
+        for key, value in bounds.items():
             trial.set_constraint(key, value - self.config.constraints[key])
         if status == "ok":
             self.study.tell(trial, values)
@@ -111,73 +114,73 @@ class OptunaSearch:
             self.study.enqueue_trial(dict(trial.params))
 
     def reclaim_trials(self) -> list[FrozenTrial]:
-        """Tells how the trials ended whose sweep has died; returns them.
+        """Tell the study the outcomes of trials whose sweep process died, and return these trials.
 
-        What had ended by itself counts; what was lost is waiting to run again.
+        The outcome of a finished job counts; an unfinished trial is queued to run again.
         """
-        left = [
+        orphaned_trials = [
             t
             for t in self.study.get_trials(states=[TrialState.RUNNING])
             if not _is_running(t.user_attrs.get(OWNER, ""))
         ]
-        for trial in left:
-            known = trial.user_attrs
-            ended = TrialOutcome("waiting")
-            if JOB in known:
-                ended = outcome.job_outcome(Path(known[SWEEP]), known[JOB])
-            self.tell_outcome(Trial(self.study, trial._trial_id), ended)
-        return left
+        for trial in orphaned_trials:
+            attributes = trial.user_attrs
+            trial_outcome = TrialOutcome("waiting")
+            if JOB in attributes:
+                trial_outcome = outcome.job_outcome(Path(attributes[SWEEP]), attributes[JOB])
+            self.tell_outcome(Trial(self.study, trial._trial_id), trial_outcome)
+        return orphaned_trials
 
 
 def open_study(config: SearchConfig, space: Sequence[Axis], sweep: Path) -> OptunaSearch:
-    """Returns the study of a sweep: a new one, or that of its storage to go on with.
+    """Create the study of a sweep, or load it from its storage to resume it.
 
-    Raises ``ConfigError`` where the study there sought something else.
+    Raises ``ConfigError`` if the stored study has other axes, objectives or constraints.
     """
     file = str(Path(config.storage).expanduser().absolute() if config.storage else sweep / JOURNAL)
-    kept = storage.open_storage(file)
-    names = optuna.get_all_study_names(kept)
+    study_storage = storage.open_storage(file)
+    names = optuna.get_all_study_names(study_storage)
     name = config.study or (names[0] if len(names) == 1 else sweep.parent.name)
-    asked = {
+    settings = {
         "objectives": dict(config.objectives),
         "constraints": dict(config.constraints),
         "choices": {axis.key: list(axis.values) for axis in space if isinstance(axis, ChoiceAxis)},
         "axes": sorted(axis.key for axis in space),
     }
     if name in names:
-        before = optuna.load_study(study_name=name, storage=kept).user_attrs
-        for key, value in asked.items():
-            if before.get(key) != value:
-                reason = f"the study {name} there has other {key}: {before.get(key)}"
-                fix = "give hydra.sweeper.study=NAME, or another storage"
+        stored = optuna.load_study(study_name=name, storage=study_storage).user_attrs
+        for key, value in settings.items():
+            if stored.get(key) != value:
+                reason = f"contains study {name} with other {key}: {stored.get(key)}"
+                fix = "set hydra.sweeper.study=NAME, or another storage"
                 raise ConfigError.for_key("hydra.sweeper.storage", file, reason, fix)
     study = optuna.create_study(
         study_name=name,
-        storage=kept,
+        storage=study_storage,
         directions=[StudyDirection[goal.upper()] for goal in config.objectives.values()],
         load_if_exists=True,
     )
-    made = OptunaSearch(config, space, file, study)
-    for key, value in asked.items():
+    search = OptunaSearch(config, space, file, study)
+    for key, value in settings.items():
         study.set_user_attr(key, value)
     if config.sampler == "grid":
         for point in grid_points(space):
             study.enqueue_trial(point, skip_if_exists=True)
     study.sampler = _build_sampler(config, len(study.get_trials(deepcopy=False)))
-    return made
+    return search
 
 
 def sample_points(config: SearchConfig, space: Sequence[Axis]) -> list[dict[str, Value]]:
-    """Returns points of a space as a search would begin, without a storage or a result."""
+    """Points of a search space for a preview, sampled at random or from the grid."""
     if config.sampler == "grid":
         return grid_points(space)[: config.trials]
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(config.seed))
     distributions = {axis.key: _axis_distribution(axis) for axis in space}
-    return [study.ask(distributions).params for _ in range(config.trials or TRIALS)]
+    return [study.ask(distributions).params for _ in range(config.trials or DEFAULT_TRIALS)]
 
 
 def _build_sampler(config: SearchConfig, num_trials: int) -> BaseSampler:
-    seed = config.seed + num_trials  # a search that goes on must not draw its first trials again
+    seed = config.seed + num_trials  # a resumed search must not sample the same trials again
     if config.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, constant_liar=config.jobs > 1)
     if config.sampler == "nsga2":
@@ -194,8 +197,8 @@ def _axis_distribution(axis: Axis) -> BaseDistribution:
     return FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)
 
 
-def _lost_trials(trial: FrozenTrial) -> bool:
-    return trial.user_attrs.get(STATUS) in outcome.UNENDED
+def _is_lost(trial: FrozenTrial) -> bool:
+    return trial.user_attrs.get(STATUS) in outcome.UNFINISHED
 
 
 def _process_id() -> str:
@@ -204,12 +207,12 @@ def _process_id() -> str:
 
 
 def _is_running(owner: str) -> bool:
-    """Returns whether a sweep still runs on this machine; of another one nothing is known."""
-    host, _, rest = owner.partition(" ")
-    number, _, created = rest.partition(" ")
-    if host != socket.gethostname() or not number:
+    """Whether a sweep process of this machine still runs; False for other machines."""
+    host, _, fields = owner.partition(" ")
+    pid, _, created = fields.partition(" ")
+    if host != socket.gethostname() or not pid:
         return False
     try:
-        return str(psutil.Process(int(number)).create_time()) == created
+        return str(psutil.Process(int(pid)).create_time()) == created
     except psutil.NoSuchProcess:
         return False

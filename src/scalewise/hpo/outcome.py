@@ -1,4 +1,4 @@
-"""How a job of a sweep ended, as its folder tells it."""
+"""Outcomes of the jobs of a search, read from their folders."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from typing import Any
 
 from scalewise.tracking.run_files import read_json
 
-UNENDED = ("waiting", "running", "interrupted")
-"""What a job that a person, a signal or a dead machine stopped may be called."""
+UNFINISHED = ("waiting", "running", "interrupted")
+"""Statuses of jobs that were stopped from outside: by a signal or a crash of the machine."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """A job's end and what it measured."""
+    """Outcome and metrics of the job of a trial."""
 
     status: str
+    """Status of the job."""
     reason: str = ""
+    """Reason of the status; empty for ``ok``."""
     folder: Path | None = None
+    """Folder of the run; None if the job has none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Finite numbers of ``summary.json`` by key."""
+    """Finite metrics of ``summary.json``."""
 
     @property
     def is_lost(self) -> bool:
-        """Returns whether it did not end by itself, so that it says nothing of its settings."""
-        return self.status in UNENDED
+        """Whether the job was stopped from outside, so that its trial has to run again."""
+        return self.status in UNFINISHED
 
 
 def sweep_jobs(sweep: Path) -> list[dict[str, Any]]:
-    """Returns the jobs that ``sweep.json`` lists; none where there is no such file."""
+    """Job entries of ``sweep.json``; empty without that file."""
     jobs: list[dict[str, Any]] = read_json(sweep / "sweep.json").get("jobs", [])
     return jobs
 
 
 def job_outcome(sweep: Path, number: int) -> TrialOutcome:
-    """Returns how job ``number`` of the sweep in that folder ended, ``waiting`` if unknown.
+    """Outcome of job ``number`` of a sweep; its status is ``waiting`` if there is no such job.
 
-    The job's own ``status.json`` is believed before the sweep's list, which may be older.
+    ``status.json`` of the job takes precedence over ``sweep.json``, which may be older.
     """
-    found = [row for row in sweep_jobs(sweep) if row["number"] == number]
-    if not found:
+    entries = [job for job in sweep_jobs(sweep) if job["number"] == number]
+    if not entries:
         return TrialOutcome("waiting")
-    folder = sweep / found[-1]["folder"]
+    folder = sweep / entries[-1]["folder"]
     status = read_json(folder / "status.json")
     if not status:
-        return TrialOutcome(found[-1]["status"])
+        return TrialOutcome(entries[-1]["status"])
     metrics = read_json(folder / "summary.json").get("metrics", {})
     return TrialOutcome(
         status.get("status", "failed"),

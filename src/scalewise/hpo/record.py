@@ -1,4 +1,4 @@
-"""``study.json``: what a search has tried and found, for a report and for whoever reads it."""
+"""Record of a hyperparameter search: ``study.json``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from scalewise.hpo.space import round_point
 from scalewise.tracking.run_files import write_json
 
 FILE = "study.json"
-LEAST = 4
-"""Finished trials below which an importance would be a guess."""
+MIN_TRIALS_FOR_IMPORTANCE = 4
+"""Minimum number of complete trials for an estimate of importance."""
 
 
 def write_record(optuna_search: OptunaSearch, sweep: Path) -> None:
-    """Writes what is known so far into the sweep's folder."""
+    """Write the record to the folder of the sweep."""
     write_json(sweep / FILE, build_record(optuna_search, sweep))
 
 
 def build_record(optuna_search: OptunaSearch, sweep: Path) -> dict[str, object]:
-    """Returns the options, every trial, the best and what mattered.
+    """Record of the search: options, trials, best trials and importance.
 
-    ``best`` are the numbers of the trials that none beats in all objectives, within the
-    constraints. ``importance`` is by objective and axis, and adds up to 1 (PED-ANOVA; Watanabe,
-    Bansal and Hutter, IJCAI 2023).
+    ``best`` lists the numbers of the Pareto-optimal trials that satisfy the constraints.
+    ``importance`` is by objective and axis, and sums to 1 (PED-ANOVA; Watanabe, Bansal and Hutter,
+    IJCAI 2023).
     """
     search = optuna_search.config
     return {
@@ -48,9 +48,9 @@ def build_record(optuna_search: OptunaSearch, sweep: Path) -> dict[str, object]:
 
 
 def pareto_trials(optuna_search: OptunaSearch) -> list[FrozenTrial]:
-    """Returns the trials that no other beats, by the first objective; of one objective the first.
+    """Pareto-optimal trials by the first objective; the best trial only for one objective.
 
-    A trial that breaks a constraint is none of them.
+    Trials that violate a constraint are excluded.
     """
     goal = next(iter(optuna_search.config.objectives.values()))
     sign = 1 if goal == "minimize" else -1
@@ -59,24 +59,24 @@ def pareto_trials(optuna_search: OptunaSearch) -> list[FrozenTrial]:
 
 
 def axis_importance(optuna_search: OptunaSearch) -> dict[str, dict[str, float]]:
-    """Returns by objective how much of it each axis decided; empty for want of trials."""
-    done = optuna_search.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    if len(done) < LEAST:
+    """Importance of each axis by objective; empty with too few complete trials."""
+    complete_trials = optuna_search.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    if len(complete_trials) < MIN_TRIALS_FOR_IMPORTANCE:
         return {}
-    found = {}
-    for place, (key, goal) in enumerate(optuna_search.config.objectives.items()):
+    importance = {}
+    for index, (key, goal) in enumerate(optuna_search.config.objectives.items()):
         sign = 1 if goal == "minimize" else -1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of axes whose importance is no number, among others
+            warnings.simplefilter("ignore")  # e.g. of axes without a numeric importance
             try:
-                found[key] = optuna.importance.get_param_importances(
+                importance[key] = optuna.importance.get_param_importances(
                     optuna_search.study,
                     evaluator=PedAnovaImportanceEvaluator(),
-                    target=partial(_signed_value, place, sign),
+                    target=partial(_signed_value, index, sign),
                 )
-            except (RuntimeError, ValueError):  # all values alike
+            except (RuntimeError, ValueError):  # all values are equal
                 continue
-    return found
+    return importance
 
 
 def _signed_value(index: int, sign: int, trial: FrozenTrial) -> float:

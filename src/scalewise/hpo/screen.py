@@ -1,8 +1,9 @@
-"""Which jobs tell many on/off choices apart: two-level fractional factorial designs. Stdlib only.
+"""Two-level fractional factorial designs for factorial screening. Standard library only.
 
 After G. E. P. Box, J. S. Hunter and W. G. Hunter, Statistics for Experimenters, 2nd edition,
-2005, chapter 6. In a design of resolution R no effect of p factors is confused with one of less
-than R - p others: at IV main effects stand clear of interactions of two, at V those of each other.
+2005, chapter 6. A design of resolution R does not confound effects of p factors with effects of
+fewer than R - p factors: resolution IV separates main effects from two-factor interactions,
+resolution V also separates two-factor interactions from each other.
 """
 
 from __future__ import annotations
@@ -13,83 +14,91 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from scalewise.errors import ConfigIssue, format_value
-from scalewise.hpo.space import too_many
+from scalewise.hpo.space import job_count_issues
 from scalewise.typed_override import override, shell_word
 
-MOST = 11
-"""Factors of a screen: at resolution V these are 128 jobs."""
+MAX_FACTORS = 11
+"""Maximum number of factors; a design of resolution V then has 128 jobs."""
 
 MAIN_EFFECTS, INTERACTIONS = 4, 5
-"""Resolution that keeps main effects clear of interactions, and interactions of each other."""
+"""Resolutions: main effects clear of interactions; interactions clear of each other too."""
 
 
 @dataclass(frozen=True)
 class ScreeningDesign:
-    """Factors by key with their two levels, the first of them the one at rest."""
+    """Options of a factorial screening."""
 
     factors: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """Two levels of each factor by key, the default first."""
     interactions: bool = False
-    """Whether interactions of two are to be told from each other."""
+    """Whether two-factor interactions are separated from each other."""
     repeats: int = 2
-    """Jobs of each combination, each with a seed of its own."""
+    """Number of jobs of each combination, each with its own seed."""
     seed: int = 1
-    """Seed of the order in which the jobs run."""
+    """Seed of the job order."""
 
     def validate(self, fixed_keys: Sequence[str]) -> Iterator[ConfigIssue]:
-        """Yields what cannot be screened; ``fixed_keys`` are keys that have one value."""
+        """Yield the issues of the options; ``fixed_keys`` are keys with one value for all jobs."""
         key = "hydra.sweeper"
-        if not isinstance(self.factors, Mapping) or not 2 <= len(self.factors) <= MOST:
-            reason = f"a screen has 2 to {MOST} factors of two levels"
+        if not isinstance(self.factors, Mapping) or not 2 <= len(self.factors) <= MAX_FACTORS:
+            reason = f"must have 2 to {MAX_FACTORS} factors with two levels each"
             example = {"precision": ["fp32", "bf16_mixed"], "memory": ["none", "checkpoint_full"]}
             fix = "set " + shell_word("+" + override(f"{key}.factors", example))
             yield ConfigIssue(f"{key}.factors", format_value(self.factors), reason, fix)
             return
         for name, levels in self.factors.items():
-            two = isinstance(levels, Sequence) and not isinstance(levels, str)
-            if not two or len(levels) != 2 or levels[0] == levels[1]:
-                yield ConfigIssue(f"{key}.factors.{name}", levels, "is no list of two values")
+            is_list = isinstance(levels, Sequence) and not isinstance(levels, str)
+            if not is_list or len(levels) != 2 or levels[0] == levels[1]:
+                yield ConfigIssue(
+                    f"{key}.factors.{name}", levels, "must be a list of two different values"
+                )
             if name in fixed_keys:
-                fix = f"leave it out, or +{key}.factors without it"
-                yield ConfigIssue(name, "", "is a factor of the screen", fix)
+                fix = f"remove it, or remove it from {key}.factors"
+                yield ConfigIssue(
+                    name, "", "is a factor of the screening and has a fixed value", fix
+                )
         if self.repeats < 1:
             yield ConfigIssue(f"{key}.repeats", self.repeats, "must be 1 or more")
         resolution = INTERACTIONS if self.interactions else MAIN_EFFECTS
         jobs = self.repeats * len(fractional_design(len(self.factors), resolution))
-        yield from too_many(f"{key}.repeats", self.repeats, jobs)
+        yield from job_count_issues(f"{key}.repeats", self.repeats, jobs)
         if "seed" in fixed_keys and self.repeats > 1:
-            fix = f"leave it out, or set {key}.repeats=1"
-            yield ConfigIssue("seed", "", "each repeat has a seed of its own", fix)
+            fix = f"remove it, or set {key}.repeats=1"
+            yield ConfigIssue("seed", "", "each repeat has its own seed", fix)
 
     def build_overrides(self) -> list[list[str]]:
-        """Returns the overrides of each job, the first with every factor at rest.
+        """Overrides of each job; the first job has the default level of every factor.
 
-        The others come in random order, so that a machine that slows down favours no level.
+        The other jobs are in random order, so that a drift in machine speed affects all levels.
         """
         resolution = INTERACTIONS if self.interactions else MAIN_EFFECTS
         jobs = [
             [
                 *(
                     override(key, levels[level > 0])
-                    for (key, levels), level in zip(self.factors.items(), row, strict=True)
+                    for (key, levels), level in zip(self.factors.items(), signs, strict=True)
                 ),
                 *([f"seed={repeat + 1}"] if self.repeats > 1 else []),
             ]
             for repeat in range(self.repeats)
-            for row in fractional_design(len(self.factors), resolution)
+            for signs in fractional_design(len(self.factors), resolution)
         ]
-        rest = jobs[1:]
-        random.Random(self.seed).shuffle(rest)  # noqa: S311 (an order, not a secret)
-        return [jobs[0], *rest]
+        shuffled = jobs[1:]
+        random.Random(self.seed).shuffle(shuffled)  # noqa: S311 (an order, not a secret)
+        return [jobs[0], *shuffled]
 
 
 def fractional_design(factors: int, resolution: int) -> list[tuple[int, ...]]:
-    """Returns the smallest two-level design: a row a run, -1 or 1 a factor, the first all -1."""
-    for base in range(1, factors + 1):
-        products = _factor_products(base, resolution)
-        added = _design_generators(base, factors - base, resolution, products)
-        if added is not None:
-            return [(*row, *(_factor_level(row, of) for of in added)) for row in _design_rows(base)]
-    raise AssertionError("the whole factorial confuses nothing")
+    """Smallest two-level design: factor levels (-1 or 1) by run; the first run is all -1."""
+    for num_base in range(1, factors + 1):
+        products = _factor_products(num_base, resolution)
+        generators = _design_generators(num_base, factors - num_base, resolution, products)
+        if generators is not None:
+            return [
+                (*signs, *(_factor_level(signs, generator) for generator in generators))
+                for signs in _base_runs(num_base)
+            ]
+    raise AssertionError("the full factorial has every resolution")
 
 
 def _design_generators(
@@ -100,38 +109,42 @@ def _design_generators(
     words: frozenset[int] = frozenset(),
     chosen: tuple[int, ...] = (),
 ) -> tuple[int, ...] | None:
-    """Returns for each further factor the base factors whose product it is, as bits.
+    """Generators for the remaining factors, as bit masks of base factors; None if impossible.
 
-    ``words`` are the products that are constant in the design so far; the shortest one's length is
-    the resolution.
+    ``words`` are the defining words of the design so far; the shortest sets the resolution.
     """
     if not num_missing:
         return chosen
-    for place, of in enumerate(candidates):
-        word = of | 1 << (num_base_factors + len(chosen))
-        longer = words | {word} | {known ^ word for known in words}
-        if all(one.bit_count() >= resolution for one in longer):
-            rest = candidates[place + 1 :]  # in which order they are chosen is all the same
-            found = _design_generators(
-                num_base_factors, num_missing - 1, resolution, rest, longer, (*chosen, of)
+    for index, generator in enumerate(candidates):
+        word = generator | 1 << (num_base_factors + len(chosen))
+        new_words = words | {word} | {old_word ^ word for old_word in words}
+        if all(each.bit_count() >= resolution for each in new_words):
+            later = candidates[index + 1 :]  # the order of the generators does not matter
+            generators = _design_generators(
+                num_base_factors,
+                num_missing - 1,
+                resolution,
+                later,
+                new_words,
+                (*chosen, generator),
             )
-            if found is not None:
-                return found
+            if generators is not None:
+                return generators
     return None
 
 
 def _factor_products(num_base_factors: int, resolution: int) -> list[int]:
-    """Returns the products of base factors that a further one may be, the longest first."""
-    long = [bits for bits in range(1 << num_base_factors) if bits.bit_count() >= resolution - 1]
-    return sorted(long, key=lambda bits: (-bits.bit_count(), bits))
+    """Products of base factors that may generate a factor, as bit masks, longest first."""
+    masks = [bits for bits in range(1 << num_base_factors) if bits.bit_count() >= resolution - 1]
+    return sorted(masks, key=lambda bits: (-bits.bit_count(), bits))
 
 
-def _design_rows(num_base_factors: int) -> Iterator[tuple[int, ...]]:
-    for row in product((-1, 1), repeat=num_base_factors):
-        yield row[::-1]  # the first factor changes fastest
+def _base_runs(num_base_factors: int) -> Iterator[tuple[int, ...]]:
+    for levels in product((-1, 1), repeat=num_base_factors):
+        yield levels[::-1]  # the first factor changes fastest
 
 
-def _factor_level(row: Sequence[int], generator: int) -> int:
-    """Returns a further factor's level: -1 where every factor is, as the sign may be chosen."""
-    signs = [level for place, level in enumerate(row) if generator >> place & 1]
+def _factor_level(base_levels: Sequence[int], generator: int) -> int:
+    """Level of a generated factor, with the sign that makes it -1 if all base factors are -1."""
+    signs = [level for index, level in enumerate(base_levels) if generator >> index & 1]
     return -1 if sum(level < 0 for level in signs) % 2 == len(signs) % 2 else 1

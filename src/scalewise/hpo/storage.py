@@ -1,4 +1,4 @@
-"""Where a study is kept, and what a job is told of the trial that it is."""
+"""Optuna storage of a study, and the file that links a job to its trial."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ TRIAL = "trial.json"
 
 @dataclass(frozen=True)
 class TrialLink:
-    """What a job needs to report on its trial while it runs."""
+    """Link from a job to its trial, with which the job reports metrics and is pruned."""
 
     storage: str
+    """Path of the storage."""
     study: str
+    """Name of the study."""
     trial: int
+    """Number of the trial."""
     pruner: str
+    """Name of the pruner."""
     metric: str
+    """Metric that the pruner compares."""
 
     def write(self, folder: Path) -> None:
-        """Leaves it in the folder that the job is to have."""
+        """Write the link to the folder of the job."""
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / TRIAL, asdict(self))
 
 
 def read_trial_link(folder: Path) -> TrialLink | None:
-    """Returns what a job's folder says of its trial; None where it is none that may be pruned."""
-    found: dict[str, Any] = read_json(folder / TRIAL)
-    return TrialLink(**found) if found else None
+    """Read the trial link of a job folder; None if the job is not pruned."""
+    values: dict[str, Any] = read_json(folder / TRIAL)
+    return TrialLink(**values) if values else None
 
 
 def open_storage(path: str) -> BaseStorage:
-    """Returns the storage in a file: sqlite by its suffix, else a journal, which NFS can hold."""
+    """Open the storage in a file: SQLite by its suffix, else a journal, which works on NFS."""
     from optuna.storages import JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -50,7 +55,7 @@ def open_storage(path: str) -> BaseStorage:
 
 
 def build_pruner(name: str, first_step: int) -> BasePruner:
-    """Returns one of ``PRUNERS``; ``first_step`` is the step at which a trial is first judged."""
+    """Pruner by its name in ``PRUNERS``; ``first_step`` is the first step that can be pruned."""
     from optuna import pruners
 
     if name == "median":

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hpo.config import TRIALS, SearchConfig
+from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
 from scalewise.hpo.space import Axis, ChoiceAxis, grid_points
 
 METHODS = {"tpe": "bayes", "nsga2": "bayes", "random": "random", "grid": "grid"}
@@ -41,7 +41,7 @@ def wandb_sweep_config(
     metric, goal = next(iter(search.objectives.items()))
     capped = {} if method == "grid" and search.trials is None else {"run_cap": search.trials}
     if method != "grid":
-        capped = {"run_cap": search.trials or TRIALS}
+        capped = {"run_cap": search.trials or DEFAULT_TRIALS}
     return {
         "name": name,
         **({"description": question} if question else {}),
