@@ -237,7 +237,7 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
         (["model.layers=5", "model.weights=null"], "lacks layers.4."),
         (["model.layers=3", "model.weights=null"], "holds layers.3."),
         (["model.width=64", "model.weights=null"], "the model has (4, 64)"),
-        (["model.bias=true", "model.weights=null"], "Hugging Face's Llama has no such model"),
+        (["model.bias=true", "model.weights=null"], "is not supported by Hugging Face's Llama"),
     ):
         (issue,) = said([*line, *further])
         assert reason in issue

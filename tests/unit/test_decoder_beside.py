@@ -59,7 +59,7 @@ OLD = {"model_type": "llama", **SIZES}
 """As transformers wrote it before its version 5."""
 EIGHT = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
 ELSEWHERE = "set model=hf model.path="
-AGAIN = "fetch it again"
+AGAIN = "download config.json again"
 
 
 def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str:
@@ -143,21 +143,21 @@ CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
 def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) -> None:
     """Fails where transformers adds a key: decide then what it changes."""
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
-    fixed = config_keys.FIXED[kind] | config_keys.FIXED_FOR_ALL
-    known = config_keys.HARMLESS | fixed.keys() | {*config_keys.COMPARED[kind]}
-    assert keys - known - config_keys.ALIASES.keys() == set()
-    assert not config_keys.HARMLESS & {*fixed, *config_keys.COMPARED[kind]}
+    fixed = config_keys.FIXED_VALUES[kind] | config_keys.FIXED_FOR_ALL
+    known = config_keys.IGNORED_KEYS | fixed.keys() | {*config_keys.COMPARED_KEYS[kind]}
+    assert keys - known - config_keys.GPT2_ALIASES.keys() == set()
+    assert not config_keys.IGNORED_KEYS & {*fixed, *config_keys.COMPARED_KEYS[kind]}
     defaults = CLASSES[kind]().to_dict()
-    for key, values in config_keys.FIXED[kind].items():
+    for key, values in config_keys.FIXED_VALUES[kind].items():
         assert defaults.get(key, False) == values[0], key
-    assert CLASSES["gpt2"].attribute_map == config_keys.ALIASES
+    assert CLASSES["gpt2"].attribute_map == config_keys.GPT2_ALIASES
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> None:
     config = CLASSES[kind]()
     needed = {"hidden_size", "num_attention_heads"}
-    read = beside_of._from_gpt2 if kind == "gpt2" else beside_of._from_llama
+    read = beside_of._gpt2_fields if kind == "gpt2" else beside_of._llama_fields
     given = {key: getattr(config, key) for key in needed} | {"model_type": kind}
     assert read(given) == read(config.to_dict())
 

@@ -372,7 +372,12 @@ RULES: list[Row] = [
         "which tensor ranks cannot share",
         "parallelism=fsdp",
     ),
-    (["model.classes=2"], "model.tied", "has the head tell tokens apart", "model.tied=false"),
+    (
+        ["model.classes=2"],
+        "model.tied",
+        "a tied head has one output per token id",
+        "model.tied=false",
+    ),
     (["data=corpus_pairs"], "data", "rows of two answers each", "objective=dpo"),
     (
         ["objective=dpo", "data=synthetic", "data.pairs=true", "data.packing=true"],

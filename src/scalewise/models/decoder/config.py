@@ -1,4 +1,4 @@
-"""Decoder-only transformers of the Llama and GPT-2 shapes, as a spec."""
+"""Configuration of decoder-only transformers with the architectures of Llama and GPT-2."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ LLAMA_SHAPE = {
     "activation": ActivationKind.swiglu,
     "bias": False,
 }
-"""What a decoder of Llama's shape has."""
+"""Fields of a decoder with the architecture of Llama."""
 
 
 @register_option("model", "decoder")
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """A pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
+    """Pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
 
     vocabulary: int
     """Vocabulary size, in tokens."""
@@ -116,43 +116,43 @@ class DecoderConfig(ModelConfig):
 
     @property
     def pretrained_path(self) -> str | None:
-        """Returns the folder or file of the weights that it begins with; None: fresh ones."""
+        """Folder or file of the pretrained weights; None: random initialization."""
         return self.weights
 
     def find_tokenizer_file(self) -> Path | None:
-        """Returns the tokenizer.json beside these weights; None where there is none."""
+        """Return the tokenizer.json next to the pretrained weights, or None."""
         path = Path(self.weights or "")
-        beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
-        return beside if self.weights is not None and beside.is_file() else None
+        file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+        return file if self.weights is not None and file.is_file() else None
 
     @property
     def head_size(self) -> int:
-        """Returns the features per head."""
+        """Features per head."""
         return self.head_width or self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """Returns the key (and value) heads per block."""
+        """Number of key (and value) heads per block."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def query_width(self) -> int:
-        """Returns the features of all queries of one token, those of attention's output too."""
+        """Features of all query heads of one token, also of the attention output."""
         return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Returns the features of all keys of one token; its values have as many."""
+        """Features of all key heads of one token; the values have as many."""
         return self.key_heads * self.head_size
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of the table of rotations: cosine and sine, float32, never sharded."""
+        """Bytes of the rotary table: cosines and sines in float32, never sharded."""
         return 2 * self.context * self.head_size * 4 if self.position is PositionKind.rope else 0
 
     @property
     def linear_layers(self) -> tuple[tuple[str, int, int, str], ...]:
-        """Returns the linear layers of one block: name within it, features out and in, role."""
+        """Linear layers of one block: name within it, output features, input features, role."""
         up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
         return (
             ("attention.query", self.query_width, self.width, "attention"),
@@ -164,7 +164,7 @@ class DecoderConfig(ModelConfig):
         )
 
     def weight_census(self) -> tuple[Weight, ...]:
-        """Returns every tensor of ``DecoderModule.named_parameters()``, in its order."""
+        """Return every parameter of ``DecoderModule``, in the order of ``named_parameters()``."""
         return tuple(self._iter_weights())
 
     def _iter_weights(self) -> Iterator[Weight]:
@@ -173,11 +173,11 @@ class DecoderConfig(ModelConfig):
             yield Weight("position.weight", (self.context, self.width), "position")
         for layer in range(self.layers):
             block = f"blocks.{layer}"
-            halves = {
+            sublayers = {
                 "attention_norm": self.linear_layers[:4],
                 "feedforward_norm": self.linear_layers[4:],
             }
-            for norm, linears in halves.items():
+            for norm, linears in sublayers.items():
                 yield from self._norm(f"{block}.{norm}", layer)
                 for name, out, into, role in linears:
                     yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
@@ -193,18 +193,18 @@ class DecoderConfig(ModelConfig):
             yield Weight(f"{name}.bias", (self.width,), "bias", layer)
 
     def flops(self, sequence: int, target: int = 0) -> float:
-        """Returns the flops of one forward and backward pass, per token of a ``sequence``.
+        """Return the FLOPs of one forward and backward pass, per token of a ``sequence``.
 
-        A linear layer of m x n weights costs 2mn per token forward, and twice that backward (one
-        product for the input's gradient, one for the weight's): 6mn. An embedding is a look-up
-        and costs none; the head is a linear layer, tied or not. Attention multiplies each query
-        with S keys and its weights with S values: 2 products of 2 S A flops, A = ``query_width``.
-        Flash attention's backward makes 5 such products, the scores once more among them: 2.5
-        times the forward. Per layer and token 4 S A * 3.5 = 14 S A (12 S A in PaLM's count, which
-        leaves the second making of the scores out).
+        A linear layer with m x n weights costs 2mn FLOPs per token in forward and twice that in
+        backward (one matmul for the input gradient, one for the weight gradient): 6mn. The
+        embedding is a lookup and costs none; the head is a linear layer, tied or not. Attention
+        multiplies each query with S keys, and its weights with S values: 2 matmuls of 2 S A FLOPs,
+        A = ``query_width``. The backward of flash attention has 5 such matmuls, one of which
+        recomputes the scores: 2.5 times the forward. The sum per layer and token is
+        4 S A * 3.5 = 14 S A (12 S A in PaLM, which does not count the recomputation).
 
-        Every query is counted against the whole row, as by ``torch.utils.flop_counter`` and PaLM.
-        A kernel that skips what the causal mask hides does about half: (S + 1) / 2S of it.
+        Every query counts against the full sequence, as in ``torch.utils.flop_counter`` and PaLM. A
+        kernel that skips masked scores executes about half of this: (S + 1) / 2S.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
         block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
@@ -212,13 +212,13 @@ class DecoderConfig(ModelConfig):
         return self.layers * (block + attention) + 6.0 * self.output_size * self.width
 
     def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
-        """Returns the operators of its embedding, of a block, and of its head with the loss."""
+        """Return the operator graphs of the embedding, a block, the head and the loss."""
         from scalewise.models.decoder import op_graph
 
         return op_graph.decoder_op_graphs(self, forward_spec)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what is contradictory inside this spec, and weights that are not there."""
+        """Yield config issues of the architecture, and of pretrained weights that do not exist."""
         positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
         positive += [
             "classes",
@@ -232,50 +232,52 @@ class DecoderConfig(ModelConfig):
             "norm_epsilon",
             "initial_std",
         ]
-        given = {name: getattr(self, name) for name in positive}
-        wrong = [name for name, value in given.items() if value is not None and value <= 0]
-        for name in wrong:
-            default = getattr(
-                DecoderConfig, name, 1
-            )  # a field without a default is no class attribute
-            fix = f"try {format_override(f'model.{name}', default)}"
+        values = {name: getattr(self, name) for name in positive}
+        invalid = [name for name, value in values.items() if value is not None and value <= 0]
+        for name in invalid:
+            # A field without a default is not an attribute of the class.
+            default = getattr(DecoderConfig, name, 1)
+            fix = f"set {format_override(f'model.{name}', default)}"
             yield self._issue(name, "must be positive", fix)
-        if not wrong:
+        if not invalid:
             yield from self._validate_shape()
         if not 0 <= self.dropout < 1:
-            yield self._issue("dropout", "is not in [0, 1)", "try model.dropout=0")
-        rising = 0 < self.rope_low_frequency < self.rope_high_frequency
+            yield self._issue("dropout", "is not in [0, 1)", "set model.dropout=0")
+        is_ordered = 0 < self.rope_low_frequency < self.rope_high_frequency
         if self.rope_scaling and not (
-            rising and min(self.rope_factor, self.rope_original_context) >= 1
+            is_ordered and min(self.rope_factor, self.rope_original_context) >= 1
         ):
-            reason = "needs rope_factor and rope_original_context >= 1, 0 < low < high frequency"
-            yield self._issue("rope_scaling", reason, "try model.rope_scaling=false")
+            reason = (
+                "requires rope_factor >= 1, rope_original_context >= 1 "
+                "and 0 < rope_low_frequency < rope_high_frequency"
+            )
+            yield self._issue("rope_scaling", reason, "set model.rope_scaling=false")
         if self.weights is not None and not Path(self.weights).exists():
-            fix = "model.weights=PATH of a folder of safetensors, or model.weights=null"
-            yield self._issue("weights", "no such file or folder", fix)
-        elif self.weights is not None and not wrong:
+            fix = "set model.weights=PATH of a folder with safetensors files, or model.weights=null"
+            yield self._issue("weights", "does not exist", fix)
+        elif self.weights is not None and not invalid:
             yield from config_issues(self, self.weights)
 
     def _validate_shape(self) -> Iterator[ConfigIssue]:
         if self.classes is not None and self.tied:
-            reason = "has the head tell tokens apart, which model.classes is not about"
+            reason = "requires model.classes=null: a tied head has one output per token id"
             yield self._issue("tied", reason, "set model.tied=false")
         if self.head_width is None and self.width % self.heads:
-            fix = f"try model.width={self.heads * (self.width // self.heads + 1)}"
+            fix = f"set model.width={self.heads * (self.width // self.heads + 1)}"
             yield self._issue("width", f"is not divisible by model.heads={self.heads}", fix)
         if self.heads % self.key_heads:
             reason = f"does not divide model.heads={self.heads}"
-            yield self._issue("kv_heads", reason, "try model.kv_heads=null")
+            yield self._issue("kv_heads", reason, "set model.kv_heads=null")
         if self.position is PositionKind.rope and self.head_size % 2:
-            reason = f"rotary position pairs features, and {self.head_size} per head is odd"
-            fix = f"try model.head_width={self.head_size + 1}"
+            reason = f"rotary position embedding requires an even head width, not {self.head_size}"
+            fix = f"set model.head_width={self.head_size + 1}"
             yield self._issue("head_width", reason, fix)
 
     def _issue(self, field: str, reason: str, fix: str) -> ConfigIssue:
         return ConfigIssue(f"model.{field}", getattr(self, field), reason, fix)
 
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
-        """Returns Megatron's cut: a pair of column and row per sublayer, one sum each."""
+        """Return Megatron's styles: a column- and a row-parallel layer per sublayer."""
         norms = ("blocks.*.attention_norm", "blocks.*.feedforward_norm", "norm")
         rows = ("attention.output", "feedforward.down")
         return {
@@ -291,16 +293,16 @@ class DecoderConfig(ModelConfig):
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        """Returns queries and values, which serve best at a given size (Hu et al., 2021, 7.1)."""
+        """Query and value projections (Hu et al., 2021, section 7.1)."""
         return ("attention.query", "attention.value")
 
     @property
     def ia3_targets(self) -> tuple[str, ...]:
-        """Returns keys, values and what reads the inner activations (Liu et al., 2022, 3.3)."""
+        """Key and value projections, and the last layer of the feedforward (Liu et al., 2022)."""
         return ("attention.key", "attention.value", "feedforward.down")
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Returns heads, feedforward and vocabulary."""
+        """Return the heads, the feedforward width and the vocabulary size."""
         return {
             "heads": self.heads,
             "kv_heads": self.key_heads,
@@ -310,23 +312,24 @@ class DecoderConfig(ModelConfig):
 
     @property
     def tied_weights(self) -> frozenset[str]:
-        """Returns the embedding, if it is the head too."""
+        """Embedding weight if the head is tied, else empty."""
         return frozenset({"embedding.weight"} if self.tied else ())
 
     def with_layers(self, layers: int) -> DecoderConfig:
-        """Returns the same model with as many layers."""
+        """Return the same configuration with another number of layers."""
         return replace(self, layers=layers)
 
     def build_meta(self, stage: StageSlice) -> DecoderModule:
-        """Returns the module, or a part of it, on the meta device."""
+        """Return the module, or one stage of it, on the meta device."""
         from scalewise.models.decoder.model import DecoderModule
 
         return DecoderModule(self, stage)
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draws fresh weights, each from ``seed`` and its name, or reads ``weights``.
+        """Initialize each parameter from ``seed`` and its name, or load ``weights``.
 
-        Raises ``CheckpointError`` where ``weights`` does not fit.
+        Raises:
+            CheckpointError: The pretrained weights do not fit the model.
         """
         from scalewise.models.decoder.model import DecoderModule
         from scalewise.models.decoder.state_dict_adapter import load_into
@@ -338,7 +341,7 @@ class DecoderConfig(ModelConfig):
             load_into(module, self.weights, seed)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes a folder of the Llama or GPT-2 that it is the shape of."""
+        """Write a folder with a Llama or GPT-2 model of Hugging Face."""
         from scalewise.models.decoder import state_dict_adapter
 
         state_dict_adapter.export_folder(state, self, folder)

@@ -1,4 +1,4 @@
-"""What the config.json beside weights says of them that the shapes of their tensors do not tell."""
+"""Checks of the ``config.json`` next to pretrained weights against the decoder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
 from scalewise.models.decoder.config_keys import (
-    ALIASES,
-    COMPARED,
-    FIXED,
+    COMPARED_KEYS,
     FIXED_FOR_ALL,
-    HARMLESS,
-    LLAMAS,
-    ROTATION,
+    FIXED_VALUES,
+    GPT2_ALIASES,
+    IGNORED_KEYS,
+    LLAMA_TYPES,
+    ROPE_TABLE_KEYS,
 )
 from scalewise.typed_override import format_override
 
@@ -24,93 +24,91 @@ if TYPE_CHECKING:
     from scalewise.models.decoder.config import DecoderConfig
 
 KEY = "model.weights"
-SHORT = 40
-"""Characters of a value in a message."""
+MAX_SHOWN = 40
+"""Longest value in a message, in characters."""
 
 
 def config_issues(spec: DecoderConfig, weights: str) -> Iterator[ConfigIssue]:
-    """Yields where a decoder would compute something else than its weights were trained for.
+    """Yield the settings with which the decoder computes something else than the pretrained model.
 
-    Nothing where there is no config.json beside them. A key that it lacks has the value that
-    transformers gives it.
+    Without a ``config.json`` there are no issues. A missing key has transformers' default value.
     """
     path = Path(weights)
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return
-    elsewhere = f"set model=hf {format_override('model.path', file.parent)}"
+    use_hf = f"set model=hf {format_override('model.path', file.parent)}"
     try:
         config = json.loads(regular_files.read_text(file))
-        kind = config.get("model_type", "")
-        alike = kind in (LLAMAS if spec.position == "rope" else ("gpt2",))
-        read = _from_gpt2 if kind == "gpt2" else _from_llama
-        told = read(config) if alike else {}
-        texts = [name for name, value in told.items() if isinstance(value, str)]
-        if wrong := [name for name in texts if name != "stretch"]:
-            raise TypeError(f"{wrong[0]} is a text, {told[wrong[0]]!r}")
+        model_type = config.get("model_type", "")
+        is_supported = model_type in (LLAMA_TYPES if spec.position == "rope" else ("gpt2",))
+        read_fields = _gpt2_fields if model_type == "gpt2" else _llama_fields
+        expected = read_fields(config) if is_supported else {}
+        strings = [name for name, value in expected.items() if isinstance(value, str)]
+        if invalid := [name for name in strings if name != "rope_type"]:
+            raise TypeError(f"{invalid[0]} is a string, {expected[invalid[0]]!r}")
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = f"has a config.json that cannot be read ({type(error).__name__}: {error})"
-        yield ConfigIssue(KEY, weights, reason, "fetch it again")
+        yield ConfigIssue(KEY, weights, reason, "download config.json again")
         return
-    if not alike:
-        reason = f"is of {kind or 'no known kind'} by its config.json, "
-        reason += f"and a decoder with model.position={spec.position} is not"
-        yield ConfigIssue(KEY, weights, reason, f"{elsewhere}, or choose a model of its kind")
+    if not is_supported:
+        reason = f"has model_type={model_type or 'null'} in its config.json, "
+        reason += f"which model=decoder with model.position={spec.position} does not support"
+        yield ConfigIssue(KEY, weights, reason, f"{use_hf}, or choose a model of this type")
         return
-    yield from _other_operator_issues(config, kind, weights, elsewhere)
-    stretch = told.pop("stretch", "default")
-    if stretch not in ("default", "llama3"):
-        reason = f"stretches rotary wavelengths by {stretch}, which the decoder does not"
-        yield ConfigIssue(KEY, weights, reason, elsewhere)
-    window = told.pop("window", None)
+    yield from _other_operator_issues(config, model_type, weights, use_hf)
+    rope_type = expected.pop("rope_type", "default")
+    if rope_type not in ("default", "llama3"):
+        reason = f"has rope_type={rope_type} in its config.json, "
+        reason += "which model=decoder does not support"
+        yield ConfigIssue(KEY, weights, reason, use_hf)
+    window = expected.pop("sliding_window", None)
     if window is not None and window < spec.context:
-        reason = f"attends to {window} tokens at most, by the config.json of {weights}"
+        reason = f"exceeds sliding_window={window} in the config.json of {weights}"
         yield ConfigIssue("model.context", spec.context, reason, f"set model.context={window}")
-    for name, value in told.items():
-        own = {"kv_heads": spec.key_heads, "head_width": spec.head_size}
-        has = own[name] if name in own else getattr(spec, name)
-        if has != value:
+    resolved = {"kv_heads": spec.key_heads, "head_width": spec.head_size}
+    for name, value in expected.items():
+        actual = resolved[name] if name in resolved else getattr(spec, name)
+        if actual != value:
             key, reason = (
                 f"model.{name}",
                 f"is {format_value(value)} in the config.json of {weights}",
             )
-            yield ConfigIssue(key, has, reason, f"set {format_override(key, value)}")
+            yield ConfigIssue(key, actual, reason, f"set {format_override(key, value)}")
 
 
 def _other_operator_issues(
-    config: Mapping[str, Any], kind: str, weights: str, elsewhere: str
+    config: Mapping[str, Any], model_type: str, weights: str, use_hf: str
 ) -> Iterator[ConfigIssue]:
-    """Yields keys with which transformers would compute what the decoder does not.
-
-    A key that is not known here may be one.
-    """
-    fixed = FIXED[kind] | FIXED_FOR_ALL
-    known = HARMLESS | {*COMPARED[kind], *(ALIASES if kind == "gpt2" else ())}
-    rotation = _rope_table(config) if kind in LLAMAS else {}
-    for table, others in ((config, known), (rotation, ROTATION)):
+    """Yield keys with which transformers computes something else; unknown keys may be such keys."""
+    fixed = FIXED_VALUES[model_type] | FIXED_FOR_ALL
+    aliases = GPT2_ALIASES if model_type == "gpt2" else ()
+    config_keys = IGNORED_KEYS | {*COMPARED_KEYS[model_type], *aliases}
+    rope_table = _rope_table(config) if model_type in LLAMA_TYPES else {}
+    for table, compared in ((config, config_keys), (rope_table, ROPE_TABLE_KEYS)):
         for key, value in table.items():
-            said = f"{key}={str(value)[:SHORT]} in its config.json"
+            setting = f"{key}={str(value)[:MAX_SHOWN]} in its config.json"
             if value in (None, {}, []):  # not set
                 continue
             if key in fixed and value not in fixed[key]:
-                reason = f"has {said}, and the decoder computes with {fixed[key][0]}"
-                yield ConfigIssue(KEY, weights, reason, elsewhere)
-            elif key not in fixed and key not in others:
-                reason = f"has {said}, which may change what the weights compute"
-                yield ConfigIssue(KEY, weights, reason, f"{elsewhere}, or remove {key} there")
+                reason = f"has {setting}, and model=decoder supports only {fixed[key][0]}"
+                yield ConfigIssue(KEY, weights, reason, use_hf)
+            elif key not in fixed and key not in compared:
+                reason = f"has {setting}, which model=decoder does not implement"
+                yield ConfigIssue(KEY, weights, reason, f"{use_hf}, or remove {key} from the file")
 
 
 def _rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the table of rotary wavelengths: of two, transformers takes ``rope_scaling``.
+    """Return the rotary parameters; ``rope_scaling`` has precedence, as in transformers.
 
-    Before transformers 5 the base stood beside a table of the scaling.
+    Before transformers 5, ``rope_theta`` was a key of its own next to ``rope_scaling``.
     """
     return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
-def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``Decoder``."""
-    config = {**config, **{ALIASES[key]: config[key] for key in config.keys() & ALIASES}}
+def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``DecoderConfig``."""
+    config = {**config, **{GPT2_ALIASES[key]: config[key] for key in config.keys() & GPT2_ALIASES}}
     width = config.get("n_embd", 768)
     return {
         "heads": config.get("n_head", 12),
@@ -123,14 +121,14 @@ def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``Decoder``, ``stretch`` (a kind of rope scaling) and ``window``."""
+def _llama_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``DecoderConfig``, with ``rope_type`` and ``sliding_window``."""
     heads, width = config["num_attention_heads"], config["hidden_size"]
     mistral = config.get("model_type") == "mistral"
     rope = _rope_table(config)
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    stretch = rope.get("rope_type", rope.get("type", "default"))
-    told = {
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    fields = {
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", 8 if mistral else None) or heads,
         "head_width": config.get("head_dim") or width // heads,
@@ -140,16 +138,18 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         "layers": config.get("num_hidden_layers", 32),
         "feedforward": config.get("intermediate_size", 14336 if mistral else 11008),
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
-        "rope_scaling": stretch == "llama3",
-        "stretch": stretch,
-        "window": config.get("sliding_window", 4096) if mistral else None,
+        "rope_scaling": rope_type == "llama3",
+        "rope_type": rope_type,
+        "sliding_window": config.get("sliding_window", 4096) if mistral else None,
     }
-    if stretch == "llama3":
-        own = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-        told |= {
+    if rope_type == "llama3":
+        context = rope.get(
+            "original_max_position_embeddings", config.get("max_position_embeddings")
+        )
+        fields |= {
             "rope_factor": rope["factor"],
             "rope_low_frequency": rope["low_freq_factor"],
             "rope_high_frequency": rope["high_freq_factor"],
-            "rope_original_context": config.get("original_max_position_embeddings", own),
+            "rope_original_context": config.get("original_max_position_embeddings", context),
         }
-    return told
+    return fields

@@ -1,4 +1,4 @@
-"""The decoder's operators as it runs them, for the planner: sizes, no tensors."""
+"""Operator graphs of the decoder, for the planner."""
 
 from __future__ import annotations
 
@@ -12,69 +12,81 @@ from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, OpWork
 
 
 def decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
-    """Returns the operators of a decoder, part by part."""
-    longer = replace(
+    """Return the operator graph of each part of a decoder."""
+    prompted = replace(
         forward_spec,
         tokens_per_sequence=forward_spec.tokens_per_sequence + forward_spec.prompt_tokens,
     )
-    first = OpGraphWriter(spec, forward_spec)
-    start, block, last = (OpGraphWriter(spec, longer) for _ in range(3))
-    first.add_embedding()
-    start.add_block(
-        input_requires_grad=start.is_trained("embedding")
-        or start.is_trained("position")
+    embedding = OpGraphWriter(spec, forward_spec)
+    first_block, block, head = (OpGraphWriter(spec, prompted) for _ in range(3))
+    embedding.add_embedding()
+    first_block.add_block(
+        input_requires_grad=first_block.is_trained("embedding")
+        or first_block.is_trained("position")
         or forward_spec.prompt_tokens > 0
     )
     block.add_block()
-    last.add_head()
-    rope = spec.position is PositionKind.rope
-    rotations = (
-        2 * longer.tokens_per_sequence * spec.head_size * forward_spec.rope_element_bytes * rope
+    head.add_head()
+    has_rope = spec.position is PositionKind.rope
+    shared_bytes = (
+        2
+        * prompted.tokens_per_sequence
+        * spec.head_size
+        * forward_spec.rope_element_bytes
+        * has_rope
     )
-    row = forward_spec.tokens_per_sequence * forward_spec.context_ranks
-    if forward_spec.sequence_packing:  # rows differ, and each has a mask of whole rows
-        rotations = (
-            rotations * forward_spec.sequences
+    sequence = forward_spec.tokens_per_sequence * forward_spec.context_ranks
+    if forward_spec.sequence_packing:  # each sequence has its own positions and its own mask
+        shared_bytes = (
+            shared_bytes * forward_spec.sequences
             + forward_spec.sequences
-            * row
-            * (row + forward_spec.prefix_tokens)
+            * sequence
+            * (sequence + forward_spec.prefix_tokens)
             * forward_spec.compute_element_bytes
         )
     elif forward_spec.prefix_tokens:
-        rotations += row * (row + forward_spec.prefix_tokens) * forward_spec.compute_element_bytes
-    in_pieces = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
-    loss = None if in_pieces else cross_entropy.cross_entropy_ops(forward_spec, spec.output_size)
-    return ModelOpGraphs(first.graph, start.graph, block.graph, last.graph, loss, rotations)
+        shared_bytes += (
+            sequence * (sequence + forward_spec.prefix_tokens) * forward_spec.compute_element_bytes
+        )
+    is_chunked = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
+    loss = None if is_chunked else cross_entropy.cross_entropy_ops(forward_spec, spec.output_size)
+    return ModelOpGraphs(
+        embedding.graph, first_block.graph, block.graph, head.graph, loss, shared_bytes
+    )
 
 
 class OpGraphWriter(AttentionOps):
-    """Writes the tape of one part."""
+    """Adds the operators of one part of a decoder to its operator graph."""
 
     def add_embedding(self) -> None:
-        """Writes the look-up of tokens, and of their places."""
-        spec, run, graph = self.spec, self.forward_spec, self.graph
-        size = run.num_tokens * spec.width * run.residual_element_bytes
-        count = spec.vocabulary * spec.width * run.gradient_element_bytes
-        # Its gradient is made whole, and cut as the weight is.
-        weight = (count, count // run.tensor_ranks) if self.is_trained("embedding") else (0, 0)
+        """Add the lookup of token embeddings, and of learned positions."""
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
+        size = forward_spec.num_tokens * spec.width * forward_spec.residual_element_bytes
+        gradient_bytes = spec.vocabulary * spec.width * forward_spec.gradient_element_bytes
+        # The gradient is computed unsharded, and stored sharded like the weight.
+        weight = (
+            (gradient_bytes, gradient_bytes // forward_spec.tensor_ranks)
+            if self.is_trained("embedding")
+            else (0, 0)
+        )
         x = graph.add_op(OpWork.pointwise, (), size, weight_gradient_bytes=weight)
         x = (
             self._add_prompt(x)
-            if run.prompt_tokens
-            else self.add_reduction(x, scatter=run.sequence_parallel)
+            if forward_spec.prompt_tokens
+            else self.add_reduction(x, scatter=forward_spec.sequence_parallel)
         )
         if spec.position is PositionKind.learned:
-            place = spec.context * spec.width * run.gradient_element_bytes
-            table = (place, place) if self.is_trained("position") else (0, 0)
-            rows = 1 if run.sequence_packing else run.sequences
-            row = graph.add_op(
-                OpWork.pointwise, (), graph.sizes[x] // rows, weight_gradient_bytes=table
+            table_bytes = spec.context * spec.width * forward_spec.gradient_element_bytes
+            table = (table_bytes, table_bytes) if self.is_trained("position") else (0, 0)
+            broadcast = 1 if forward_spec.sequence_packing else forward_spec.sequences
+            positions = graph.add_op(
+                OpWork.pointwise, (), graph.sizes[x] // broadcast, weight_gradient_bytes=table
             )
-            x = graph.add_op(OpWork.pointwise, (x, row), graph.sizes[x], shares_gradient=True)
+            x = graph.add_op(OpWork.pointwise, (x, positions), graph.sizes[x], shares_gradient=True)
         self.add_dropout(x, spec.dropout)
 
     def add_block(self, *, input_requires_grad: bool = True) -> None:
-        """Writes one layer; ``input_requires_grad``: whether something before it is."""
+        """Add one block; ``input_requires_grad``: whether anything before it is trained."""
         x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
         x2 = self._add_residual(
             x, self._add_attention_sublayer(self._add_norm("attention_norm", x))
@@ -84,25 +96,30 @@ class OpGraphWriter(AttentionOps):
         )
 
     def add_head(self) -> None:
-        """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
-        spec, run = self.spec, self.forward_spec
-        read = self.add_all_gather(
+        """Add the final norm and the logits, with the loss if it is chunked."""
+        spec, forward_spec = self.spec, self.forward_spec
+        features = self.add_all_gather(
             self._add_norm("norm", self.graph.add_tensor(self._residual_bytes))
         )
-        if run.prompt_tokens:  # which have no logits
-            self.forward_spec = run = replace(
-                run, tokens_per_sequence=run.tokens_per_sequence - run.prompt_tokens
+        if forward_spec.prompt_tokens:  # prompt tokens have no logits
+            self.forward_spec = forward_spec = replace(
+                forward_spec,
+                tokens_per_sequence=forward_spec.tokens_per_sequence - forward_spec.prompt_tokens,
             )
-            read = self.graph.add_op(
-                OpWork.pointwise, (read,), run.num_tokens * spec.width * run.residual_element_bytes
+            features = self.graph.add_op(
+                OpWork.pointwise,
+                (features,),
+                forward_spec.num_tokens * spec.width * forward_spec.residual_element_bytes,
             )
-        if 0 < run.loss_chunk < run.num_tokens:
-            self._add_chunked_loss(read)
+        if 0 < forward_spec.loss_chunk < forward_spec.num_tokens:
+            self._add_chunked_loss(features)
         else:
-            self._add_adapted_linear("head", read, spec.width, spec.output_size // run.tensor_ranks)
+            self._add_adapted_linear(
+                "head", features, spec.width, spec.output_size // forward_spec.tensor_ranks
+            )
 
     def is_trained(self, name: str) -> bool:
-        """Returns whether a module's own weights are trained."""
+        """Return whether the weights of a module are trained; adapter weights do not count."""
         owner = "embedding" if name == "head" and self.spec.tied else name
         return (
             not self.forward_spec.has_frozen_weights
@@ -111,7 +128,7 @@ class OpGraphWriter(AttentionOps):
 
     @property
     def _residual_bytes(self) -> int:
-        """Returns the bytes of what goes from layer to layer."""
+        """Bytes of the residual stream between layers."""
         return (
             self.forward_spec.residual_tokens
             * self.spec.width
@@ -119,58 +136,68 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_prompt(self, x: int) -> int:
-        """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
-        run, graph = self.forward_spec, self.graph
+        """Add the prompt vectors; with sequence parallelism this rank continues with its shard."""
+        forward_spec, graph = self.forward_spec, self.graph
         x = self.add_reduction(x, scatter=False)
-        more = graph.sizes[x] * run.prompt_tokens // run.tokens_per_sequence
-        vectors = run.prompt_tokens * self.spec.width * run.gradient_element_bytes
+        prompt_bytes = graph.sizes[x] * forward_spec.prompt_tokens
+        prompt_bytes //= forward_spec.tokens_per_sequence
+        vectors = forward_spec.prompt_tokens * self.spec.width * forward_spec.gradient_element_bytes
         x = graph.add_op(
-            OpWork.pointwise, (x,), graph.sizes[x] + more, weight_gradient_bytes=(more, vectors)
+            OpWork.pointwise,
+            (x,),
+            graph.sizes[x] + prompt_bytes,
+            weight_gradient_bytes=(prompt_bytes, vectors),
         )
         return (
-            graph.add_op(OpWork.communication, (x,), graph.sizes[x] // run.tensor_ranks)
-            if run.sequence_parallel
+            graph.add_op(OpWork.communication, (x,), graph.sizes[x] // forward_spec.tensor_ranks)
+            if forward_spec.sequence_parallel
             else x
         )
 
     def _add_chunked_loss(self, normed: int) -> None:
-        """Writes head and loss of a piece of the tokens at a time.
+        """Add the head and the loss of one chunk of tokens at a time.
 
-        Made once more for backward, gradients of the head's weight are summed out of place: the
-        sum so far, one more, and both. Taken in forward they are summed in place, and held.
+        If backward recomputes the logits, it accumulates the gradient of the head weight out of
+        place: the sum so far, the next gradient and the new sum exist at once. If forward computes
+        the gradients, it accumulates them in place and saves the sum.
         """
-        spec, run, graph = self.spec, self.forward_spec, self.graph
-        piece = max(1, run.loss_chunk // run.sequences) * run.sequences
-        count = spec.width * spec.output_size // run.tensor_ranks
-        logits, read = (
-            piece * count // spec.width * FP32,
-            piece * spec.width * run.compute_element_bytes,
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
+        chunk = max(1, forward_spec.loss_chunk // forward_spec.sequences) * forward_spec.sequences
+        weight_numel = spec.width * spec.output_size // forward_spec.tensor_ranks
+        logits, features = (
+            chunk * weight_numel // spec.width * FP32,
+            chunk * spec.width * forward_spec.compute_element_bytes,
         )
-        if run.tensor_ranks > 1 and not run.loss_parallel:
-            logits *= run.tensor_ranks
-        made = (
-            piece
-            * count
+        if forward_spec.tensor_ranks > 1 and not forward_spec.loss_parallel:
+            logits *= forward_spec.tensor_ranks
+        low_precision_logits = (
+            chunk
+            * weight_numel
             // spec.width
-            * run.compute_element_bytes
-            * (run.compute_element_bytes < FP32)
+            * forward_spec.compute_element_bytes
+            * (forward_spec.compute_element_bytes < FP32)
         )
-        flops = 2.0 * count * run.num_tokens
-        copy = count * run.compute_element_bytes * run.autocast
+        flops = 2.0 * weight_numel * forward_spec.num_tokens
+        weight_cast = weight_numel * forward_spec.compute_element_bytes * forward_spec.autocast
         trains = self.is_trained("head")
-        gradient = count * run.gradient_element_bytes * trains
-        if run.loss_in_forward:
-            of_x = graph.sizes[normed] * graph.requires_grad[normed]
-            computed = count * run.compute_element_bytes * run.autocast * trains
-            last = max(read + gradient + (computed or logits), made + max(logits, read + computed))
+        gradient = weight_numel * forward_spec.gradient_element_bytes * trains
+        if forward_spec.loss_in_forward:
+            input_gradient = graph.sizes[normed] * graph.requires_grad[normed]
+            gradient_cast = weight_cast * trains
+            last_matmul = max(
+                features + gradient + (gradient_cast or logits),
+                low_precision_logits + max(logits, features + gradient_cast),
+            )
             graph.add_op(
                 OpWork.matmul,
                 (normed,),
                 0,
                 weight_gradient_bytes=(gradient, gradient),
-                extra_output_bytes=(of_x, gradient),
+                extra_output_bytes=(input_gradient, gradient),
                 saves_gradients=True,
-                forward_scratch=read + copy + max(made + 2 * logits, 3 * logits, last, of_x),
+                forward_scratch=features
+                + weight_cast
+                + max(low_precision_logits + 2 * logits, 3 * logits, last_matmul, input_gradient),
                 flops=(2 + trains) * flops,
             )
             return
@@ -180,10 +207,10 @@ class OpGraphWriter(AttentionOps):
             0,
             saved=(normed,),
             weight_gradient_bytes=(gradient, gradient),
-            forward_scratch=read + made + 2 * logits + copy,
-            backward_scratch=read
-            + copy
-            + max(3 * logits, logits + read + gradient, 2 * gradient + read),
+            forward_scratch=features + low_precision_logits + 2 * logits + weight_cast,
+            backward_scratch=features
+            + weight_cast
+            + max(3 * logits, logits + features + gradient, 2 * gradient + features),
             flops=flops,
             backward_flops=(2 + trains) * flops,
         )
@@ -195,14 +222,16 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_norm(self, name: str, x: int) -> int:
-        spec, run, graph = self.spec, self.forward_spec, self.graph
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         trains = self.is_trained(name)
-        size, small = graph.sizes[x], run.residual_tokens * FP32
+        size, small = graph.sizes[x], forward_spec.residual_tokens * FP32
         biased = spec.bias and spec.norm is NormKind.layernorm
-        count = spec.width * (1 + biased) * trains
-        weight = (count * run.gradient_element_bytes,) * 2
-        if spec.norm is NormKind.layernorm or not run.on_cpu:
-            mean = run.residual_tokens * (run.residual_element_bytes if run.on_cpu else FP32)
+        trained_numel = spec.width * (1 + biased) * trains
+        weight = (trained_numel * forward_spec.gradient_element_bytes,) * 2
+        if spec.norm is NormKind.layernorm or not forward_spec.on_cpu:
+            mean = forward_spec.residual_tokens * (
+                forward_spec.residual_element_bytes if forward_spec.on_cpu else FP32
+            )
             extra = (mean, mean) if spec.norm is NormKind.layernorm else (small,)
             return graph.add_op(
                 OpWork.pointwise,
@@ -212,29 +241,29 @@ class OpGraphWriter(AttentionOps):
                 extra_output_bytes=extra,
                 weight_gradient_bytes=weight,
             )
-        whole = run.residual_tokens * spec.width * FP32
-        wide = self.add_cast(x, whole) if size != whole else x
+        fp32_bytes = forward_spec.residual_tokens * spec.width * FP32
+        fp32 = self.add_cast(x, fp32_bytes) if size != fp32_bytes else x
         square = graph.add_op(
-            OpWork.pointwise, (wide,), whole, saved=(wide,), backward_scratch=2 * whole
+            OpWork.pointwise, (fp32,), fp32_bytes, saved=(fp32,), backward_scratch=2 * fp32_bytes
         )
         mean = graph.add_op(OpWork.pointwise, (square,), small)
         root = graph.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
         scaled = graph.add_op(
             OpWork.pointwise,
-            (wide, root),
-            whole,
-            saved=(wide, root),
-            backward_scratch=whole - small,
+            (fp32, root),
+            fp32_bytes,
+            saved=(fp32, root),
+            backward_scratch=fp32_bytes - small,
         )
         out = graph.add_op(
             OpWork.pointwise,
             (scaled,),
-            whole,
+            fp32_bytes,
             saved=(scaled,) if trains else (),
             weight_gradient_bytes=weight,
-            backward_scratch=whole * trains,
+            backward_scratch=fp32_bytes * trains,
         )
-        return out if size == whole else self.add_cast(out, size)
+        return out if size == fp32_bytes else self.add_cast(out, size)
 
     def _add_adapted_linear(
         self,
@@ -247,66 +276,72 @@ class OpGraphWriter(AttentionOps):
         row_parallel: bool = False,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
-        """Writes a linear layer and, where it is adapted, the two narrow ones beside it.
+        """Add a linear layer and, if it is adapted, the two matmuls of its adapter.
 
-        ``row_parallel``: whether tensor ranks have parts of its sums, as each reads some of the
-        features.
+        ``row_parallel``: whether tensor-parallel ranks compute partial sums of the output, since
+        the input features are sharded.
         """
-        run, graph = self.forward_spec, self.graph
-        scaled = name in run.scaled_layers
+        forward_spec, graph = self.forward_spec, self.graph
+        scaled = name in forward_spec.scaled_layers
         x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
-        if name in run.fp8_layers:
-            written = self.add_fp8_linear(x, in_features, out_features, live_tensors, bias=bias)
-        elif name in run.fake_quantized_layers:
-            written = self.add_fake_quantized_linear(x, in_features, out_features, live_tensors)
-        elif name in run.packed_layers:
-            written = self.add_unpacked_linear(x, in_features, out_features, live_tensors)
+        if name in forward_spec.fp8_layers:
+            output = self.add_fp8_linear(x, in_features, out_features, live_tensors, bias=bias)
+        elif name in forward_spec.fake_quantized_layers:
+            output = self.add_fake_quantized_linear(x, in_features, out_features, live_tensors)
+        elif name in forward_spec.packed_layers:
+            output = self.add_unpacked_linear(x, in_features, out_features, live_tensors)
         else:
             trains = self.is_trained(name)
-            written = self.add_linear(
+            output = self.add_linear(
                 x, in_features, out_features, bias=bias, trains=trains, live_tensors=live_tensors
             )
-        written = (
+        output = (
             self.add_reduction(
-                written, scatter=run.sequence_parallel, live_tensors=(x, *live_tensors)
+                output, scatter=forward_spec.sequence_parallel, live_tensors=(x, *live_tensors)
             )
             if row_parallel
-            else written
+            else output
         )
         if scaled and not row_parallel:
-            return self._add_ia3_scale(written, out_features)
-        if name not in run.adapted_layers:
-            return written
-        size = graph.sizes[written]
-        if run.has_magnitudes and bias:
-            written = graph.add_op(OpWork.pointwise, (written,), size)
+            return self._add_ia3_scale(output, out_features)
+        if name not in forward_spec.adapted_layers:
+            return output
+        size = graph.sizes[output]
+        if forward_spec.has_magnitudes and bias:
+            output = graph.add_op(OpWork.pointwise, (output,), size)
         narrow = self.add_linear(
-            self.add_dropout(x, run.adapter_dropout), in_features, run.adapter_rank
+            self.add_dropout(x, forward_spec.adapter_dropout),
+            in_features,
+            forward_spec.adapter_rank,
         )
         narrow = (
-            self.add_reduction(narrow, scatter=run.sequence_parallel) if row_parallel else narrow
+            self.add_reduction(narrow, scatter=forward_spec.sequence_parallel)
+            if row_parallel
+            else narrow
         )
         wide = self.add_linear(
             narrow,
-            run.adapter_rank,
+            forward_spec.adapter_rank,
             out_features,
-            tokens=run.residual_tokens if row_parallel else run.num_tokens,
+            tokens=forward_spec.residual_tokens if row_parallel else forward_spec.num_tokens,
         )
-        if run.has_magnitudes:
+        if forward_spec.has_magnitudes:
             self._add_dora_norms(in_features, out_features)
-        weighed = graph.add_op(OpWork.pointwise, (wide,), size)
-        summed = graph.add_op(OpWork.pointwise, (written, weighed), size, shares_gradient=True)
-        if not run.has_magnitudes:
+        scaled_update = graph.add_op(OpWork.pointwise, (wide,), size)
+        summed = graph.add_op(OpWork.pointwise, (output, scaled_update), size, shares_gradient=True)
+        if not forward_spec.has_magnitudes:
             return summed
-        grown = self._add_vector_mul(summed, size, out_features)
+        rescaled = self._add_vector_mul(summed, size, out_features)
         return (
-            graph.add_op(OpWork.pointwise, (grown,), size, shares_gradient=True) if bias else grown
+            graph.add_op(OpWork.pointwise, (rescaled,), size, shares_gradient=True)
+            if bias
+            else rescaled
         )
 
     def _add_dora_norms(self, in_features: int, out_features: int) -> None:
-        """Writes how rows of W + scale B A are measured: of W and A, of A, and of B with that."""
-        run, rank = self.forward_spec, self.forward_spec.adapter_rank
-        for flops, rows in (
+        """Add the row norms of W + scale B A: matmuls with W and A, with A, and with B and A."""
+        forward_spec, rank = self.forward_spec, self.forward_spec.adapter_rank
+        for numel, rows in (
             (in_features * out_features, out_features),
             (in_features * rank, rank),
             (rank * out_features, out_features),
@@ -314,15 +349,15 @@ class OpGraphWriter(AttentionOps):
             self.graph.add_op(
                 OpWork.matmul,
                 (),
-                rows * rank * run.gradient_element_bytes,
+                rows * rank * forward_spec.gradient_element_bytes,
                 saved_by_selective=True,
-                flops=2.0 * rank * flops,
+                flops=2.0 * rank * numel,
             )
 
     def _add_ia3_scale(self, x: int, features: int, *, casts_input: bool = False) -> int:
-        """Writes PEFT's product of features and scales, made in the format of the scales.
+        """Add PEFT's product of features and an IA3 vector, in the dtype of the vector.
 
-        ``casts_input``: whether what is scaled is cast before, and not by the product itself.
+        ``casts_input``: whether a separate operator casts the features before the product.
         """
         size = self.graph.sizes[x]
         wide = (
@@ -330,12 +365,12 @@ class OpGraphWriter(AttentionOps):
             // self.forward_spec.compute_element_bytes
             * self.forward_spec.gradient_element_bytes
         )
-        given = self.add_cast(x, wide) if casts_input and wide != size else x
-        scaled = self._add_vector_mul(given, wide, features)
+        features_cast = self.add_cast(x, wide) if casts_input and wide != size else x
+        scaled = self._add_vector_mul(features_cast, wide, features)
         return scaled if wide == size else self.add_cast(scaled, size)
 
     def _add_vector_mul(self, x: int, size: int, features: int) -> int:
-        """Writes a product, of ``size`` bytes, with a vector that is trained."""
+        """Add the product, of ``size`` bytes, with a trained vector."""
         vector = features * self.forward_spec.gradient_element_bytes
         return self.graph.add_op(
             OpWork.pointwise,
@@ -347,13 +382,13 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_rope(self, x: int) -> int:
-        run, graph = self.forward_spec, self.graph
+        forward_spec, graph = self.forward_spec, self.graph
         size = graph.sizes[x]
-        # The table is fp32: in a mixed pass what it multiplies becomes so.
+        # The table is fp32: in mixed precision the product is promoted to fp32.
         wide = (
             size
-            // run.compute_element_bytes
-            * max(run.compute_element_bytes, run.rope_element_bytes)
+            // forward_spec.compute_element_bytes
+            * max(forward_spec.compute_element_bytes, forward_spec.rope_element_bytes)
         )
         rolled = graph.add_op(OpWork.pointwise, (x,), size)
         second = graph.add_op(OpWork.pointwise, (rolled,), wide)
@@ -368,16 +403,16 @@ class OpGraphWriter(AttentionOps):
         return total if wide == size else self.add_cast(total, size)
 
     def _add_attention_sublayer(self, normed: int) -> int:
-        spec, run = self.spec, self.forward_spec
-        read, cut = self.add_all_gather(normed), run.tensor_ranks
+        spec, forward_spec = self.spec, self.forward_spec
+        features, ranks = self.add_all_gather(normed), forward_spec.tensor_ranks
         query = self._add_adapted_linear(
-            "attention.query", read, spec.width, spec.query_width // cut, bias=spec.bias
+            "attention.query", features, spec.width, spec.query_width // ranks, bias=spec.bias
         )
         key = self._add_adapted_linear(
-            "attention.key", read, spec.width, spec.kv_width // cut, bias=spec.bias
+            "attention.key", features, spec.width, spec.kv_width // ranks, bias=spec.bias
         )
         value = self._add_adapted_linear(
-            "attention.value", read, spec.width, spec.kv_width // cut, bias=spec.bias
+            "attention.value", features, spec.width, spec.kv_width // ranks, bias=spec.bias
         )
         if spec.position is PositionKind.rope:
             query, key = self._add_rope(query), self._add_rope(key)
@@ -385,32 +420,32 @@ class OpGraphWriter(AttentionOps):
         return self._add_adapted_linear(
             "attention.output",
             mixed,
-            spec.query_width // cut,
+            spec.query_width // ranks,
             spec.width,
             bias=spec.bias,
             row_parallel=True,
-            live_tensors=(read, normed),
+            live_tensors=(features, normed),
         )
 
     def _add_feedforward_sublayer(self, normed: int) -> int:
         spec, graph, bias = self.spec, self.graph, self.spec.bias
-        read, hidden_width = (
+        features, hidden_width = (
             self.add_all_gather(normed),
             self.spec.feedforward // self.forward_spec.tensor_ranks,
         )
         if spec.activation is ActivationKind.swiglu:
             gate = self._add_adapted_linear(
-                "feedforward.gate", read, spec.width, hidden_width, bias=bias
+                "feedforward.gate", features, spec.width, hidden_width, bias=bias
             )
             size = graph.sizes[gate]
-            opened = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
+            activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
             up = self._add_adapted_linear(
-                "feedforward.up", read, spec.width, hidden_width, bias=bias
+                "feedforward.up", features, spec.width, hidden_width, bias=bias
             )
-            hidden = graph.add_op(OpWork.pointwise, (opened, up), size, saved=(opened, up))
+            hidden = graph.add_op(OpWork.pointwise, (activated, up), size, saved=(activated, up))
         else:
             up = self._add_adapted_linear(
-                "feedforward.up", read, spec.width, hidden_width, bias=bias
+                "feedforward.up", features, spec.width, hidden_width, bias=bias
             )
             hidden = graph.add_op(OpWork.pointwise, (up,), graph.sizes[up], saved=(up,))
         return self._add_adapted_linear(
@@ -420,5 +455,5 @@ class OpGraphWriter(AttentionOps):
             spec.width,
             bias=bias,
             row_parallel=True,
-            live_tensors=(read, normed),
+            live_tensors=(features, normed),
         )

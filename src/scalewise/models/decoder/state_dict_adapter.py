@@ -1,7 +1,8 @@
-"""A decoder's weights under Hugging Face's names, both ways, as safetensors. Nothing is unpickled.
+"""Conversion of decoder weights from and to Hugging Face state dicts, as safetensors.
 
-Two of the shapes that a ``Decoder`` can take have a home there: Llama (RMSNorm, rotary positions,
-SwiGLU, no biases) and GPT-2 (LayerNorm, learned positions, GELU, biases, one head width).
+A ``DecoderConfig`` is convertible if it has the architecture of Llama (RMSNorm, rotary positions,
+SwiGLU, no biases) or of GPT-2 (LayerNorm, learned positions, GELU, biases, default head width). No
+pickle file is read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from scalewise.models.decoder.model import DecoderModule
 from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
 
 KEY = "model.weights"
-CURE = "save the model with safetensors and give its folder"
+WEIGHTS_FIX = "save the model with safetensors and set model.weights to its folder"
 
 LLAMA_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -54,45 +55,47 @@ GPT2_BLOCK = {
 }
 GPT2 = {"embedding": "wte", "position": "wpe", "norm": "ln_f"}
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Endings of tensors that old checkpoints carry and that are no weights."""
+"""Suffixes of buffers in old checkpoints, which are ignored."""
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A Hugging Face tensor and those of ours that it holds, one after the other.
-
-    ``transposed``: theirs is (features in, features out), GPT-2's ``Conv1D``.
-    """
+    """A Hugging Face tensor, and the parameters of the decoder that it concatenates."""
 
     hf_name: str
+    """Name in the Hugging Face state dict."""
     names: tuple[str, ...]
+    """Names in the state dict of ``DecoderModule``, in the order of concatenation."""
     transposed: bool = False
+    """Whether the tensor is stored as (features in, features out), as in GPT-2's ``Conv1D``."""
 
 
 def is_llama_shape(spec: DecoderConfig) -> bool:
-    """Returns True for the Llama shape, False for GPT-2's; raises ``ConfigError`` for neither.
+    """Return True for the architecture of Llama and False for that of GPT-2.
 
-    The refusal names what keeps the spec from the shape that its position encoding belongs to.
+    Raises:
+        ConfigError: The decoder has neither architecture. The issues name the fields that differ
+            from the architecture with the same position encoding.
     """
     llama = spec.position is PositionKind.rope
     if llama:
-        wanted = dict(LLAMA_SHAPE)
-        have = {name: getattr(spec, name) for name in wanted}
+        required = dict(LLAMA_SHAPE)
+        actual = {name: getattr(spec, name) for name in required}
     else:
-        wanted = {"norm": NormKind.layernorm, "activation": ActivationKind.gelu, "bias": True}
-        wanted |= {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
-        have = {name: getattr(spec, name) for name in wanted}
-        have |= {"kv_heads": spec.key_heads, "head_width": spec.head_size}
-    shape = "Llama" if llama else "GPT-2"
+        required = {"norm": NormKind.layernorm, "activation": ActivationKind.gelu, "bias": True}
+        required |= {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
+        actual = {name: getattr(spec, name) for name in required}
+        actual |= {"kv_heads": spec.key_heads, "head_width": spec.head_size}
+    architecture = "Llama" if llama else "GPT-2"
     issues = [
         ConfigIssue(
             f"model.{name}",
-            have[name],
-            f"Hugging Face's {shape} has no such model with position={spec.position}",
-            f"model.{name}={str(value).lower()}",
+            actual[name],
+            f"is not supported by Hugging Face's {architecture} (model.position={spec.position})",
+            f"set model.{name}={str(value).lower()}",
         )
-        for name, value in wanted.items()
-        if have[name] != value
+        for name, value in required.items()
+        if actual[name] != value
     ]
     if issues:
         raise ConfigError(issues)
@@ -100,71 +103,80 @@ def is_llama_shape(spec: DecoderConfig) -> bool:
 
 
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
-    """Yields the tensors of the Hugging Face model; raises ``ConfigError`` where it has none."""
+    """Yield the tensors of the Hugging Face model; raises ``ConfigError`` as ``is_llama_shape``."""
     llama = is_llama_shape(spec)
     body, stem = ("model.", "model.layers") if llama else ("transformer.", "transformer.h")
-    outside, inside = (LLAMA, LLAMA_BLOCK) if llama else (GPT2, GPT2_BLOCK)
-    held: dict[str, list[str]] = {}
+    outer_names, block_names = (LLAMA, LLAMA_BLOCK) if llama else (GPT2, GPT2_BLOCK)
+    names: dict[str, list[str]] = {}
     for weight in spec.weight_census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
-            theirs = "score" if spec.classes else "lm_head"
+            hf_module = "score" if spec.classes else "lm_head"
         elif weight.layer is None:
-            theirs = body + outside[module]
+            hf_module = body + outer_names[module]
         else:
-            theirs = f"{stem}.{weight.layer}.{inside[module.split('.', 2)[2]]}"
-        held.setdefault(f"{theirs}.{kind}", []).append(weight.name)
-    for name, ours in held.items():
-        conv1d = not llama and name.endswith(".weight") and (".attn." in name or ".mlp." in name)
-        yield TensorMapping(name, tuple(ours), conv1d)
+            hf_module = f"{stem}.{weight.layer}.{block_names[module.split('.', 2)[2]]}"
+        names.setdefault(f"{hf_module}.{kind}", []).append(weight.name)
+    for hf_name, concatenated in names.items():
+        conv1d = not llama and hf_name.endswith(".weight")
+        conv1d &= ".attn." in hf_name or ".mlp." in hf_name
+        yield TensorMapping(hf_name, tuple(concatenated), conv1d)
 
 
 def from_hf_state_dict(
     tensors: Mapping[str, Tensor], spec: DecoderConfig, source: object = "checkpoint"
 ) -> dict[str, Tensor]:
-    """Returns a state dict of the module from tensors named as Hugging Face names them.
+    """Return a state dict of the decoder from a Hugging Face state dict.
 
-    One of classes lacks its head where there is none, as in a language model to start from.
-    Names with and without ``model.`` or ``transformer.`` in front are known. Raises
-    ``CheckpointError`` naming ``source`` and what is missing, left over or of another shape, and
-    ``ConfigError`` for a spec that Hugging Face has no shape for.
+    Names may lack the prefix ``model.`` or ``transformer.``. If the decoder is a classifier, its
+    head is optional, so that it can start from a language model.
+
+    Args:
+        tensors: Tensors by Hugging Face name.
+        spec: Configuration of the decoder.
+        source: Path of the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: A tensor is missing, unexpected or of another shape.
+        ConfigError: Hugging Face has no such architecture.
     """
-    rest = {
+    unexpected = {
         strip_prefix(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)
     }
     shapes = {weight.name: weight.shape for weight in spec.weight_census()}
     state: dict[str, Tensor] = {}
     missing, misshapen = [], []
-    for piece in iter_tensor_mappings(spec):
-        tensor = rest.pop(strip_prefix(piece.hf_name), None)
+    for mapping in iter_tensor_mappings(spec):
+        tensor = unexpected.pop(strip_prefix(mapping.hf_name), None)
         if tensor is None:
-            missing.append(piece.hf_name)
+            missing.append(mapping.hf_name)
             continue
-        if piece.transposed and tensor.ndim == 2:
+        if mapping.transposed and tensor.ndim == 2:
             tensor = tensor.T
-        rows = [shapes[name][0] for name in piece.names]
-        want = (sum(rows), *shapes[piece.names[0]][1:])
-        if tuple(tensor.shape) == want:
-            state |= zip(piece.names, torch.split(tensor, rows), strict=True)
+        sizes = [shapes[name][0] for name in mapping.names]
+        expected = (sum(sizes), *shapes[mapping.names[0]][1:])
+        if tuple(tensor.shape) == expected:
+            state |= zip(mapping.names, torch.split(tensor, sizes), strict=True)
         else:
-            misshapen.append(f"{piece.hf_name} {tuple(tensor.shape)} where the model has {want}")
-    if spec.classes:  # a head of tokens gives way to a new one
-        rest.pop("lm_head.weight", None)
+            misshapen.append(f"{mapping.hf_name} {tuple(tensor.shape)}, not {expected}")
+    if spec.classes:  # a new head replaces the head of a language model
+        unexpected.pop("lm_head.weight", None)
         missing = [name for name in missing if name != "score.weight"]
-    head = rest.pop("lm_head.weight", None) if spec.tied else None
+    head = unexpected.pop("lm_head.weight", None) if spec.tied else None
     embedding = state.get("embedding.weight")
-    other = head is not None and embedding is not None and not torch.equal(head, embedding)
+    is_untied = head is not None and embedding is not None and not torch.equal(head, embedding)
 
-    shape = "model=NAME of the checkpoint's shape"
-    found = (
-        ("lacks", missing, "model.tied=true" if missing == ["lm_head.weight"] else shape),
-        ("holds what the model lacks:", list(rest), shape),
-        ("holds", misshapen, shape),
-        ("has a head that is not its embedding:", ["lm_head.weight"] * other, "model.tied=false"),
+    use_other = "set model=NAME of the checkpoint's architecture"
+    untie, tie = "set model.tied=false", "set model.tied=true"
+    problems = (
+        ("has no tensor", missing, tie if missing == ["lm_head.weight"] else use_other),
+        ("has a tensor that the model does not have:", list(unexpected), use_other),
+        ("has a tensor of another shape:", misshapen, use_other),
+        ("has a head that differs from the embedding:", ["lm_head.weight"] * is_untied, untie),
     )
     issues = [
         ConfigIssue(KEY, source, f"{reason} {names[0]}" + _other_tensors(names), fix)
-        for reason, names, fix in found
+        for reason, names, fix in problems
         if names
     ]
     if issues:
@@ -173,7 +185,7 @@ def from_hf_state_dict(
 
 
 def strip_prefix(name: str) -> str:
-    """Returns a Hugging Face name without what only some of its models have in front."""
+    """Return a Hugging Face name without the prefix of the model class."""
     return name.removeprefix("model.").removeprefix("transformer.")
 
 
@@ -184,16 +196,21 @@ def _other_tensors(names: Sequence[str]) -> str:
 def to_hf_state_dict(
     state: Mapping[str, Tensor], spec: DecoderConfig
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors under Hugging Face's names, contiguous, and the ``config.json``.
+    """Return the Hugging Face state dict, with contiguous tensors, and the ``config.json``.
 
-    ``state`` holds whole tensors, not shards. Raises ``ConfigError`` for a spec that Hugging Face
-    has no shape for.
+    Args:
+        state: Unsharded state dict of the decoder.
+        spec: Configuration of the decoder.
+
+    Raises:
+        ConfigError: Hugging Face has no such architecture.
     """
     tensors = {}
-    for piece in iter_tensor_mappings(spec):
-        held = [state[name].detach() for name in piece.names]
-        tensor = torch.cat(held) if len(held) > 1 else held[0]  # no second copy of a large model
-        tensors[piece.hf_name] = (tensor.T if piece.transposed else tensor).contiguous()
+    for mapping in iter_tensor_mappings(spec):
+        sources = [state[name].detach() for name in mapping.names]
+        # One source is not copied here, to save memory.
+        tensor = torch.cat(sources) if len(sources) > 1 else sources[0]
+        tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
     return tensors, _llama_config(spec) if is_llama_shape(spec) else _gpt2_config(spec)
 
 
@@ -253,16 +270,18 @@ def _gpt2_config(spec: DecoderConfig) -> dict[str, Any]:
 
 
 def _labels(spec: DecoderConfig) -> dict[str, Any]:
-    """Returns what transformers calls the classes of a head that tells some apart."""
-    names = {str(number): f"LABEL_{number}" for number in range(spec.classes or 0)}
+    """Return transformers' label names of a classification head."""
+    names = {str(index): f"LABEL_{index}" for index in range(spec.classes or 0)}
     return {"id2label": names, "label2id": {n: int(i) for i, n in names.items()}} if names else {}
 
 
 def load_state_dict(path: str | Path, spec: DecoderConfig) -> dict[str, Tensor]:
-    """Returns a state dict on the host from a .safetensors file, or a folder of one or of shards.
+    """Load a state dict on the CPU from a .safetensors file, or from a folder of such files.
 
-    Tensors keep the file's dtype, and are mapped from it: none takes memory before it is copied.
-    Raises ``CheckpointError`` for files that are missing, truncated or of another model.
+    Tensors keep the dtype of the file and are memory-mapped.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or of another model.
     """
     files = SafetensorsFiles(_weight_files(Path(path)), KEY, path)
     return from_hf_state_dict({name: files.read(name) for name in files.names}, spec, path)
@@ -273,14 +292,14 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         reason = "is neither a .safetensors file nor a folder"
-        raise CheckpointError.for_key(KEY, path, reason, CURE)
-    return weight_files(path, KEY, path, CURE)
+        raise CheckpointError.for_key(KEY, path, reason, WEIGHTS_FIX)
+    return weight_files(path, KEY, path, WEIGHTS_FIX)
 
 
 def load_into(module: DecoderModule, path: str | Path, seed: int) -> None:
-    """Gives a materialized module, sharded or not, the weights of ``path``, as ``load`` does.
+    """Copy the weights of ``path`` into a materialized module, sharded or not, in its dtype.
 
-    They take the module's dtype. A head of classes that is not there is drawn from ``seed``.
+    A classification head that the checkpoint does not have is initialized from ``seed``.
     """
     module.init_buffers()
     state = load_state_dict(path, module.spec)
@@ -292,16 +311,21 @@ def load_into(module: DecoderModule, path: str | Path, seed: int) -> None:
 
 
 def export_folder(state: Mapping[str, Tensor], spec: DecoderConfig, folder: str | Path) -> None:
-    """Writes a folder that transformers loads, ``AutoModelForCausalLM`` or, of classes, its like.
+    """Write a folder that the Auto classes of transformers load.
 
-    ``state`` holds whole tensors and gives the dtype. Raises ``ConfigError`` for a spec that
-    Hugging Face has no shape for, before anything is written.
+    Args:
+        state: Unsharded state dict, whose dtype the files have.
+        spec: Configuration of the decoder.
+        folder: Folder to write.
+
+    Raises:
+        ConfigError: Hugging Face has no such architecture; nothing is written.
     """
     save_folder(*to_hf_state_dict(state, spec), Path(folder))
 
 
 def save_folder(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
-    """Writes tensors under Hugging Face's names and their ``config.json``."""
+    """Write a Hugging Face state dict and its ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     safetensors_files.save_tensors(tensors, folder / SINGLE)
     text = json.dumps(config, indent=2) + "\n"
