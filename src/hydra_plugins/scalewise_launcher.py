@@ -57,7 +57,7 @@ def _slurm() -> object:
         from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
     except ImportError:
         return OmegaConf.create({**LAUNCHER, "engine": "slurm"}, flags={"struct": False})
-    computed = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
+    computed_names = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
     defaults = {
         **LAUNCHER,
         "engine": "slurm",
@@ -65,11 +65,13 @@ def _slurm() -> object:
         "submitit_folder": "${hydra.sweep.dir}/slurm",
         "max_num_timeout": 3,
     }
-    inherited = [
-        entry for entry in fields(SlurmQueueConf) if entry.name not in {*computed, *defaults}
+    inherited_fields = [
+        entry for entry in fields(SlurmQueueConf) if entry.name not in {*computed_names, *defaults}
     ]
-    overridden = [(name, type(value), value) for name, value in defaults.items()]
-    return make_dataclass("Slurm", [*((f.name, f.type, f) for f in inherited), *overridden])
+    default_fields = [(name, type(value), value) for name, value in defaults.items()]
+    return make_dataclass(
+        "Slurm", [*((f.name, f.type, f) for f in inherited_fields), *default_fields]
+    )
 
 
 LAUNCHERS: dict[str, Callable[[], object]] = {

@@ -84,7 +84,7 @@ def test_a_failure_under_torchrun_is_told(scalewise: Doors) -> None:
 def test_torchrun_with_another_number_of_ranks_is_refused(scalewise: Doors) -> None:
     ended = scalewise.command(torchrun("parallelism.replicas=4", "trainer.micro_batch=2")).wait()
     assert ended.code != 0
-    assert "is a layout of 4 ranks; 2 were started" in ended.err
+    assert "requires 4 ranks; 2 were started" in ended.err
     assert ended.folders == []
 
 

@@ -77,7 +77,7 @@ def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[Ended, Opened]) -> None
 ENDINGS = {
     "raise": ("failed", "RuntimeError: injected"),
     "kill": ("failed", "rank 1 was killed by SIGKILL"),
-    "hang": ("timeout", "rank 1 stood still while the others waited for it"),
+    "hang": ("timeout", "rank 1 blocked while the other ranks waited"),
     "oom": ("out_of_memory", ""),
 }
 LAYOUTS = {
@@ -131,7 +131,7 @@ def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
     frozen = "{_target_:fixtures.accidents.Frozen,rank:1,step:3}"
     told = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
     said = job(*LAYOUTS["fsdp"], f"+callbacks.frozen={frozen}", *told, status="timeout").status
-    assert said["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not answer"
+    assert said["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
     assert said["rank"] == 1
     assert {line.split(":")[0] for line in said["log_tail"]} == {"rank 0"}
 

@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_not_whole(
         (["optimizer=sgd"], "optimizer=sgd: the checkpoint under"),
         (["seed=3"], "seed=3"),
         (["trainer.micro_batch=3", "trainer.global_batch=null"], "trainer.global_batch=3: the"),
-        ([], "has done 8 of 8 steps"),
+        ([], "the checkpoint is at step 8 of 8"),
     ],
 )
 def test_a_checkpoint_of_another_run(
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_run(
 def test_a_folder_that_holds_none(scalewise: Doors, tmp_path: Path) -> None:
     line = (*UNTRACKED, f"resume={tmp_path}/nowhere")
     assert scalewise(*line).refused("there is no such checkpoint folder").folders == []
-    assert scalewise(*UNTRACKED, "resume=last").refused("no whole checkpoint").folders == []
+    assert scalewise(*UNTRACKED, "resume=last").refused("no complete checkpoint").folders == []
 
 
 def test_latest_passes_over_a_damaged_one(copy: Folder, job: Job) -> None:

@@ -128,7 +128,7 @@ def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep
     assert "rank 0 was killed" in first["reason"]
     assert f"Slurm says of job {sweep.id(0)}: FAILED" in first["reason"]
     assert first["log_tail"]
-    assert second["reason"] == "rank 1 was killed: it left no word"
+    assert second["reason"] == "rank 1 was killed without an exit report"
     assert [first["rank"], second["rank"]] == [0, 1]
     assert "job 0 failed" in ended.out
 

@@ -153,7 +153,7 @@ def test_nothing_to_go_on_from(compose: Compose, tmp_path: Path) -> None:
     here = tmp_path / "runs" / "now"
     assert found(compose(), here) is None
     assert found(compose("resume=auto"), here) is None
-    assert "no whole checkpoint under" in refused(compose("resume=last"), here)
+    assert "no complete checkpoint under" in refused(compose("resume=last"), here)
 
 
 def test_the_same_job_of_the_sweep_before(compose: Compose, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     path = found(compose(f"resume='{resume}'"), tmp_path / "now")
     assert path == store.checkpoint_path(folder / "checkpoints", 3)
     said = capsys.readouterr().out
-    assert said == f"resume: {damaged} is damaged; going on from step-00000003\n"
+    assert said == f"resume: {damaged} is damaged; resuming from step-00000003\n"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
         (lambda path: None, "there is no such checkpoint folder"),
         (lambda path: path.write_text(""), "there is no such checkpoint folder"),
         (lambda path: path.mkdir(), "is no scalewise checkpoint"),
-        (lambda path: (path / "checkpoints").mkdir(parents=True), "no whole checkpoint under"),
+        (lambda path: (path / "checkpoints").mkdir(parents=True), "no complete checkpoint under"),
     ],
 )
 def test_a_path_that_is_none_of_these(
@@ -287,12 +287,14 @@ def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
 def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Path) -> None:
     folder = leave(compose(), tmp_path / "run", STEPS)
     message = refused(compose(f"resume={folder}"), tmp_path / "now")
-    assert "has done 100 of 100 steps" in message
+    assert "the checkpoint is at step 100 of 100" in message
     assert "trainer.max_steps above 100" in message
     assert found(compose("resume=auto"), tmp_path / "now") == store.checkpoint_path(
         folder / "checkpoints", STEPS
     )
-    assert "has done 100 of 100 steps" in refused(compose("resume=last"), tmp_path / "now")
+    assert "the checkpoint is at step 100 of 100" in refused(
+        compose("resume=last"), tmp_path / "now"
+    )
 
 
 def test_a_config_that_is_absent_is_no_difference(compose: Compose, tmp_path: Path) -> None:
@@ -343,10 +345,10 @@ def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: 
     assert reasons(on("disk2"), folder) == {}
     assert reasons(on(str(tmp_path / "disk1")), folder) == {}
     (tmp_path / "disk2" / "text.txt").write_text("other text")
-    other = "was trained on files of other content"
+    other = "was trained on files with other content"
     assert reasons(on("disk2"), folder) == {"data.paths": f"the checkpoint under {folder} {other}"}
     (tmp_path / "disk1" / "tokenizer.json").write_text("{ }")
-    changed = f"its files have changed since the checkpoint under {folder} was trained on them"
+    changed = f"the files have changed since the checkpoint under {folder} was trained"
     assert reasons(on("disk1"), folder) == {"data.tokenizer": changed}
 
 

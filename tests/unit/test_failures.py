@@ -16,7 +16,7 @@ from scalewise import cli, failures
 from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.failures import describe_exception, report_errors
 from scalewise.launch import job, packed_executor
-from scalewise.launch.executor import Began, SweepTask, execute_task
+from scalewise.launch.executor import StartCallback, SweepTask, execute_task
 from scalewise.launch.job import JobSpec, Result
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.slot_scheduler import JobDemand, SlotCapacity
@@ -169,7 +169,7 @@ class Breaking:
     """An engine that ends one job and then fails."""
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         on_start(tasks[0])
         yield tasks[0], Result("ok", "", 0, tasks[0].folder, {})

@@ -127,7 +127,7 @@ def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
 def test_a_rank_that_cannot_be_is_rejected(change: dict[str, str]) -> None:
     error = adopt_slurm_step(dict(TORCHRUN | change))
     assert error is not None
-    assert "is no rank of" in str(error)
+    assert "is not a rank of" in str(error)
 
 
 @pytest.mark.parametrize("absent", ["SLURM_PROCID", "SLURM_LOCALID"])
@@ -149,7 +149,7 @@ def test_a_shell_of_salloc_is_alone() -> None:
 @pytest.mark.parametrize("change", [{"SLURM_PROCID": "8"}, {"SLURM_LOCALID": "4"}])
 def test_task_outside_its_step_is_an_error(change: dict[str, str]) -> None:
     environment = STEP | change
-    assert "is no rank of" in str(adopt_slurm_step(environment))
+    assert "is not a rank of" in str(adopt_slurm_step(environment))
     assert not set(RANK_VARIABLES) & environment.keys()
 
 

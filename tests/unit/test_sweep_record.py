@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch.executor import Began, SweepTask
+from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import JobSpec, Result
 from scalewise.launch.sweep_runner import execute_all
 from scalewise.run_config import RunConfig
@@ -27,7 +27,7 @@ class Ends:
         self._end = end
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         self._end()
         raise AssertionError("it goes on")

@@ -98,7 +98,7 @@ def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
 
 WAITS = ("waits in", 'File "/lib/torch/distributed/c10d.py", line 9 in wait')
 WORKS = ("works in", 'File "/home/me/callback.py", line 3 in happen')
-STILL = "stood still while the others waited for it"
+STILL = "blocked while the other ranks waited"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ STILL = "stood still while the others waited for it"
         ({0: WAITS, 1: WORKS}, ([1], STILL)),
         ({0: WAITS, 1: WAITS}, ([], STILL)),
         ({0: WORKS, 1: WORKS}, ([], STILL)),
-        ({0: WAITS, 1: ()}, ([1], "did not answer")),
-        ({0: WORKS, 1: ()}, ([1], "did not answer")),
-        ({0: WAITS, 2: (), 10: ()}, ([2, 10], "did not answer")),
+        ({0: WAITS, 1: ()}, ([1], "did not respond")),
+        ({0: WORKS, 1: ()}, ([1], "did not respond")),
+        ({0: WAITS, 2: (), 10: ()}, ([2, 10], "did not respond")),
         ({0: WAITS, 1: WORKS, 3: ()}, ([1], STILL)),
         ({}, ([], STILL)),
     ],
@@ -155,10 +155,10 @@ def test_a_word_that_cannot_be_written_stops_nothing(
         ),
         (
             [Outcome("failed", "lost", 0, peer_failure=True)],
-            "rank 1 was killed: it left no word",
+            "rank 1 was killed without an exit report",
             1,
         ),
-        ([], "ranks 0, 1 were killed: they left no word", None),
+        ([], "ranks 0, 1 were killed without an exit report", None),
     ],
 )
 def test_why_a_rank_was_lost(

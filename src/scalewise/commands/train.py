@@ -26,7 +26,7 @@ from scalewise.typed_override import command_line
 class TrainCommand(Command):
     """Runs jobs and writes their reports."""
 
-    remote_launchers = executors.ELSEWHERE
+    remote_launchers = executors.REMOTE_LAUNCHERS
     produces_measurements = True
 
     def __init__(

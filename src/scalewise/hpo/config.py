@@ -53,16 +53,16 @@ class SearchConfig:
     def validate(self, space: Sequence[Axis]) -> Iterator[ConfigIssue]:
         """Yield the issues of the options for a search space."""
         yield from self._number_issues()
-        for key, value, supported in (
+        for key, value, choices in (
             ("sampler", self.sampler, SAMPLERS),
             ("pruner", self.pruner, PRUNERS),
         ):
-            if value not in supported:
+            if value not in choices:
                 yield ConfigIssue(
                     f"hydra.sweeper.{key}",
                     value,
                     f"is not a supported {key}",
-                    did_you_mean(value, supported),
+                    did_you_mean(value, choices),
                 )
         yield from self._objective_issues()
         if not space:

@@ -56,8 +56,8 @@ class OptunaSearch:
     def num_trials(self) -> int:
         """Total number of trials; a grid limits it to its number of points."""
         points = len(grid_points(self.space)) if self.config.sampler == "grid" else None
-        requested = self.config.trials or points or DEFAULT_TRIALS
-        return min(requested, points or requested)
+        requested_trials = self.config.trials or points or DEFAULT_TRIALS
+        return min(requested_trials, points or requested_trials)
 
     @property
     def finished_trials(self) -> list[FrozenTrial]:
@@ -89,18 +89,20 @@ class OptunaSearch:
         """Tell the study the outcome of a trial: its values, pruned or failed."""
         if trial_outcome.folder is not None:
             trial.set_user_attr(FOLDER, str(trial_outcome.folder))
-        measured = [trial_outcome.metrics.get(key) for key in self.config.objectives]
-        constrained = {key: trial_outcome.metrics.get(key) for key in self.config.constraints}
-        values = [value for value in measured if value is not None]
-        bounds = {key: value for key, value in constrained.items() if value is not None}
+        objective_values = [trial_outcome.metrics.get(key) for key in self.config.objectives]
+        constraint_values = {key: trial_outcome.metrics.get(key) for key in self.config.constraints}
+        values = [value for value in objective_values if value is not None]
+        bounds = {key: value for key, value in constraint_values.items() if value is not None}
         status, reason = trial_outcome.status, trial_outcome.reason
-        if status == "ok" and (len(values) < len(measured) or len(bounds) < len(constrained)):
-            missing = [
+        if status == "ok" and (
+            len(values) < len(objective_values) or len(bounds) < len(constraint_values)
+        ):
+            missing_metrics = [
                 key
-                for key in (*self.config.objectives, *constrained)
+                for key in (*self.config.objectives, *constraint_values)
                 if key not in trial_outcome.metrics
             ]
-            status, reason = "unmeasured", f"did not measure {', '.join(missing)}"
+            status, reason = "unmeasured", f"did not measure {', '.join(missing_metrics)}"
         trial.set_user_attr(STATUS, status)
         trial.set_user_attr(REASON, reason)
         for key, value in bounds.items():
@@ -148,10 +150,10 @@ def open_study(config: SearchConfig, space: Sequence[Axis], sweep: Path) -> Optu
         "axes": sorted(axis.key for axis in space),
     }
     if name in names:
-        stored = optuna.load_study(study_name=name, storage=study_storage).user_attrs
+        stored_settings = optuna.load_study(study_name=name, storage=study_storage).user_attrs
         for key, value in settings.items():
-            if stored.get(key) != value:
-                reason = f"contains study {name} with other {key}: {stored.get(key)}"
+            if stored_settings.get(key) != value:
+                reason = f"contains study {name} with other {key}: {stored_settings.get(key)}"
                 fix = "set hydra.sweeper.study=NAME, or another storage"
                 raise ConfigError.for_key("hydra.sweeper.storage", file, reason, fix)
     study = optuna.create_study(

@@ -1,1 +1,1 @@
-"""How a job runs: its processes, its limits, its ending."""
+"""Job execution: processes, limits, checkpoints to resume, executors of sweeps and outcomes."""

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that ``resume=`` means, and refuses one of another run."""
+"""Checkpoint lookup for ``resume=``, and the comparison of its config with the current run."""
 
 from __future__ import annotations
 
@@ -21,45 +21,50 @@ from scalewise.tracking.run_files import RecordError, load_yaml, read_json
 from scalewise.tracking.sweep_record import is_running, release_reserved, run_start
 from scalewise.typed_override import format_override
 
-Compared = tuple[tuple[str, tuple[str, ...] | None], ...]
-_UNCOMPARED = ("weights", "dropout")
-"""Fields of a model that may change between a checkpoint and its resumption."""
+ComparedKeys = tuple[tuple[str, tuple[str, ...] | None], ...]
+_MUTABLE_MODEL_FIELDS = ("weights", "dropout")
+"""Fields of the model config that may change when a run is resumed."""
 
 
 def find_checkpoint(
     run: RunConfig, folder: Path, steps: int, *, in_sweep: bool = False
 ) -> Path | None:
-    """Returns the checkpoint to go on from to ``steps``, or None to start anew.
+    """Checkpoint to resume a run of ``steps`` steps from, or None to train from scratch.
 
-    ``resume`` is a path (a checkpoint or a run's folder), ``last`` (the newest run of this name)
-    or ``auto`` (the same, if it did not finish; else a fresh start). Only ``auto`` goes on from one
-    that leaves no step to take, of a run that was stopped after it. Raises ``CheckpointError``.
+    ``resume`` is a path (a checkpoint or a run folder), ``last`` (the newest run of this name) or
+    ``auto`` (the same if that run is unfinished, else from scratch). Only ``auto`` accepts a
+    checkpoint of the last step, which a run stopped after it leaves. Raises ``CheckpointError``.
     """
-    asked = run.resume
-    if asked is None:
+    resume = run.resume
+    if resume is None:
         return None
-    if asked not in ("last", "auto"):
-        path = _value_at(Path(asked).expanduser())
+    if resume not in ("last", "auto"):
+        path = _resolve_path(Path(resume).expanduser())
     else:
-        path = _newest_checkpoint(asked, folder, in_sweep)
-        if path is None and asked == "auto":
+        path = _newest_checkpoint(resume, folder, in_sweep)
+        if path is None and resume == "auto":
             return None
     if path is None:
-        where = folder.parent if asked == "last" else asked
+        searched_path = folder.parent if resume == "last" else resume
         raise CheckpointError.for_key(
-            "resume", asked, f"no whole checkpoint under {where}", "give a path, or resume=null"
+            "resume",
+            resume,
+            f"there is no complete checkpoint under {searched_path}",
+            "set a path, or resume=null",
         )
     path = path.absolute()
-    done = store.verify_checkpoint(path)
-    reject_running(asked, path.parents[1])
+    step = store.verify_checkpoint(path)
+    reject_running(resume, path.parents[1])
     issues = list(resume_issues(run, path.parents[1]))
-    if done > steps or (done == steps and asked != "auto"):
-        fix = f"set trainer.max_steps above {done}, or resume=null"
-        issues.append(ConfigIssue("resume", asked, f"has done {done} of {steps} steps", fix))
+    if step > steps or (step == steps and resume != "auto"):
+        fix = f"set trainer.max_steps above {step}, or resume=null"
+        issues.append(
+            ConfigIssue("resume", resume, f"the checkpoint is at step {step} of {steps}", fix)
+        )
     if issues:
         raise CheckpointError(issues)
-    if done == steps:
-        print_lines(f"resume: {path.parents[1]} has done all {steps} steps; its end follows")
+    if step == steps:
+        print_lines(f"resume: {path.parents[1]} has completed all {steps} steps; finishing the run")
     return path
 
 
@@ -67,12 +72,12 @@ def find_checkpoint(
 def locked_find_checkpoint(
     run: RunConfig, folder: Path, steps: int, *, in_sweep: bool = False
 ) -> Iterator[Path | None]:
-    """Yields ``checkpoint_for``; meanwhile no other process may choose the same newest run.
+    """Yield ``find_checkpoint`` while a lock keeps other processes from resuming the same run.
 
-    The caller locks its own folder before it leaves, so that the next process finds that one.
+    The caller has to lock its own folder inside the block, so that the next process finds that one.
     """
     while True:
-        known = _newest_first(folder, in_sweep)
+        earlier_runs = _earlier_runs(folder, in_sweep)
         path = find_checkpoint(run, folder, steps, in_sweep=in_sweep)
         if path is None or run.resume not in ("last", "auto"):
             yield path
@@ -83,35 +88,35 @@ def locked_find_checkpoint(
             fix = f"wait for it, or end it: {error.owner.kill_command}"
             raise CheckpointError.for_key("resume", run.resume, str(error), fix) from None
         with lock:
-            if _newest_first(folder, in_sweep) == known:
+            if _earlier_runs(folder, in_sweep) == earlier_runs:
                 yield path
                 return
 
 
 def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
-    """Yields how the run that wrote a checkpoint differs where it must not.
+    """Yield the config differences to the run of a checkpoint that make resuming invalid.
 
-    Raises ``RecordError`` where its ``resolved.yaml`` is damaged; without one nothing is compared.
+    Raises ``RecordError`` if its ``resolved.yaml`` is damaged; yields nothing if it is missing.
     """
-    earlier = rename_targets(load_yaml(folder / "resolved.yaml"), RENAMED_TARGETS)
-    if not earlier:
+    recorded_config = rename_targets(load_yaml(folder / "resolved.yaml"), RENAMED_TARGETS)
+    if not recorded_config:
         return
-    now = run.as_dict()
-    inputs.add_missing(earlier, now)
-    read_then = inputs.recorded_digests(folder)
-    read_now = inputs.content_digests(now) if read_then else {}
-    # None stands for a micro batch a rank: what must not differ is how many rows that makes.
+    current_config = run.as_dict()
+    inputs.add_missing(recorded_config, current_config)
+    recorded_digests = inputs.recorded_digests(folder)
+    current_digests = inputs.content_digests(current_config) if recorded_digests else {}
+    # None means one micro-batch per rank: compare the resulting number of samples.
     try:
-        earlier["trainer"] = {"global_batch": _global_batch(earlier)}
+        recorded_config["trainer"] = {"global_batch": _global_batch(recorded_config)}
     except (AttributeError, KeyError, TypeError, ValueError):
-        reason = "is damaged: the batch of its trainer and parallelism is not there"
+        reason = "is damaged: trainer and parallelism define no batch size"
         raise RecordError.for_file(folder / "resolved.yaml", reason) from None
-    now["trainer"] = {"global_batch": run.global_batch}
-    own: Compared = (
+    current_config["trainer"] = {"global_batch": run.global_batch}
+    user_defined: ComparedKeys = (
         ("objective", ("_target_", "target", "arguments")),
         ("data", ("_target_", "target")),
     )
-    ours: Compared = (
+    built_in: ComparedKeys = (
         ("model", None),
         ("adapter", None),
         ("quantization", None),
@@ -119,52 +124,62 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
         ("trainer", ("global_batch",)),
         ("data", None),
     )
-    # How many rows a step of a user's module has, its loaders say alone.
-    for group, keys in (*(own if run.objective.is_user_defined else ours), ("seed", None)):
-        if group not in earlier:  # written before there was such a group
+    # The batch size of a user-defined module is not in its config.
+    for group, keys in (
+        *(user_defined if run.objective.is_user_defined else built_in),
+        ("seed", None),
+    ):
+        if group not in recorded_config:  # written by a version without this group
             continue
-        before, after = _group_values(earlier, group), _group_values(now, group)
-        if before.get("_target_") != after.get("_target_"):  # people choose options by name
-            then = _group_values(earlier, "choices").get(group, before.get("_target_"))
-            yield _run_issues(folder, group, run.choices.get(group), then)
+        recorded_group, current_group = (
+            _group_values(recorded_config, group),
+            _group_values(current_config, group),
+        )
+        # The message names options, not classes.
+        if recorded_group.get("_target_") != current_group.get("_target_"):
+            recorded_choice = _group_values(recorded_config, "choices").get(
+                group, recorded_group.get("_target_")
+            )
+            yield _config_issue(folder, group, run.choices.get(group), recorded_choice)
             continue
-        for key in keys or sorted({*before, *after}):
-            # A list is empty where there was no such key.
+        for key in keys or sorted({*recorded_group, *current_group}):
+            # An earlier version has no such key where a later one has an empty list.
             name = f"{group}.{key}" if key else group
-            same = (before.get(key) or None) == (after.get(key) or None)
-            if key in _UNCOMPARED:
+            is_equal = (recorded_group.get(key) or None) == (current_group.get(key) or None)
+            if key in _MUTABLE_MODEL_FIELDS:
                 continue
-            if name in read_then:
-                if read_now.get(name) != read_then[name]:
-                    yield _content_issue(folder, name, after.get(key), same_path=same)
-            elif not same:
-                yield _run_issues(folder, name, after.get(key), before.get(key))
+            if name in recorded_digests:
+                if current_digests.get(name) != recorded_digests[name]:
+                    yield _content_issue(folder, name, current_group.get(key), same_path=is_equal)
+            elif not is_equal:
+                yield _config_issue(folder, name, current_group.get(key), recorded_group.get(key))
 
 
 def _content_issue(
     folder: Path, key: str, current_value: object, *, same_path: bool
 ) -> ConfigIssue:
-    """Returns the complaint about input files of other content than those of a checkpoint."""
-    reason = f"the checkpoint under {folder} was trained on files of other content"
+    """Issue for input files whose content differs from that of the checkpoint."""
+    reason = f"the checkpoint under {folder} was trained on files with other content"
     if same_path:
-        reason = f"its files have changed since the checkpoint under {folder} was trained on them"
+        reason = f"the files have changed since the checkpoint under {folder} was trained"
     return ConfigIssue(
-        key, current_value, reason, f"give {key} with the same files, or resume=null"
+        key, current_value, reason, f"set {key} to the original files, or resume=null"
     )
 
 
-def _run_issues(
+def _config_issue(
     folder: Path, key: str, current_value: object, recorded_value: object
 ) -> ConfigIssue:
+    """Issue for a value that differs from that of the checkpoint."""
     reason = f"the checkpoint under {folder} was trained with {format_value(recorded_value)}"
     fixes = [f"set {format_override(key, recorded_value)}"]
     if isinstance(current_value, Mapping) or isinstance(recorded_value, Mapping):
-        fixes = [*_entries(key, current_value or {}, recorded_value or {})]
+        fixes = [*_mapping_fixes(key, current_value or {}, recorded_value or {})]
     return ConfigIssue(key, current_value, reason, ", ".join([*fixes, "or resume=null"]))
 
 
-def _entries(key: str, current_value: Any, recorded_value: Any) -> Iterator[str]:
-    """Yields how the entries of a mapping become what they were."""
+def _mapping_fixes(key: str, current_value: Any, recorded_value: Any) -> Iterator[str]:
+    """Yield the fixes that restore the entries of a mapping."""
     changed = {
         name: value for name, value in recorded_value.items() if current_value.get(name) != value
     }
@@ -176,83 +191,87 @@ def _entries(key: str, current_value: Any, recorded_value: Any) -> Iterator[str]
             format_override(keys[name], value) for name, value in changed.items()
         )
     if extra := [f"{key}.{name}" for name in current_value if name not in recorded_value]:
-        yield f"leave out {' and '.join(extra)}"
+        yield f"remove {' and '.join(extra)}"
 
 
 def _global_batch(recorded_config: Mapping[str, Any]) -> int | None:
-    """Returns the rows of one optimizer step of an earlier run; None if its layout is unknown."""
-    trainer, layout = (
+    """Global batch size of an earlier run, in samples; None if its strategy is unknown."""
+    trainer, parallelism = (
         _group_values(recorded_config, "trainer"),
         {**_group_values(recorded_config, "parallelism")},
     )
-    given: int | None = trainer.get("global_batch")
-    if given is not None:
-        return given
+    global_batch: int | None = trainer.get("global_batch")
+    if global_batch is not None:
+        return global_batch
     registry.import_options()
-    kind = registry.registered_targets().get(layout.pop("_target_", ""))
-    if kind is None:
+    parallelism_class = registry.registered_targets().get(parallelism.pop("_target_", ""))
+    if parallelism_class is None:
         return None
-    return int(trainer["micro_batch"]) * int(kind(**layout).data_parallel_size)
+    return int(trainer["micro_batch"]) * int(parallelism_class(**parallelism).data_parallel_size)
 
 
 def _group_values(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    part = values.get(group)
-    return part if isinstance(part, Mapping) else {"": part}
+    group_values = values.get(group)
+    return group_values if isinstance(group_values, Mapping) else {"": group_values}
 
 
-def _value_at(path: Path) -> Path | None:
+def _resolve_path(path: Path) -> Path | None:
     if (path / store.MANIFEST).is_file() or not path.is_dir():
         return path
     if (path / "checkpoints").is_dir():
-        return _newest_whole_checkpoint(path / "checkpoints")
-    return _newest_whole_checkpoint(path) if store.list_checkpoints(path) else path
+        return _newest_complete_checkpoint(path / "checkpoints")
+    return _newest_complete_checkpoint(path) if store.list_checkpoints(path) else path
 
 
-def _newest_whole_checkpoint(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint, and says so if a newer one is damaged."""
-    found = store.newest_checkpoint(folder)
+def _newest_complete_checkpoint(folder: Path) -> Path | None:
+    """Newest complete checkpoint; prints a line if a newer one is damaged."""
+    checkpoint = store.newest_checkpoint(folder)
     *_, newest = store.list_checkpoints(folder).values() or [None]
-    if found != newest:
-        instead = f"going on from {found.name}" if found else "no other of that run is whole"
-        print_lines(f"resume: {newest} is damaged; {instead}")
-    return found
+    if checkpoint != newest:
+        fallback = (
+            f"resuming from {checkpoint.name}"
+            if checkpoint
+            else "the run has no other complete one"
+        )
+        print_lines(f"resume: {newest} is damaged; {fallback}")
+    return checkpoint
 
 
-def _newest_first(folder: Path, in_sweep: bool) -> list[Path]:
-    """Returns the runs beside ``folder``: of the same name, or of the same job of the sweep."""
+def _earlier_runs(folder: Path, in_sweep: bool) -> list[Path]:
+    """Other runs of the same name, or of the same job of the sweep, newest first."""
     if in_sweep:
-        runs = [found / folder.name for found in folder.parents[1].glob("*")]
+        runs = [sweep / folder.name for sweep in folder.parents[1].glob("*")]
     else:
         runs = list(folder.parent.glob("*"))
-    found = [run for run in runs if run != folder and run.is_dir()]
-    return sorted(found, key=lambda run: (run_start(run), run.name), reverse=True)
+    others = [run for run in runs if run != folder and run.is_dir()]
+    return sorted(others, key=lambda run: (run_start(run), run.name), reverse=True)
 
 
 def reject_running(resume: str, folder: Path) -> None:
-    """Raises ``CheckpointError`` if a process still runs or resumes the run in ``folder``."""
-    holder = locks.lock_owner(folder)
-    if holder is None:
+    """Raise ``CheckpointError`` if a process runs or resumes the run in ``folder``."""
+    owner = locks.lock_owner(folder)
+    if owner is None:
         status = read_json(folder / "status.json")
         host = socket.gethostname()
         if status.get("host") != host or not is_running(status):
             release_reserved(folder)
             return
-        holder = LockOwner(str(status["process"]), host)
-    reason = f"{folder} is in use by {holder}"
-    fix = f"wait for it, or end it: {holder.kill_command}"
+        owner = LockOwner(str(status["process"]), host)
+    reason = f"{folder} is in use by {owner}"
+    fix = f"wait for it, or end it: {owner.kill_command}"
     raise CheckpointError.for_key("resume", resume, reason, fix)
 
 
 def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None:
-    """Returns the newest whole checkpoint of the runs beside ``folder``."""
+    """Newest complete checkpoint of the earlier runs; None without one."""
     damaged = False
-    for earlier in _newest_first(folder, in_sweep):
+    for earlier in _earlier_runs(folder, in_sweep):
         reject_running(resume, earlier)
         if resume == "auto" and read_json(earlier / "status.json").get("status") == "ok":
             return None
-        if found := _newest_whole_checkpoint(earlier / "checkpoints"):
+        if checkpoint := _newest_complete_checkpoint(earlier / "checkpoints"):
             if damaged:
-                print_lines(f"resume: going on from {found} of an earlier run")
-            return found
+                print_lines(f"resume: resuming from {checkpoint} of an earlier run")
+            return checkpoint
         damaged = damaged or bool(store.list_checkpoints(earlier / "checkpoints"))
     return None

@@ -1,4 +1,4 @@
-"""In what processes a job runs, and what ends it."""
+"""Launch options: process isolation, limits and restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Isolation(StrEnum):
 @register_option("launch", "local")
 @dataclass(frozen=True)
 class Launch:
-    """One machine; ranks are processes under torch elastic."""
+    """Launch settings for one machine; ranks are processes under torch elastic."""
 
     timeout: float | None = None
     """Time after which a job and all its processes are killed, in seconds; null: no limit."""
@@ -44,12 +44,12 @@ class Launch:
 
     @property
     def needs_own_process(self) -> bool:
-        """Returns whether some limit asks for a process of its own."""
+        """Whether a limit or restart requires a separate process."""
         limited = self.timeout is not None or self.memory_limit_gib is not None
         return limited or self.max_restarts > 0
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields limits that cannot hold."""
+        """Yield the issues of the limits."""
         for key in ("timeout", "memory_limit_gib"):
             value = getattr(self, key)
             if value is not None and not value > 0:
@@ -62,6 +62,6 @@ class Launch:
             yield ConfigIssue(
                 "launch.isolation",
                 "none",
-                "timeout, memory limit and restarts need a process of their own",
+                "timeout, memory limit and restarts require a separate process",
                 "set launch.isolation=auto",
             )

@@ -1,4 +1,4 @@
-"""What makes two jobs the same: a hash of all that determines a result, and of nothing else."""
+"""Config hash: identifies a job by the config values and input files that affect its result."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from scalewise.config.renamed_targets import FORMER_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, read_yaml
 
-LEFT_OUT = (
+IGNORED_KEYS = (
     "name",
     "question",
     "overrides",
-    "choices",  # their values are in the groups
+    "choices",  # the groups contain their values
     "launch",
     "tracking",
     "plan",
-    "checkpoint",  # what is kept on the disk
+    "checkpoint",  # affects files only
     "trusted_packages",
-    "hardware",  # figures for planning, some read off the machine of the moment; but for its kind
-    "resume",  # but for a path: it brings weights of another run
+    "hardware",  # affects plans only, except for the kind of device
+    "resume",  # except for a path, which loads weights of another run
 )
-"""Parts of a run that a finished job may differ in and still be the job that is asked for."""
-DIGITS = 16
+"""Config keys that do not affect the identity of a job."""
+HASH_DIGITS = 16
 
 
 def config_hash(run: RunConfig) -> str:
-    """Returns 16 hex digits that differ where results would.
+    """Config hash of a run, as 16 hexadecimal digits.
 
-    Of ``hardware`` the kind of device counts, and of ``resume`` a path. Of input files (texts,
-    tokens, a tokenizer, weights) their content counts, wherever they lie.
+    Covers the device kind of ``hardware``, a path in ``resume``, and the content of input files
+    (texts, tokens, tokenizer, weights) but not their location.
     """
     values = run.as_dict()
     return _hash_values(values, inputs.content_digests(values))
 
 
 def hash_of_folder(folder: Path) -> str | None:
-    """Returns the hash of the job that a run folder holds; None if it cannot be read.
+    """Config hash of the run in a folder; None if it cannot be read.
 
-    ``status.json`` states it. Folders of earlier versions are hashed from ``resolved.yaml``.
+    Read from ``status.json``; computed from ``resolved.yaml`` for folders of earlier versions.
     """
-    stated: str | None = read_json(folder / "status.json").get("config_hash")
-    if stated is not None:
-        return stated
+    recorded_hash: str | None = read_json(folder / "status.json").get("config_hash")
+    if recorded_hash is not None:
+        return recorded_hash
     values = read_yaml(folder / "resolved.yaml")
     if "hardware" not in values:
         return None
@@ -55,20 +55,22 @@ def hash_of_folder(folder: Path) -> str | None:
 
 
 def _hash_values(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    # Class paths count as version 0.1.0 wrote them, so that its jobs are found again.
+    # Class paths are hashed as written by version 0.1.0, so that hashes of its jobs still match.
     values = rename_targets(inputs.with_digests(values, digests), FORMER_TARGETS)
-    told = {key: value for key, value in values.items() if key not in LEFT_OUT}
-    told["device"] = values["hardware"].get("device")
+    hash_input = {key: value for key, value in values.items() if key not in IGNORED_KEYS}
+    hash_input["device"] = values["hardware"].get("device")
     resume = values.get("resume")
-    told["from"] = None if resume in ("last", "auto") else resume
-    text = json.dumps(told, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    hash_input["from"] = None if resume in ("last", "auto") else resume
+    text = json.dumps(hash_input, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def is_same_job(varied: Mapping[str, str], other_varied: Mapping[str, str]) -> bool:
-    """Returns whether two jobs of one hash are the same, by what their sweeps varied.
+    """Whether two jobs with equal config hashes are the same, by the values that the sweeps vary.
 
-    A sweep may vary what the hash leaves out: ``launch.memory_limit_gib=1,2`` makes two jobs.
+    A sweep may vary ignored keys: ``launch.memory_limit_gib=1,2`` results in two jobs.
     """
-    shared = (key for key in varied.keys() & other_varied.keys() if key.split(".")[0] in LEFT_OUT)
-    return all(varied[key] == other_varied[key] for key in shared)
+    ignored_keys = (
+        key for key in varied.keys() & other_varied.keys() if key.split(".")[0] in IGNORED_KEYS
+    )
+    return all(varied[key] == other_varied[key] for key in ignored_keys)

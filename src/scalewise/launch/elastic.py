@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, under torch elastic."""
+"""Ranks as separate processes under torch elastic."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from scalewise.run_config import RunConfig
 
 ELASTIC = "torch.distributed.elastic"
 TIMEOUT_GRACE = 5.0
-"""Seconds a job that ran out of time has to save itself; a hung one does not answer anyway."""
+"""Time from SIGTERM to SIGKILL after a timeout, in seconds; a hung process ignores SIGTERM."""
 
 
 def run_ranks(
     run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
-    """Returns how one attempt at a job ended; none of its processes is left.
+    """Run one attempt at a job in its ranks and return the outcome; no process outlives it.
 
-    ``tracking_metadata``: what W&B is told; None: there is no tracking.
+    ``tracking_metadata``: metadata of the W&B run; None: no tracking.
     """
     return run_entry(
         run.world_size, train_as_rank, (run, folder, resume, tracking_metadata), folder, run.launch
@@ -48,11 +48,14 @@ def run_entry(
     folder: Path,
     launch: Launch,
 ) -> Outcome:
-    """Returns how ``entry(*arguments)`` ended in that many ranks, whose words are in ``folder``."""
+    """Run ``entry(*arguments)`` in ``ranks`` processes and return the outcome.
+
+    The ranks write their exit reports to ``folder``.
+    """
     processes.start_forkserver()
     processes.await_forkserver()
     exit_reports.prepare_reports(folder)
-    kills = processes.out_of_memory_kills()
+    kills_before = processes.out_of_memory_kills()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,8 +67,9 @@ def run_entry(
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else each job leaves a temporary folder
-        signals_to_handle="SIGQUIT",  # the others are ours: see _Stop
+        # The default log folder is a temporary one that each job leaves behind.
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGQUIT",  # _SignalForwarder handles the others
         shutdown_timeout=max(1, round(launch.grace)),
     )
     watchdog = Watchdog(launch.timeout, folder)
@@ -75,12 +79,12 @@ def run_entry(
                 resource_affinity.current_affinity(), entry, *arguments
             )
         outcome = next(
-            (w for w in exit_reports.read_reports(folder) if w.status == "pruned"), Outcome("ok")
+            (o for o in exit_reports.read_reports(folder) if o.status == "pruned"), Outcome("ok")
         )
     except SignalException as error:
         outcome = _signal_outcome(error.sigval, folder)
     except ChildFailedError as error:
-        outcome = _failure_outcome(error, folder, processes.out_of_memory_kills() > kills)
+        outcome = _failure_outcome(error, folder, processes.out_of_memory_kills() > kills_before)
     finally:
         with signals.ignore_signals():
             processes.terminate(processes.descendants(), grace=1.0)
@@ -89,7 +93,7 @@ def run_entry(
 
 
 class _SignalForwarder:
-    """Passes the first signal on to the ranks; a second SIGINT ends them without waiting."""
+    """Signal handler that forwards the first signal to the ranks; a second SIGINT kills them."""
 
     def __init__(self) -> None:
         self._forwarded = False
@@ -103,7 +107,7 @@ class _SignalForwarder:
 
 
 class Watchdog:
-    """Ends a job's processes when its time is up, and asks them where they were."""
+    """Timer that dumps the stacks of the ranks and ends their processes after a timeout."""
 
     def __init__(self, timeout: float | None, folder: Path) -> None:
         self._timeout, self._folder = timeout, folder
@@ -121,16 +125,16 @@ class Watchdog:
             self._timer.cancel()
 
     def apply_timeout(self, outcome: Outcome) -> Outcome:
-        """Returns the ending, as a timeout if this was the cause."""
+        """Outcome ``timeout`` with the blocking ranks if the timer fired, else ``outcome``."""
         if not self._fired.is_set() or outcome.exit_code == 0:
             return outcome
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if outcome.status == "interrupted":
             reason += f"; {outcome.reason}"
-        ranks, what = exit_reports.blocking_ranks(self._folder)
+        ranks, activity = exit_reports.blocking_ranks(self._folder)
         if ranks:
             names = ", ".join(str(rank) for rank in ranks)
-            reason += f"; rank{'s' if len(ranks) > 1 else ''} {names} {what}"
+            reason += f"; rank{'s' if len(ranks) > 1 else ''} {names} {activity}"
         rank = ranks[0] if len(ranks) == 1 else None
         return Outcome("timeout", reason, rank, exit_reports.rank_stacks(self._folder))
 
@@ -144,7 +148,9 @@ class Watchdog:
 
 def _signal_outcome(number: int, folder: Path) -> Outcome:
     reasons = [
-        word.reason for word in exit_reports.read_reports(folder) if word.status == "interrupted"
+        outcome.reason
+        for outcome in exit_reports.read_reports(folder)
+        if outcome.status == "interrupted"
     ]
     name = signal.Signals(number).name
     reason = reasons[0] if reasons else f"{name} before a checkpoint could be saved"
@@ -152,30 +158,32 @@ def _signal_outcome(number: int, folder: Path) -> Outcome:
 
 
 def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -> Outcome:
-    """Returns the first cause: a rank that died without a word, else the earliest word.
+    """Outcome of the first cause: a rank killed without an exit report, else the earliest report.
 
-    What a rank says that has only lost another is the last resort.
+    Reports of peer failures come last.
     """
-    said = exit_reports.read_reports(folder)
-    spoken = {outcome.rank for outcome in said}
+    outcomes = exit_reports.read_reports(folder)
+    reported_ranks = {outcome.rank for outcome in outcomes}
     for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and rank not in spoken:
+        if failure.exitcode < 0 and rank not in reported_ranks:
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Outcome("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
             return Outcome("failed", f"rank {rank} was killed by {name}", rank)
-    causes = [outcome for outcome in said if outcome.status not in ("ok", "pruned", "interrupted")]
+    causes = [
+        outcome for outcome in outcomes if outcome.status not in ("ok", "pruned", "interrupted")
+    ]
     if causes:
         return min(causes, key=lambda cause: cause.peer_failure)
-    if said and said[0].status == "interrupted":
-        return said[0]
+    if outcomes and outcomes[0].status == "interrupted":
+        return outcomes[0]
     rank, failure = error.get_first_failure()
     return Outcome("failed", f"rank {rank} ended with exit code {failure.exitcode}", rank)
 
 
 @contextmanager
 def _silence_elastic_log() -> Iterator[None]:
-    """Keeps elastic's log out of the terminal: the status says what it would."""
+    """Suppress the log of torch elastic, whose information is in the status."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(ELASTIC)]
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -189,7 +197,7 @@ def _silence_elastic_log() -> Iterator[None]:
 
 
 def _show_cursor() -> None:
-    """Gives a terminal its cursor back, which a rank that was killed has left hidden."""
+    """Show the terminal cursor, which a killed rank may have left hidden."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: an engine takes tasks and tells how each ended."""
+"""Interface of sweep executors, and the sequential executor."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from scalewise.launch.job import JobSpec, Result, execute, needs_own_process
 from scalewise.launch.outcomes import outcome_of_exception
 
 INTERRUPTED = range(129, 160)
-"""Exit codes of jobs that a signal to the whole sweep has ended."""
+"""Exit codes of jobs that a signal ended: 128 + signal number."""
 
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One job of a sweep: its number, what it runs, and the folder that it is to have."""
+    """Job of a sweep with its number and folder."""
 
     number: int
+    """Number of the job in its sweep."""
     job_spec: JobSpec
+    """Job to run."""
     folder: Path
+    """Planned folder of the run."""
 
 
-Began = Callable[[SweepTask], None]
+StartCallback = Callable[[SweepTask], None]
 
 
 class Executor(Protocol):
-    """What runs the jobs of a sweep."""
+    """Runs the jobs of a sweep."""
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
-        """Yields each task with how it ended, as they end; calls ``on_start`` as each starts.
+        """Run the jobs and yield each task with its result as it ends.
 
-        No job stops another. After a signal to the sweep the task that it ended is yielded, and
-        what had not begun is left out.
+        Calls ``on_start`` when a job starts. A failed job does not stop the others. After a signal,
+        yields the interrupted task and omits the jobs that have not started.
         """
 
 
 def preload_modules(tasks: Sequence[SweepTask]) -> list[str]:
-    """Returns the modules that the ranks of some job import: its fork server may, once."""
+    """Modules that ranks of the jobs import, for the forkserver to import once."""
     return sorted({name for task in tasks for name in task.job_spec.run.imports})
 
 
 class SequentialExecutor:
-    """One job after the other, each in processes of its own."""
+    """Runs one job after the other, each in its own processes."""
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
-        """Yields each task with how it ended."""
+        """Run the jobs in order and yield each task with its result."""
         if any(needs_own_process(task.job_spec) for task in tasks):
             processes.start_forkserver(preload_modules(tasks))
         for task in tasks:
@@ -61,8 +64,8 @@ class SequentialExecutor:
                 return
 
 
-def execute_task(task: SweepTask, on_start: Began) -> Result:
-    """Returns how a task ended; whatever is raised is an ending like others."""
+def execute_task(task: SweepTask, on_start: StartCallback) -> Result:
+    """Run a task and return its result; an exception becomes a failed result."""
     try:
         with signals.raise_on_signals("before the job began"):
             on_start(task)
@@ -72,6 +75,6 @@ def execute_task(task: SweepTask, on_start: Began) -> Result:
 
 
 def failed_result(task: SweepTask, error: Exception) -> Result:
-    """Returns the result of a task that ended by an exception, without a status of its own."""
+    """Result of a task that an exception ended before it wrote a status."""
     outcome = outcome_of_exception(error, None)
     return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})

@@ -1,4 +1,4 @@
-"""The engines of a sweep by name, as ``hydra/launcher=NAME`` asks for them."""
+"""Executors by name, for ``hydra/launcher=NAME``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def _packed_executor(slots: int | None = None) -> Executor:
 def _slurm(**options: Any) -> Executor:
     if find_spec("submitit") is None:
         fix = "pip install 'scalewise[slurm]'"
-        raise ConfigError.for_key("hydra/launcher", "slurm", "needs hydra-submitit-launcher", fix)
+        raise ConfigError.for_key(
+            "hydra/launcher", "slurm", "requires hydra-submitit-launcher", fix
+        )
     from scalewise.launch.slurm import SlurmExecutor
 
     return SlurmExecutor(**options)
@@ -31,27 +33,26 @@ def _slurm(**options: Any) -> Executor:
 
 def _joblib(n_jobs: int = -1) -> Executor:
     if find_spec("joblib") is None:
-        fix = "pip install 'scalewise[joblib]', or choose hydra/launcher=packed"
-        raise ConfigError.for_key("hydra/launcher", "joblib", "needs joblib", fix)
+        fix = "pip install 'scalewise[joblib]', or set hydra/launcher=packed"
+        raise ConfigError.for_key("hydra/launcher", "joblib", "requires joblib", fix)
     from scalewise.launch.joblib_pool import JoblibExecutor
 
     return JoblibExecutor(n_jobs)
 
 
-ENGINES: Mapping[str, Callable[..., Executor]] = {
+EXECUTORS: Mapping[str, Callable[..., Executor]] = {
     "in_turn": _sequential,
     "packed": _packed_executor,
     "slurm": _slurm,
     "joblib": _joblib,
 }
-"""What makes each engine from its options; it imports what that engine needs."""
+"""Constructors of the executors by the ``engine`` option; each imports its own dependencies."""
 
-
-ELSEWHERE = ("slurm",)
-"""Engines whose jobs run on other machines than the present one."""
+REMOTE_LAUNCHERS = ("slurm",)
+"""Executors that run jobs on other machines."""
 
 
 def build_executor(options: Mapping[str, Any]) -> Executor:
-    """Returns the engine that the options of ``hydra/launcher`` name."""
-    given = dict(options)
-    return ENGINES[str(given.pop("engine"))](**given)
+    """Executor for the options of ``hydra/launcher``."""
+    arguments = dict(options)
+    return EXECUTORS[str(arguments.pop("engine"))](**arguments)

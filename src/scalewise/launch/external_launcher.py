@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun or the like, or Slurm's srun."""
+"""Ranks started by an external launcher: torchrun, or srun of Slurm."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scalewise.errors import EXIT_CODES, ConfigError
 from scalewise.hardware import RANK_VARIABLES, launched_world_size
 from scalewise.launch import signals
 
-FIRST_PORT, PORTS = 15000, 20000
-"""Where the ranks of a Slurm step meet: a port that its job id picks."""
+MIN_PORT, NUM_PORTS = 15000, 20000
+"""Range of the rendezvous port of a Slurm step; the job ID selects the port."""
 
 LAUNCHER_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-"""All that one of several ranks needs to know."""
+"""Environment variables that a rank requires."""
 
 MPI_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": 2,
@@ -25,26 +25,26 @@ MPI_VARIABLES = {
     "PMIX_RANK": 1,
     "PMI_RANK": 1,
 }
-"""Variables of mpirun, each with the least value that says that there are several processes."""
+"""Environment variables of mpirun, with the minimum value that implies several processes."""
 
 REJECTION_WAIT_S = 3.0
-"""Seconds in which rank 0 says what all ranks are refused for."""
+"""Time for rank 0 to print the error before the other ranks exit, in seconds."""
 
 
 def is_external_rank() -> bool:
-    """Returns whether this process is one of several ranks that it did not start itself."""
+    """Whether an external launcher started this process as one of several ranks."""
     return launched_world_size() is not None
 
 
 def is_leader() -> bool:
-    """Returns whether this process speaks for the job: alone, or as rank 0."""
+    """Whether this process is the only one or rank 0."""
     return not is_external_rank() or os.environ["RANK"] == "0"
 
 
 def exit_if_not_rank_0() -> None:
-    """Ends every rank but 0 without a word, by the exit code of a refusal that all share.
+    """Exit all ranks but 0 without printing, so that a config error appears once.
 
-    Not at once: torchrun ends the others when one has ended, be it before rank 0 could speak.
+    They wait before they exit, because torchrun ends all ranks, rank 0 included, when one exits.
     """
     if not is_leader():
         with signals.ignore_signals():
@@ -55,53 +55,58 @@ def exit_if_not_rank_0() -> None:
 def adopt_slurm_step(
     environment: MutableMapping[str, str], min_tasks: int = 2
 ) -> ConfigError | None:
-    """Says what srun says in the words of torchrun, if srun started ``min_tasks`` tasks or more.
+    """Set torchrun's variables from Slurm's, if srun started at least ``min_tasks`` tasks.
 
-    Not for what ``sbatch`` runs without ``srun``: that is one process, whatever was allocated.
-    Rank variables that are left over (a part of torchrun's, of a world of one) are removed: the
-    process is alone. Returns an error where they name one of several ranks and the rest is absent.
+    Does not apply to processes that ``sbatch`` runs without ``srun``. Removes an incomplete set of
+    rank variables of a single process; returns an error if they are those of one of several ranks.
     """
     tasks = _parse_count(environment, "SLURM_STEP_NUM_TASKS")
     if tasks < min_tasks or all(name in environment for name in RANK_VARIABLES):
         return _check_rank_variables(environment)
-    if absent := [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environment]:
-        return _incomplete_variables(environment, "SLURM_STEP_NUM_TASKS", absent)
+    if missing_names := [
+        name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environment
+    ]:
+        return _incomplete_variables(environment, "SLURM_STEP_NUM_TASKS", missing_names)
     _adopt_step(environment, tasks)
     return _out_of_range(environment)
 
 
 def _check_rank_variables(environment: MutableMapping[str, str]) -> ConfigError | None:
-    """Removes rank variables that are left over; returns what is wrong with those of a rank."""
-    given = [name for name in LAUNCHER_VARIABLES if name in environment]
-    absent = [name for name in LAUNCHER_VARIABLES if name not in environment]
-    if absent:
-        numbers = {name: environment.pop(name) for name in given if name in RANK_VARIABLES}
-        of_a_rank = {"RANK", "LOCAL_RANK"} & numbers.keys()
-        least = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        if of_a_rank and any(value != least.get(key, "0") for key, value in numbers.items()):
-            return _incomplete_variables(numbers, next(iter(numbers)), absent)
+    """Remove incomplete rank variables; return an error if this is one of several ranks."""
+    present_names = [name for name in LAUNCHER_VARIABLES if name in environment]
+    missing_names = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if missing_names:
+        removed_values = {
+            name: environment.pop(name) for name in present_names if name in RANK_VARIABLES
+        }
+        rank_keys = {"RANK", "LOCAL_RANK"} & removed_values.keys()
+        single_values = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        if rank_keys and any(
+            value != single_values.get(key, "0") for key, value in removed_values.items()
+        ):
+            return _incomplete_variables(removed_values, next(iter(removed_values)), missing_names)
         return _mpi_error(environment)
     return _out_of_range(environment)
 
 
 def _out_of_range(environment: MutableMapping[str, str]) -> ConfigError | None:
-    """Returns an error for a rank that its world does not have, and removes the variables."""
-    for name, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        value, most = environment[name], environment[ranks]
-        if not (value.isdecimal() and most.isdecimal() and int(value) < int(most)):
+    """Error for a rank outside its world size; removes the rank variables."""
+    for name, count_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        value, count = environment[name], environment[count_name]
+        if not (value.isdecimal() and count.isdecimal() and int(value) < int(count)):
             for key in RANK_VARIABLES:
                 environment.pop(key)
-            fix = "start the ranks with torchrun or srun, or unset both for a run that is alone"
-            return ConfigError.for_key(name, value, f"is no rank of {ranks}={most}", fix)
+            fix = "start the ranks with torchrun or srun, or unset both for a single-process run"
+            return ConfigError.for_key(name, value, f"is not a rank of {count_name}={count}", fix)
     return None
 
 
 def _mpi_error(environment: MutableMapping[str, str]) -> ConfigError | None:
-    """Returns an error for one of several processes of mpirun, each of which would train alone."""
-    for name, least in MPI_VARIABLES.items():
-        if "SLURM_STEP_NUM_TASKS" not in environment and _parse_count(environment, name) >= least:
-            reason = "mpirun started several processes, and each would be a run of its own"
-            fix = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
+    """Error for one of several processes of mpirun, which would all train separately."""
+    for name, minimum in MPI_VARIABLES.items():
+        if "SLURM_STEP_NUM_TASKS" not in environment and _parse_count(environment, name) >= minimum:
+            reason = "mpirun started several processes, and each would be a separate run"
+            fix = f"start the ranks with torchrun or srun; for a single process, unset {name}"
             return ConfigError.for_key(name, environment[name], reason, fix)
     return None
 
@@ -109,9 +114,9 @@ def _mpi_error(environment: MutableMapping[str, str]) -> ConfigError | None:
 def _incomplete_variables(
     environment: Mapping[str, str], name: str, missing_names: Sequence[str]
 ) -> ConfigError:
-    are = "are" if len(missing_names) > 1 else "is"
-    reason = f"names one of several ranks, and {', '.join(missing_names)} {are} not set"
-    fix = f"start the ranks with torchrun or srun, or unset {name} for a run that is alone"
+    verb = "are" if len(missing_names) > 1 else "is"
+    reason = f"is set for one of several ranks, and {', '.join(missing_names)} {verb} not set"
+    fix = f"start the ranks with torchrun or srun, or unset {name} for a single-process run"
     return ConfigError.for_key(name, environment[name], reason, fix)
 
 
@@ -121,26 +126,29 @@ def _parse_count(environment: Mapping[str, str], name: str) -> int:
 
 
 def _adopt_step(environment: MutableMapping[str, str], tasks: int) -> None:
-    """Sets torchrun's variables from those of a task of a Slurm step."""
+    """Set torchrun's variables from those of a task of a Slurm step."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "127.0.0.1"))
-    job = _parse_count(environment, "SLURM_JOB_ID")
-    each = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NTASKS_PER_NODE"))
-    one_node = environment.get("SLURM_STEP_NUM_NODES") == "1"  # its name need not be known there
-    told = {
+    job_id = _parse_count(environment, "SLURM_JOB_ID")
+    tasks_per_node = environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NTASKS_PER_NODE")
+    )
+    # The only node may not resolve its own host name.
+    is_one_node = environment.get("SLURM_STEP_NUM_NODES") == "1"
+    variables = {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "GROUP_RANK": environment.get("SLURM_NODEID", "0"),
         "WORLD_SIZE": str(tasks),
-        "LOCAL_WORLD_SIZE": re.split(r"\D", each or str(tasks))[0],
-        "MASTER_ADDR": "127.0.0.1" if one_node else first_host(hosts),
-        "MASTER_PORT": str(FIRST_PORT + job % PORTS),
+        "LOCAL_WORLD_SIZE": re.split(r"\D", tasks_per_node or str(tasks))[0],
+        "MASTER_ADDR": "127.0.0.1" if is_one_node else first_host(hosts),
+        "MASTER_PORT": str(MIN_PORT + job_id % NUM_PORTS),
     }
-    for key, value in told.items():
+    for key, value in variables.items():
         environment.setdefault(key, value)
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of Slurm's list: ``node[03-07,12],login1`` is ``node03``."""
-    head = re.match(r"([^\[,\s]*)(?:\[(\w+))?", nodes)
-    assert head is not None
-    return head[1] + (head[2] or "")
+    """First host of a Slurm node list, e.g. ``node03`` for ``node[03-07,12],login1``."""
+    match = re.match(r"([^\[,\s]*)(?:\[(\w+))?", nodes)
+    assert match is not None
+    return match[1] + (match[2] or "")

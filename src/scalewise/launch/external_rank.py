@@ -1,4 +1,4 @@
-"""One rank of a job whose ranks somebody else started: torchrun, srun."""
+"""Rank of a job whose ranks an external launcher started: torchrun, srun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scalewise.launch.job import (
     finish_job,
     locked_resume_checkpoint,
     prepare_job,
-    wandb_facts,
+    wandb_metadata,
     with_wandb_group,
 )
 from scalewise.launch.locks import InUseError
@@ -38,20 +38,20 @@ from scalewise.tracking.run_files import read_json
 
 
 def run_external_rank(job_spec: JobSpec, folder: Path, *, is_retry: bool = False) -> Result:
-    """Trains as this process's rank and returns how it ended; rank 0 writes the job's status.
+    """Train as the rank of this process and return the result; rank 0 writes the status.
 
-    ``is_retry``: after an earlier attempt in the same folder, from its last checkpoint. Raises
-    ``ConfigError`` where the job is refused, ``Interrupted`` for a signal before it has a folder.
+    ``is_retry``: resumes an earlier attempt in the same folder. Raises ``ConfigError`` for invalid
+    jobs, and ``Interrupted`` for a signal before the job has a folder.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != job_spec.run.world_size:
         raise ConfigError.for_key(
             "parallelism",
             job_spec.run.choices.get("parallelism", ""),
-            f"is a layout of {job_spec.run.world_size} ranks; {world_size} were started",
+            f"requires {job_spec.run.world_size} ranks; {world_size} were started",
         )
-    with ExitStack() as locked:
-        return _run_rank_job(job_spec, folder, rank, world_size, locked, is_retry=is_retry)
+    with ExitStack() as exit_stack:
+        return _run_rank_job(job_spec, folder, rank, world_size, exit_stack, is_retry=is_retry)
 
 
 def _run_rank_job(
@@ -63,29 +63,35 @@ def _run_rank_job(
     *,
     is_retry: bool,
 ) -> Result:
-    status, own, resume = None, folder, None
+    status, run_folder, resume = None, folder, None
     if rank == 0:
-        status, own, resume = _begin_job(job_spec, folder, exit_stack, is_retry)
+        status, run_folder, resume = _begin_job(job_spec, folder, exit_stack, is_retry)
     try:
         with signals.raise_on_signals("before training began"):
-            own, resume = _broadcast_job(job_spec.run, own, resume)
-            if own != folder:
+            run_folder, resume = _broadcast_job(job_spec.run, run_folder, resume)
+            if run_folder != folder:
                 with suppress(OSError):
-                    folder.rmdir()  # Hydra made one for each rank
-            known = wandb_facts(job_spec, status, own, resume, status.attempts) if status else {}
+                    folder.rmdir()  # Hydra creates one for each rank
+            metadata = (
+                wandb_metadata(job_spec, status, run_folder, resume, status.attempts)
+                if status
+                else {}
+            )
             with signals.restore_handlers():
-                outcome = run_attempt(with_wandb_group(job_spec, own, resume), own, resume, known)
+                outcome = run_attempt(
+                    with_wandb_group(job_spec, run_folder, resume), run_folder, resume, metadata
+                )
     except Interrupted as error:
         outcome = Outcome("interrupted", str(error), None, (), error.signal_number)
-    except Exception as error:  # whatever it is, the job has a status
+    except Exception as error:  # every exception becomes a status
         outcome = outcome_of_exception(error, rank)
-        exit_reports.write_report(own, rank, outcome)
+        exit_reports.write_report(run_folder, rank, outcome)
     if outcome.peer_failure and status:
-        time.sleep(LAUNCHER_LOST_WAIT_S)  # until the others have left word
-        outcome = exit_reports.lost_rank_reason(own, world_size) or outcome
-    result = Result(outcome.status, outcome.reason, outcome.exit_code, own, {})
+        time.sleep(LAUNCHER_LOST_WAIT_S)  # for the exit reports of the other ranks
+        outcome = exit_reports.lost_rank_reason(run_folder, world_size) or outcome
+    result = Result(outcome.status, outcome.reason, outcome.exit_code, run_folder, {})
     if status is not None:
-        result = finish_job(status, outcome, job_spec, status.attempts, own)
+        result = finish_job(status, outcome, job_spec, status.attempts, run_folder)
     if (outcome.exit_code == 0 or outcome.status == "interrupted") and dist.is_initialized():
         _wait_for_rank_0()
     return result
@@ -98,7 +104,7 @@ def _begin_job(
     if not is_retry:
         folder, resume = claim_locked(job_spec, folder, steps, exit_stack)
         return begin_job(job_spec, folder, resume), folder, resume
-    with suppress(InUseError):  # of an attempt that Slurm has ended, on a node that is gone
+    with suppress(InUseError):  # a lost node may still hold the lock of the previous attempt
         exit_stack.enter_context(locks.acquire_lock(folder))
     resume = store.newest_checkpoint(folder / "checkpoints")
     if resume is None:
@@ -108,7 +114,7 @@ def _begin_job(
 
 
 def _broadcast_job(run: RunConfig, folder: Path, resume: Path | None) -> tuple[Path, Path | None]:
-    """Joins the other ranks, and returns what rank 0 has settled."""
+    """Initialize the process group; return the folder and checkpoint that rank 0 selected."""
     on_cuda = run.hardware.device == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -120,16 +126,16 @@ def _broadcast_job(run: RunConfig, folder: Path, resume: Path | None) -> tuple[P
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    settled: list[Any] = [folder, resume]
-    dist.broadcast_object_list(settled)
-    return settled[0], settled[1]
+    values: list[Any] = [folder, resume]
+    dist.broadcast_object_list(values)
+    return values[0], values[1]
 
 
 def _connect_store() -> TCPStore | None:
-    """Returns the store at ``MASTER_ADDR``; rank 0 serves it, on that interface only.
+    """TCPStore at ``MASTER_ADDR``; rank 0 serves it on that interface only.
 
-    None where the launcher's agent serves it. A ``MASTER_ADDR`` that rank 0 cannot bind (the
-    address of a proxy) is served on all interfaces, as torch does.
+    None if the launcher's agent serves it. If rank 0 cannot bind ``MASTER_ADDR`` (the address of a
+    proxy), the store listens on all interfaces, as in torch.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -146,7 +152,7 @@ def _connect_store() -> TCPStore | None:
 
 
 def _wait_for_rank_0() -> None:
-    """Waits for rank 0, which has more to write: a launcher ends the others when one has ended."""
-    with suppress(RuntimeError):  # whom a signal stopped while starting may be alone
+    """Wait until rank 0 has written its files, as launchers end all ranks when one exits."""
+    with suppress(RuntimeError):  # other ranks may have ended by a signal during startup
         dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One job, from its folder to its status."""
+"""Execution of one job: folder, data preparation, attempts and status."""
 
 from __future__ import annotations
 
@@ -57,26 +57,31 @@ class Result:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A Run with what surrounds it: how it was asked for, and by which sweep."""
+    """Config of a run with its command, its sweep and earlier attempts."""
 
     run: RunConfig
+    """Config of the run."""
     command: str = ""
+    """Command line that started the job."""
     verb: str = "train"
+    """Name of the command."""
     varied: Mapping[str, str] = field(default_factory=dict)
+    """Overrides by key that differ between the jobs of the sweep."""
     changed: Sequence[Mapping[str, object]] = ()
+    """Differences to the config of an earlier run."""
     sweep: str | None = None
-    """Name of the sweep that this job belongs to."""
+    """Name of the sweep; None: a single run."""
     attempts: Sequence[Path] = ()
-    """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
+    """Folders of earlier attempts at the job, the newest first; the job resumes from them."""
     micro_batch_choice: MicroBatchChoice | None = None
-    """How ``trainer.micro_batch=auto`` was settled; None: a number was given."""
+    """How ``trainer.micro_batch=auto`` was resolved; None: the option is a number."""
 
 
 def execute(job_spec: JobSpec, folder: Path) -> Result:
-    """Runs one job into ``folder`` and returns how it ended.
+    """Run one job in ``folder`` and return its result.
 
-    Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused, and
-    ``Interrupted`` for a signal before there is a folder.
+    Raises ``ConfigError``, without creating a folder, if data or checkpoint are invalid, and
+    ``Interrupted`` for a signal before the folder is created.
     """
     with signals.raise_on_signals("before training began"):
         if external_launcher.is_external_rank():
@@ -84,18 +89,21 @@ def execute(job_spec: JobSpec, folder: Path) -> Result:
 
             return run_external_rank(job_spec, folder)
         if needs_own_process(job_spec):
-            # It imports while this process looks at the data.
+            # The forkserver imports while this process prepares data.
             processes.start_forkserver(job_spec.run.imports)
         steps = prepare_job(job_spec)
-        with ExitStack() as locked:
-            folder, resume = claim_locked(job_spec, folder, steps, locked)
+        with ExitStack() as exit_stack:
+            folder, resume = claim_locked(job_spec, folder, steps, exit_stack)
             status = begin_job(job_spec, folder, resume)
             outcome, attempts = _run_attempts(job_spec, folder, resume, status)
             return finish_job(status, outcome, job_spec, attempts, folder)
 
 
 def prepare_job(job_spec: JobSpec) -> int:
-    """Prepares data and layout; returns the steps that there will be. Refuses what cannot run."""
+    """Prepare data, callbacks and parallelism, and return the number of optimizer steps.
+
+    Raises ``ConfigError`` if the job cannot run.
+    """
     run = job_spec.run
     if run.launch.refuse_unfit:
         from scalewise.planner.fit_check import reject_unfit
@@ -112,7 +120,9 @@ def prepare_job(job_spec: JobSpec) -> int:
         from scalewise.training import user_module  # imports Lightning
 
         user_module.import_classes(run)
-        steps = run.trainer.max_steps or sys.maxsize  # its loaders are not asked here
+        steps = (
+            run.trainer.max_steps or sys.maxsize
+        )  # the length of its data loaders is unknown here
     else:
         splits = run.data.prepare(run.model.vocabulary, run.seed)
         steps = run.num_steps(len(splits.train))
@@ -122,10 +132,10 @@ def prepare_job(job_spec: JobSpec) -> int:
 def claim_locked(
     job_spec: JobSpec, folder: Path, steps: int, exit_stack: ExitStack
 ) -> tuple[Path, Path | None]:
-    """Makes a folder for a job and locks it until ``exit_stack`` closes.
+    """Create the folder of a job and lock it until ``exit_stack`` closes.
 
-    Returns the folder and the checkpoint to resume. Raises ``ConfigError`` where that cannot be
-    used, or its run is in use.
+    Returns the folder and the checkpoint to resume. Raises ``ConfigError`` if the checkpoint is
+    invalid or its run is in use.
     """
     with locked_resume_checkpoint(job_spec, folder, steps) as resume:
         folder = claim_folder(folder)
@@ -135,10 +145,10 @@ def claim_locked(
 
 @contextmanager
 def locked_resume_checkpoint(job_spec: JobSpec, folder: Path, steps: int) -> Iterator[Path | None]:
-    """Yields the checkpoint that a job of so many steps resumes, None without one."""
-    own = _own_checkpoint(job_spec) if job_spec.attempts else None
-    if own is not None or job_spec.run.resume is None:
-        yield own
+    """Yield the checkpoint that a job of ``steps`` steps resumes; None without one."""
+    checkpoint = _attempt_checkpoint(job_spec) if job_spec.attempts else None
+    if checkpoint is not None or job_spec.run.resume is None:
+        yield checkpoint
         return
     from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 
@@ -147,40 +157,44 @@ def locked_resume_checkpoint(job_spec: JobSpec, folder: Path, steps: int) -> Ite
         yield path
 
 
-def _own_checkpoint(job_spec: JobSpec) -> Path | None:
-    """Returns the newest checkpoint of a job's own."""
+def _attempt_checkpoint(job_spec: JobSpec) -> Path | None:
+    """Newest checkpoint of the earlier attempts at a job; None without one."""
     from scalewise.checkpoints import store
 
-    found = (store.newest_checkpoint(attempt / "checkpoints") for attempt in job_spec.attempts)
-    return next(filter(None, found), None)
+    checkpoints = (
+        store.newest_checkpoint(attempt / "checkpoints") for attempt in job_spec.attempts
+    )
+    return next(filter(None, checkpoints), None)
 
 
 def claim_folder(folder: Path) -> Path:
-    """Makes a folder for one job and returns it; a second job of the same second gets ``-2``."""
+    """Create the folder of a job; appends ``-2``, ``-3``, ... if it belongs to another job."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(1, 1000):
-            own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-            own.mkdir(exist_ok=True)
+            claimed_folder = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            claimed_folder.mkdir(exist_ok=True)
             with suppress(FileExistsError):
-                (own / "overrides.txt").open("x", encoding="utf-8").close()
-                return own
+                (claimed_folder / "overrides.txt").open("x", encoding="utf-8").close()
+                return claimed_folder
     except OSError as error:
-        reason = f"cannot be made: {error.strerror}"
+        reason = f"cannot be created: {error.strerror}"
         raise ConfigError.for_key(
             "hydra.run.dir", folder, reason, "run in another folder"
         ) from error
-    raise ConfigError.for_key("hydra.run.dir", folder, "holds a run already", "give another")
+    raise ConfigError.for_key(
+        "hydra.run.dir", folder, "already contains a run", "set another folder"
+    )
 
 
 def attempt_folders(planned_folder: Path) -> tuple[Path, ...]:
-    """Returns the folders of a job's attempts, the newest first."""
-    found: list[Path] = []
-    place = planned_folder
-    while (place / "overrides.txt").exists():
-        found.insert(0, place)
-        place = planned_folder.with_name(f"{planned_folder.name}-{len(found) + 1}")
-    return tuple(found)
+    """Folders of the attempts at a job, the newest first."""
+    folders: list[Path] = []
+    folder = planned_folder
+    while (folder / "overrides.txt").exists():
+        folders.insert(0, folder)
+        folder = planned_folder.with_name(f"{planned_folder.name}-{len(folders) + 1}")
+    return tuple(folders)
 
 
 def begin_job(
@@ -189,27 +203,26 @@ def begin_job(
     resume: Path | None,
     previous_status: Mapping[str, Any] | None = None,
 ) -> Status:
-    """Writes what a job is before it starts, and returns its status.
+    """Write config, inputs and status of a job before it starts, and return the status.
 
-    ``previous_status`` is the ``status.json`` of the attempt that this one follows. Raises
-    ``ConfigError``
-    on a disk too full to write how the job ends; an exception leaves nothing that is new.
+    ``previous_status``: ``status.json`` of the previous attempt. Raises ``ConfigError``
+    if the disk has no space for the status at the end of the job. An exception removes new files.
     """
     try:
         return _write_first_status(job_spec, folder, resume, previous_status or {})
-    except BaseException as error:  # a signal as well
+    except BaseException as error:  # includes signals
         exit_reports.remove_reports(folder)
         if not previous_status:
             _remove_claimed(folder)
-        if (lacking := atomic.disk_full_reason(error)) is None:
+        if (reason_and_fix := atomic.disk_full_reason(error)) is None:
             raise
-        raise ConfigError.for_key("hydra.run.dir", folder, *lacking) from error
+        raise ConfigError.for_key("hydra.run.dir", folder, *reason_and_fix) from error
 
 
 def _remove_claimed(folder: Path) -> None:
-    """Removes what ``claim`` and ``_begin`` made, and the folders unless they hold more."""
-    made = ("overrides.txt", "resolved.yaml", inputs.INPUTS_FILE, "status.json", locks.FILE)
-    for name in made:
+    """Remove the files of ``claim_folder`` and ``begin_job``, and folders that are then empty."""
+    file_names = ("overrides.txt", "resolved.yaml", inputs.INPUTS_FILE, "status.json", locks.FILE)
+    for name in file_names:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         (folder / "checkpoints").rmdir()
@@ -222,8 +235,8 @@ def _write_first_status(
     job_spec: JobSpec, folder: Path, resume: Path | None, previous_status: Mapping[str, Any]
 ) -> Status:
     run = job_spec.run
-    lines = "".join(f"{line}\n" for line in run.overrides)
-    write_text(folder / "overrides.txt", lines)
+    overrides = "".join(f"{override}\n" for override in run.overrides)
+    write_text(folder / "overrides.txt", overrides)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
     inputs.write_inputs(run.as_dict(), folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -249,7 +262,7 @@ def _write_first_status(
         **git_state(),
     )
     status.reserve(folder)
-    status.write(folder)  # last: from here on there is a run
+    status.write(folder)  # last: a folder with a status is a run
     return status
 
 
@@ -258,7 +271,7 @@ def _micro_batch_record(choice: MicroBatchChoice) -> dict[str, object]:
 
 
 def needs_own_process(job_spec: JobSpec) -> bool:
-    """Returns whether a job leaves this process."""
+    """Whether a job runs in a separate process."""
     launch = job_spec.run.launch
     if launch.isolation is Isolation.auto:
         return job_spec.run.world_size > 1 or launch.needs_own_process or job_spec.sweep is not None
@@ -274,25 +287,25 @@ def _run_attempts(
         try:
             with signals.raise_on_signals("before training began"):
                 outcome = _run_attempt(job_spec, folder, resume, status, number)
-        except Exception as error:  # whatever it is, the job has a status
+        except Exception as error:  # every exception becomes a status
             outcome = outcome_of_exception(error, None)
         if outcome.status not in ("failed", "timeout") or number >= allowed:
             return outcome, number
         from scalewise.checkpoints import store
 
         resume = store.newest_checkpoint(folder / "checkpoints") or resume
-        print_lines(f"attempt {number} {outcome.status}: {outcome.reason}; starting again")
+        print_lines(f"attempt {number} {outcome.status}: {outcome.reason}; restarting")
 
 
 def _run_attempt(
     job_spec: JobSpec, folder: Path, resume: Path | None, status: Status, number: int
 ) -> Outcome:
-    known = wandb_facts(job_spec, status, folder, resume, number)
+    metadata = wandb_metadata(job_spec, status, folder, resume, number)
     if not needs_own_process(job_spec):
-        return _run_in_process(job_spec, folder, resume, known)
+        return _run_in_process(job_spec, folder, resume, metadata)
     from scalewise.launch.elastic import run_ranks
 
-    return run_ranks(with_wandb_group(job_spec, folder, resume), folder, resume, known)
+    return run_ranks(with_wandb_group(job_spec, folder, resume), folder, resume, metadata)
 
 
 def _run_in_process(
@@ -307,16 +320,16 @@ def _run_in_process(
 
 
 def with_wandb_group(job_spec: JobSpec, folder: Path, resume: Path | None) -> RunConfig:
-    """Returns the run with a W&B group, where it names none.
+    """Config with a W&B group, if it has none.
 
-    That is its sweep, else the group of the run that it resumes, else its own folder: each
-    attempt is a W&B run of its own, and the group holds them together.
+    The group is the sweep, else the group of the resumed run, else the folder: each attempt is a
+    separate W&B run, and the group contains all of them.
     """
     run = job_spec.run
     if run.tracking.group is not None:
         return run
-    own = f"{folder.parent.name}/{folder.name}"
-    group = job_spec.sweep or (_wandb_group(resume.parents[1]) if resume else None) or own
+    own_group = f"{folder.parent.name}/{folder.name}"
+    group = job_spec.sweep or (_wandb_group(resume.parents[1]) if resume else None) or own_group
     return replace(run, tracking=replace(run.tracking, group=group))
 
 
@@ -325,14 +338,14 @@ def _wandb_group(folder: Path) -> str | None:
     return group
 
 
-def wandb_facts(
+def wandb_metadata(
     job_spec: JobSpec, status: Status, folder: Path, resume: Path | None, attempt: int
 ) -> dict[str, object]:
-    """Returns what W&B is told beside the config."""
-    known = asdict(status)
-    kept = ("command", "git_commit", "git_dirty", "versions", "machine", "world_size")
+    """Metadata of the W&B run, in addition to the config."""
+    values = asdict(status)
+    keys = ("command", "git_commit", "git_dirty", "versions", "machine", "world_size")
     return {
-        **{key: known[key] for key in kept},
+        **{key: values[key] for key in keys},
         "host": socket.gethostname(),
         "folder": str(folder),
         "varied": dict(job_spec.varied),
@@ -344,9 +357,9 @@ def wandb_facts(
 def finish_job(
     status: Status, outcome: Outcome, job_spec: JobSpec, attempts: int, folder: Path
 ) -> Result:
-    """Writes how a job ended, and returns it."""
+    """Write the outcome of a job to ``status.json`` and return the result."""
     with signals.ignore_signals():
-        with report_errors(f"status.json of {folder} stays as it is"):
+        with report_errors(f"status.json of {folder} is not updated"):
             status.with_outcome(outcome, job_spec.run, attempts, folder).write(folder)
         exit_reports.remove_reports(folder)
     summary = read_json(folder / "summary.json")

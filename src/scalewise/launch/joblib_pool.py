@@ -19,7 +19,7 @@ import psutil
 from scalewise import console
 from scalewise.errors import ConfigError
 from scalewise.launch import processes, signals
-from scalewise.launch.executor import INTERRUPTED, Began, SweepTask, execute_task
+from scalewise.launch.executor import INTERRUPTED, StartCallback, SweepTask, execute_task
 from scalewise.launch.job import Result
 
 
@@ -34,7 +34,7 @@ class JoblibExecutor:
         self._stop_signal = 0
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end."""
         if not tasks:
@@ -91,7 +91,7 @@ class JoblibExecutor:
                 child.send_signal(number)
 
 
-def _print_job_line(dispatched: deque[SweepTask], on_start: Began) -> None:
+def _print_job_line(dispatched: deque[SweepTask], on_start: StartCallback) -> None:
     while dispatched:
         on_start(dispatched.popleft())
 

@@ -9,7 +9,13 @@ from collections.abc import Iterator, Sequence
 from scalewise.errors import EXIT_CODES, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import signals, slot_scheduler
-from scalewise.launch.executor import INTERRUPTED, Began, SweepTask, failed_result, preload_modules
+from scalewise.launch.executor import (
+    INTERRUPTED,
+    StartCallback,
+    SweepTask,
+    failed_result,
+    preload_modules,
+)
 from scalewise.launch.job import Result
 from scalewise.launch.resource_affinity import VISIBLE_DEVICES, ResourceAffinity
 from scalewise.launch.slot_scheduler import JobDemand, SlotCapacity
@@ -29,7 +35,7 @@ class PackedExecutor:
         self._slots = slots
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end."""
         machine = this_machine()
@@ -55,7 +61,7 @@ def _run_job(
     slot_capacity: SlotCapacity,
     on_cuda: bool,
     pool: SupervisorPool,
-    on_start: Began,
+    on_start: StartCallback,
 ) -> Iterator[tuple[SweepTask, Result]]:
     slots, left = list(slot_capacity.slots), slot_capacity.memory
     taken: dict[int, tuple[list[int], int]] = {}

@@ -20,7 +20,7 @@ from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
-from scalewise.launch.executor import Began, SweepTask
+from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_json
@@ -51,7 +51,7 @@ class SlurmExecutor:
         self._options = options
 
     def iter_results(
-        self, tasks: Sequence[SweepTask], on_start: Began
+        self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end.
 
