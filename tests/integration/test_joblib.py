@@ -70,13 +70,13 @@ def test_a_worker_that_is_killed_takes_the_others_along(scalewise: Doors) -> Non
     assert "Traceback" not in ended.said
     record = ended.folder.json("sweep.json")
     assert {job["status"] for job in record["jobs"]} == {"failed"}
-    assert "a worker of joblib's died" in record["jobs"][-1]["reason"]
+    assert "a joblib worker died" in record["jobs"][-1]["reason"]
     assert door.leftovers(within=20) == []
 
 
 def test_refusals(scalewise: Doors) -> None:
     ended = scalewise(*LINE, "hydra.launcher.n_jobs=0", "seed=1,2")
-    ended.refused("hydra.launcher.n_jobs=0", "-1 for one a core")
+    ended.refused("hydra.launcher.n_jobs=0", "-1 for one per core")
     door = scalewise.command([sys.executable, "-c", WITHOUT_IT, "train", *LINE, "seed=1,2"])
     door.wait().refused("hydra/launcher=joblib", "pip install 'scalewise[joblib]'")
     assert list(scalewise.cwd.iterdir()) == []

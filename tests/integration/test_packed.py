@@ -67,7 +67,7 @@ def test_whoever_dies_frees_the_place(scalewise: Doors) -> None:
     assert "Traceback" not in ended.said
     jobs = ended.folder.jobs
     said = [(job.status["status"], job.status["reason"]) for job in jobs]
-    assert said[0] == ("failed", "its supervising process died: SIGKILL")
+    assert said[0] == ("failed", "the supervisor process died: SIGKILL")
     assert said[1] == said[3] == ("failed", "rank 0 was killed by SIGKILL")
     assert said[2][0] == "ok"
     record = ended.folder.json("sweep.json")

@@ -126,7 +126,7 @@ def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep
     assert sweep.statuses == ["failed", "failed"]
     first, second = (job.status for job in sweep.folder.jobs)
     assert "rank 0 was killed" in first["reason"]
-    assert f"Slurm says of job {sweep.id(0)}: FAILED" in first["reason"]
+    assert f"Slurm state of job {sweep.id(0)}: FAILED" in first["reason"]
     assert first["log_tail"]
     assert second["reason"] == "rank 1 was killed without an exit report"
     assert [first["rank"], second["rank"]] == [0, 1]
@@ -156,7 +156,7 @@ def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
     assert sweep.job(2).checkpoints
     said = (sweep.folder.path / "slurm" / f"{warned}_0_log.out").read_text("utf-8")
     assert "interrupted: SIGUSR2 after step" in said
-    assert "it waits in the queue again" in said
+    assert "Slurm requeued the job" in said
 
 
 @pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=LONG)])

@@ -52,5 +52,5 @@ def test_what_was_typed(line: str, compose: Callable[..., RunConfig], tmp_path: 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ScalewiseError, match="cannot be seen from this machine"):
+    with pytest.raises(ScalewiseError, match="is not visible from this machine"):
         job_serialization.read_task(tmp_path / "order.json")

@@ -128,10 +128,12 @@ class TestDemand:
         wide = compose("hardware=h100", "parallelism=ddp", "parallelism.replicas=4", here=False)
         assert (
             rejection_reason(wide, job_demand(wide, self.ROOM), self.ROOM)
-            == "needs 4 devices of 2 slots"
+            == "requires 4 slots; 2 are available"
         )
         heavy = compose("model=llama3_70b", "hardware=h100", here=False)
-        assert "of a device that has 80 GiB" in rejection_reason(heavy, JobDemand(1, 1), self.ROOM)
+        assert "of device memory; the device has 80 GiB" in rejection_reason(
+            heavy, JobDemand(1, 1), self.ROOM
+        )
 
 
 def test_a_job_that_never_fits_is_refused_and_nothing_starts(

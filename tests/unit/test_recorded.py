@@ -70,7 +70,7 @@ def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: 
 def test_a_sweep_that_does_not_say_who_ran_it_is_not_gone_on_with(tmp_path: Path) -> None:
     known = {"config_hash": "x", "planned_folder": "0"}
     sweep(tmp_path, row(0, "ok", **known), process={})
-    with pytest.raises(ConfigError, match="does not say which process ran it"):
+    with pytest.raises(ConfigError, match="does not record its process"):
         resumed_folder(str(tmp_path), tmp_path)
 
 

@@ -317,7 +317,9 @@ class TestFolder:
         parent = psutil.Process(os.getppid())
         process = {"pid": parent.pid, "started": parent.create_time()}
         changed_record(sweep, process={**process, "host": socket.gethostname()})
-        with pytest.raises(ConfigError, match=f"it still runs, as process {parent.pid}"):
+        with pytest.raises(
+            ConfigError, match=f"the sweep is still running, as process {parent.pid}"
+        ):
             resumed_folder(str(sweep), sweep)
         changed_record(sweep, process={**process, "host": "elsewhere"})
         with pytest.raises(ConfigError, match=f"its process {parent.pid} on elsewhere"):
@@ -334,7 +336,7 @@ class TestFolder:
         status = sweep_resume.read_json(sweep / "4" / "status.json")
         now = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
         write_json(sweep / "4" / "status.json", {**status, **now})
-        with pytest.raises(ConfigError, match=f"its job 4 still runs, as process {os.getppid()}"):
+        with pytest.raises(ConfigError, match=f"job 4 is still running, as process {os.getppid()}"):
             resumed_folder(str(sweep), sweep)
 
     @pytest.mark.parametrize(
@@ -342,9 +344,9 @@ class TestFolder:
         [
             (
                 {"12_1": "PENDING", "9_0": "RUNNING"},
-                "still has 1 of its jobs, of 12.*scancel",
+                "still has 1 job of the sweep, in arrays 12.*scancel",
             ),
-            (None, "does not say whether it still has its jobs, of 11 12"),
+            (None, "does not respond, and may still have jobs of the sweep, in arrays 11 12"),
             ({"9_0": "RUNNING"}, ""),
         ],
     )
@@ -380,10 +382,13 @@ class TestWords:
     @pytest.mark.parametrize(
         ("words", "complaint"),
         [
-            (["retry=failed"], "no sweep is named to go on with; add resume_sweep=last"),
-            (["resume_sweep="], "no sweep is named"),
-            (["resume_sweep=last", "retry=fialed"], "retry=fialed: is no ending to try again; did"),
-            (["resume_sweep=last", "retry=ok"], "retry=ok: is no ending to try again"),
+            (["retry=failed"], "no sweep to resume is given; add resume_sweep=last"),
+            (["resume_sweep="], "no sweep to resume"),
+            (
+                ["resume_sweep=last", "retry=fialed"],
+                "retry=fialed: is not a status that can be retried; did",
+            ),
+            (["resume_sweep=last", "retry=ok"], "retry=ok: is not a status that can be retried"),
         ],
     )
     def test_are_refused(self, words: list[str], complaint: str) -> None:

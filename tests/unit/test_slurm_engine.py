@@ -83,7 +83,7 @@ def test_ranks_are_laid_over_nodes(
     }
     ended = list(engine(options | asked).iter_results(tasks, lambda task: None))
     assert [result.status for _, result in ended] == ["failed", "failed"]
-    assert "not known to Slurm any more" in ended[0][1].reason
+    assert "unknown to Slurm" in ended[0][1].reason
     small, large = flags(tmp_path)
     assert (small["nodes"], small["ntasks-per-node"], small["array"]) == ("1", "8", "0%1")
     assert (large["nodes"], large["ntasks-per-node"], large["array"]) == ("2", "8", "1%1")
@@ -113,10 +113,10 @@ def test_devices_are_asked_for_where_nobody_said_how_many(
 @pytest.mark.parametrize(
     ("line", "changed", "words"),
     [
-        ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks is not spread evenly"),
-        ("", {"gpus_per_node": 2}, "the run goes to the CPU, and needs none"),
+        ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks cannot be divided evenly"),
+        ("", {"gpus_per_node": 2}, "the run uses the CPU"),
         ("launch.timeout=60", {}, "set hydra.launcher.timeout_min"),
-        ("launch.max_restarts=1", {}, "Slurm starts jobs again"),
+        ("launch.max_restarts=1", {}, "Slurm, which requeues jobs"),
     ],
 )
 def test_refusals(
@@ -183,7 +183,7 @@ def test_a_controller_that_is_silent_for_good(
     monkeypatch.setattr(slurm_cli, "job_states", lambda: None)
     monkeypatch.setattr(slurm, "SILENCE_S", 0.5)
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
-    with pytest.raises(ScalewiseError, match=r"has not answered .* its jobs may go on"):
+    with pytest.raises(ScalewiseError, match=r"has not responded .* the jobs may still run"):
         list(engine(options).iter_results([task], lambda task: None))
 
 
@@ -219,7 +219,7 @@ class TestBuried:
         slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())
         assert (said["status"], said["exit_code"]) == (status, code)
-        assert f"Slurm says of job 7_0: {state}, exit code 0:9" in said["reason"]
+        assert f"Slurm state of job 7_0: {state}, exit code 0:9" in said["reason"]
         assert said["log_tail"] == ["one", "two"]
         assert said["seconds"] > 0
 
@@ -230,7 +230,7 @@ class TestBuried:
         exit_reports.write_report(folder, 1, Outcome("failed", "it broke", 1, ("here",)))
         slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())
-        assert said["reason"].startswith("it broke; job 7_0 is not known")
+        assert said["reason"].startswith("it broke; job 7_0 is unknown")
         assert (said["rank"], said["log_tail"]) == (1, ["here"])
 
 

@@ -58,6 +58,6 @@ def test_a_page_is_written_at_a_final_end(
     assert (job / "report.html").exists() == page
     said = capfd.readouterr().out
     assert (f"report {job / 'report.html'}" in said) == page
-    assert ("waits in the queue again" in said) == (code == WARNED and timeouts > 0)
-    used_up = "max_num_timeout=0 is used up" in str(read_json(job / "status.json").get("reason"))
+    assert ("Slurm requeued the job" in said) == (code == WARNED and timeouts > 0)
+    used_up = "max_num_timeout=0 is reached" in str(read_json(job / "status.json").get("reason"))
     assert used_up == (code == WARNED and timeouts == 0)

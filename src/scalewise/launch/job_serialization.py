@@ -1,4 +1,4 @@
-"""Orders as JSON, for processes that are born on another machine: no code is loaded with them."""
+"""Serialization of job specs as JSON, so that processes on other machines unpickle no code."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from scalewise.tracking.run_files import read_json, write_json
 
 
 def write_task(task: SweepTask, file: Path) -> None:
-    """Writes a task, so that ``read`` returns an equal one."""
-    order = task.job_spec
+    """Write a task to a file for ``read_task``."""
+    job_spec = task.job_spec
     content = {
-        "run": order.run.as_dict(),
-        "command": order.command,
-        "verb": order.verb,
-        "varied": dict(order.varied),
-        "changed": list(order.changed),
-        "sweep": order.sweep,
+        "run": job_spec.run.as_dict(),
+        "command": job_spec.command,
+        "verb": job_spec.verb,
+        "varied": dict(job_spec.varied),
+        "changed": list(job_spec.changed),
+        "sweep": job_spec.sweep,
         "folder": str(task.folder),
         "number": task.number,
     }
@@ -34,11 +34,11 @@ def write_task(task: SweepTask, file: Path) -> None:
 
 
 def read_task(file: Path) -> SweepTask:
-    """Returns the task that a file holds; raises ``ScalewiseError`` where it holds none."""
+    """Read a task from a file. Raises ``ScalewiseError`` if the file contains none."""
     content: Any = read_json(file)
     if not content:
-        raise ScalewiseError(f"{file} holds no order of a job, or cannot be seen from this machine")
-    order = JobSpec(
+        raise ScalewiseError(f"{file} contains no job spec, or is not visible from this machine")
+    job_spec = JobSpec(
         restore_run(content["run"]),
         command=content["command"],
         verb=content["verb"],
@@ -46,19 +46,19 @@ def read_task(file: Path) -> SweepTask:
         changed=content["changed"],
         sweep=content["sweep"],
     )
-    return SweepTask(int(content["number"]), order, Path(content["folder"]))
+    return SweepTask(int(content["number"]), job_spec, Path(content["folder"]))
 
 
 def restore_run(values: Mapping[str, Any]) -> RunConfig:
-    """Returns the Run of which ``as_dict`` gave these values; its specs are registered ones."""
+    """``RunConfig`` from the values of ``as_dict``, with registered option classes only."""
     registry.import_options()
-    known = registry.registered_targets()
+    targets = registry.registered_targets()
     hints = typing.get_type_hints(RunConfig)
-    parts: dict[str, Any] = {}
-    for part in fields(RunConfig):
-        value = values[part.name]
+    values_by_field: dict[str, Any] = {}
+    for config_field in fields(RunConfig):
+        value = values[config_field.name]
         if isinstance(value, Mapping) and "_target_" in value:
-            cls = known[value["_target_"]]
+            cls = targets[value["_target_"]]
             declared = typing.get_type_hints(cls)
             value = cls(
                 **{
@@ -67,13 +67,13 @@ def restore_run(values: Mapping[str, Any]) -> RunConfig:
                 }
             )
         else:
-            value = _convert_to_declared(hints[part.name], value)
-        parts[part.name] = value
-    return RunConfig(**parts)
+            value = _convert_to_declared(hints[config_field.name], value)
+        values_by_field[config_field.name] = value
+    return RunConfig(**values_by_field)
 
 
 def _convert_to_declared(declared_type: Any, value: Any) -> Any:
-    """Returns a plain value as its field declares it: an enum by its name, a list as a tuple."""
+    """Value converted to its declared type: an enum from its name, a tuple from a list."""
     if isinstance(value, str):
         for kind in (declared_type, *typing.get_args(declared_type)):
             if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:

@@ -1,8 +1,8 @@
-"""Several jobs of a sweep at once in joblib's processes: ``hydra/launcher=joblib``.
+"""Executor that runs jobs in the process pool of joblib: ``hydra/launcher=joblib``.
 
-For those who come with ``hydra.launcher.n_jobs`` in their lines. joblib knows neither devices nor
-memory: every job sees all of them, and a worker that is killed takes the jobs of all with it.
-``hydra/launcher=packed`` shares them out and outlives its dead.
+For compatibility with ``hydra.launcher.n_jobs``. joblib assigns no devices or memory: every job
+uses all of them, and a killed worker ends all jobs. ``hydra/launcher=packed`` assigns resources
+and continues after a failure.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from scalewise.launch.job import Result
 
 
 class JoblibExecutor:
-    """As many jobs at once as asked for; ``-1`` is one for each core."""
+    """Runs ``n_jobs`` jobs concurrently; ``-1``: one per core."""
 
     def __init__(self, n_jobs: int = -1) -> None:
         if not isinstance(n_jobs, int) or n_jobs == 0:
-            reason = "must be the jobs at once, or -1 for one a core"
+            reason = "must be the number of concurrent jobs, or -1 for one per core"
             raise ConfigError.for_key("hydra.launcher.n_jobs", n_jobs, reason)
         self._n_jobs = n_jobs
         self._stop_signal = 0
@@ -36,80 +36,80 @@ class JoblibExecutor:
     def iter_results(
         self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
-        """Yields each task with how it ended, as they end."""
+        """Run the jobs and yield each task with its result as it ends."""
         if not tasks:
             return
         from joblib import Parallel, delayed, effective_n_jobs
         from joblib.externals.loky import get_reusable_executor
         from joblib.externals.loky.process_executor import BrokenProcessPool
 
-        left = {task.number: task for task in tasks}
-        handed: deque[SweepTask] = deque()  # from joblib's thread to this one
+        remaining_tasks = {task.number: task for task in tasks}
+        started_tasks: deque[SweepTask] = deque()  # filled by joblib's thread
 
         def calls() -> Iterator[Any]:
             for task in tasks:
                 if self._stop_signal:
                     return
-                handed.append(task)
-                yield delayed(_run_job)(task)
+                started_tasks.append(task)
+                yield delayed(_run_task)(task)
 
         workers = min(len(tasks), effective_n_jobs(self._n_jobs))
         pool = Parallel(
             n_jobs=workers,
             backend="loky",
             batch_size=1,
-            pre_dispatch="n_jobs",  # what is handed to a worker begins at once
+            pre_dispatch="n_jobs",  # dispatch a job only when a worker is free
             return_as="generator_unordered",
         )
-        told = False
+        is_reported = False
         with signals.forward_signals(self._stop):
             try:
-                ends = pool(calls())
-                _print_job_line(handed, on_start)
-                for number, result in ends:
-                    _print_job_line(handed, on_start)
-                    told |= result.exit_code in INTERRUPTED
-                    yield left.pop(number), result
+                results = pool(calls())
+                _report_started(started_tasks, on_start)
+                for number, result in results:
+                    _report_started(started_tasks, on_start)
+                    is_reported |= result.exit_code in INTERRUPTED
+                    yield remaining_tasks.pop(number), result
             except BrokenProcessPool:
                 if not self._stop_signal:
-                    for task in left.values():
-                        reason = "a worker of joblib's died, and all jobs with it"
+                    for task in remaining_tasks.values():
+                        reason = "a joblib worker died, which ended all jobs"
                         yield task, Result("failed", reason, 1, task.folder, {})
                     return
             finally:
                 get_reusable_executor(max_workers=workers).shutdown(wait=True, kill_workers=True)
-        if left and not told:
-            task = next(iter(left.values()))
+        if remaining_tasks and not is_reported:
+            task = next(iter(remaining_tasks.values()))
             reason = f"{signal.Signals(self._stop_signal).name} before the job began"
             yield task, Result("interrupted", reason, 128 + self._stop_signal, task.folder, {})
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on to the jobs under way; none starts after it."""
+        """Forward a signal to the running jobs, and start no more jobs."""
         self._stop_signal = self._stop_signal or number
         for child in psutil.Process().children():
             if _is_worker(child):
                 child.send_signal(number)
 
 
-def _print_job_line(dispatched: deque[SweepTask], on_start: StartCallback) -> None:
-    while dispatched:
-        on_start(dispatched.popleft())
+def _report_started(started_tasks: deque[SweepTask], on_start: StartCallback) -> None:
+    while started_tasks:
+        on_start(started_tasks.popleft())
 
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return any("loky.backend.popen_loky" in word for word in process.cmdline())
+        return any("loky.backend.popen_loky" in argument for argument in process.cmdline())
     except psutil.Error:
         return False
 
 
-def _run_job(task: SweepTask) -> tuple[int, Result]:
-    """Returns a job's number and how it ended; in a process of joblib's."""
+def _run_task(task: SweepTask) -> tuple[int, Result]:
+    """Run a task in a worker process of joblib; returns its number and result."""
     if os.getpgrp() != os.getpid():
-        os.setpgrp()  # a terminal's Ctrl-C comes once, by way of the sweep
-        for number in signals.NUMBERS:
-            signal.signal(number, signal.SIG_IGN)  # between two jobs
-        # Ranks are told how this process would start others, and know nothing of loky.
+        os.setpgrp()  # Ctrl-C reaches jobs through the sweep only
+        for number in signals.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # while no job runs
+        # Ranks inherit the start method of this process and cannot use loky.
         processes.reset_start_method()
     with console.shield_streams():
         return task.number, execute_task(task, lambda _: None)

@@ -1,8 +1,8 @@
-"""Advisory locks on run and sweep folders: one process at a time drives each of them.
+"""Advisory locks on run and sweep folders: one process at a time uses each of them.
 
-The lock is ``flock`` on a file in the folder, so that the kernel releases it when its process
-dies. NFS passes it on to the server, which makes it hold between machines. A file system without
-``flock`` leaves the folder unlocked; callers then rely on the process that a record names.
+The lock is ``flock`` on a file in the folder, so that the kernel releases it when the process
+ends. NFS forwards it to the server, which makes it valid between machines. A file system without
+``flock`` leaves the folder unlocked; callers then rely on the process in the record.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ from scalewise.tracking.run_files import read_json
 
 FILE = ".lock"
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-"""What ``flock`` fails with on a file system that has no locks."""
+"""Error numbers of ``flock`` on a file system without locks."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
-PATIENCE = 0.5
-"""Seconds to wait for another process that only looks whether a lock is held."""
+"""Error numbers of creating a lock file in a read-only folder."""
+LOCK_WAIT_S = 0.5
+"""Time to wait for a process that only tests whether a folder is locked, in seconds."""
 
 _descriptors: set[int] = set()
 
 
 def process_identity() -> dict[str, object]:
-    """Returns what tells this process from all others: ``pid``, ``started`` and ``host``."""
-    own = psutil.Process()
-    return {"pid": own.pid, "started": own.create_time(), "host": socket.gethostname()}
+    """Unique identity of this process: ``pid``, ``started`` and ``host``."""
+    process = psutil.Process()
+    return {"pid": process.pid, "started": process.create_time(), "host": socket.gethostname()}
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that holds a lock, as the lock file names it."""
+    """Process that holds a lock, read from the lock file."""
 
     pid: str
+    """Process ID."""
     host: str
+    """Host name."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     @property
     def kill_command(self) -> str:
-        """Returns how to end the process, as a shell takes it."""
+        """Shell command that ends the process."""
         kill = f"kill {self.pid}"
         return kill if self.host == socket.gethostname() else f"ssh {self.host} {kill}"
 
@@ -65,10 +68,10 @@ class InUseError(Exception):
 
 
 class FolderLock:
-    """A lock that this process holds, until ``release`` or its end."""
+    """Lock on a folder, held until ``release`` or the end of the process."""
 
     def __init__(self, folder: Path, descriptor: int | None) -> None:
-        """``descriptor``: of the locked file; None: the file system has no locks."""
+        """``descriptor``: descriptor of the locked file; None: the file system has no locks."""
         self.folder, self._descriptor = folder, descriptor
 
     def __enter__(self) -> Self:
@@ -84,14 +87,14 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Returns whether the lock excludes other processes."""
+        """Whether the lock excludes other processes."""
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Releases the lock and removes its file."""
+        """Release the lock and remove its file."""
         if self._descriptor is None:
             return
-        with suppress(OSError):  # removed while it is locked: see _is_current
+        with suppress(OSError):  # removed before the release: see _is_current_file
             (self.folder / FILE).unlink()
         _descriptors.discard(self._descriptor)
         os.close(self._descriptor)
@@ -99,11 +102,11 @@ class FolderLock:
 
 
 def acquire_lock(folder: Path) -> FolderLock:
-    """Locks a folder for this process; raises ``InUseError`` if another process holds the lock.
+    """Lock a folder for this process. Raises ``InUseError`` if another process holds the lock.
 
-    The lock is not ``is_held`` where the folder is read-only or its file system has no locks.
+    The lock is not ``is_held`` if the folder is read-only or its file system has no locks.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -119,20 +122,20 @@ def acquire_lock(folder: Path) -> FolderLock:
                 return FolderLock(folder, None)
             if time.monotonic() > deadline:
                 raise InUseError(folder, _parse_owner(folder)) from None
-            time.sleep(PATIENCE / 10)
+            time.sleep(LOCK_WAIT_S / 10)
             continue
         if _is_current_file(folder, descriptor):
             break
         os.close(descriptor)
     _descriptors.add(descriptor)
-    with suppress(OSError):  # a full disk costs the name of the owner, not the lock
+    with suppress(OSError):  # without disk space the lock has no owner record
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(process_identity()).encode())
     return FolderLock(folder, descriptor)
 
 
 def lock_owner(folder: Path) -> LockOwner | None:
-    """Returns the process that holds the lock of a folder; None if it is free or has no locks."""
+    """Process that holds the lock of a folder; None if it is free or has no locks."""
     try:
         descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -149,7 +152,7 @@ def lock_owner(folder: Path) -> LockOwner | None:
 
 
 def _is_current_file(folder: Path, descriptor: int) -> bool:
-    """Returns whether the locked file is still the one in the folder: its owner removes it."""
+    """Whether the locked file is still in the folder, as a release removes it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(folder / FILE))
     except OSError:
@@ -162,7 +165,7 @@ def _parse_owner(folder: Path) -> LockOwner:
 
 
 def _close_in_child() -> None:
-    """Closes copies in a forked child, which would hold the lock beyond the end of its parent."""
+    """Close the descriptors in a forked child, which would hold the locks after its parent ends."""
     for descriptor in _descriptors:
         with suppress(OSError):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Two steps of a run in processes of their own, to see whether there is memory for it."""
+"""Memory probe: two steps of a run in separate processes, to test whether it fits in memory."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from scalewise.lr_schedules import ConstantConfig
 from scalewise.run_config import RunConfig
 
 PROBE_STEPS = 2
-"""The first makes the optimizer's state, the second runs beside it."""
-PROBE_PASSES = {DeviceKind.cuda: 2, DeviceKind.cpu: 8}
-"""Micro batches of a step at the most: the second runs beside the gradients of the first. On the
-CPU the allocator leaves more holes with each, until there is no place for the largest tensor."""
+"""Number of steps: the first allocates the optimizer state, the second runs with it."""
+MAX_PROBE_MICRO_BATCHES = {DeviceKind.cuda: 2, DeviceKind.cpu: 8}
+"""Maximum number of micro-batches per step; the second one runs with the gradients of the first.
+On the CPU, fragmentation grows with each one, until the largest tensor does not fit."""
 
 PROBE_HEADROOM = 0.05
-"""Part of ``launch.memory_limit_gib`` that a trial leaves: what fits by a hair may not again."""
+"""Fraction of ``launch.memory_limit_gib`` that a probe leaves free, as peaks vary between runs."""
 
 
 def probe_status(run: RunConfig) -> str:
-    """Returns how two steps of ``run`` end, with its callbacks and a validation, untracked.
+    """Status of two steps of ``run`` with its callbacks and a validation, without tracking.
 
-    Raises ``ConfigError`` where its data are refused, and ``Interrupted`` for a signal.
+    Raises ``ConfigError`` for invalid data, and ``Interrupted`` for a signal.
     """
     from scalewise.launch.elastic import run_ranks  # imports torch
 
-    short = shorten_run(run)
-    with TemporaryDirectory(prefix="scalewise-trial-") as place:
-        folder = Path(place)
+    short_run = shorten_run(run)
+    with TemporaryDirectory(prefix="scalewise-trial-") as folder_name:
+        folder = Path(folder_name)
         (folder / "checkpoints").mkdir()
-        prepare_job(JobSpec(short))
-        outcome = run_ranks(short, folder, None, None)
+        prepare_job(JobSpec(short_run))
+        outcome = run_ranks(short_run, folder, None, None)
     if outcome.status == "interrupted":
         raise Interrupted(outcome.signal_number, outcome.reason)
     return outcome.status
 
 
 def shorten_run(run: RunConfig) -> RunConfig:
-    """Returns the run with so few steps and passes, that needs the memory of the whole.
+    """Run with fewer steps and micro-batches, and the peak memory of the full run.
 
-    On the CPU it saves as well, as there a save needs memory of the same kind.
+    On the CPU it also saves a checkpoint, which allocates main memory.
     """
-    trainer, checkpoint, limit = run.trainer, run.checkpoint, run.launch.memory_limit_gib
+    trainer, checkpoint, memory_limit = run.trainer, run.checkpoint, run.launch.memory_limit_gib
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return replace(
         run,
@@ -57,7 +57,7 @@ def shorten_run(run: RunConfig) -> RunConfig:
             max_tokens=None,
             max_epochs=None,
             global_batch=run.samples_per_forward
-            * min(PROBE_PASSES[run.hardware.device], run.accumulation),
+            * min(MAX_PROBE_MICRO_BATCHES[run.hardware.device], run.accumulation),
             validate_every=trainer.validate_every and PROBE_STEPS,
             validate_first=False,
             validation_rows=min(trainer.validation_rows, run.samples_per_forward),
@@ -73,6 +73,6 @@ def shorten_run(run: RunConfig) -> RunConfig:
             run.launch,
             max_restarts=0,
             refuse_unfit=False,
-            memory_limit_gib=limit and limit * (1 - PROBE_HEADROOM),
+            memory_limit_gib=memory_limit and memory_limit * (1 - PROBE_HEADROOM),
         ),
     )

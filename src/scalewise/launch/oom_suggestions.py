@@ -1,4 +1,4 @@
-"""What to change in a run that died of memory, so that it takes clearly less."""
+"""Suggested fixes for a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -17,68 +17,69 @@ from scalewise.planner.suggested_fix import (
 from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
 
-MIN_SAVING = 0.8
-"""What a cure takes at the most of the peak of a run that was foreseen to fit, and died."""
+MAX_PEAK_FRACTION = 0.8
+"""Maximum peak of a fix, as a fraction of the peak of a run that was predicted to fit."""
 MAX_SUGGESTIONS = 3
-"""Cures that are told."""
+"""Maximum number of suggestions."""
 SIMPLE_CHANGES = (
-    (micro_batch_changes, "Half the activations; the global batch stays as it is."),
-    (precision_changes, "Activations in half the bytes."),
+    (micro_batch_changes, "Halves activation memory; the global batch size does not change."),
+    (precision_changes, "Halves the bytes of activations."),
 )
-"""What helps a run without a ledger, and why."""
+"""Suggestions without a memory breakdown, with their effect."""
 
 
 def oom_suggestions(run: RunConfig) -> list[tuple[str, str]]:
-    """Returns overrides that save memory and compose with the run, each with why."""
+    """Overrides that reduce memory and compose with those of the run, with their effect."""
     try:
         if run.objective.trace_only:
-            return list(_is_simple(run))
-        was, found = check_fit(run).peak, list(islice(_cheapest_changes(run), MAX_SUGGESTIONS))
-    except Exception:  # a job's end is written, whatever the ledger makes of the job
+            return list(_simple_suggestions(run))
+        peak, fixes = check_fit(run).peak, list(islice(_cheapest_changes(run), MAX_SUGGESTIONS))
+    except Exception:  # a failed prediction must not prevent the status from being written
         return []
     return [
         (
             fix.override_text,
-            f"Peak foreseen: {format_bytes(fix.fit.peak)} in place of {format_bytes(was)}.",
+            f"Predicted peak: {format_bytes(fix.fit.peak)} instead of {format_bytes(peak)}.",
         )
-        for fix in found
+        for fix in fixes
     ]
 
 
 def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
-    """Yields the cheapest change of each kind; where none does alone, the cheapest of several."""
-    was = check_fit(run)
-    most = was.peak * (
-        MIN_SAVING if was.status.is_acceptable else 1.0
-    )  # what foresaw the death is believed
+    """Yield the cheapest change of each kind; without one, the cheapest combination of changes."""
+    fit_before = check_fit(run)
+    # A prediction of running out of memory is trusted; another one needs a margin.
+    max_peak = fit_before.peak * (MAX_PEAK_FRACTION if fit_before.status.is_acceptable else 1.0)
     on_cpu = run.hardware.device is DeviceKind.cpu
 
-    def judge(changed: RunConfig) -> FitReport | None:
-        if on_cpu and changed.world_size > run.world_size:  # they share the machine's memory
+    def accept(changed: RunConfig) -> FitReport | None:
+        if on_cpu and changed.world_size > run.world_size:  # ranks on the CPU share main memory
             return None
         fit = check_fit(changed)
-        return fit if fit.peak <= most else None
+        return fit if fit.peak <= max_peak else None
 
-    seen: set[frozenset[str]] = set()
-    for fix in suggest_fixes(run, judge, max_changes=1):
+    seen_kinds: set[frozenset[str]] = set()
+    for fix in suggest_fixes(run, accept, max_changes=1):
         kinds = fix.changes[0].kinds
-        if kinds not in seen and _is_appendable(fix, run):
-            seen.add(kinds)
+        if kinds not in seen_kinds and _is_appendable(fix, run):
+            seen_kinds.add(kinds)
             yield fix
-    if not seen:
-        yield from islice((fix for fix in suggest_fixes(run, judge) if _is_appendable(fix, run)), 1)
+    if not seen_kinds:
+        yield from islice(
+            (fix for fix in suggest_fixes(run, accept) if _is_appendable(fix, run)), 1
+        )
 
 
 def _is_appendable(fix: SuggestedFix, run: RunConfig) -> bool:
-    """Returns whether a line goes behind what was typed, of which no option then lacks a field."""
-    told = override_keys(fix.overrides)
-    options = tuple(f"{key}." for key in told)
-    return not any(key.startswith(options) for key in override_keys(run.overrides) - told)
+    """Whether the overrides can follow those of the run without invalidating one of them."""
+    keys = override_keys(fix.overrides)
+    options = tuple(f"{key}." for key in keys)
+    return not any(key.startswith(options) for key in override_keys(run.overrides) - keys)
 
 
-def _is_simple(run: RunConfig) -> Iterator[tuple[str, str]]:
-    for changes, why in SIMPLE_CHANGES:
-        lines = (
+def _simple_suggestions(run: RunConfig) -> Iterator[tuple[str, str]]:
+    for changes, effect in SIMPLE_CHANGES:
+        overrides = (
             change.override_text for change in changes(run) if not any(change.apply(run).validate())
         )
-        yield from ((line, why) for line in islice(lines, 1))
+        yield from ((override, effect) for override in islice(overrides, 1))

@@ -1,4 +1,4 @@
-"""What an exception means for a job: the ending that it stands for."""
+"""Outcomes of exceptions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from scalewise.launch.status import Outcome
 from scalewise.redaction import redact
 
 LOG_LINES, LINE_LENGTH = 12, 500
-LOST_RANK = (
+"""Maximum number and length of the lines of a log tail."""
+PEER_FAILURE_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited or there was a network error",
 )
-"""What gloo and NCCL say when a rank at the other end is gone."""
+"""Error messages of gloo and NCCL after the failure of a peer."""
 
 
 def outcome_of_exception(error: BaseException, rank: int | None) -> Outcome:
-    """Returns the ending that an exception stands for."""
+    """Outcome of a job that an exception ended."""
     reason = failures.exception_message(error)
     lines = redact("".join(traceback.format_exception(error))).splitlines()[-LOG_LINES:]
     tail = tuple(line[:LINE_LENGTH] for line in lines)
@@ -37,17 +38,23 @@ def outcome_of_exception(error: BaseException, rank: int | None) -> Outcome:
         return Outcome("out_of_memory", reason, rank, tail)
     if isinstance(error, ScalewiseError):
         return Outcome("failed", reason, rank)
-    bereft = isinstance(error, RuntimeError) and any(sign in reason for sign in LOST_RANK)
-    reason = "lost contact with another rank" if bereft else failures.describe_exception(error)
-    return Outcome("failed", reason, rank, tail, peer_failure=bereft)
+    peer_failure = isinstance(error, RuntimeError) and any(
+        message in reason for message in PEER_FAILURE_MESSAGES
+    )
+    reason = (
+        "lost the connection to another rank"
+        if peer_failure
+        else failures.describe_exception(error)
+    )
+    return Outcome("failed", reason, rank, tail, peer_failure=peer_failure)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception says that the device or the host had no memory left."""
-    torch = sys.modules.get("torch")  # else it cannot have raised anything
+    """Whether an exception means that the device or the host is out of memory."""
+    torch = sys.modules.get("torch")  # only an imported torch raises
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    signs = ("can't allocate memory", "out of memory", "cannot allocate memory")
+    messages = ("can't allocate memory", "out of memory", "cannot allocate memory")
     return isinstance(error, RuntimeError | OSError) and any(
-        sign in str(error).lower() for sign in signs
+        message in str(error).lower() for message in messages
     )

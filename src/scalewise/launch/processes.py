@@ -1,4 +1,4 @@
-"""Processes of a job, found and ended: nothing that a job started outlives it."""
+"""Processes of a job: the forkserver, descendants, termination and memory limits."""
 
 from __future__ import annotations
 
@@ -19,55 +19,56 @@ import psutil
 from scalewise.launch import signals
 from scalewise.units import GIB, KIB
 
-PRELOADED = "scalewise.launch.forkserver_preload"
+PRELOAD_MODULE = "scalewise.launch.forkserver_preload"
 PR_SET_CHILD_SUBREAPER = 36
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def start_forkserver(imports: Iterable[str] = ()) -> None:
-    """Starts the fork server from which jobs are born with torch and Lightning imported.
+    """Start the forkserver, which imports torch and Lightning once for all jobs.
 
-    ``imports`` are further modules. Returns while it still imports. One per process; later calls
-    cost nothing, and change nothing.
+    ``imports``: additional modules. Returns before the imports are complete. Later calls in this
+    process have no effect.
     """
-    # Before torch is imported there: threads that spin for each other cost 10x on a busy machine.
+    # Set before torch is imported: spinning OpenMP threads are 10x slower on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    multiprocessing.set_forkserver_preload([PRELOADED, *imports])
-    with signals.ignore_signals(), _use_safe_path():  # as the server shall: Ctrl-C reaches it too
+    multiprocessing.set_forkserver_preload([PRELOAD_MODULE, *imports])
+    # The forkserver inherits the ignored signals, as Ctrl-C reaches it too.
+    with signals.ignore_signals(), _use_safe_path():
         multiprocessing.forkserver.ensure_running()
 
 
 @contextmanager
 def _use_safe_path() -> Iterator[None]:
-    """Starts processes whose ``-c`` does not put the current folder on their import path."""
-    before = os.environ.get(SAFE_PATH)
+    """Start processes inside the block without the current folder on their import path."""
+    previous_value = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[SAFE_PATH]
         else:
-            os.environ[SAFE_PATH] = before
+            os.environ[SAFE_PATH] = previous_value
 
 
 def reset_start_method() -> None:
-    """Lets this process start others as any program does, however it was started itself."""
-    usual, *_ = multiprocessing.get_all_start_methods()
-    multiprocessing.set_start_method(usual, force=True)
+    """Set the default start method of multiprocessing, whatever started this process."""
+    default_method, *_ = multiprocessing.get_all_start_methods()
+    multiprocessing.set_start_method(default_method, force=True)
 
 
 @cache
 def await_forkserver() -> None:
-    """Waits until the fork server has imported all, so that no job's time goes into it: once."""
-    newborn = multiprocessing.get_context("forkserver").Process(target=int)
-    newborn.start()
-    newborn.join()
+    """Wait, once, for the imports of the forkserver, so that they do not count as job time."""
+    worker = multiprocessing.get_context("forkserver").Process(target=int)
+    worker.start()
+    worker.join()
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of grandchildren whose parent dies (Linux), to find them."""
-    # Python's fork server reports every child that it did not fork, and the adopted are such.
+    """Adopt orphaned descendants of this process (Linux), so that they can be found."""
+    # Python's forkserver warns about children that it did not fork, as adopted ones.
     warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
     try:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -76,7 +77,7 @@ def become_subreaper() -> None:
 
 
 def limit_memory(gib: float | None) -> None:
-    """Limits what this process may still allocate, beyond what it has by now."""
+    """Limit the memory that this process can allocate in addition to its current memory."""
     if gib is None:
         return
     import resource
@@ -86,43 +87,43 @@ def limit_memory(gib: float | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Returns what ``RLIMIT_DATA`` counts of this process: its private writable memory."""
+    """Memory of this process that ``RLIMIT_DATA`` limits, in bytes: private writable memory."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
     return int(kib) * KIB
 
 
 def descendants() -> list[psutil.Process]:
-    """Returns every process that was started from this one's fork server."""
+    """Descendants of the forkserver of this process."""
     servers = [child for child in psutil.Process().children() if _is_forkserver(child)]
-    found: list[psutil.Process] = []
+    children: list[psutil.Process] = []
     for server in servers:
         try:
-            found += server.children(recursive=True)
+            children += server.children(recursive=True)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return children
 
 
 def processes_with_variable(name: str, value: str) -> list[psutil.Process]:
-    """Returns every process that was started with this variable in its environment."""
-    found: list[psutil.Process] = []
+    """Processes with an environment variable of this value, except for this process."""
+    matches: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(name) == value and process.pid != os.getpid():
-                found.append(process)
+                matches.append(process)
         except psutil.Error:
             continue
-    return found
+    return matches
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Returns those of the descendants that are ranks: born from the fork server, as it looks."""
+    """Descendants that the forkserver forked directly: the ranks."""
     return [process for process in descendants() if _is_forkserver(process)]
 
 
 def terminate(processes: Iterable[psutil.Process], grace: float) -> None:
-    """Asks processes to end by SIGTERM and, after ``grace`` seconds, ends them by SIGKILL."""
+    """Send SIGTERM to processes, and SIGKILL after ``grace`` seconds."""
     alive = list(processes)
     for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         for process in alive:
@@ -153,13 +154,13 @@ def _is_running(process: psutil.Process) -> bool:
 
 def _is_forkserver(process: psutil.Process) -> bool:
     try:
-        return any("multiprocessing.forkserver" in part for part in process.cmdline())
+        return any("multiprocessing.forkserver" in argument for argument in process.cmdline())
     except psutil.Error:
         return False
 
 
 def out_of_memory_kills() -> int:
-    """Returns how often the kernel has killed for memory since it started (Linux), or 0."""
+    """Number of out-of-memory kills of the kernel since boot (Linux), or 0."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The start of a rank's process: light, so that whoever only starts ranks imports no Lightning."""
+"""Entry point of rank processes, without heavy imports for launchers that only start ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from scalewise.launch.status import Outcome
 from scalewise.run_config import RunConfig
 
 ORPHAN_GRACE_S = 10.0
-"""Seconds in which a rank whose launcher has died may save itself, at the most."""
+"""Maximum time for a rank to save a checkpoint after its launcher died, in seconds."""
 
 LAUNCHER_LOST_WAIT_S = 1.0
-"""Seconds by which a rank outlives the one it lost, so that the launcher sees that one first."""
+"""Delay of the exit after a peer failure, in seconds: the launcher sees the peer first."""
 
 
 def run_with_affinity(
     affinity: ResourceAffinity, entry: Callable[..., None], *arguments: object
 ) -> None:
-    """Calls ``entry(*arguments)`` where its launcher computes, and not where it was forked."""
+    """Call ``entry(*arguments)`` with the resource affinity of the launcher."""
     set_affinity_and_threads(affinity)
     rendezvous.use_loopback()
     entry(*arguments)
@@ -37,25 +37,25 @@ def run_with_affinity(
 def train_as_rank(
     run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> None:
-    """Trains as one of the ranks; the rank comes from the environment, as torchrun sets it.
+    """Train as a rank; ``RANK`` and the other variables are set as by torchrun.
 
-    Leaves its word in ``folder`` and ends with its ending's exit code.
+    Writes its exit report to ``folder`` and exits with the exit code of the outcome.
     """
     from scalewise.launch.rank_worker import run_attempt
 
     try:
         begin_rank(folder, run.launch.grace)
         outcome = run_attempt(run, folder, resume, tracking_metadata)
-    except Exception as error:  # before training was tried
+    except Exception as error:  # before training started
         outcome = outcome_of_exception(error, int(os.environ["RANK"]))
         exit_reports.write_report(folder, int(os.environ["RANK"]), outcome)
     end_rank(outcome)
 
 
 def begin_rank(folder: Path, grace: float) -> None:
-    """Makes this process a rank: it tells where it is when asked, and ends with its launcher."""
-    # A data loader's workers are forked, as on one device: started anew, they could not import
-    # a trusted package of the current folder.
+    """Set up signal handlers, stack dumps and the watch of the launcher in this rank process."""
+    # Data loader workers have to be forked: spawned ones cannot import a trusted package of the
+    # current folder.
     reset_start_method()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored by the fork server
     exit_reports.dump_stacks_on_signal(folder, int(os.environ["RANK"]))
@@ -63,20 +63,20 @@ def begin_rank(folder: Path, grace: float) -> None:
 
 
 def end_rank(outcome: Outcome) -> None:
-    """Ends this process with its ending's exit code, unless all is well."""
+    """Exit with the exit code of the outcome unless it is 0."""
     if outcome.peer_failure:
         time.sleep(LAUNCHER_LOST_WAIT_S)
     if outcome.exit_code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: threads of a broken process group would hold the interpreter back.
+        # Not sys.exit: threads of a failed process group block the exit of the interpreter.
         os._exit(outcome.exit_code)
 
 
 def _end_with_launcher(grace: float) -> None:
-    """Ends this process when the launcher is gone: by SIGTERM, then without asking.
+    """Send SIGTERM to this process when the launcher has ended, and exit after ``grace`` seconds.
 
-    The fork server between the two is no sign: it lives as long as the ranks.
+    The parent is the launcher, not the forkserver, which lives as long as its ranks.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None

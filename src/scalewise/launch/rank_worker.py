@@ -1,4 +1,4 @@
-"""What one rank does: train, and leave word of how it ended."""
+"""Training in one rank process, with its exit report and W&B session."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from scalewise.training.signal_stop import STOP
 def run_attempt(
     run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
-    """Returns how training in this process ended; never raises.
+    """Train in this process and return the outcome; never raises.
 
-    ``tracking_metadata``: what W&B is told; None: there is no tracking.
+    ``tracking_metadata``: metadata of the W&B run; None: no tracking.
     """
     with console.shield_streams():
         return _run_guarded(run, folder, resume, tracking_metadata)
@@ -32,25 +32,25 @@ def run_attempt(
 def _run_guarded(
     run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     session = NullSession()
-    exit_reports.reserve_report(folder, place.rank)
+    exit_reports.reserve_report(folder, rank_info.rank)
     STOP.start(has_no_launcher="RANK" not in os.environ)
     try:
-        if place.rank == 0 and tracking_metadata is not None and run.tracking.is_enabled:
+        if rank_info.rank == 0 and tracking_metadata is not None and run.tracking.is_enabled:
             session = open_session(run, folder, tracking_metadata)
             (folder / FACTS).parent.mkdir(exist_ok=True)
             write_json(folder / FACTS, session.facts)
-        if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
-            limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
-        fit_run(run, folder, place, resume, session)
+        if run.hardware.device is not DeviceKind.cuda:  # CUDA maps the memory of all devices
+            limit_memory(run.launch.memory_limit_gib)  # after W&B has started its process
+        fit_run(run, folder, rank_info, resume, session)
         outcome = Outcome("ok")
     except BaseException as error:
-        outcome = outcome_of_exception(error, place.rank).after_signal(STOP.received_signal)
-    exit_reports.write_report(folder, place.rank, outcome)
+        outcome = outcome_of_exception(error, rank_info.rank).after_signal(STOP.received_signal)
+    exit_reports.write_report(folder, rank_info.rank, outcome)
     session.finish(outcome.status, outcome.reason, outcome.exit_code)
     return outcome

@@ -1,4 +1,4 @@
-"""Where the ranks of one node meet: elastic's own rendezvous waits up to 0.3 s to spread nodes."""
+"""Rendezvous of ranks on one node; that of torch elastic adds a random delay of up to 0.3 s."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 NAME = "one_node"
-"""What elastic knows it by."""
+"""Name in the rendezvous registry of torch elastic."""
 ADDRESS = "127.0.0.1"
 
 
 class SingleNodeRendezvous(StaticTCPRendezvous):
-    """A rendezvous of a node with itself, at a port that its store finds free."""
+    """Rendezvous for a single node, on a free port."""
 
     def get_backend(self) -> str:
-        """Returns its name, which is the job's."""
+        """Name in the rendezvous registry."""
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns a store of this job's own; elastic's static one shares it among those of a port.
+        """Rendezvous with a separate store for each job.
 
-        Its ranks name their keys by the attempt alone.
+        The static rendezvous of torch elastic shares one store per port, where keys collide.
         """
         self._server = store_server(ADDRESS, 0, 1, self.timeout)
-        met = RendezvousStoreInfo(ADDRESS, self._server.port)
-        return RendezvousInfo(PrefixStore(self.run_id, self._server), 0, 1, met)
+        store_info = RendezvousStoreInfo(ADDRESS, self._server.port)
+        return RendezvousInfo(PrefixStore(self.run_id, self._server), 0, 1, store_info)
 
 
 def store_server(address: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Returns a TCPStore server that listens on ``address`` only.
+    """TCPStore server that listens on ``address`` only; port 0 selects a free port.
 
-    torch binds its own listening socket to all interfaces. Port 0 selects a free port.
+    The socket that torch creates itself listens on all interfaces.
     """
     family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(bound[:2], family=family, backlog=max(128, 2 * world_size))
@@ -57,7 +57,7 @@ def store_server(address: str, port: int, world_size: int, timeout: timedelta) -
 
 
 def use_loopback() -> None:
-    """Binds the gloo sockets of this process to the loopback interface, unless one is named."""
+    """Bind the gloo sockets of this process to the loopback interface, unless one is set."""
     names = {name for _, name in socket.if_nameindex()}
     for name in ("lo", "lo0"):
         if name in names:

@@ -1,6 +1,6 @@
-"""The cores and the CUDA devices that a process computes on, handed from one to the next.
+"""CPU cores and CUDA devices of a process.
 
-What a fork server starts has the seat of the server; its ranks are to have that of their launcher.
+Processes that the forkserver starts inherit its affinity and have to be given their launcher's.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class ResourceAffinity:
-    """Where a process computes."""
+    """CPU cores and CUDA devices of a process."""
 
     cores: frozenset[int]
+    """Numbers of the CPU cores."""
     gpus: str | None
-    """``CUDA_VISIBLE_DEVICES``; None: as it is."""
+    """``CUDA_VISIBLE_DEVICES``; None: unchanged."""
 
 
 def current_affinity() -> ResourceAffinity:
-    """Returns the seat of this process."""
+    """Affinity of this process."""
     return ResourceAffinity(frozenset(os.sched_getaffinity(0)), os.environ.get(VISIBLE_DEVICES))
 
 
 def set_affinity(affinity: ResourceAffinity) -> None:
-    """Moves this process there; before CUDA starts in it."""
+    """Set the affinity of this process; call before CUDA is initialized."""
     if affinity.gpus is not None:
         os.environ[VISIBLE_DEVICES] = affinity.gpus
     if affinity.cores != os.sched_getaffinity(0):
@@ -34,7 +35,7 @@ def set_affinity(affinity: ResourceAffinity) -> None:
 
 
 def set_affinity_and_threads(affinity: ResourceAffinity) -> None:
-    """Moves this process there, and lets torch compute on no more threads than it has cores."""
+    """Set the affinity and limit the threads of torch to the number of cores."""
     import torch
 
     set_affinity(affinity)

@@ -1,6 +1,6 @@
-"""Signals outside training: an exception where a job can still be called off.
+"""Signal handling outside training, where a signal raises an exception.
 
-SIGUSR2 is how Slurm says that a job's time is nearly up.
+Slurm sends SIGUSR2 before the time limit of a job.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from types import FrameType
 
 from scalewise.errors import Interrupted
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+"""Signals that end a job."""
 
 
 class _SignalReceived(BaseException):
-    """On its way out: no ``except Exception`` of a library in between may swallow it."""
+    """Raised by signal handlers; a ``BaseException``, which ``except Exception`` does not catch."""
 
 
 _received: list[int] = []
-"""Signals that are on their way out, or that a library has lost on it."""
+"""Received signals whose exception has not reached ``raise_on_signals``."""
 
 
 @contextmanager
 def raise_on_signals(when: str) -> Iterator[None]:
-    """Leaves the block with ``Interrupted`` on a signal; its message says ``when`` it came.
+    """Raise ``Interrupted`` from the block on a signal; the message ends with ``when``.
 
-    Also where a ``finally`` of a library put an error of its own in its place. Where somebody has
-    swallowed that too, the block is left at its end, or where the next one inside it begins.
+    This includes signals whose exception a library replaced by its own in a ``finally`` clause. If
+    a library suppressed the exception, it is raised at the end of the block, or at the start of the
+    next nested block.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -52,14 +54,14 @@ def raise_on_signals(when: str) -> Iterator[None]:
 
 @contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Lets a few lines finish what nobody would finish after them."""
+    """Ignore signals inside the block."""
     with forward_signals(signal.SIG_IGN):
         yield
 
 
 @contextmanager
 def restore_handlers() -> Iterator[None]:
-    """Puts back the handlers of now, whoever takes them meanwhile."""
+    """Restore the current signal handlers at the end of the block."""
     with forward_signals(None):
         yield
 
@@ -68,17 +70,18 @@ def restore_handlers() -> Iterator[None]:
 def forward_signals(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers | None,
 ) -> Iterator[None]:
-    """Gives signals to ``handler``, then to whoever had them before; None changes nothing yet."""
+    """Set ``handler`` for the signals inside the block; None: only restore them at the end."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs handlers in the main thread, and sets them only there
+        yield  # Python sets handlers in the main thread only
         return
-    held = {number: signal.getsignal(number) for number in NUMBERS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         if handler is not None:
-            for number in NUMBERS:
-                if not (number == signal.SIGHUP and held[number] is signal.SIG_IGN):  # by nohup
+            for number in SIGNALS:
+                # nohup ignores SIGHUP.
+                if not (number == signal.SIGHUP and handlers[number] is signal.SIG_IGN):
                     signal.signal(number, handler)
         yield
     finally:
-        for number, before in held.items():
-            signal.signal(number, before)
+        for number, handler_before in handlers.items():
+            signal.signal(number, handler_before)

@@ -1,7 +1,7 @@
-"""Jobs of a sweep as job arrays under Slurm, a task a rank; this process submits and watches.
+"""Executor that submits jobs as Slurm job arrays with one task per rank, and waits for them.
 
-Whether a job went well is what its ``status.json`` says. What Slurm says only tells whether to wait
-on, and why a job ended that could not say so itself.
+The outcome of a job is in its ``status.json``. The state of Slurm only determines whether to wait,
+and the reason if a job ended without writing a status.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_json
 from scalewise.typed_override import command_line
 
-SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
-"""Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
+MIN_POLL_S, MAX_POLL_S = 1.0, 30.0
+"""Poll interval of the queue, in seconds; it grows with time to limit the load on Slurm."""
 SETTLING_S = 10.0
-"""Seconds that a status may take to be seen here, on a disk of several machines."""
+"""Maximum delay of a status on a shared file system, in seconds."""
 SILENCE_S = 900.0
-"""Seconds that Slurm may not answer; its controller restarts within minutes."""
-LAST_RANKS_S = 60
-"""Seconds that ranks may go on when one has ended: what is left then waits for the dead."""
+"""Maximum time without a response of Slurm, in seconds; its controller restarts within minutes."""
+PEER_WAIT_S = 60
+"""Time until srun kills the other ranks after one has ended, in seconds."""
 _OUTCOMES = {"CANCELLED": "interrupted", "OUT_OF_MEMORY": "out_of_memory", "TIMEOUT": "timeout"}
-"""What the ending of a job that left no status is called, by Slurm's state; others have failed."""
+"""Outcome of a job without status, by its Slurm state; ``failed`` for other states."""
 
-_SBATCH = {"timeout_min": "time", "name": "job_name", "mem_gb": "mem"}
-"""Fields that sbatch calls otherwise."""
+_SBATCH_NAMES = {"timeout_min": "time", "name": "job_name", "mem_gb": "mem"}
+"""Parameter names of sbatch, by launcher option."""
 
 
 class SlurmExecutor:
-    """Hands jobs to Slurm; the options are the fields of ``hydra/launcher=slurm``."""
+    """Submits jobs to Slurm; the options are the fields of ``hydra/launcher=slurm``."""
 
     def __init__(self, **options: Any) -> None:
         self._nodes = int(options.pop("nodes"))
@@ -53,62 +53,63 @@ class SlurmExecutor:
     def iter_results(
         self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
-        """Yields each task with how it ended, as they end.
+        """Submit the jobs and yield each task with its result as it ends.
 
-        A signal ends the watching and no job: it raises ``Interrupted``, which says how to go on.
+        A signal ends the wait, not the jobs: it raises ``Interrupted``, whose message has the next
+        commands.
         """
         if issues := list(self._validate(tasks)):
             raise ConfigError({str(issue): issue for issue in issues}.values())
         tasks = [replace(task, folder=_next_folder(task.folder)) for task in tasks]
-        jobs = self._submit_all(tasks)
+        job_ids = self._submit_all(tasks)
         for task in tasks:
             on_start(task)
-        arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
-        shown = command_line("status", [self._folder.parent])
-        print_lines("", f"in Slurm's queue: {arrays}; {shown}")
+        arrays = " ".join(sorted({job.partition("_")[0] for job in job_ids.values()}))
+        status_command = command_line("status", [self._folder.parent])
+        print_lines("", f"submitted to Slurm: {arrays}; {status_command}")
         try:
-            yield from self._watch({jobs[task.number]: task for task in tasks})
+            yield from self._watch({job_ids[task.number]: task for task in tasks})
         except Interrupted as error:
-            report = command_line("report", [self._folder.parent])
+            report_command = command_line("report", [self._folder.parent])
             raise Interrupted(
                 error.signal_number,
-                f"{error}; the jobs go on: {shown} shows them, "
-                f"scancel {arrays} ends them; then: {report}",
+                f"{error}; the jobs continue: {status_command} shows them, "
+                f"scancel {arrays} cancels them; afterwards: {report_command}",
             ) from None
 
     def _validate(self, tasks: Sequence[SweepTask]) -> Iterator[ConfigIssue]:
         if not slurm_cli.has_slurm():
-            reason = "there is no sbatch here"
+            reason = "sbatch is not installed on this machine"
             fix = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
             yield ConfigIssue("hydra/launcher", "slurm", reason, fix)
         devices = self._options["gpus_per_node"]
         for run in (task.job_spec.run for task in tasks):
             nodes = self._count_nodes(run)
             if run.world_size % nodes:
-                reason = f"a run of {run.world_size} ranks is not spread evenly over {nodes} nodes"
+                reason = f"{run.world_size} ranks cannot be divided evenly among {nodes} nodes"
                 yield ConfigIssue("hydra.launcher.nodes", self._nodes, reason)
             if devices and run.hardware.device is not DeviceKind.cuda:
-                fix = "name the device of the nodes, as by hardware=h100"
-                reason = "the run goes to the CPU, and needs none"
+                fix = "set hardware to the device of the nodes, e.g. hardware=h100"
+                reason = "the run uses the CPU"
                 yield ConfigIssue("hydra.launcher.gpus_per_node", devices, reason, fix)
             if run.launch.timeout is not None:
                 fix = "set hydra.launcher.timeout_min"
                 yield ConfigIssue(
-                    "launch.timeout", run.launch.timeout, "Slurm ends what takes too long", fix
+                    "launch.timeout", run.launch.timeout, "is not supported under Slurm", fix
                 )
             if run.launch.max_restarts:
-                reason = "Slurm starts jobs again where a place or their time was lost"
-                fix = "leave it out"
+                reason = "is not supported under Slurm, which requeues jobs"
+                fix = "remove it"
                 yield ConfigIssue("launch.max_restarts", run.launch.max_restarts, reason, fix)
 
     def _count_nodes(self, run: RunConfig) -> int:
-        """Returns the nodes of a run: as many as asked for, or as its ranks need."""
-        of_profile = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
-        each = self._options["gpus_per_node"] or of_profile or run.world_size
-        return min(run.world_size, max(self._nodes, -(-run.world_size // each)))
+        """Number of nodes of a run: the option, or more if its ranks require them."""
+        profile_devices = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
+        ranks_per_node = self._options["gpus_per_node"] or profile_devices or run.world_size
+        return min(run.world_size, max(self._nodes, -(-run.world_size // ranks_per_node)))
 
     def _submit_all(self, tasks: Sequence[SweepTask]) -> dict[int, str]:
-        """Submits jobs of like shape as one array each; returns Slurm's id of each job."""
+        """Submit jobs of the same shape as one array each; returns the Slurm IDs by job number."""
         self._folder.mkdir(parents=True, exist_ok=True)
         shapes: dict[tuple[int, int, bool], list[SweepTask]] = {}
         for task in tasks:
@@ -116,76 +117,83 @@ class SlurmExecutor:
             run = task.job_spec.run
             on_cuda = run.hardware.device is DeviceKind.cuda
             shapes.setdefault((self._count_nodes(run), run.world_size, on_cuda), []).append(task)
-        jobs: dict[int, str] = {}
+        job_ids: dict[int, str] = {}
         try:
-            with signals.raise_on_signals("while the jobs were handed to Slurm"):
-                for (nodes, ranks, on_cuda), alike in shapes.items():
-                    numbers = [task.number for task in alike]
+            with signals.raise_on_signals("while the jobs were submitted to Slurm"):
+                for (nodes, ranks, on_cuda), same_shape in shapes.items():
+                    numbers = [task.number for task in same_shape]
                     array = self._submit_array(numbers, nodes, ranks // nodes, on_cuda)
-                    jobs |= {number: f"{array}_{number}" for number in numbers}
+                    job_ids |= {number: f"{array}_{number}" for number in numbers}
         except BaseException:
-            slurm_cli.cancel_jobs(jobs.values())  # all or none
+            slurm_cli.cancel_jobs(job_ids.values())  # submit all jobs or none
             raise
-        known = slurm_cli.sweep_job_ids(self._folder.parent)
+        earlier_ids = slurm_cli.sweep_job_ids(self._folder.parent)
         file = self._folder / slurm_cli.JOBS
-        write_json(file, {**known, **{str(n): job for n, job in jobs.items()}})
-        return jobs
+        write_json(file, {**earlier_ids, **{str(n): job_id for n, job_id in job_ids.items()}})
+        return job_ids
 
     def _submit_array(
         self, numbers: Sequence[int], nodes: int, ranks_per_node: int, on_cuda: bool
     ) -> str:
-        """Returns the id of an array whose elements are these jobs of the sweep."""
+        """Submit an array of these jobs and return its Slurm ID."""
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        options = {_SBATCH.get(key, key): value for key, value in self._options.items()}
-        most = options["array_parallelism"]
-        further = options["additional_parameters"]
-        if on_cuda and not (options["gpus_per_node"] or options["gres"] or "gpus" in further):
+        options = {_SBATCH_NAMES.get(key, key): value for key, value in self._options.items()}
+        parallelism = options["array_parallelism"]
+        user_parameters = options["additional_parameters"]
+        if on_cuda and not (
+            options["gpus_per_node"] or options["gres"] or "gpus" in user_parameters
+        ):
             options["gpus_per_node"] = ranks_per_node
         options |= {
             "nodes": nodes,
             "ntasks_per_node": ranks_per_node,
             "mem": f"{options['mem']}GB" if options["mem"] else None,
-            "srun_args": [f"--wait={LAST_RANKS_S}", "--kill-on-bad-exit=0"],
+            "srun_args": [f"--wait={PEER_WAIT_S}", "--kill-on-bad-exit=0"],
             "additional_parameters": {
                 "requeue": True,
-                **further,
-                "array": f"{','.join(map(str, numbers))}%{min(len(numbers), most)}",
+                **user_parameters,
+                "array": f"{','.join(map(str, numbers))}%{min(len(numbers), parallelism)}",
             },
         }
-        line = [sys.executable, "-P", "-m", "scalewise.launch.slurm_task", str(self._folder)]
+        command = [sys.executable, "-P", "-m", "scalewise.launch.slurm_task", str(self._folder)]
         try:
             executor = SlurmExecutor(self._folder)
             executor.update_parameters(**options)
-            executor.parameters["map_count"] = len(numbers)  # names logs after the array
-            # A plain command: what submitit itself would run is a pickle.
+            # Log file names then contain the array index.
+            executor.parameters["map_count"] = len(numbers)
+            # A plain command, because submitit's own runs a pickle.
             job = executor._submit_command(
-                f'{shlex.join(line)} "$SLURM_ARRAY_TASK_ID" {self._timeouts}'
+                f'{shlex.join(command)} "$SLURM_ARRAY_TASK_ID" {self._timeouts}'
             )
         except (FailedJobError, FailedSubmissionError, ValueError) as error:
-            said = [line for line in str(error).splitlines() if "error:" in line]
-            reason = "; ".join(said) or " ".join(str(error).split())
+            messages = [line for line in str(error).splitlines() if "error:" in line]
+            reason = "; ".join(messages) or " ".join(str(error).split())
             raise ConfigError.for_key("hydra/launcher", "slurm", reason) from error
         return str(job.job_id)
 
     def _watch(self, jobs: Mapping[str, SweepTask]) -> Iterator[tuple[SweepTask, Result]]:
-        waiting, gone = dict(jobs), dict[str, float]()
-        began = answered = time.monotonic()
-        while waiting:
-            with signals.raise_on_signals("while the jobs were waited for"):
-                time.sleep(min(LONGEST_POLL, SHORTEST_POLL + (time.monotonic() - began) / 30))
+        waiting_tasks, missing_since = dict(jobs), dict[str, float]()
+        start = last_response = time.monotonic()
+        while waiting_tasks:
+            with signals.raise_on_signals("while waiting for the jobs"):
+                time.sleep(min(MAX_POLL_S, MIN_POLL_S + (time.monotonic() - start) / 30))
                 states = slurm_cli.job_states()
-                ended = [job for job in waiting if self._has_ended(waiting[job], job, states, gone)]
-            for job in ended:
-                task = waiting.pop(job)
+                ended_jobs = [
+                    job
+                    for job in waiting_tasks
+                    if self._has_ended(waiting_tasks[job], job, states, missing_since)
+                ]
+            for job in ended_jobs:
+                task = waiting_tasks.pop(job)
                 yield task, _job_result(task, job)
             if states is not None:
-                answered = time.monotonic()
-            elif time.monotonic() - answered > SILENCE_S:
+                last_response = time.monotonic()
+            elif time.monotonic() - last_response > SILENCE_S:
                 raise ScalewiseError(
-                    f"Slurm has not answered for {SILENCE_S:.0f} s; its jobs may go on: "
-                    f"{command_line('status', [self._folder.parent])} shows what they leave"
+                    f"Slurm has not responded for {SILENCE_S:.0f} s; the jobs may still run: "
+                    f"{command_line('status', [self._folder.parent])} shows their status"
                 )
 
     def _has_ended(
@@ -195,7 +203,7 @@ class SlurmExecutor:
         states: Mapping[str, str] | None,
         missing_since: dict[str, float],
     ) -> bool:
-        """Returns whether a job has ended for good; writes how, where it could not itself."""
+        """Whether a job has ended for good; writes the status of a job that could not."""
         status = read_json(task.folder / "status.json").get("status", "waiting")
         if states is None or job in states:
             missing_since.pop(job, None)
@@ -208,13 +216,13 @@ class SlurmExecutor:
 
 
 def _next_folder(folder: Path) -> Path:
-    """Returns the folder that the job will claim: what an earlier job left there says nothing."""
-    tries = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
-    return next(own for own in tries if not own.exists())
+    """Folder that the job will claim, which is new: earlier folders have another status."""
+    candidates = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
-    """Writes the status of a job that Slurm has no more and that left no word of its end."""
+    """Write the status of a job that left Slurm's queue without writing its outcome."""
     status = read_json(folder / "status.json")
     if not status:
         return
@@ -226,14 +234,14 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
     if outcome is not None:
         reason = f"{outcome.reason}; {reason}"
         tail = list(outcome.log_tail) or tail
-    ended = datetime.now(UTC)
-    begun = datetime.fromisoformat(str(status["started"]))
+    end = datetime.now(UTC)
+    start = datetime.fromisoformat(str(status["started"]))
     status |= {
         "status": name,
         "reason": reason,
         "exit_code": EXIT_CODES.get(name, 128 + 15),
-        "ended": ended.isoformat(timespec="milliseconds"),
-        "seconds": round((ended - begun).total_seconds(), 3),
+        "ended": end.isoformat(timespec="milliseconds"),
+        "seconds": round((end - start).total_seconds(), 3),
         "rank": outcome.rank if outcome else None,
         "log_tail": tail,
     }
@@ -242,18 +250,18 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
 
 
 def _slurm_state(job: str) -> tuple[str, str]:
-    """Returns Slurm's state of a job that has ended, and that in words."""
+    """Slurm state of an ended job, and a reason for its status."""
     facts = slurm_cli.job_facts(job)
     state = facts.get("JobState", "")
     if not state:
-        return "", f"job {job} is not known to Slurm any more, and left no word"
+        return "", f"job {job} is unknown to Slurm and has no exit report"
     exit_code = facts.get("ExitCode", "?")
-    return state, f"Slurm says of job {job}: {state}, exit code {exit_code}"
+    return state, f"Slurm state of job {job}: {state}, exit code {exit_code}"
 
 
 def _job_result(task: SweepTask, job: str) -> Result:
     status = read_json(task.folder / "status.json")
-    if not status:  # it never began
+    if not status:  # it never started
         state, reason = _slurm_state(job)
         name = _OUTCOMES.get(state, "failed")
         return Result(name, reason, EXIT_CODES.get(name, 128 + 15), task.folder, {})

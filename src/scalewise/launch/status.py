@@ -1,4 +1,4 @@
-"""How a job stands or ended, as data: ``status.json``."""
+"""Job status and outcome: ``status.json``."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import FACTS, read_json, write_json
 
 RESERVED_BYTES = 49152
-"""Bytes reserved for what the end of a job adds to its status: reason, log tail, overrides."""
-VERSIONS = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
+"""Disk space reserved for the final status, in bytes: reason, log tail and suggested fixes."""
+RECORDED_PACKAGES = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job, or one attempt at it, ended."""
+    """Outcome of a job or of one attempt at it."""
 
     status: str
     """ok, pruned, failed, out_of_memory, timeout, interrupted or refused."""
     reason: str = ""
+    """Reason of the status; empty for ``ok``."""
     rank: int | None = None
-    """The rank it began with, where one is known."""
+    """Rank that failed first, if known."""
     log_tail: tuple[str, ...] = ()
-    """The last lines that rank wrote about it."""
+    """Last lines of the traceback of that rank."""
     signal_number: int = 0
+    """Signal that interrupted the job; 0: none."""
     peer_failure: bool = False
-    """Whether the rank ended only because it lost another, which is the cause."""
+    """Whether the rank failed only because another rank failed."""
 
     def after_signal(self, signal_number: int) -> Outcome:
-        """Returns how a job ended whose process had received a signal; 0: none.
+        """Outcome of a job whose process received a signal; 0: none.
 
-        What fails then mostly fails by the signal: a compiler in the same process group ends too.
+        A signal also causes other failures: it ends a compiler in the same process group.
         """
         if not signal_number or self.status in ("ok", "pruned", "interrupted"):
             return self
@@ -55,7 +57,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """Returns the process exit code of this ending."""
+        """Process exit code of the outcome."""
         if self.status == "interrupted":
             return 128 + self.signal_number
         return EXIT_CODES[self.status]
@@ -63,52 +65,80 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Status:
-    """The content of ``status.json``."""
+    """Content of ``status.json``."""
 
     verb: str
+    """Name of the command."""
     name: str
+    """Name of the run."""
     question: str
+    """Question that the run answers."""
     command: str
+    """Command line."""
     choices: Mapping[str, str]
+    """Selected option of each config group."""
     overrides: tuple[str, ...]
+    """Overrides of the run."""
     varied: Mapping[str, str]
+    """Overrides by key that differ between the jobs of the sweep."""
     changed: tuple[Mapping[str, object], ...]
+    """Differences to the config of an earlier run."""
     world_size: int
+    """Number of ranks."""
     config_hash: str
+    """Config hash."""
     started: str
+    """Start time, in ISO format."""
     status: str = "running"
+    """``running``, or the status of the outcome."""
     reason: str = ""
+    """Reason of the status."""
     exit_code: int | None = None
+    """Exit code; None while running."""
     ended: str | None = None
+    """End time, in ISO format; None while running."""
     seconds: float = 0.0
+    """Duration, in seconds."""
     attempts: int = 1
+    """Number of attempts."""
     rank: int | None = None
+    """Rank that failed first, if known."""
     log_tail: tuple[str, ...] = ()
+    """Last lines of the traceback of that rank."""
     cures: tuple[Mapping[str, str], ...] = ()
+    """Suggested fixes, with ``override`` and ``why``."""
     resumed_from: str | None = None
+    """Checkpoint that the run resumed from; None: from scratch."""
     micro_batch: Mapping[str, object] = field(default_factory=dict)
-    """How ``trainer.micro_batch=auto`` was settled."""
+    """How ``trainer.micro_batch=auto`` was resolved; empty if it is a number."""
     process: int = field(default_factory=os.getpid)
+    """Process ID of the launcher."""
     host: str = field(default_factory=socket.gethostname)
+    """Host name."""
     machine: Mapping[str, object] = field(default_factory=lambda: machine_facts())
+    """Devices, processor, memory and system."""
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    """Versions of Python and packages."""
     git_commit: str | None = None
+    """Commit of the working folder; None without git."""
     git_dirty: bool | None = None
+    """Whether tracked files have changes; None without git."""
     wandb: Mapping[str, object] = field(
         default_factory=lambda: {"mode": "disabled", "url": None, "folder": None}
     )
+    """Mode, URL, folder and group of the W&B run."""
 
     def with_outcome(self, outcome: Outcome, run: RunConfig, attempts: int, folder: Path) -> Status:
-        """Returns the status of a job that ended so."""
+        """Status of the job after it has ended."""
         end = datetime.now(UTC)
-        begun = datetime.fromisoformat(self.started)
+        start = datetime.fromisoformat(self.started)
         return replace(
             self,
             status=outcome.status,
             reason=outcome.reason,
             exit_code=outcome.exit_code,
             ended=end.isoformat(timespec="milliseconds"),
-            seconds=round((end - begun).total_seconds(), 3),
+            seconds=round((end - start).total_seconds(), 3),
             attempts=attempts,
             rank=outcome.rank,
             log_tail=outcome.log_tail,
@@ -117,13 +147,13 @@ class Status:
         )
 
     def write(self, folder: Path) -> None:
-        """Writes ``status.json``, whole or not at all."""
+        """Write ``status.json`` atomically."""
         write_json(folder / "status.json", asdict(self))
 
     def reserve(self, folder: Path) -> None:
-        """Reserves disk space for the status that the job will end with.
+        """Reserve disk space for the final status.
 
-        Raises ``OSError`` where that is not free.
+        Raises ``OSError`` if it is not free.
         """
         atomic.reserve_space(
             folder / "status.json", RESERVED_BYTES + 2 * len(json.dumps(asdict(self)))
@@ -132,41 +162,45 @@ class Status:
 
 def _suggestions(outcome: Outcome, run: RunConfig, folder: Path) -> tuple[dict[str, str], ...]:
     with report_errors("no override is suggested"):
-        return tuple(suggested_overrides(outcome, run, has_checkpoint=_saved_bytes(folder)))
+        return tuple(suggested_overrides(outcome, run, has_checkpoint=_has_checkpoint(folder)))
     return ()
 
 
-def _saved_bytes(folder: Path) -> bool:
-    return any(folder.glob("checkpoints/step-*"))  # a checkpoint gets its name when it is whole
+def _has_checkpoint(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step-*"))  # an incomplete checkpoint has another name
 
 
 def suggested_overrides(
     outcome: Outcome, run: RunConfig, *, has_checkpoint: bool
 ) -> list[dict[str, str]]:
-    """Returns overrides that may mend a failure, each with why.
+    """Overrides that may fix a failure, with their effect.
 
-    ``has_checkpoint``: the run left a checkpoint.
+    ``has_checkpoint``: whether the run saved a checkpoint.
     """
-    found: list[tuple[str, str]] = []
+    suggestions: list[tuple[str, str]] = []
     if outcome.status == "out_of_memory":
-        found += oom_suggestions.oom_suggestions(run)
+        suggestions += oom_suggestions.oom_suggestions(run)
         if run.launch.memory_limit_gib is not None:
-            found.append(("launch.memory_limit_gib=null", "Lifts the limit set for this job."))
+            suggestions.append(
+                ("launch.memory_limit_gib=null", "Removes the memory limit of the job.")
+            )
     elif outcome.status == "timeout" and run.launch.timeout is not None:
-        longer = f"launch.timeout={run.launch.timeout * 2:g}"
-        found.append((longer, "Twice the time, if it was slow and not stuck."))
+        longer_timeout = f"launch.timeout={run.launch.timeout * 2:g}"
+        suggestions.append(
+            (longer_timeout, "Doubles the time limit, for a job that is slow and does not hang.")
+        )
         if run.checkpoint.every is None:
-            found.append(("checkpoint.every=100", "Leaves something to resume from."))
+            suggestions.append(("checkpoint.every=100", "Saves checkpoints to resume from."))
     elif "lower optimizer.lr" in outcome.reason and not run.objective.is_user_defined:
         lr = getattr(run.optimizer, "lr", 0.0)
-        found.append((f"optimizer.lr={lr / 3:.1g}", "A third of the learning rate."))
+        suggestions.append((f"optimizer.lr={lr / 3:.1g}", "Divides the learning rate by 3."))
     elif outcome.status == "interrupted" and has_checkpoint:
-        found.append(("resume=last", "Goes on from the newest checkpoint."))
-    return [{"override": override, "why": why} for override, why in found]
+        suggestions.append(("resume=last", "Resumes from the newest checkpoint."))
+    return [{"override": override, "why": why} for override, why in suggestions]
 
 
 def machine_facts() -> dict[str, object]:
-    """Returns what the present machine is, for a report."""
+    """Description of this machine for reports."""
     machine = this_machine()
     return {
         "device": machine.gpus[0] if machine.gpus else "cpu",
@@ -179,26 +213,26 @@ def machine_facts() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that shape a run."""
-    found = {"python": platform.python_version()}
-    for package in VERSIONS:
+    """Versions of Python and of the packages that affect a run."""
+    versions_by_package = {"python": platform.python_version()}
+    for package in RECORDED_PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            versions_by_package[package] = "absent"
+    return versions_by_package
 
 
 def git_state() -> dict[str, Any]:
-    """Returns ``git_commit`` and ``git_dirty`` of the working folder; None where there is none.
+    """``git_commit`` and ``git_dirty`` of the working folder; None without a repository.
 
-    A repository may name a program to run as ``core.fsmonitor``; it is not run.
+    Does not run the program that a repository may set as ``core.fsmonitor``.
     """
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(  # noqa: S603 (a list of our own words)
-                ["git", "-c", "core.fsmonitor=", *arguments],  # noqa: S607 (the git on the PATH is meant)
+            done = subprocess.run(  # noqa: S603 (fixed arguments)
+                ["git", "-c", "core.fsmonitor=", *arguments],  # noqa: S607 (git of the PATH)
                 capture_output=True,
                 text=True,
                 timeout=5,

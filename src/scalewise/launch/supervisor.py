@@ -1,8 +1,8 @@
-"""A process that runs one job after the other for a sweep that runs several at once.
+"""Supervisor process of a packed sweep, which runs one job at a time.
 
-What ends a job's processes ends all that were started from this process, so that each of the jobs
-under way needs one of its own. ``python -m scalewise.launch.supervisor FD PARENT`` reads orders
-from a pipe that its sweep, the process PARENT, holds, and ends with it.
+Ending a job ends all descendants of its process, so that concurrent jobs need a supervisor each.
+``python -m scalewise.launch.supervisor FD PARENT`` reads tasks from a pipe of the sweep, the
+process PARENT, and ends with it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int, *imports: str) -> None:
-    """Runs the jobs that come, until the pipe is closed."""
-    with suppress(OSError, AttributeError):  # Linux: jobs are saved when the sweep is killed
+    """Run tasks from the pipe until it is closed."""
+    with suppress(OSError, AttributeError):  # Linux: jobs save checkpoints when the sweep is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it was, before this process could ask to be told
+    if os.getppid() != parent:  # the parent ended before prctl
         return
     processes.start_forkserver(imports)
-    orders = Connection(descriptor)
+    connection = Connection(descriptor)
     with console.shield_streams(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        orders.send(None)  # ready
+        connection.send(None)  # ready
         while True:
-            task, own = orders.recv()
+            task, affinity = connection.recv()
             try:
-                resource_affinity.set_affinity(own)
+                resource_affinity.set_affinity(affinity)
             except OSError as error:
-                orders.send(failed_result(task, error))
+                connection.send(failed_result(task, error))
                 continue
-            this_machine.cache_clear()  # a job tells of the share that it has
-            orders.send(execute_task(task, lambda _: None))
+            this_machine.cache_clear()  # the job records its own cores and devices
+            connection.send(execute_task(task, lambda _: None))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The supervisors of a packed sweep: warm processes, each with one job at a time."""
+"""Pool of supervisor processes of a packed sweep, each with one job at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from scalewise.launch.resource_affinity import ResourceAffinity
 from scalewise.launch.status import Outcome
 from scalewise.tracking.run_files import read_json, write_json
 
-_START = (sys.executable, "-P", "-m", "scalewise.launch.supervisor")
+_SUPERVISOR_COMMAND = (sys.executable, "-P", "-m", "scalewise.launch.supervisor")
 MARK = "SCALEWISE_SUPERVISOR"
-"""Environment variable by which all that a supervisor has started is found when it is gone."""
+"""Environment variable that identifies the descendants of a supervisor after it has died."""
 ORPHAN_GRACE = 10.0
-"""Seconds in which the ranks of a supervisor that was killed may save themselves."""
+"""Time for the ranks of a killed supervisor to save checkpoints, in seconds."""
 IDLE_GRACE = 2.0
+"""Time for an idle supervisor to exit, in seconds."""
 
 
 @dataclass(eq=False)
@@ -38,22 +39,22 @@ class _SupervisorProcess:
     connection: Connection
     marker: str
     task: SweepTask | None = None
-    """The job under way."""
+    """Running job; None: idle."""
     job_number: int = 0
-    """The job whose lines come: the last of them when it has ended."""
+    """Number of the job whose output is printed, the running one or the last."""
     is_ready: bool = False
-    """Whether it has imported what it needs, and handles signals."""
+    """Whether imports are complete and signals are handled."""
     signalled: bool = False
 
 
 class SupervisorPool:
-    """Starts jobs, tells how they ended, and passes signals on; leaves no process behind."""
+    """Starts jobs, returns their results and forwards signals; leaves no process behind."""
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
-        """``imports``: what the fork servers of its supervisors import besides."""
+        """``imports``: additional modules that the forkservers import."""
         self._imports = imports
         self.stop_signal = 0
-        """The first signal that came."""
+        """First received signal; 0: none."""
         self._supervisors: list[_SupervisorProcess] = []
 
     def __enter__(self) -> Self:
@@ -77,11 +78,11 @@ class SupervisorPool:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether some job is under way."""
+        """Whether a job is running."""
         return any(supervisor.task for supervisor in self._supervisors)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on to every job under way; none starts after it."""
+        """Forward a signal to every running job, and start no more jobs."""
         self.stop_signal = self.stop_signal or number
         for supervisor in self._supervisors:
             if supervisor.task is not None:
@@ -92,20 +93,20 @@ class SupervisorPool:
         supervisor.process.send_signal(number if supervisor.is_ready else signal.SIGTERM)
 
     def start(self, task: SweepTask, affinity: ResourceAffinity) -> None:
-        """Starts a job in an idle supervisor, a new one where there is none."""
-        idle = (one for one in self._supervisors if one.task is None and one.process.poll() is None)
+        """Start a job in an idle supervisor, or in a new one."""
+        idle = (s for s in self._supervisors if s.task is None and s.process.poll() is None)
         supervisor = next(idle, None) or self._start_supervisor()
         supervisor.task, supervisor.job_number = task, task.number
-        with suppress(BrokenPipeError):  # it was killed just now: ``wait_for_results`` tells
+        with suppress(BrokenPipeError):  # it was just killed: ``wait_for_results`` reports it
             supervisor.connection.send((task, affinity))
-        if self.stop_signal and not supervisor.signalled:  # a signal came while it was hired
+        if self.stop_signal and not supervisor.signalled:  # a signal arrived during its start
             self._send_signal(self.stop_signal, supervisor)
 
     def wait_for_results(self) -> Iterator[tuple[SweepTask, Result]]:
-        """Waits until a job ends, and yields those that have."""
-        working = {one.connection: one for one in self._supervisors if one.task}
-        for ready in wait(list(working)):
-            supervisor = working[ready]  # type: ignore[index]  # it is one of those waited for
+        """Wait until a job ends, and yield the ended jobs with their results."""
+        busy = {s.connection: s for s in self._supervisors if s.task}
+        for ready in wait(list(busy)):
+            supervisor = busy[ready]  # type: ignore[index]  # wait returns elements of its argument
             task = supervisor.task
             assert task is not None
             try:
@@ -120,27 +121,32 @@ class SupervisorPool:
             yield task, result
 
     def _start_supervisor(self) -> _SupervisorProcess:
-        ours, theirs = Pipe()
+        connection, child_connection = Pipe()
         mark = uuid.uuid4().hex
-        process = subprocess.Popen(  # noqa: S603 (a list of our own words)
-            [*_START, str(theirs.fileno()), str(os.getpid()), *self._imports],
-            pass_fds=[theirs.fileno()],
+        process = subprocess.Popen(  # noqa: S603 (fixed arguments)
+            [
+                *_SUPERVISOR_COMMAND,
+                str(child_connection.fileno()),
+                str(os.getpid()),
+                *self._imports,
+            ],
+            pass_fds=[child_connection.fileno()],
             env={**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            process_group=0,  # a terminal's Ctrl-C comes once, by way of ``stop``
+            process_group=0,  # Ctrl-C reaches jobs through ``stop`` only
         )
-        theirs.close()
-        supervisor = _SupervisorProcess(process, ours, mark)
-        threading.Thread(target=_print_job_line, args=(supervisor,), daemon=True).start()
+        child_connection.close()
+        supervisor = _SupervisorProcess(process, connection, mark)
+        threading.Thread(target=_print_output, args=(supervisor,), daemon=True).start()
         self._supervisors.append(supervisor)
         return supervisor
 
     def _handle_death(self, supervisor: _SupervisorProcess, task: SweepTask) -> Result:
-        """Ends what a supervisor has left, and returns the result of its job."""
+        """End the descendants of a dead supervisor, and return the result of its job."""
         process = supervisor.process
         supervisor.connection.close()
         code = process.wait()
@@ -148,17 +154,17 @@ class SupervisorPool:
             processes.processes_with_variable(MARK, supervisor.marker), ORPHAN_GRACE
         )
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        outcome = Outcome("failed", f"its supervising process died: {cause}")
+        outcome = Outcome("failed", f"the supervisor process died: {cause}")
         if self.stop_signal:
             name = signal.Signals(self.stop_signal).name
             outcome = Outcome(
-                "interrupted", f"{name} ended it at once", signal_number=self.stop_signal
+                "interrupted", f"{name} ended the job immediately", signal_number=self.stop_signal
             )
         return _write_lost_result(task, process.pid, outcome)
 
 
 def _write_lost_result(task: SweepTask, pid: int, outcome: Outcome) -> Result:
-    """Returns the result of a job that nobody is left to write down, and writes it down."""
+    """Write and return the result of a job whose supervisor died."""
     for folder in attempt_folders(task.folder):
         content = read_json(folder / "status.json")
         if content.get("process") != pid:
@@ -175,10 +181,10 @@ def _write_lost_result(task: SweepTask, pid: int, outcome: Outcome) -> Result:
     return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})
 
 
-def _print_job_line(supervisor: _SupervisorProcess) -> None:
-    """Prints what the job says, each line under its number."""
+def _print_output(supervisor: _SupervisorProcess) -> None:
+    """Print the output of jobs, each line after the job number."""
     assert supervisor.process.stdout is not None
-    with suppress(ValueError):  # closed
+    with suppress(ValueError):  # the stream is closed
         for line in supervisor.process.stdout:
             sys.stdout.write(f"{supervisor.job_number:>3} | {line.rstrip()}\n")
             sys.stdout.flush()

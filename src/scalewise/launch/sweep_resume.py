@@ -1,6 +1,6 @@
-"""A sweep that goes on in its folder: what of it is done, and what is missing.
+"""Resuming a sweep in its folder: jobs that are complete, and jobs that have to run.
 
-``status.json`` of each job is the truth; ``sweep.json`` says which jobs there are.
+``sweep.json`` lists the jobs; their outcomes are in the ``status.json`` of each.
 """
 
 from __future__ import annotations
@@ -27,83 +27,95 @@ from scalewise.tracking.sweep_record import (
 )
 from scalewise.typed_override import command_line
 
-RETRIED_STATUSES = tuple(status for status in EXIT_CODES if status != "ok")
-"""Endings that are final, unless ``retry`` names them."""
+RETRYABLE_STATUSES = tuple(status for status in EXIT_CODES if status != "ok")
+"""Statuses that are final unless ``retry`` contains them."""
 
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What ``resume_sweep=DIR|last retry=failed,timeout`` asks for."""
+    """Request of ``resume_sweep=DIR|last retry=failed,timeout``."""
 
     sweep: str
+    """Folder of the sweep, or ``last``."""
     retry: tuple[str, ...] = ()
+    """Statuses of jobs to run again."""
 
     def reject_single_run(self) -> NoReturn:
-        """Raises ``ConfigError``: it was asked for with the line of a single run."""
+        """Raise ``ConfigError``: the command is a single run."""
         fix = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
-        raise ConfigError.for_key("resume_sweep", self.sweep, "this line is a single run", fix)
+        raise ConfigError.for_key("resume_sweep", self.sweep, "the command is a single run", fix)
 
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job of the sweep as it was left."""
+    """Job of the sweep to resume."""
 
     number: int
+    """Number in the sweep."""
     config_hash: str
+    """Config hash."""
     varied: Mapping[str, str]
+    """Overrides by key that differ between the jobs of the sweep."""
     planned_folder: Path
-    """The folder of its first attempt; others are numbered: ``3``, ``3-2``."""
+    """Folder of the first attempt; later ones are numbered: ``3``, ``3-2``."""
     attempts: tuple[Path, ...]
-    """The folders that there are, the newest first."""
+    """Folders of the attempts, the newest first."""
     result: Result | None
-    """How it ended for good; None where it is missing."""
+    """Final result; None if the job has to run."""
 
 
 def parse_resume_request(arguments: Sequence[str]) -> tuple[ResumeRequest | None, list[str]]:
-    """Returns what the words of a command line ask for, and the other words."""
-    mine = [
-        word.split("=", 1) for word in arguments if word.startswith(("resume_sweep=", "retry="))
+    """Split the arguments of a command line into the resume request and other arguments."""
+    pairs = [
+        argument.split("=", 1)
+        for argument in arguments
+        if argument.startswith(("resume_sweep=", "retry="))
     ]
-    rest = [word for word in arguments if not word.startswith(("resume_sweep=", "retry="))]
-    given = dict(mine)
-    retry = tuple(filter(None, given.get("retry", "").split(",")))
+    other_arguments = [
+        argument for argument in arguments if not argument.startswith(("resume_sweep=", "retry="))
+    ]
+    values = dict(pairs)
+    retry = tuple(filter(None, values.get("retry", "").split(",")))
     issues = [
         ConfigIssue(
-            "retry", status, "is no ending to try again", did_you_mean(status, RETRIED_STATUSES)
+            "retry",
+            status,
+            "is not a status that can be retried",
+            did_you_mean(status, RETRYABLE_STATUSES),
         )
         for status in retry
-        if status not in RETRIED_STATUSES
+        if status not in RETRYABLE_STATUSES
     ]
-    if mine and not given.get("resume_sweep"):
+    if pairs and not values.get("resume_sweep"):
         fix = "add resume_sweep=last, or resume_sweep=DIR"
-        issues.append(ConfigIssue("", "", "no sweep is named to go on with", fix))
+        issues.append(ConfigIssue("", "", "no sweep to resume is given", fix))
     if issues:
         raise ConfigError(issues)
-    return (ResumeRequest(given["resume_sweep"], retry) if mine else None), rest
+    return (ResumeRequest(values["resume_sweep"], retry) if pairs else None), other_arguments
 
 
 def resumed_folder(sweep: str, new_folder: Path) -> Path:
-    """Returns the folder of the sweep that is asked for; ``new_folder`` would be that of a new one.
+    """Folder of the sweep to resume; ``new_folder`` is the folder that a new sweep would have.
 
-    Raises ``ConfigError`` where there is none, or it still runs.
+    Raises ``ConfigError`` if there is none, or if it is still running.
     """
     if sweep == "last":
-        found = [file.parent for file in new_folder.parent.glob("*/sweep.json")]
-        folder = max(found, key=sweep_start, default=None)
+        folders = [file.parent for file in new_folder.parent.glob("*/sweep.json")]
+        folder = max(folders, key=sweep_start, default=None)
         if folder is None:
             reason = f"there is no sweep under {new_folder.parent}"
-            raise ConfigError.for_key("resume_sweep", sweep, reason, "give its folder")
+            raise ConfigError.for_key("resume_sweep", sweep, reason, "set resume_sweep=DIR")
     else:
         folder = Path(sweep).expanduser().absolute()
     record = load_json(folder / "sweep.json")
     if not record:
-        reason = "holds no readable sweep.json"
+        reason = "contains no readable sweep.json"
         raise ConfigError.for_key(
-            "resume_sweep", sweep, f"{folder} {reason}", "give a sweep's folder"
+            "resume_sweep", sweep, f"{folder} {reason}", "set resume_sweep to the folder of a sweep"
         )
     if any(not {"config_hash", "planned_folder"} <= set(row) for row in record.get("jobs", [])):
         reason = f"{folder} was written by a version that could not resume sweeps"
-        raise ConfigError.for_key("resume_sweep", sweep, reason, "run it anew")
+        raise ConfigError.for_key("resume_sweep", sweep, reason, "run the sweep from scratch")
     _reject_running(sweep, folder, record)
     _reject_queued(sweep, folder)
     release_reserved(folder)
@@ -111,20 +123,20 @@ def resumed_folder(sweep: str, new_folder: Path) -> Path:
 
 
 def lock_sweep(key: str, value: str, folder: Path) -> FolderLock:
-    """Locks the sweep in ``folder``; raises ``ConfigError`` if another process drives it.
+    """Lock the sweep in ``folder``. Raises ``ConfigError`` if another process uses it.
 
-    ``key`` and ``value`` are the override that chose the folder.
+    ``key`` and ``value`` are the override that selected the folder.
     """
     try:
         return locks.acquire_lock(folder)
     except InUseError as error:
-        reason = f"{folder} is driven by {error.owner}"
+        reason = f"{folder} is in use by {error.owner}"
         fix = f"wait for it, or end it: {error.owner.kill_command}"
         raise ConfigError.for_key(key, value, reason, fix) from None
 
 
 def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
-    """Returns the jobs of the sweep in ``folder``, by number."""
+    """Jobs of the sweep in ``folder``, by number."""
     record = read_json(folder / "sweep.json")
     return [_earlier_job(folder, row, retry) for row in record.get("jobs", [])]
 
@@ -132,68 +144,75 @@ def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
 def match_jobs(
     requested_jobs: Sequence[tuple[str, Mapping[str, str]]], known_jobs: Sequence[EarlierJob]
 ) -> list[EarlierJob | None]:
-    """Returns for each wanted job, by hash and what it varies, the one that it is; each once."""
-    left = list(known_jobs)
-    found: list[EarlierJob | None] = []
+    """Known job of each requested job, by config hash and varied overrides; each used once."""
+    remaining_jobs = list(known_jobs)
+    matches: list[EarlierJob | None] = []
     for digest, varied in requested_jobs:
-        fits = (
-            job for job in left if job.config_hash == digest and is_same_job(job.varied, varied)
+        candidates = (
+            job
+            for job in remaining_jobs
+            if job.config_hash == digest and is_same_job(job.varied, varied)
         )
-        job = next(fits, None)
+        job = next(candidates, None)
         if job is not None:
-            left.remove(job)
-        found.append(job)
-    return found
+            remaining_jobs.remove(job)
+        matches.append(job)
+    return matches
 
 
 def renumber_tasks(
     tasks: Sequence[SweepTask], known_jobs: list[EarlierJob], folder: Path
 ) -> tuple[list[SweepTask], dict[int, Result]]:
-    """Returns the tasks under the numbers that they have in ``folder``, and results that are kept.
+    """Tasks with their numbers in ``folder``, and the results that are kept.
 
-    A job that is new gets a further number. What is found is taken out of ``known_jobs``.
+    New jobs get the next numbers. Removes the matched jobs from ``known_jobs``.
     """
-    wanted = [(config_hash(task.job_spec.run), task.job_spec.varied) for task in tasks]
-    found = match_jobs(wanted, known_jobs)
+    requested_jobs = [(config_hash(task.job_spec.run), task.job_spec.varied) for task in tasks]
+    matches = match_jobs(requested_jobs, known_jobs)
     numbers = (row["number"] for row in read_json(folder / "sweep.json").get("jobs", []))
-    further = 1 + max(numbers, default=-1)
-    own: list[SweepTask] = []
-    kept: dict[int, Result] = {}
-    for task, job in zip(tasks, found, strict=True):
+    next_number = 1 + max(numbers, default=-1)
+    renumbered_tasks: list[SweepTask] = []
+    kept_results: dict[int, Result] = {}
+    for task, job in zip(tasks, matches, strict=True):
         if job is None:
-            own.append(replace(task, number=further, folder=folder / str(further)))
-            further += 1
+            renumbered_tasks.append(
+                replace(task, number=next_number, folder=folder / str(next_number))
+            )
+            next_number += 1
             continue
         known_jobs.remove(job)
-        order = replace(task.job_spec, attempts=job.attempts)
-        own.append(SweepTask(job.number, order, job.planned_folder))
+        job_spec = replace(task.job_spec, attempts=job.attempts)
+        renumbered_tasks.append(SweepTask(job.number, job_spec, job.planned_folder))
         if job.result is not None:
-            kept[job.number] = job.result
-    return own, kept
+            kept_results[job.number] = job.result
+    return renumbered_tasks, kept_results
 
 
-def _earlier_job(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> EarlierJob:
-    planned = folder / row["planned_folder"]
-    # A folder of this number may hold another job: of a copied sweep, or of two that shared it.
-    digest = row["config_hash"]
-    tries = tuple(
-        attempt for attempt in attempt_folders(planned) if hash_of_folder(attempt) == digest
+def _earlier_job(folder: Path, entry: Mapping[str, Any], retry: Sequence[str]) -> EarlierJob:
+    planned_folder = folder / entry["planned_folder"]
+    # The folder may contain another job, e.g. in a copied sweep.
+    config_hash = entry["config_hash"]
+    attempts = tuple(
+        attempt
+        for attempt in attempt_folders(planned_folder)
+        if hash_of_folder(attempt) == config_hash
     )
-    ended = [_kept_result(attempt) for attempt in tries]
-    result = next((end for end in ended if end.status == "ok"), ended[0] if ended else None)
-    if result is None and row["status"] == "refused":  # before it had a folder
-        reason = row.get("reason", "")
-        result = Result("refused", reason, EXIT_CODES["refused"], planned, {})
-    final = result is not None and (result.status == "ok" or result.status in RETRIED_STATUSES)
-    if final and result is not None and result.status in retry:
-        final = False
+    results = [_kept_result(attempt) for attempt in attempts]
+    first = results[0] if results else None
+    result = next((result for result in results if result.status == "ok"), first)
+    if result is None and entry["status"] == "refused":  # rejected before it had a folder
+        reason = entry.get("reason", "")
+        result = Result("refused", reason, EXIT_CODES["refused"], planned_folder, {})
+    is_final = result is not None and (result.status == "ok" or result.status in RETRYABLE_STATUSES)
+    if is_final and result is not None and result.status in retry:
+        is_final = False
     return EarlierJob(
-        row["number"],
-        digest,
-        row["varied"],
-        planned,
-        tries,
-        result if final else None,
+        entry["number"],
+        config_hash,
+        entry["varied"],
+        planned_folder,
+        attempts,
+        result if is_final else None,
     )
 
 
@@ -210,45 +229,48 @@ def _kept_result(attempt: Path) -> Result:
 
 
 def _reject_running(sweep: str, folder: Path, record: Mapping[str, Any]) -> None:
-    """Refuses a sweep whose process, or one of whose jobs, lives."""
+    """Raise ``ConfigError`` if the sweep process or one of the jobs is running."""
     process = record.get("process", {})
     if not {"pid", "host", "started"} <= set(process):
-        reason = f"{folder / 'sweep.json'} does not say which process ran it"
-        raise ConfigError.for_key("resume_sweep", sweep, reason, "put a copy of it back")
+        reason = f"{folder / 'sweep.json'} does not record its process"
+        raise ConfigError.for_key("resume_sweep", sweep, reason, "restore it from a copy")
     host = process["host"]
     if record.get("ended") is None and host != socket.gethostname():
-        reason = f"{folder} was not ended by its process {process['pid']} on {host}"
-        fix = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
+        reason = f"{folder} was not completed by its process {process['pid']} on {host}"
+        fix = f"resume it on that host; if the process has ended, set host in {folder}/sweep.json"
         raise ConfigError.for_key("resume_sweep", sweep, reason, fix)
     if host != socket.gethostname():
         return
-    living = {}
+    running_jobs = {}
     if record.get("ended") is None and is_same_process(process["pid"], process["started"]):
-        living[process["pid"]] = "it"
+        running_jobs[process["pid"]] = "the sweep"
     for row in record.get("jobs", []):
         for attempt in attempt_folders(folder / row["planned_folder"]):
             status = read_json(attempt / "status.json")
             if status.get("host") == host and is_running(status):
-                living.setdefault(status["process"], f"its job {row['number']}")
-    if living:
-        (pid, what), *_ = living.items()
-        reason = f"{what} still runs, as process {pid}"
+                running_jobs.setdefault(status["process"], f"job {row['number']}")
+    if running_jobs:
+        (pid, name), *_ = running_jobs.items()
+        reason = f"{name} is still running, as process {pid}"
         raise ConfigError.for_key(
             "resume_sweep", sweep, reason, f"wait for it, or end it: kill {pid}"
         )
 
 
 def _reject_queued(sweep: str, folder: Path) -> None:
-    """Refuses a sweep of which Slurm has jobs: they would run twice."""
-    known = slurm_cli.sweep_job_ids(folder)
-    if not known or not slurm_cli.has_slurm():
+    """Raise ``ConfigError`` if Slurm has jobs of the sweep, which would run twice."""
+    job_ids = slurm_cli.sweep_job_ids(folder)
+    if not job_ids or not slurm_cli.has_slurm():
         return
     states = slurm_cli.job_states()
-    left = [job for job in known.values() if states is None or job in states]
-    if left:
-        arrays = " ".join(sorted({job.partition("_")[0] for job in left}))
-        reason = f"Slurm still has {len(left)} of its jobs, of {arrays}"
+    remaining_ids = [job for job in job_ids.values() if states is None or job in states]
+    if remaining_ids:
+        arrays = " ".join(sorted({job.partition("_")[0] for job in remaining_ids}))
+        noun = "job" if len(remaining_ids) == 1 else "jobs"
+        reason = f"Slurm still has {len(remaining_ids)} {noun} of the sweep, in arrays {arrays}"
         if states is None:
-            reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
+            reason = (
+                f"Slurm does not respond, and may still have jobs of the sweep, in arrays {arrays}"
+            )
         fix = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
         raise ConfigError.for_key("resume_sweep", sweep, reason, fix)

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, and the record of them that is true at any moment."""
+"""Execution of the jobs of a sweep, and its record ``sweep.json``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scalewise.launch.sweep_resume import earlier_jobs
 from scalewise.tracking.run_files import read_json, write_json
 
 RESERVED_BYTES = 65536
-"""Bytes reserved for reasons that jobs end for, beyond twice the record as it begins."""
+"""Disk space reserved for the reasons of outcomes, in bytes, in addition to twice the record."""
 
 
 def execute_all(
@@ -34,68 +34,75 @@ def execute_all(
     on_end: Callable[[SweepTask, Result], None],
     kept_results: Mapping[int, Result] | None = None,
 ) -> list[Result]:
-    """Runs jobs into their folders and returns how each ended; none stops the others.
+    """Run the jobs in their folders and return their results; a failed job does not stop others.
 
-    ``kept_results`` holds the results of jobs that ended before, by number: those do not run. Keeps
-    ``sweep.json`` in ``folder`` true at any moment. A signal ends the sweep: what had not begun
-    is noted as ``interrupted``. Where the engine refuses them all, the record is as it was.
+    ``kept_results``: results of jobs that have ended before, by number; those do not run. Updates
+    ``sweep.json`` in ``folder`` after every change. A signal ends the sweep, with status
+    ``interrupted`` for jobs that have not started. If the executor rejects all jobs, the previous
+    record is restored.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    left: dict[str, Any] = read_json(folder / "sweep.json")
-    record = _sweep_record(folder, left, command, question)
+    previous_record: dict[str, Any] = read_json(folder / "sweep.json")
+    record = _sweep_record(folder, previous_record, command, question)
     results = dict(kept_results or {})
-    rows = {row["number"]: row for row in record["jobs"]}
+    entries = {entry["number"]: entry for entry in record["jobs"]}
     for task in tasks:
-        rows[task.number] = _waiting_row(task, folder)
+        entries[task.number] = _waiting_entry(task, folder)
         if task.number in results:
-            _note_result(rows[task.number], results[task.number], folder)
-    record["jobs"] = [rows[number] for number in sorted(rows)]
-    record["varying"] = _varying_values([row["varied"] for row in record["jobs"]])
+            _note_result(entries[task.number], results[task.number], folder)
+    record["jobs"] = [entries[number] for number in sorted(entries)]
+    record["varying"] = _varying_values([entry["varied"] for entry in record["jobs"]])
 
-    def began(task: SweepTask) -> None:
-        rows[task.number]["status"] = "running"
+    def start_job(task: SweepTask) -> None:
+        entries[task.number]["status"] = "running"
         _write_record(folder, record)
         on_start(task, len(tasks))
 
-    ended: list[Result] = []
-    left_to_run = [task for task in tasks if task.number not in results]
+    new_results: list[Result] = []
+    pending_tasks = [task for task in tasks if task.number not in results]
     try:
         with signals.raise_on_signals("between the jobs of the sweep"):
             _write_first_record(folder, record)
-            for task, result in executor.iter_results(left_to_run, began):
-                ended.append(result)
+            for task, result in executor.iter_results(pending_tasks, start_job):
+                new_results.append(result)
                 results[task.number] = result
-                _note_result(rows[task.number], result, folder)
+                _note_result(entries[task.number], result, folder)
                 _write_record(folder, record)
-                with report_errors(f"job {task.number} is not told of"):
+                with report_errors(f"the result of job {task.number} is not printed"):
                     on_end(task, result)
     except ConfigError:
         atomic.release_space(folder / "sweep.json")
-        if not ended:
-            _restore_record(folder, left)
+        if not new_results:
+            _restore_record(folder, previous_record)
         raise
     except Interrupted:
-        for row in rows.values():
-            if row["status"] == "waiting":
-                row["status"] = "interrupted"
+        for entry in entries.values():
+            if entry["status"] == "waiting":
+                entry["status"] = "interrupted"
         _write_record(folder, record)
         atomic.release_space(folder / "sweep.json")
         raise
     except ScalewiseError:
         atomic.release_space(folder / "sweep.json")
         raise
-    except Exception as error:  # of the engine, and so of every job that it has not ended
-        for task in left_to_run:
+    except Exception as error:  # an error of the executor fails all unfinished jobs
+        for task in pending_tasks:
             if task.number not in results:
                 results[task.number] = failed_result(task, error)
-                _note_result(rows[task.number], results[task.number], folder)
-    stopped = next((result for result in ended if result.exit_code in INTERRUPTED), None)
+                _note_result(entries[task.number], results[task.number], folder)
+    interrupted_result = next(
+        (result for result in new_results if result.exit_code in INTERRUPTED), None
+    )
     for task in tasks:
         if task.number not in results:
-            assert stopped is not None, f"job {task.number} has no result"
-            rows[task.number]["status"] = "interrupted"
+            assert interrupted_result is not None, f"job {task.number} has no result"
+            entries[task.number]["status"] = "interrupted"
             results[task.number] = Result(
-                "interrupted", stopped.reason, stopped.exit_code, task.folder, {}
+                "interrupted",
+                interrupted_result.reason,
+                interrupted_result.exit_code,
+                task.folder,
+                {},
             )
     record["ended"] = _now()
     _write_record(folder, record)
@@ -104,45 +111,47 @@ def execute_all(
 
 
 def claim_sweep_folder(folder: Path) -> FolderLock:
-    """Makes and locks ``folder``, or a numbered one beside it, where no other sweep is."""
+    """Create and lock ``folder``, or a numbered one next to it if it contains a sweep."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError.for_key("hydra.sweep.dir", folder, "is a file", "give a folder")
+        raise ConfigError.for_key("hydra.sweep.dir", folder, "is a file", "set a folder")
     for number in range(1, 1000):
-        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        new = not own.exists()
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        is_new = not candidate.exists()
         try:
-            own.mkdir(parents=True, exist_ok=not new)
-            lock = locks.acquire_lock(own)
-        except (FileExistsError, InUseError):  # another sweep was faster
+            candidate.mkdir(parents=True, exist_ok=not is_new)
+            lock = locks.acquire_lock(candidate)
+        except (FileExistsError, InUseError):  # another sweep has claimed it
             continue
         except OSError as error:
-            reason, fix = f"cannot be made: {error.strerror}", "run in another folder"
-            raise ConfigError.for_key("hydra.sweep.dir", own, reason, fix) from error
-        if (new or lock.is_held) and not (own / "sweep.json").exists():
+            reason, fix = f"cannot be created: {error.strerror}", "run in another folder"
+            raise ConfigError.for_key("hydra.sweep.dir", candidate, reason, fix) from error
+        if (is_new or lock.is_held) and not (candidate / "sweep.json").exists():
             return lock
         lock.release()
-    raise ConfigError.for_key("hydra.sweep.dir", folder, "holds a sweep already", "give another")
+    raise ConfigError.for_key(
+        "hydra.sweep.dir", folder, "already contains a sweep", "set another folder"
+    )
 
 
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    with report_errors(f"sweep.json of {folder} stays as it is"):
+    with report_errors(f"sweep.json of {folder} is not updated"):
         write_json(folder / "sweep.json", record)
 
 
 def _write_first_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes the record and reserves disk space to write it again; raises ``ConfigError``."""
+    """Write the record and reserve disk space for its updates. Raises ``ConfigError``."""
     file = folder / "sweep.json"
     try:
         atomic.reserve_space(file, RESERVED_BYTES + 2 * len(json.dumps(record, default=str)))
         write_json(file, record)
     except OSError as error:
-        if (lacking := atomic.disk_full_reason(error)) is None:
+        if (reason_and_fix := atomic.disk_full_reason(error)) is None:
             raise
-        raise ConfigError.for_key("hydra.sweep.dir", folder, *lacking) from error
+        raise ConfigError.for_key("hydra.sweep.dir", folder, *reason_and_fix) from error
 
 
 def _restore_record(folder: Path, previous_record: dict[str, Any]) -> None:
-    """Makes the record what it was before a sweep of which no job may run."""
+    """Restore the record before a sweep without valid jobs."""
     if previous_record:
         write_json(folder / "sweep.json", previous_record)
     else:
@@ -152,9 +161,8 @@ def _restore_record(folder: Path, previous_record: dict[str, Any]) -> None:
 def _sweep_record(
     folder: Path, previous_record: dict[str, Any], command: str, question: str
 ) -> dict[str, Any]:
-    """Returns the sweep's record, as it was ``previous_record`` or new, under way in this
-    process."""
-    begun: dict[str, Any] = {
+    """Record of the running sweep, updated from ``previous_record`` or new."""
+    new_record: dict[str, Any] = {
         "name": folder.parent.name,
         "question": question,
         "command": command,
@@ -163,32 +171,37 @@ def _sweep_record(
         "reference": None,
         "jobs": [],
     }
-    now = {"question": question, "command": command, "ended": None, "process": process_identity()}
-    if previous_record and previous_record["process"] != now["process"]:
+    current_values = {
+        "question": question,
+        "command": command,
+        "ended": None,
+        "process": process_identity(),
+    }
+    if previous_record and previous_record["process"] != current_values["process"]:
         _update_from_folders(previous_record["jobs"], folder)
-    return {**begun, **previous_record, **now}
+    return {**new_record, **previous_record, **current_values}
 
 
-def _update_from_folders(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Makes rows that another process has left true, as the folders of its jobs have it."""
-    for row, job in zip(rows, earlier_jobs(folder, ()), strict=True):
+def _update_from_folders(entries: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Update entries of an earlier process from the folders of the jobs."""
+    for entry, job in zip(entries, earlier_jobs(folder, ()), strict=True):
         if job.result is not None:
-            _note_result(row, job.result, folder)
-        elif row["status"] in ("running", "waiting"):
-            row["status"] = "interrupted"
+            _note_result(entry, job.result, folder)
+        elif entry["status"] in ("running", "waiting"):
+            entry["status"] = "interrupted"
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _waiting_row(task: SweepTask, folder: Path) -> dict[str, Any]:
-    """Returns the row of a job that waits; beside its folder the one that a second attempt gets."""
-    place = str(task.folder.relative_to(folder))
+def _waiting_entry(task: SweepTask, folder: Path) -> dict[str, Any]:
+    """Entry of a waiting job, with its folder and that of the first attempt."""
+    relative_folder = str(task.folder.relative_to(folder))
     return {
         "number": task.number,
-        "folder": place,
-        "planned_folder": place,
+        "folder": relative_folder,
+        "planned_folder": relative_folder,
         "config_hash": config_hash(task.job_spec.run),
         "overrides": list(task.job_spec.run.overrides),
         "varied": dict(task.job_spec.varied),
@@ -196,11 +209,11 @@ def _waiting_row(task: SweepTask, folder: Path) -> dict[str, Any]:
     }
 
 
-def _note_result(row: dict[str, Any], result: Result, folder: Path) -> None:
-    row["folder"] = str(result.folder.relative_to(folder))
-    row["status"] = result.status
+def _note_result(entry: dict[str, Any], result: Result, folder: Path) -> None:
+    entry["folder"] = str(result.folder.relative_to(folder))
+    entry["status"] = result.status
     if result.reason:
-        row["reason"] = result.reason
+        entry["reason"] = result.reason
 
 
 def _varying_values(varied: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
