@@ -224,7 +224,7 @@ class Crew:
 def test_a_packed_job_without_a_process_costs_no_other(order: JobSpec, tmp_path: Path) -> None:
     waiting = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
     room = SlotCapacity((0,), 1)
-    found = packed_executor._run_job(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
+    found = packed_executor._run_jobs(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
     assert {task.number: result.status for task, result in found} == {0: "failed", 1: "ok", 2: "ok"}
 
 

@@ -298,7 +298,7 @@ class TestFolder:
 
     def test_a_file_is_no_folder_of_a_sweep(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")
-        with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*: is a file; give a"):
+        with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*: is a file; set a"):
             claim_sweep_folder(tmp_path / "file")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -162,7 +162,7 @@ def test_a_machine_without_slurm(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
-    with pytest.raises(ConfigError, match="there is no sbatch here"):
+    with pytest.raises(ConfigError, match="sbatch is not installed"):
         next(engine(options).iter_results([task], lambda task: None))
 
 

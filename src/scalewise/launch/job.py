@@ -120,9 +120,8 @@ def prepare_job(job_spec: JobSpec) -> int:
         from scalewise.training import user_module  # imports Lightning
 
         user_module.import_classes(run)
-        steps = (
-            run.trainer.max_steps or sys.maxsize
-        )  # the length of its data loaders is unknown here
+        # The length of its data loaders is unknown here.
+        steps = run.trainer.max_steps or sys.maxsize
     else:
         splits = run.data.prepare(run.model.vocabulary, run.seed)
         steps = run.num_steps(len(splits.train))

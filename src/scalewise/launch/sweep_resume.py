@@ -113,7 +113,7 @@ def resumed_folder(sweep: str, new_folder: Path) -> Path:
         raise ConfigError.for_key(
             "resume_sweep", sweep, f"{folder} {reason}", "set resume_sweep to the folder of a sweep"
         )
-    if any(not {"config_hash", "planned_folder"} <= set(row) for row in record.get("jobs", [])):
+    if any(not {"config_hash", "planned_folder"} <= set(entry) for entry in record.get("jobs", [])):
         reason = f"{folder} was written by a version that could not resume sweeps"
         raise ConfigError.for_key("resume_sweep", sweep, reason, "run the sweep from scratch")
     _reject_running(sweep, folder, record)
@@ -138,7 +138,7 @@ def lock_sweep(key: str, value: str, folder: Path) -> FolderLock:
 def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
     """Jobs of the sweep in ``folder``, by number."""
     record = read_json(folder / "sweep.json")
-    return [_earlier_job(folder, row, retry) for row in record.get("jobs", [])]
+    return [_earlier_job(folder, entry, retry) for entry in record.get("jobs", [])]
 
 
 def match_jobs(
@@ -169,7 +169,7 @@ def renumber_tasks(
     """
     requested_jobs = [(config_hash(task.job_spec.run), task.job_spec.varied) for task in tasks]
     matches = match_jobs(requested_jobs, known_jobs)
-    numbers = (row["number"] for row in read_json(folder / "sweep.json").get("jobs", []))
+    numbers = (entry["number"] for entry in read_json(folder / "sweep.json").get("jobs", []))
     next_number = 1 + max(numbers, default=-1)
     renumbered_tasks: list[SweepTask] = []
     kept_results: dict[int, Result] = {}
@@ -244,11 +244,11 @@ def _reject_running(sweep: str, folder: Path, record: Mapping[str, Any]) -> None
     running_jobs = {}
     if record.get("ended") is None and is_same_process(process["pid"], process["started"]):
         running_jobs[process["pid"]] = "the sweep"
-    for row in record.get("jobs", []):
-        for attempt in attempt_folders(folder / row["planned_folder"]):
+    for entry in record.get("jobs", []):
+        for attempt in attempt_folders(folder / entry["planned_folder"]):
             status = read_json(attempt / "status.json")
             if status.get("host") == host and is_running(status):
-                running_jobs.setdefault(status["process"], f"job {row['number']}")
+                running_jobs.setdefault(status["process"], f"job {entry['number']}")
     if running_jobs:
         (pid, name), *_ = running_jobs.items()
         reason = f"{name} is still running, as process {pid}"
