@@ -56,7 +56,7 @@ def test_own_pictures_are_learnt_asked_and_exported(
     assert found["rows"] == 6
     assert 0 <= found["exact"] <= 1
     assert cli.main(["evaluate", str(run.path), "prompt=it"]) == 2
-    assert "give prompt=FILE of a picture" in capsys.readouterr().err
+    assert "set prompt=FILE to an image file" in capsys.readouterr().err
     assert cli.main(["export", str(run.path), f"to={pictures}/out"]) == 0
     model = AutoModelForImageTextToText.from_pretrained(pictures / "out")
     assert AutoTokenizer.from_pretrained(pictures / "out").eos_token == WORDS[0]

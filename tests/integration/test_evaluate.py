@@ -211,7 +211,7 @@ def test_an_older_checkpoint_is_taken_aloud(
     (weights,) = (copy.checkpoint(7) / "model").iterdir()
     weights.unlink()
     assert cli.main(["evaluate", str(copy.path), "rows=1"]) == 0
-    lost = f"step 7 is damaged (model/{weights.name}: is missing); step 6 in its place"
+    lost = f"step 7 is damaged (model/{weights.name}: is missing); using step 6 instead"
     assert lost in capsys.readouterr().out
     assert cli.main(["evaluate", str(copy.path), "step=5"]) == 2
     assert "choose one of step=3, 6, 7, last, best" in capsys.readouterr().err

@@ -162,14 +162,14 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     (result.folder / "summary.json").unlink()  # as of a run that was killed
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/killed"]) == 0
     capsys.readouterr()
-    assert "a run that did not end" in (tmp_path / "killed" / "README.md").read_text("utf-8")
+    assert "a run that did not finish" in (tmp_path / "killed" / "README.md").read_text("utf-8")
     for words, said in (
-        ([str(result.folder)], "is there already; give to=FOLDER"),
+        ([str(result.folder)], "already exists; set to=FOLDER"),
         ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),
         ([str(result.folder), f"to={tmp_path}/new", "adapter=alone"], "has trained no adapter"),
         ([str(result.folder), "adapter=half", "two=2"], "choose one of adapter=merged, alone"),
-        ([str(result.folder), "to=/proc/none"], "cannot be made: No such file"),
-        ([str(tmp_path)], "is no folder of a run"),
+        ([str(result.folder), "to=/proc/none"], "cannot be created: No such file"),
+        ([str(tmp_path)], "is not a run folder"),
         ([], "no folder given"),
     ):
         assert cli.main(["export", *words]) == 2
@@ -179,5 +179,6 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     weights.write_bytes(weights.read_bytes()[:100])
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/new"]) == 2
     assert (
-        f"is whole: step 4 is damaged (model/{weights.name}: has 100 of" in capsys.readouterr().err
+        f"are damaged: step 4 is damaged (model/{weights.name}: has 100 of"
+        in capsys.readouterr().err
     )

@@ -44,7 +44,7 @@ def test_a_trace_asks_the_code_itself(scalewise: Doors) -> None:
     (line_of_trace,) = [line for line in ended.out.splitlines() if line.startswith(told)]
     assert "0.0% (operators as on the CPU)" in line_of_trace
     ended = scalewise(*UNTRACKED, "parallelism=ddp", "plan.method=trace", verb="plan").ok()
-    assert "the ledger alone, no trace: ddp works on real memory" in ended.out
+    assert "the ledger alone, no trace: ddp requires real memory" in ended.out
 
 
 def test_a_search_ends_in_a_line_that_trains(scalewise: Doors) -> None:

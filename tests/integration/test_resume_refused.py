@@ -50,7 +50,7 @@ def disguise(run: Folder) -> None:
         (truncate, "(model/shard-00001-model-00001-of-00001.safetensors: has 100 of"),
         (damage, "is damaged (training.pt: has another checksum)"),
         (lose, "is damaged (training.pt: is missing)"),
-        (disguise, "is no scalewise checkpoint"),
+        (disguise, "is not a scalewise checkpoint"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole(

@@ -72,7 +72,7 @@ def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> Non
     assert pruned.summary["steps"] == 4
     assert pruned.status["status"] == "pruned"
     assert pruned.status["exit_code"] == 0
-    assert pruned.status["reason"] == "the study stopped it after step 4, by its val/loss"
+    assert pruned.status["reason"] == "the study pruned the trial after step 4, by val/loss"
     assert "pruned" in (ended.folder.path / "report.html").read_text("utf-8")
     told = study(ended.folder)["trials"]
     assert [trial["state"] for trial in told] == ["complete", "pruned"]

@@ -66,7 +66,7 @@ def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *tiny]) == 0
     said = capsys.readouterr().out
     assert "all 6 layers" in said
-    assert "a model that reads pictures is known by trace" in said
+    assert "the analytic models do not cover vision-language models" in said
     for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
         assert f"\n{line}" in said
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2

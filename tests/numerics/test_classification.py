@@ -95,5 +95,7 @@ def test_an_adapter_trains_the_head_too(alone: Reference) -> None:
     assert trained == {
         w.name for w in compose([*SHAPE, *CLASSES, *lora]).weight_census() if w.trainable
     }
-    with pytest.raises(ConfigError, match=r"as it was drawn; set 'adapter\.trained="):
+    with pytest.raises(
+        ConfigError, match=r"randomly initialized classification head; set 'adapter\.trained="
+    ):
         compose([*SHAPE, *CLASSES, "adapter=lora"])

@@ -159,7 +159,7 @@ def test_an_evaluation_tells_what_fp8_costs(
     run = Job(tmp_path, shared_cache).of(*parts, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0
     found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
-    assert "products in fp8: the loss is " in capsys.readouterr().out
+    assert "fp8 matmuls: the loss is " in capsys.readouterr().out
     assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
     assert found["loss_in_fp32"] != found["loss"]
     assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)

@@ -128,7 +128,7 @@ def test_an_evaluation_tells_what_fp8_costs(
 ) -> None:
     assert cli.main(["evaluate", str(trained.path)]) == 0
     found = json.loads((trained.path / "evaluation.json").read_text("utf-8"))["3"]
-    assert "products in fp8: the loss is " in capsys.readouterr().out
+    assert "fp8 matmuls: the loss is " in capsys.readouterr().out
     assert found["loss"] == pytest.approx(trained.column("val/loss")[-1], rel=1e-5)
     assert found["loss_in_fp32"] != found["loss"]
     assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)

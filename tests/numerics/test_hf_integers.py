@@ -160,7 +160,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
     assert config["quantization_config"]["format"] == "pack-quantized"
 
     assert_measured(run, to)
-    assert "28 matrices in 4 bits: " in capsys.readouterr().out
+    assert "28 weights in 4 bits: " in capsys.readouterr().out
 
 
 @LONG
@@ -174,5 +174,5 @@ def test_transformers_multiplies_by_the_integers(
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     told.model.export(told.read_merged_state_dict(), tmp_path)
-    with pytest.raises(CheckpointError, match="holds no integers of blocks"):
+    with pytest.raises(CheckpointError, match="contains no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)

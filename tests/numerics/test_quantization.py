@@ -212,7 +212,7 @@ def test_an_evaluation_tells_what_packing_costs(
     for step in ("3", "0"):
         assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
         found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
-    assert "packed matrices: " in capsys.readouterr().out
+    assert "quantized weights: " in capsys.readouterr().out
     assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
     held = compose([*SHAPE, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
     assert found["3"]["packed_bytes"] == sum(

@@ -197,7 +197,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
 
     assert_measured(run, to)
     said = capsys.readouterr().out
-    assert "28 matrices in 4 bits: " in said
+    assert "28 weights in 4 bits: " in said
     for line in said.splitlines()[1:3]:
         assert line in (to / "README.md").read_text("utf-8")
 
@@ -227,7 +227,7 @@ def test_transformers_multiplies_by_the_integers(
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     told.model.export(told.read_merged_state_dict(), tmp_path)
-    with pytest.raises(CheckpointError, match="holds no integers of blocks"):
+    with pytest.raises(CheckpointError, match="contains no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from scalewise.bench.memory_accuracy_ranks import (
+    ACCUMULATION,
     LARGE,
-    SUMS,
     TRACED,
     TRACED_SELDOM,
     pipeline_overrides,
@@ -60,7 +60,7 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
         *(
             pytest.param(layers, line, marks=LONG)
             for layers, line in [
-                (12, (MIXED, *fsdp_overrides(8), SUMS)),
+                (12, (MIXED, *fsdp_overrides(8), ACCUMULATION)),
                 (12, (MIXED, *fsdp_overrides(4), "model=openllama_7b", "data.sequence=2048")),
                 (12, (MIXED, *mesh_overrides(tensor=8))),
                 (12, (MIXED, *mesh_overrides(shards=16, tensor=8), FULL)),
@@ -80,11 +80,11 @@ def test_shallow_copies_tell_of_the_whole(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (("parallelism=ddp", "parallelism.replicas=8"), "ddp works on real memory"),
-        (("parallelism=deepspeed_zero3",), "deepspeed works on real memory"),
-        (("compile=block",), "what a compiler fuses"),
-        (("precision=fp16_mixed",), "fp16 is not computed on the CPU"),
-        ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "what is offloaded"),
+        (("parallelism=ddp", "parallelism.replicas=8"), "ddp requires real memory"),
+        (("parallelism=deepspeed_zero3",), "deepspeed requires real memory"),
+        (("compile=block",), "the fusion of torch.compile"),
+        (("precision=fp16_mixed",), "CPU operators, which do not support fp16"),
+        ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "offloading copies real memory"),
     ],
 )
 def test_what_cannot_be_traced_says_why(

@@ -164,7 +164,7 @@ def test_a_run_stopped_after_its_last_step_takes_none_twice(job: Job) -> None:
     [
         ("Silent", (), "returns no loss"),
         ("Pair", (), "has 2 optimizers"),
-        ("Stepping", ("+objective.arguments.steps=2",), "one optimizer step a batch"),
+        ("Stepping", ("+objective.arguments.steps=2",), "one optimizer step per batch"),
         ("Broken", (), "no such table"),
     ],
 )
@@ -211,9 +211,9 @@ def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) ->
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (("objective.target=fixtures.yours.Stepping",), "steps by itself"),
-        (("objective.target=fixtures.yours.Reading",), "cannot follow a step of it"),
-        (("parallelism=deepspeed_zero1",), "works on real memory"),
+        (("objective.target=fixtures.yours.Stepping",), "automatic optimization"),
+        (("objective.target=fixtures.yours.Reading",), "cannot trace a training step"),
+        (("parallelism=deepspeed_zero1",), "requires real memory"),
     ],
 )
 def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: str) -> None:

@@ -31,7 +31,7 @@ def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
     drawn = collectives_plot.collectives_chart(samples, None).to_dict()
     (rows,) = drawn["datasets"].values()
     assert {row["what"] for row in rows} == {"measured"}
-    assert "lost in noise" in drawn["title"]["text"]
+    assert "noise hides the link" in drawn["title"]["text"]
 
 
 def test_all_options_that_are_wrong_are_named() -> None:
@@ -54,11 +54,11 @@ def test_sizes_go_up_to_the_largest() -> None:
         ("", "no benchmark; scalewise bench collectives"),
         ("colective", "no benchmark 'colective'"),
         ("collectives -m", "not -m"),
-        ("collectives ranks=1", "ranks=1: there is nobody to send to"),
-        ("collectives ranks=1000", "ranks=1000: this machine carries at most"),
+        ("collectives ranks=1", "ranks=1: must be 2 or more"),
+        ("collectives ranks=1000", "ranks=1000: exceeds the maximum of"),
         ("collectives largest_kib=4", "too few sizes"),
         ("collectives seconds=-1", "seconds=-1.0: must be positive"),
-        ("collectives record=true", "record=true: there is no experiments/records here"),
+        ("collectives record=true", "record=true: requires the folder experiments/records"),
         ("collectives modle=x", "did you mean model?"),
         ("parallel pairs=0", "pairs=0: must be positive"),
         ("parallel precision=bf16_mixed", "precision=bf16_mixed: the hand-written loop"),
@@ -81,7 +81,7 @@ def test_refusals(
 
 def test_where_no_cable_can_be_laid_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert throttled_link.missing_requirement() == "making network namespaces needs root"
+    assert throttled_link.missing_requirement() == "network namespaces require root"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert throttled_link.missing_requirement() == "there is no ip: apt-get install iproute2"
+    assert throttled_link.missing_requirement() == "ip is missing: apt-get install iproute2"

@@ -42,23 +42,39 @@ def test_arguments_arrive(compose: Callable[..., RunConfig]) -> None:
     [
         (["x._target_=lightning.nowhere.X"], "x._target_", "cannot be imported"),
         ([f"x._target_={NAMES}.Nothing"], "x._target_", "cannot be imported"),
-        ([f"x._target_={NAMES}.Timer", "x.weeks=1"], "x", "refuses these"),
+        ([f"x._target_={NAMES}.Timer", "x.weeks=1"], "x", "rejects these"),
         (["x._target_=lightning.pytorch.callbacks.EarlyStopping"], "x", "missing a required"),
         (["x._target_=antigravity_of_nobody.X", "x.a=1"], "x._target_", "cannot be imported"),
-        (["x._target_=torch.nn.Identity"], "x._target_", "is no lightning.pytorch Callback"),
-        (["x._target_=torch.hub.load"], "x._target_", "is no lightning.pytorch Callback"),
-        ([f"x._target_={NAMES}.WeightAveraging"], "x._target_", "in the place of the weights"),
-        ([f"x._target_={NAMES}.EMAWeightAveraging"], "x._target_", "in the place of the weights"),
+        (
+            ["x._target_=torch.nn.Identity"],
+            "x._target_",
+            "is not a subclass of lightning.pytorch.Callback",
+        ),
+        (
+            ["x._target_=torch.hub.load"],
+            "x._target_",
+            "is not a subclass of lightning.pytorch.Callback",
+        ),
+        (
+            [f"x._target_={NAMES}.WeightAveraging"],
+            "x._target_",
+            "replaces the trained weights by an average",
+        ),
+        (
+            [f"x._target_={NAMES}.EMAWeightAveraging"],
+            "x._target_",
+            "replaces the trained weights by an average",
+        ),
         (
             [f"x._target_={NAMES}.StochasticWeightAveraging", "x.swa_lrs=0.1"],
             "x._target_",
-            "in the place of the weights",
+            "replaces the trained weights by an average",
         ),
-        ([f"x._target_={NAMES}.Timer", "x.duration=soon"], "x", "refuses these"),
+        ([f"x._target_={NAMES}.Timer", "x.duration=soon"], "x", "rejects these"),
         (["x._target_=lightning.os.system"], "x._target_", "cannot be imported"),
         (["x._target_=torch.os.system"], "x._target_", "cannot be imported"),
-        (["x._target_=torch.os"], "x._target_", "is no lightning.pytorch Callback"),
-        (["x._target_=torch.utils.bottleneck.__main__.X"], "x._target_", "is a program"),
+        (["x._target_=torch.os"], "x._target_", "is not a subclass of lightning.pytorch.Callback"),
+        (["x._target_=torch.utils.bottleneck.__main__.X"], "x._target_", "which is a program"),
     ],
 )
 def test_what_cannot_be_made_is_refused(

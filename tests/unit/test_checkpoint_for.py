@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     [
         (lambda path: None, "there is no such checkpoint folder"),
         (lambda path: path.write_text(""), "there is no such checkpoint folder"),
-        (lambda path: path.mkdir(), "is no scalewise checkpoint"),
+        (lambda path: path.mkdir(), "is not a scalewise checkpoint"),
         (lambda path: (path / "checkpoints").mkdir(parents=True), "no complete checkpoint under"),
     ],
 )

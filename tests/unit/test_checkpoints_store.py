@@ -106,7 +106,7 @@ def test_a_reader_fills_what_it_asks_for(saved: Path) -> None:
     [
         ({"gone": torch.zeros(1)}, "lacks gone"),
         ({"gone": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}, "lacks b and 2 more"),
-        ({"turned": torch.zeros(3, 5)}, "turned is (5, 3), the model has (3, 5)"),
+        ({"turned": torch.zeros(3, 5)}, "turned has shape (5, 3), the model has (3, 5)"),
     ],
 )
 def test_another_model_s_tensors_are_refused(
@@ -117,7 +117,7 @@ def test_another_model_s_tensors_are_refused(
         store.read_into(saved, "model", into)
     (issue,) = caught.value.issues
     assert (issue.key, issue.value, issue.reason) == ("resume", saved, reason)
-    assert "the model that wrote it" in issue.fix
+    assert "the model config of the run that saved it" in issue.fix
     assert all(torch.equal(into[name], tensor) for name, tensor in before.items())
 
 
@@ -153,10 +153,10 @@ def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("manifest", "reason"),
     [
-        (None, "is no scalewise checkpoint"),
-        ("{", "is no scalewise checkpoint"),
-        ("[]", "is no scalewise checkpoint"),
-        ('{"format": "another"}', "is no scalewise checkpoint"),
+        (None, "is not a scalewise checkpoint"),
+        ("{", "is not a scalewise checkpoint"),
+        ("[]", "is not a scalewise checkpoint"),
+        ('{"format": "another"}', "is not a scalewise checkpoint"),
         ('{"format": "scalewise-checkpoint", "version": 99}', "has format version 99, not 2"),
         ('{"format": "scalewise-checkpoint", "version": 1}', "has format version 1, not 2"),
         ('{"format": "scalewise-checkpoint", "version": 2}', "its manifest.json is damaged"),
@@ -193,7 +193,7 @@ def test_a_pickled_object_is_refused_and_not_run(
         (saved / store.TRAINING).write_bytes(pickle.dumps(Payload(), protocol=2))
     sign(saved)
     said = refused(saved)
-    assert said.startswith("cannot be read: training.pt is damaged or holds objects")
+    assert said.startswith("cannot be read: training.pt is damaged or contains objects")
     assert "weights_only" not in said
     assert not (tmp_path / "ran-code").exists()
 
@@ -202,7 +202,7 @@ def test_a_pickled_object_is_refused_and_not_run(
 def test_data_of_another_program_is_refused(saved: Path, content: object) -> None:
     torch.save(content, saved / store.TRAINING)
     sign(saved)
-    assert refused(saved) == f"{store.TRAINING} is of another program"
+    assert refused(saved) == f"{store.TRAINING} was not written by scalewise"
 
 
 @pytest.mark.parametrize("part", store.TENSORS)
@@ -226,8 +226,8 @@ class PanicException(BaseException):
     [
         (OSError(28, "No space left on device"), OSError, "No space left"),
         (MemoryError("no memory"), MemoryError, "no memory"),
-        (PanicException("PyObject pointer is null"), MemoryError, "could not save: PyObject"),
-        (ValueError("odd"), CheckpointError, "could not save: odd"),
+        (PanicException("PyObject pointer is null"), MemoryError, "failed to save: PyObject"),
+        (ValueError("odd"), CheckpointError, "failed to save: odd"),
     ],
 )
 def test_a_rank_that_cannot_write_says_so(
@@ -366,6 +366,6 @@ def test_weights_of_an_earlier_step_take_the_place_of_damaged_ones(
     (later / (name := tensors_file(later))).unlink()
     assert trained.choose_checkpoint(tmp_path, "last", ["model"]) == saved
     said = capsys.readouterr().out
-    assert said == f"step 4 is damaged ({name}: is missing); step 3 in its place\n"
+    assert said == f"step 4 is damaged ({name}: is missing); using step 3 instead\n"
     with pytest.raises(CheckpointError, match="choose another step"):
         trained.choose_checkpoint(tmp_path, "4", ["model"])

@@ -10,7 +10,7 @@ import yaml
 from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
-from scalewise.checkpoints.trained import SPECS
+from scalewise.checkpoints.trained import CONFIG_GROUPS
 from scalewise.config import paths, run_naming, sweep_grid
 from scalewise.config.compose import changed_from_defaults, compose, flatten, group_choices
 from scalewise.config.hydra_context import hydra_session
@@ -77,7 +77,7 @@ def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str
     run = compose([choice, *inputs.get(name, inputs.get(choice, []))], here=False)
     assert run.choices.get(group, name) == name
     json.dumps(run.as_dict())
-    if group in SPECS:
+    if group in CONFIG_GROUPS:
         recorded = yaml.safe_load(yaml.safe_dump(run.as_dict()[group]))
         assert parse_group(group, recorded) == getattr(run, group)
 

@@ -270,16 +270,16 @@ TOKENS_ALONE = ("data=synthetic", "data.sequence=32")
 BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
 IN_BACKWARD = ("trainer.clip_norm=null", "trainer.global_batch=null")
 WITH: list[Row] = [
-    ([*BLIP2, *TOKENS_ALONE], "data", "has no pictures", "data=captions"),
+    ([*BLIP2, *TOKENS_ALONE], "data", "contains no images", "data=captions"),
     ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads pictures (blip-2)", "captioning"),
-    ([*SHAPES], "data", "has pictures", "objective=captioning"),
-    (["objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
-    ([*RANDOM_LLAMA, "objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
-    ([*RANDOM_T5, "objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
+    ([*SHAPES], "data", "contains images", "objective=captioning"),
+    (["objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
+    ([*RANDOM_LLAMA, "objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
+    ([*RANDOM_T5, "objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
     (
         [*BLIP2, *SHAPES, "data.image_size=64"],
         "data.image_size",
-        "is not the side",
+        "differs from the image size",
         "data.image_size=32",
     ),
     ([*BLIP2, *SHAPES, "data.image_size=8"], "data.image_size", "below 24", "image_size=24"),
@@ -294,7 +294,7 @@ WITH: list[Row] = [
     (
         [*BLIP2, *SHAPES, "trainer.micro_batch=auto", "trainer.global_batch=8"],
         "trainer.micro_batch",
-        "asks the ledger",
+        "requires the analytic memory model",
         "trainer.micro_batch=1",
     ),
     (
@@ -329,11 +329,26 @@ WITH: list[Row] = [
             ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
             ("precision=bf16_true", "precision", "a Q-Former in fp32", "bf16_mixed"),
             ("compile=block", "compile", "is not proven", "compile=none"),
-            ("memory=auto", "memory", "asks the ledger", "memory=checkpoint_full"),
+            (
+                "memory=auto",
+                "memory",
+                "requires the analytic memory model",
+                "memory=checkpoint_full",
+            ),
             ("memory=offload_activations", "memory.offload", "is not proven", "checkpoint_full"),
             ("objective.loss_chunk=8", "objective.loss_chunk", "reads pictures", "null"),
-            ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
-            ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
+            (
+                "plan.search=memory",
+                "plan.search",
+                "requires the analytic memory model",
+                "plan.search=none",
+            ),
+            (
+                "launch.refuse_unfit=true",
+                "launch.refuse_unfit",
+                "requires the analytic memory model",
+                "false",
+            ),
             ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
         )
     ),

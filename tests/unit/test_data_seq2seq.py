@@ -102,19 +102,24 @@ def test_batches_say_where_there_is_no_token() -> None:
 SYNTHETIC = ("data=synthetic", "data.sequence=32", "data.target_length=8")
 T5 = (*RANDOM_T5, "objective=seq2seq")
 WITH: list[Row] = [
-    ([*T5], "data", "has no answers apart", "data=seq2seq"),
+    ([*T5], "data", "contains no encoder inputs", "data=seq2seq"),
     ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder with a decoder (t5)", "seq2seq"),
-    ([*SYNTHETIC], "data", "has answers apart", "objective=seq2seq"),
-    ([*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "as T5"),
-    (["objective=seq2seq", *SYNTHETIC], "model", "has no encoder to read questions", "model=hf"),
+    ([*SYNTHETIC], "data", "contains encoder inputs", "objective=seq2seq"),
+    ([*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "such as T5"),
+    (["objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "model=hf"),
     (
         [*T5, *SYNTHETIC[:2], "data.target_length=32"],
         "data.target_length",
         "is no part",
         "data.target_length=8",
     ),
-    ([*T5, *SYNTHETIC[:2], "data.target_length=0"], "data", "has no answers apart", "data=seq2seq"),
-    ([*T5, *SYNTHETIC, "objective.loss_chunk=8"], "objective.loss_chunk", "not taken", "null"),
+    (
+        [*T5, *SYNTHETIC[:2], "data.target_length=0"],
+        "data",
+        "contains no encoder inputs",
+        "data=seq2seq",
+    ),
+    ([*T5, *SYNTHETIC, "objective.loss_chunk=8"], "objective.loss_chunk", "not supported", "null"),
     (
         [*T5, *SYNTHETIC, "parallelism=tensor", WHOLE_TOKENS],
         "parallelism.tensor",
@@ -124,7 +129,7 @@ WITH: list[Row] = [
     (
         [*T5, *SYNTHETIC, "trainer.micro_batch=auto", "trainer.global_batch=8"],
         "trainer.micro_batch",
-        "asks the ledger",
+        "requires the analytic memory model",
         "trainer.micro_batch=1",
     ),
     (
@@ -140,9 +145,24 @@ WITH: list[Row] = [
             ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
             ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
             ("compile=block", "compile", "is not proven", "compile=none"),
-            ("memory=auto", "memory", "asks the ledger", "memory=checkpoint_full"),
-            ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
-            ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
+            (
+                "memory=auto",
+                "memory",
+                "requires the analytic memory model",
+                "memory=checkpoint_full",
+            ),
+            (
+                "plan.search=memory",
+                "plan.search",
+                "requires the analytic memory model",
+                "plan.search=none",
+            ),
+            (
+                "launch.refuse_unfit=true",
+                "launch.refuse_unfit",
+                "requires the analytic memory model",
+                "false",
+            ),
             ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
             ("data.packing=true", "data.packing", "one model reads", "data.packing=false"),
             ("data.pairs=true", "data.pairs", "one model reads", "data.pairs=false"),

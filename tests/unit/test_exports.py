@@ -19,7 +19,7 @@ from transformers import (
     LlamaConfig,
 )
 
-from scalewise.checkpoints.trained import SPECS, TrainedRun
+from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun
 from scalewise.data import chat_templates
 from scalewise.data.base import DataSplits
 from scalewise.data.run_tokenizer import save_tokenizer
@@ -89,7 +89,7 @@ def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
     """Returns a run that has just begun."""
     run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", here=False)
     at.mkdir(exist_ok=True)
-    specs = {name: getattr(run, name) for name in SPECS}
+    specs = {name: getattr(run, name) for name in CONFIG_GROUPS}
     return TrainedRun(folder=at, checkpoint=None, seed=1, **specs)
 
 
@@ -333,7 +333,7 @@ def test_links_at_the_names_of_an_export_are_not_followed(tmp_path: Path) -> Non
     assert [*elsewhere.iterdir()] == []
     (tmp_path / "link").symlink_to(elsewhere)
     with (
-        pytest.raises(ConfigError, match="is there already"),
+        pytest.raises(ConfigError, match="already exists"),
         staging.staging_folder(tmp_path / "link"),
     ):
         pass
@@ -344,7 +344,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     to.mkdir()
     with staging.staging_folder(to) as partial:  # an empty one is taken
         (partial / "file").write_text("a", "utf-8")
-    with pytest.raises(ConfigError, match="is there already"), staging.staging_folder(to):
+    with pytest.raises(ConfigError, match="already exists"), staging.staging_folder(to):
         pass
     assert [path.name for path in to.iterdir()] == ["file"]
 

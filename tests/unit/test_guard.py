@@ -48,7 +48,9 @@ def test_it_looks_before_anything_is_kept(hook: str) -> None:
 def test_leaps_in_a_row_end_the_run() -> None:
     guard = LossGuard(factor=3, patience=3, every=1)
     feed(guard, [2.0, 2.0, 7.0, 7.0])
-    with pytest.raises(TrainingDiverged, match=r"leapt to 7 at step 5, 3\.5 times its mean, for 3"):
+    with pytest.raises(
+        TrainingDiverged, match=r"is 7 at step 5, 3\.5 times its running mean, and a spike in 3"
+    ):
         feed(guard, [7.0], 5)
 
 

@@ -20,7 +20,7 @@ registry.import_options()
 CLASSES = dict.fromkeys(
     [
         *(cls for options in registry.OPTIONS.values() for cls in options.values()),
-        *callback_args.OWN.values(),
+        *callback_args.BUILTIN_CALLBACKS.values(),
         RunConfig,
     ]
 )

@@ -95,15 +95,15 @@ def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"layers": "32.5"}, "layers=32.5 is no count"),
-        ({"hidden": "-4096"}, "hidden=-4096 is no count"),
-        ({"hidden": "1e300"}, "hidden=1e300 is no count"),
+        ({"layers": "32.5"}, "layers=32.5 is not a count"),
+        ({"hidden": "-4096"}, "hidden=-4096 is not a count"),
+        ({"hidden": "1e300"}, "hidden=1e300 is not a count"),
         ({"heads": "7"}, "model.width=4096: is not divisible by model.heads=7"),
         ({"tp": "3", "world": "8"}, "world=8 is not dp x fsdp x tp x pp x cp"),
-        ({"peak_mem_GiB": "nan"}, "peak_mem_GiB=nan is no measurement"),
-        ({"tokens_per_s_per_gpu": "0"}, "tokens_per_s_per_gpu=0 is no measurement"),
-        ({"optimizer": "muon"}, "optimizer=muon: its state is not known here"),
-        ({"precision": "fp9"}, "precision=fp9 is no format known here"),
+        ({"peak_mem_GiB": "nan"}, "peak_mem_GiB=nan is not a measurement"),
+        ({"tokens_per_s_per_gpu": "0"}, "tokens_per_s_per_gpu=0 is not a measurement"),
+        ({"optimizer": "muon"}, "optimizer=muon is not supported: its state size is unknown"),
+        ({"precision": "fp9"}, "precision=fp9 is not supported"),
         ({"act_ckpt": "weird"}, "act_ckpt=weird is none of"),
         ({"gpu": "TPU"}, "gpu=TPU: is no device known here"),
         ({"gpu": ""}, "gpu is missing"),
@@ -130,9 +130,9 @@ def test_a_row_that_says_nonsense_is_left_out_and_told(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"a;b\n1;2\n", "has no column source and none gpu"),
-        (b"\xff\xfe\x00", "is no text in UTF-8"),
-        (b"", "has no column"),
+        (b"a;b\n1;2\n", "lacks the columns source, gpu"),
+        (b"\xff\xfe\x00", "is not a CSV file in UTF-8"),
+        (b"", "lacks the columns"),
     ],
 )
 def test_a_file_that_is_no_table_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:

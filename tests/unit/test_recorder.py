@@ -17,7 +17,7 @@ from scalewise.tracking.metric_names import TIMES
 from scalewise.training.callbacks import metrics_recorder
 from scalewise.training.callbacks.metrics_recorder import (
     MetricsRecorder,
-    fullest_rank_memory,
+    peak_rank_memory,
     slowest_rank_times,
 )
 from scalewise.training.callbacks.profiler import Profiler
@@ -69,7 +69,7 @@ def test_the_memory_is_of_the_rank_with_the_largest_peak(
 ) -> None:
     two_ranks(torch.tensor([1, 9]))
     ours = {"memory/parameters_bytes": 3, "memory/peak_bytes": 8}
-    assert fullest_rank_memory(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
+    assert peak_rank_memory(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
 
 
 def test_a_phase_that_was_not_marked_has_no_time() -> None:

@@ -55,7 +55,7 @@ def distributed(
     for rank in range(ranks):
         made: Any = trainer()
         made._data_connector._requires_distributed_sampler = lambda loader: True
-        notes = shard_dataloaders(made, rank, ranks, streams=True)
+        notes = shard_dataloaders(made, rank, ranks, split_iterable=True)
         loader_of_rank = made._data_connector._prepare_dataloader(loader, False, mode)
         shares.append([batch.tolist() for batch in loader_of_rank])
         assert len(shares[-1]) == len(loader_of_rank)
@@ -102,7 +102,7 @@ def test_held_out_samples_are_read_once_and_others_as_the_note_says(
     assert int(dropped[1] if dropped else 0) == max(0, samples - len(read))
     if not drop_last:
         assert set(read) == set(range(samples))
-    assert ("held-out loss" in said) == bool(held_out and repeated)
+    assert ("validation loss" in said) == bool(held_out and repeated)
 
 
 def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
@@ -117,7 +117,7 @@ def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
 
 def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
     made = trainer()
-    notes = shard_dataloaders(made, 0, 4, streams=True)
+    notes = shard_dataloaders(made, 0, 4, split_iterable=True)
     for stream in (Counted(13), Counted(12), Numbers(13)):
         made._data_connector._prepare_dataloader(
             DataLoader(stream, batch_size=2), False, RunningStage.VALIDATING
@@ -129,7 +129,7 @@ def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
 def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:
     """What the trainer of a rank makes of a loader, which it is given in each epoch."""
     made, mode = trainer(), cast(Any, None)
-    shard_dataloaders(made, rank, ranks, streams=streams)
+    shard_dataloaders(made, rank, ranks, split_iterable=streams)
     once = made._data_connector._prepare_dataloader(loader, False, mode)
     return made._data_connector._prepare_dataloader(once, False, mode)
 

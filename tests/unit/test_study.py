@@ -350,7 +350,7 @@ class TestPruning:
     ) -> None:
         link = TrialLink(str(tmp_path / "none.journal"), "no such study", 0, "asha", "val/loss")
         assert not PruningMonitor(link).should_prune([(1, 1.0)])
-        assert "the study cannot be asked" in capsys.readouterr().out
+        assert "cannot reach the study" in capsys.readouterr().out
 
     def test_a_pruned_trial_is_told_as_pruned(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path)

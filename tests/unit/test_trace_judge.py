@@ -13,7 +13,7 @@ from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
 from scalewise.training import fake_tensor_trace
 from scalewise.training.fake_tensor_trace import StepTrace
-from scalewise.training.trace_fit_check import TRACES, TraceFitCheck
+from scalewise.training.trace_fit_check import MAX_TRACES, TraceFitCheck
 from scalewise.units import GIB
 
 Traced = list[RunConfig]
@@ -81,6 +81,6 @@ def test_what_lasts_too_long_is_traced_once(
 def test_some_changes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
     assert TraceFitCheck()(compose(*LINE, "memory=offload_activations")) is None
     judge = TraceFitCheck()
-    found = [judge(compose(*LINE)) for _ in range(TRACES + 2)]
+    found = [judge(compose(*LINE)) for _ in range(MAX_TRACES + 2)]
     assert found[-2:] == [None, None]
-    assert len(traced) == TRACES
+    assert len(traced) == MAX_TRACES

@@ -1,1 +1,1 @@
-"""Benchmarks: what this machine's links carry, and what the suite costs beside a hand-made loop."""
+"""Benchmarks: collectives, overhead of the trainer and of sweeps, and accuracy of the planner."""

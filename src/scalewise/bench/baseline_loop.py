@@ -1,4 +1,4 @@
-"""What one would write by hand: torch's DDP or fully_shard, a loop, and nothing else."""
+"""Hand-written PyTorch training loop with DDP or ``fully_shard``, the baseline of a benchmark."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from scalewise.strategies.ddp import CONSTANT_BUFFERS
 
 
 class BaselineLoop:
-    """The same model, data, optimizer, schedule and clipping as a run, without its trainer."""
+    """Training loop with the model, data, optimizer, schedule and clipping of a run.
+
+    Every rank must construct it.
+
+    Args:
+        run: Config of the run.
+        steps: Length of the learning-rate schedule.
+        batches: Batches of this rank.
+        device: Device of this rank.
+    """
 
     def __init__(
         self, run: RunConfig, steps: int, batches: Iterator[Batch], device: torch.device
     ) -> None:
-        """``batches`` are this rank's; every rank must build one."""
         self._run, self._batches, self._device = run, batches, device
         self._labels = run.tokens_per_step // run.world_size
         model: Any = run.model.build(run.seed).to(device)
@@ -39,15 +47,17 @@ class BaselineLoop:
             for block in model.layers():
                 fully_shard(block, mesh=mesh)
             self._model = fully_shard(model, mesh=mesh)
-        known = {weight.name: weight for weight in run.weight_census()}
-        named = self._model.named_parameters()
-        held = [(known[name.removeprefix("module.")], parameter) for name, parameter in named]
-        self._optimizer = run.optimizer.build(held)
+        weights = {weight.name: weight for weight in run.weight_census()}
+        parameters = [
+            (weights[name.removeprefix("module.")], parameter)
+            for name, parameter in self._model.named_parameters()
+        ]
+        self._optimizer = run.optimizer.build(parameters)
         self._schedule = run.schedule.build(self._optimizer, steps)
         self.loss = torch.zeros(())
 
     def step(self) -> Tensor:
-        """Trains one step and returns its loss on this rank."""
+        """Take one optimizer step; return the loss of this rank."""
         batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
         logits_BTV = self._model(batch["inputs"])
         loss = self._run.objective.sum_over_tokens(logits_BTV, batch["labels"]) / self._labels

@@ -1,4 +1,4 @@
-"""What the links of this machine carry: five collectives over sizes, fitted by the ring model."""
+"""Benchmark of collectives over message sizes, with a fit of the ring model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ KINDS = (
     CollectiveKind.all_to_all,
     CollectiveKind.send,
 )
-SMALLEST = KIB
-STEP = 4
-"""Ratio of one size to the next."""
-BURST = 2e-3
-"""Seconds that one repeat takes at the least: small messages are sent several times."""
+MIN_MESSAGE_BYTES = KIB
+SIZE_RATIO = 4
+"""Ratio of consecutive message sizes."""
+MIN_REPEAT_SECONDS = 2e-3
+"""Minimum duration of a repeat; small messages are sent several times."""
 
 RUNS: Mapping[str, tuple[str, ...]] = {"": ("tracking=none",)}
 _TIMES = ".times.json"
@@ -40,20 +40,20 @@ _TIMES = ".times.json"
 
 @dataclass(frozen=True)
 class CollectivesOptions(options.BenchOptions):
-    """How much is measured."""
+    """Options of the collectives benchmark."""
 
     ranks: int | None = None
-    """Processes; None: every CUDA device, or two on the CPU."""
+    """Number of ranks; None: one per CUDA device, or two on the CPU."""
     largest_kib: int = 64 * MIB // KIB
-    """The largest message, KiB."""
+    """Largest message size, in KiB."""
     seconds: float = 0.3
-    """Time for each size of each collective, s."""
+    """Measuring time of each size of each collective, in seconds."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields too few sizes."""
+        """Issues of values out of range."""
         yield from super().validate()
         if 0 < self.largest_kib < 16:
-            reason = "leaves too few sizes to tell latency from bandwidth"
+            reason = "leaves too few sizes to separate latency and bandwidth"
             yield ConfigIssue("largest_kib", self.largest_kib, reason, "set largest_kib=16")
 
 
@@ -63,7 +63,7 @@ OPTIONS = CollectivesOptions
 def measure(
     runs: Mapping[str, RunConfig], options: CollectivesOptions, folder: Path
 ) -> dict[str, object]:
-    """Returns each sample and the fitted links; leaves a picture and a hardware profile."""
+    """Measure all collectives and fit links; write a plot and a hardware profile."""
     run = runs[""]
     on_cuda = run.hardware.device is DeviceKind.cuda
     machine = this_machine()
@@ -71,42 +71,48 @@ def measure(
     count = options.ranks or gpus or 2
     ranks.check_ranks(count, "ranks", gpus, machine.max_cpu_ranks)
     largest = options.largest_kib * KIB
-    print_lines(f"{count} {run.hardware.device.upper()} ranks, {format_bytes(SMALLEST)} to "
-          f"{format_bytes(largest)}")  # fmt: skip
-    found = measure_samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
-    link = link_fit.fit_link(found)
-    of_kinds = {kind: [s for s in found if s.kind is kind] for kind in KINDS}
+    print_lines(
+        f"{count} {run.hardware.device.upper()} ranks, "
+        f"{format_bytes(MIN_MESSAGE_BYTES)} to {format_bytes(largest)}"
+    )
+    samples = measure_samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
+    link = link_fit.fit_link(samples)
+    samples_by_kind = {kind: [s for s in samples if s.kind is kind] for kind in KINDS}
     links = {
-        kind.value: _link_figures(link_fit.fit_link(held), held) for kind, held in of_kinds.items()
+        kind.value: _link_figures(link_fit.fit_link(kind_samples), kind_samples)
+        for kind, kind_samples in samples_by_kind.items()
     }
-    links["all"] = _link_figures(link, found)
-    _print_samples(links)
-    collectives_plot.draw_collectives(found, link, folder / "collectives.svg")
-    print_lines(f"picture {folder / 'collectives.svg'}")
+    links["all"] = _link_figures(link, samples)
+    _print_links(links)
+    collectives_plot.draw_collectives(samples, link, folder / "collectives.svg")
+    print_lines(f"plot {folder / 'collectives.svg'}")
     if link is None:
-        print_lines(
-            f"no profile: try largest_kib={8 * options.largest_kib}, which noise hides less"
-        )
+        print_lines(f"no profile: noise hides the link; set largest_kib={8 * options.largest_kib}")
     else:
-        how = f"bench collectives` with {count} ranks on {profile.utc_date()}; "
-        how += "ring model of all kinds."
+        comment = f"bench collectives` with {count} ranks on {profile.utc_date()}; "
+        comment += "ring model of all kinds."
         file = folder / "hardware" / "measured.yaml"
-        profile.write_profile(run.hardware, profile.link_entries(link), [how], file)
+        profile.write_profile(run.hardware, profile.link_entries(link), [comment], file)
         print_lines(f"use it: scalewise train -cd {shell_word(folder)} hardware=measured ...")
     return {
         "ranks": count,
         "backend": "nccl" if on_cuda else "gloo",
         "links": links,
-        "samples": [asdict(sample) for sample in found],
+        "samples": [asdict(sample) for sample in samples],
     }
 
 
 def measure_samples(
     count: int, largest: int, seconds: float, folder: Path, *, on_cuda: bool
 ) -> list[CollectiveSample]:
-    """Returns the times of every collective and size up to ``largest`` bytes, on ``count`` ranks.
+    """Measure every collective and size.
 
-    ``folder`` is where the ranks leave their words meanwhile.
+    Args:
+        count: Number of ranks.
+        largest: Largest message size, in bytes.
+        seconds: Measuring time of each size of each collective.
+        folder: Folder for temporary files of the ranks.
+        on_cuda: Whether to use CUDA devices and NCCL, instead of the CPU and gloo.
     """
     task = partial(_measure_rank, list(message_sizes(largest)), seconds, folder, on_cuda=on_cuda)
     ranks.run_ranks(task, count, folder)
@@ -116,11 +122,11 @@ def measure_samples(
 
 
 def message_sizes(largest: int) -> Iterator[int]:
-    """Yields bytes from ``SMALLEST`` up to ``largest``."""
-    size = SMALLEST
+    """Message sizes from ``MIN_MESSAGE_BYTES`` to ``largest``, in bytes."""
+    size = MIN_MESSAGE_BYTES
     while size <= largest:
         yield size
-        size *= STEP
+        size *= SIZE_RATIO
 
 
 def _link_figures(
@@ -133,18 +139,18 @@ def _link_figures(
     )
 
 
-def _print_samples(links: Mapping[str, Mapping[str, float] | None]) -> None:
+def _print_links(links: Mapping[str, Mapping[str, float] | None]) -> None:
     print_lines("", f"{'ring model of':<16}{'latency':>12}{'bandwidth':>16}{'median error':>16}")
-    for name, found in links.items():
-        if found is None:
-            print_lines(f"{name:<16}  lost in noise: larger messages took no longer")
+    for name, link in links.items():
+        if link is None:
+            print_lines(f"{name:<16}  unknown: times do not increase with message size")
             continue
-        latency, rate = f"{found['latency_s'] * 1e6:.1f} us", f"{found['bytes_per_s'] / 1e9:.3g}"
-        print_lines(f"{name:<16}{latency:>12}{rate:>11} GB/s{found['median_error']:>16.0%}")
+        latency, rate = f"{link['latency_s'] * 1e6:.1f} us", f"{link['bytes_per_s'] / 1e9:.3g}"
+        print_lines(f"{name:<16}{latency:>12}{rate:>11} GB/s{link['median_error']:>16.0%}")
 
 
 def _measure_rank(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) -> None:
-    """Measures in one of the ranks; rank 0 prints and writes."""
+    """Measure in one rank; rank 0 prints and writes the samples."""
     import torch
     import torch.distributed as dist
 
@@ -156,15 +162,16 @@ def _measure_rank(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bo
     samples: list[dict[str, object]] = []
     for kind in KINDS:
         for size in sizes:
-            operation, exact = _collective_call(kind, size, device)
-            spent = _slowest_rank_seconds(operation, seconds, device)
-            if kind is CollectiveKind.send:  # it went there and back
-                spent /= 2
-            samples.append(asdict(CollectiveSample(kind, dist.get_world_size(), exact, spent)))
+            operation, exact_size = _collective_call(kind, size, device)
+            time_s = _slowest_rank_seconds(operation, seconds, device)
+            if kind is CollectiveKind.send:  # the operation is a round trip
+                time_s /= 2
+            sample = CollectiveSample(kind, dist.get_world_size(), exact_size, time_s)
+            samples.append(asdict(sample))
             if dist.get_rank() == 0:
-                rate = f"{exact / spent / 1e9:.3g} GB/s"
-                took = f"{spent * 1e3:>12.3f} ms"
-                print_lines(f"{kind:<16}{format_bytes(size):>12}{took}{rate:>16}")
+                rate = f"{exact_size / time_s / 1e9:.3g} GB/s"
+                time_text = f"{time_s * 1e3:>12.3f} ms"
+                print_lines(f"{kind:<16}{format_bytes(size):>12}{time_text}{rate:>16}")
     if dist.get_rank() == 0:
         write_json(folder / _TIMES, {"samples": samples})
     dist.barrier()
@@ -174,64 +181,64 @@ def _measure_rank(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bo
 def _collective_call(
     kind: CollectiveKind, size: int, device: Any
 ) -> tuple[Callable[[], object], int]:
-    """Returns one collective as a function, and its bytes: fp32 numbers, alike on each rank."""
+    """Function that calls one collective on fp32 tensors, and its exact size in bytes."""
     import torch
     import torch.distributed as dist
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    own = max(1, size // 4 // world)
-    whole = torch.zeros(own * world, device=device)
-    part, other = torch.zeros(own, device=device), torch.zeros_like(whole)
+    shard_numel = max(1, size // 4 // world)
+    full = torch.zeros(shard_numel * world, device=device)
+    shard, output = torch.zeros(shard_numel, device=device), torch.zeros_like(full)
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         for sender, receiver in ((0, 1), (1, 0)):
             if rank == sender:
-                dist.send(whole, receiver)
+                dist.send(full, receiver)
             elif rank == receiver:
-                dist.recv(whole, sender)
+                dist.recv(full, sender)
 
     operations: dict[CollectiveKind, Callable[[], object]] = {
-        CollectiveKind.all_reduce: partial(dist.all_reduce, whole),
+        CollectiveKind.all_reduce: partial(dist.all_reduce, full),
         CollectiveKind.all_gather: partial(
-            _collective_by_name("all_gather_single", "all_gather_into_tensor"), whole, part
+            _collective_by_name("all_gather_single", "all_gather_into_tensor"), full, shard
         ),
         CollectiveKind.reduce_scatter: partial(
-            _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), part, whole
+            _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), shard, full
         ),
-        CollectiveKind.all_to_all: partial(dist.all_to_all_single, other, whole),
-        CollectiveKind.send: there_and_back,
+        CollectiveKind.all_to_all: partial(dist.all_to_all_single, output, full),
+        CollectiveKind.send: round_trip,
     }
-    return operations[kind], own * world * 4
+    return operations[kind], shard_numel * world * 4
 
 
 def _collective_by_name(name: str, legacy_name: str) -> Callable[..., object]:
-    """Returns a collective by its name since torch 2.13, or the one before."""
+    """Collective of torch.distributed by its name since torch 2.13, or its previous name."""
     import torch.distributed as dist
 
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, legacy_name)
-    return found
+    function: Callable[..., object] = getattr(dist, name, None) or getattr(dist, legacy_name)
+    return function
 
 
 def _slowest_rank_seconds(operation: Callable[[], object], budget: float, device: Any) -> float:
-    """Returns the median over repeats of the slowest rank's time of one operation, s."""
+    """Time of one operation in seconds: median over repeats of the slowest rank's time."""
     import torch
     import torch.distributed as dist
 
-    def timed(times: int) -> float:
+    def mean_seconds(count: int) -> float:
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(times):
+        for _ in range(count):
             operation()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / times
+        return (time.perf_counter() - start) / count
 
-    timed(2)  # connections are made, buffers touched
-    one = torch.tensor(timed(1), dtype=torch.float64, device=device)
-    dist.all_reduce(one, dist.ReduceOp.MAX)  # all ranks must repeat alike
-    burst = max(1, min(200, round(BURST / one.item())))
-    repeats = max(5, min(100, round(budget / (burst * one.item()))))
-    spent = torch.tensor([timed(burst) for _ in range(repeats)], dtype=torch.float64)
-    spent = spent.to(device)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent.median())
+    mean_seconds(2)  # warm-up: creates connections and buffers
+    estimate = torch.tensor(mean_seconds(1), dtype=torch.float64, device=device)
+    dist.all_reduce(estimate, dist.ReduceOp.MAX)  # all ranks must repeat equally often
+    burst = max(1, min(200, round(MIN_REPEAT_SECONDS / estimate.item())))
+    repeats = max(5, min(100, round(budget / (burst * estimate.item()))))
+    times = torch.tensor([mean_seconds(burst) for _ in range(repeats)], dtype=torch.float64)
+    times = times.to(device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return float(times.median())

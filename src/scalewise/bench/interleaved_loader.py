@@ -1,4 +1,4 @@
-"""The suite's data, behind which hand-written loops take their steps in turn with it."""
+"""Data loader that interleaves the steps of a run with those of hand-written loops."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ Times = dict[str, list[float]]
 
 
 class InterleavedLoader:
-    """A loader for the suite that lets two hand-written loops step before each of its batches.
+    """Data loader of a run that takes one step of two hand-written loops before each batch.
 
-    All loops see the same neighbours and the same state of the machine; ranks start each step
-    together.
+    So all loops run under the same conditions of the machine. The ranks start each step together.
+
+    Args:
+        run: Config of the run.
+        steps: Number of optimizer steps.
+        loader: Function that builds the training loader of this rank.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -32,12 +37,12 @@ class InterleavedLoader:
 
     @cached_property
     def baseline(self) -> BaselineLoop:
-        """Returns the loop that the suite is compared with."""
+        """Loop that the trainer is compared with."""
         return self._build_baseline()
 
     @cached_property
     def second_baseline(self) -> BaselineLoop:
-        """Returns a second such loop: compared with the first, it shows what is noise."""
+        """Second loop, which shows the noise in comparison with the first."""
         return self._build_baseline()
 
     def _build_baseline(self) -> BaselineLoop:
@@ -51,37 +56,38 @@ class InterleavedLoader:
         while True:
             self._time_step("hand", self.baseline.step)
             self._time_step("twin", self.second_baseline.step)
-            began = self._read_clocks()
-            batch = next(batches, None)  # part of the suite's step, as it is of the others'
+            start = self._read_clocks()
+            batch = next(batches, None)  # counts to the step, as in the hand-written loops
             if batch is None:
                 return
             yield batch
-            self._record_time("suite", began)
+            self._record_time("suite", start)
 
     def gather_times(self, warmup_steps: int) -> tuple[Times, Times]:
-        """Returns wall seconds of the slowest rank and processor seconds of all ranks, by loop.
+        """Wall time of the slowest rank and CPU time of all ranks, in seconds by loop.
 
-        The first steps are left out; the hand-written loop has one more than the others.
+        The warm-up steps are excluded. The first hand-written loop has one step more than the
+        others.
         """
-        found = []
-        for times, over in ((self._wall, dist.ReduceOp.MAX), (self._cpu, dist.ReduceOp.SUM)):
-            counted = {}
+        results = []
+        for times, reduction in ((self._wall, dist.ReduceOp.MAX), (self._cpu, dist.ReduceOp.SUM)):
+            reduced = {}
             for name, seconds in times.items():
                 count = len(self._wall["suite"]) - warmup_steps + (name == "hand")
-                told = torch.tensor(seconds[warmup_steps:][:count], dtype=torch.float64)
-                told = told.to(self._device)
-                dist.all_reduce(told, over)
-                counted[name] = told.tolist()
-            found.append(counted)
-        return found[0], found[1]
+                step_times = torch.tensor(seconds[warmup_steps:][:count], dtype=torch.float64)
+                step_times = step_times.to(self._device)
+                dist.all_reduce(step_times, reduction)
+                reduced[name] = step_times.tolist()
+            results.append(reduced)
+        return results[0], results[1]
 
     def _time_step(self, name: str, step: Callable[[], object]) -> None:
-        began = self._read_clocks()
+        start = self._read_clocks()
         step()
-        self._record_time(name, began)
+        self._record_time(name, start)
 
     def _read_clocks(self) -> tuple[float, float]:
-        """Returns the clocks at a moment that all ranks share."""
+        """Wall and CPU clock after a barrier."""
         dist.barrier()
         return time.perf_counter(), time.process_time()
 

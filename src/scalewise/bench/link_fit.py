@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a link from measured times: pure arithmetic."""
+"""Fit of the latency and bandwidth of a link to measured times of collectives."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ from statistics import median
 from scalewise.parallelism.communication import CollectiveKind
 from scalewise.parallelism.ring_cost import RingLink, bytes_per_link_fraction, num_hops
 
-ROUNDS = 30
-"""Reweightings; the estimate has settled to six digits by then."""
-LEAST_ERROR = 1e-2
-"""Relative error below which a sample gains no more weight."""
+ITERATIONS = 30
+"""Iterations of reweighted least squares; the estimate converges to six digits."""
+MIN_ERROR = 1e-2
+"""Relative error below which the weight of a sample no longer increases."""
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """The measured time of one collective."""
+    """Measured time of one collective."""
 
     kind: CollectiveKind
+    """Kind of the collective."""
     ranks: int
+    """Number of ranks."""
     bytes: int
-    """As ``Collective.bytes`` counts: the larger of what goes in and what comes out."""
+    """Size as in ``Collective.bytes``: the larger of input and output."""
     seconds: float
-    """Median of the repeats, each the time of the slowest rank, s."""
+    """Median over the repeats of the time of the slowest rank, in seconds."""
 
 
 def fit_link(samples: Sequence[CollectiveSample]) -> RingLink | None:
-    """Returns the link whose ring model is off by the least factor, summed as ``|log factor|``.
+    """Fit a ring model to measured times.
 
-    Twice too long and twice too short weigh alike, and a disturbed sample counts for no more than
-    its factor. Solved by reweighted least squares in latency and seconds a byte, neither below
-    zero. None where the times do not grow with the bytes.
+    The fit minimizes the sum of ``|log(predicted / measured)|`` by iteratively reweighted least
+    squares, with non-negative latency and inverse bandwidth. So errors by a factor and by its
+    inverse have the same weight, and outliers have a limited effect.
+
+    Returns:
+        The link; None if times do not increase with size.
     """
     rows = [
         (
@@ -43,30 +48,30 @@ def fit_link(samples: Sequence[CollectiveSample]) -> RingLink | None:
         for s in samples
     ]
     weights = [1.0] * len(rows)
-    latency = per_byte = 0.0
-    for _ in range(ROUNDS):
-        latency, per_byte = _solve_least_squares(rows, weights)
-        weights = [_sample_weight(a * latency + b * per_byte) for a, b in rows]
-    return RingLink(latency, 1 / per_byte) if per_byte > 0 else None
+    latency = seconds_per_byte = 0.0
+    for _ in range(ITERATIONS):
+        latency, seconds_per_byte = _solve_least_squares(rows, weights)
+        weights = [_sample_weight(a * latency + b * seconds_per_byte) for a, b in rows]
+    return RingLink(latency, 1 / seconds_per_byte) if seconds_per_byte > 0 else None
 
 
 def link_error(link: RingLink, samples: Sequence[CollectiveSample]) -> float:
-    """Returns the median relative error of a link's model."""
+    """Median relative error of the ring model of a link."""
     return median(abs(link.seconds(s.kind, s.ranks, s.bytes) / s.seconds - 1) for s in samples)
 
 
 def _sample_weight(factor: float) -> float:
-    """Returns the weight that makes ``(1 - factor)**2`` the size of ``log(factor)``."""
-    off = abs(log(max(factor, 1e-6)))
-    if off < LEAST_ERROR:
-        return 1 / LEAST_ERROR
-    return off / (1 - factor) ** 2
+    """Weight with which ``(1 - factor)**2`` equals ``|log(factor)|``."""
+    error = abs(log(max(factor, 1e-6)))
+    if error < MIN_ERROR:
+        return 1 / MIN_ERROR
+    return error / (1 - factor) ** 2
 
 
 def _solve_least_squares(
     rows: Sequence[tuple[float, float]], weights: Sequence[float]
 ) -> tuple[float, float]:
-    """Returns the non-negative ``(x, y)`` of the least weighted squares of ``1 - a x - b y``."""
+    """Non-negative ``(x, y)`` that minimize the weighted squares of ``1 - a x - b y``."""
     weighted = list(zip(rows, weights, strict=True))
     aa = sum(w * a * a for (a, _), w in weighted)
     ab = sum(w * a * b for (a, b), w in weighted)

@@ -1,4 +1,4 @@
-"""The planner's ledger beside what small runs hold here, and beside a trace of large ones."""
+"""Accuracy of the predicted peak memory, compared with small runs and with traces of large runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from scalewise.bench import memory_accuracy_ranks as worlds
-from scalewise.bench import memory_accuracy_runs as lines
+from scalewise.bench import memory_accuracy_ranks as large_runs
+from scalewise.bench import memory_accuracy_runs as small_runs
 from scalewise.bench import options
 from scalewise.bench.compare_published import error_summary
 from scalewise.console import print_lines
@@ -20,26 +20,26 @@ from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
 
 
-def _run_name(
-    name: str, base_overrides: lines.Line, variants: Iterable[lines.Line]
-) -> dict[str, lines.Line]:
-    return {" ".join((name, *line)): (*base_overrides, *line) for line in variants}
+def _named_runs(
+    name: str, base_overrides: small_runs.Overrides, variants: Iterable[small_runs.Overrides]
+) -> dict[str, small_runs.Overrides]:
+    return {" ".join((name, *overrides)): (*base_overrides, *overrides) for overrides in variants}
 
 
-_TRAINED = _run_name("small", lines.SMALL, (*lines.TRAINED, *lines.TRAINED_SELDOM))
-_ZERO = _run_name("small", lines.SMALL, lines.ZERO if find_spec("deepspeed") else ())
+_TRAINED = _named_runs("small", small_runs.SMALL, (*small_runs.TRAINED, *small_runs.TRAINED_SELDOM))
+_ZERO = _named_runs("small", small_runs.SMALL, small_runs.ZERO if find_spec("deepspeed") else ())
 RUNS: Mapping[str, tuple[str, ...]] = _TRAINED | _ZERO
-WORLDS: Mapping[str, tuple[str, ...]] = _run_name(
-    "large", worlds.LARGE, (*worlds.TRACED, *worlds.TRACED_SELDOM)
+WORLDS: Mapping[str, tuple[str, ...]] = _named_runs(
+    "large", large_runs.LARGE, (*large_runs.TRACED, *large_runs.TRACED_SELDOM)
 )
 
 
 @dataclass(frozen=True)
 class MemoryAccuracyOptions(options.BenchOptions):
-    """What can be chosen."""
+    """Options of the memory accuracy benchmark."""
 
     traced: bool = True
-    """Whether large runs are traced as well, which takes some minutes."""
+    """Whether large runs are also traced, which takes some minutes."""
 
 
 OPTIONS = MemoryAccuracyOptions
@@ -47,29 +47,32 @@ OPTIONS = MemoryAccuracyOptions
 
 @dataclass(frozen=True)
 class MemoryAccuracyRow:
-    """One run: the most that a rank holds, foreseen and found, bytes."""
+    """Predicted and measured peak memory of one run. Field names are those of the record."""
 
     line: str
+    """Overrides of the run."""
     foreseen: int
+    """Predicted peak memory, in bytes."""
     found: int
+    """Measured peak memory, in bytes."""
     fullest: str
-    """The moment of a step at which the ledger has the most."""
+    """Phase of the step with the predicted peak."""
 
     @property
     def error(self) -> float:
-        """Returns how much too high the ledger is, as a share of what was found."""
+        """Relative error of the prediction; positive: too high."""
         return self.foreseen / self.found - 1
 
 
 def measure(
     runs: Mapping[str, RunConfig], options: MemoryAccuracyOptions, folder: Path
 ) -> dict[str, object]:
-    """Trains the small runs, traces the large ones, prints each and returns all."""
+    """Train the small runs and trace the large ones; print and return predictions and errors."""
     result: dict[str, object] = {}
     for title, names in (("trained", _TRAINED), ("deepspeed", _ZERO)):
         if names:
-            chosen = {name: runs[name] for name in names}
-            result[title] = _print_rows(title, _train_and_measure(chosen, folder))
+            named_runs = {name: runs[name] for name in names}
+            result[title] = _print_rows(title, _train_and_measure(named_runs, folder))
     if options.traced:
         result["traced"] = _print_rows("traced", _trace({name: runs[name] for name in WORLDS}))
     return result
@@ -84,7 +87,7 @@ def _train_and_measure(runs: Mapping[str, RunConfig], folder: Path) -> Iterator[
 
 
 def _measured_peak(name: str, run: RunConfig, folder: Path) -> int:
-    """Returns the most that a rank held, bytes."""
+    """Measured peak memory of the rank with the largest peak, in bytes."""
     result = execute(JobSpec(run), folder / "run")
     if result.status == "interrupted":
         raise Interrupted(result.exit_code - 128, f"{result.reason}; nothing was written")
@@ -103,13 +106,13 @@ def _trace(runs: Mapping[str, RunConfig]) -> Iterator[MemoryAccuracyRow]:
 
 
 def _print_rows(title: str, rows: Iterator[MemoryAccuracyRow]) -> dict[str, object]:
-    """Prints the rows as they come, and returns them with what their errors are together."""
-    print_lines(f"{title}:", f"{'foreseen':>11}{'found':>11}{'error':>9}  line")
-    kept = []
+    """Print each row when it is measured; return all rows and a summary of their errors."""
+    print_lines(f"{title}:", f"{'predicted':>11}{'measured':>11}{'error':>9}  overrides")
+    finished = []
     for row in rows:
-        kept.append(row)
-        predicted, found = format_bytes(row.foreseen), format_bytes(row.found)
-        print_lines(f"{predicted:>11}{found:>11}{row.error:>+9.2%}  {row.line}")
-    errors = error_summary([abs(row.error) for row in kept])
-    print_lines("{rows} rows: median {median:.2%}, worst {worst:.2%}".format(**errors), "")
-    return {"errors": errors, "rows": [vars(row) | {"error": row.error} for row in kept]}
+        finished.append(row)
+        predicted, measured = format_bytes(row.foreseen), format_bytes(row.found)
+        print_lines(f"{predicted:>11}{measured:>11}{row.error:>+9.2%}  {row.line}")
+    errors = error_summary([abs(row.error) for row in finished])
+    print_lines("{rows} runs: median {median:.2%}, worst {worst:.2%}".format(**errors), "")
+    return {"errors": errors, "rows": [vars(row) | {"error": row.error} for row in finished]}

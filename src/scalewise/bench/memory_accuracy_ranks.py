@@ -1,4 +1,4 @@
-"""Large runs that are traced, which the ledger is held against."""
+"""Large runs that are traced to measure the accuracy of the predicted peak memory."""
 
 from scalewise.bench.memory_accuracy_runs import (
     BF16,
@@ -14,7 +14,7 @@ from scalewise.bench.memory_accuracy_runs import (
     QAT,
     QAT_INT4,
     SELECTIVE,
-    Line,
+    Overrides,
     fsdp_overrides,
     mesh_overrides,
 )
@@ -26,12 +26,12 @@ LARGE = (
     "data.sequence=4096",
     "trainer.micro_batch=1",
 )
-"""What the lines that are traced stand on."""
-SUMS = "trainer.global_batch=32"
+"""Overrides of all runs that are traced."""
+ACCUMULATION = "trainer.global_batch=32"
 
 
-def pipeline_overrides(schedule: str = "one_f_one_b", **sizes: int) -> Line:
-    """Returns a pipeline of two stages, or as many as said, by the other axes."""
+def pipeline_overrides(schedule: str = "one_f_one_b", **sizes: int) -> Overrides:
+    """Overrides of a pipeline of two stages, or of ``sizes`` of a mesh."""
     return (
         *mesh_overrides(**({"pipeline": 2} | sizes)),
         f"parallelism.pipeline_schedule={schedule}",
@@ -39,7 +39,7 @@ def pipeline_overrides(schedule: str = "one_f_one_b", **sizes: int) -> Line:
     )
 
 
-TRACED: tuple[Line, ...] = (
+TRACED: tuple[Overrides, ...] = (
     (MIXED,),
     (MIXED, *fsdp_overrides(128), FULL),
     (MIXED, *mesh_overrides(shards=16, tensor=8), FULL),
@@ -48,11 +48,11 @@ TRACED: tuple[Line, ...] = (
     (MIXED, *fsdp_overrides(8), "objective.loss_chunk=1024"),
     (LORA, "objective.loss_chunk=1024"),
 )
-TRACED_SELDOM: tuple[Line, ...] = (
+TRACED_SELDOM: tuple[Overrides, ...] = (
     (*QAT, MIXED, *fsdp_overrides(8), FULL),
     (*QAT_INT4, MIXED, *fsdp_overrides(8)),
     (FP8_MIXED, *fsdp_overrides(8), FULL),
-    (FP8_MIXED, *mesh_overrides(replicate=2, shards=8), SUMS),
+    (FP8_MIXED, *mesh_overrides(replicate=2, shards=8), ACCUMULATION),
     (MIXED, *pipeline_overrides(shards=4), FULL),
     (),
     (BF16,),
@@ -67,12 +67,12 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (MIXED, *mesh_overrides(shards=4, context=2), LORA, "quantization=int8"),
     (MIXED, *fsdp_overrides(8)),
     (MIXED, *fsdp_overrides(8), LORA, *PAIRS),
-    (MIXED, *fsdp_overrides(8), SUMS),
-    (MIXED, *fsdp_overrides(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
+    (MIXED, *fsdp_overrides(8), ACCUMULATION),
+    (MIXED, *fsdp_overrides(8), ACCUMULATION, "parallelism.reduce_each_micro_batch=false"),
     (MIXED, *fsdp_overrides(32), "parallelism.reshard_after_forward=false"),
     (MIXED, *fsdp_overrides(128), SELECTIVE),
     (MIXED, *fsdp_overrides(128), *MIXTURE),
-    (MIXED, *mesh_overrides(replicate=2, shards=8), SUMS),
+    (MIXED, *mesh_overrides(replicate=2, shards=8), ACCUMULATION),
     (MIXED, *mesh_overrides(tensor=8)),
     (MIXED, *mesh_overrides(context=8)),
     (MIXED, FULL, *fsdp_overrides(32), "model=llama3_70b"),
@@ -80,7 +80,7 @@ TRACED_SELDOM: tuple[Line, ...] = (
     ("model=gpt2_124m", "data.sequence=1024", "trainer.micro_batch=8"),
     (MIXED, *fsdp_overrides(4), "model=openllama_7b", "data.sequence=2048"),
     (MIXED, *pipeline_overrides(), LORA),
-    (MIXED, *pipeline_overrides("gpipe"), SUMS),
+    (MIXED, *pipeline_overrides("gpipe"), ACCUMULATION),
     (MIXED, *pipeline_overrides(tensor=4)),
     (MIXED, *pipeline_overrides(pipeline=4, replicate=2)),
     (MIXED, *pipeline_overrides("interleaved_1f1b"), "parallelism.stages_per_rank=2"),
@@ -88,4 +88,4 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (*pipeline_overrides(), "model=gpt2_124m", "data.sequence=1024"),
     (MIXED, SELECTIVE, *pipeline_overrides(context=2, tensor=4)),
 )
-"""What tests run in their long tier alone."""
+"""Runs of the exhaustive tests only."""

@@ -1,6 +1,6 @@
-"""Small runs that train, which the ledger is held against."""
+"""Small runs that are trained to measure the accuracy of the predicted peak memory."""
 
-Line = tuple[str, ...]
+Overrides = tuple[str, ...]
 
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FP8 = ("precision=fp8", "precision.compute=fp32")
@@ -21,10 +21,10 @@ EVERYWHERE = ("adapter.targets=[.*]",)
 """Every linear layer of a block."""
 HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
 NORMS = ("adapter.trained=[.*norm,attention.key]",)
-"""What is trained whole beside an adapter."""
+"""Modules that are fully trained next to an adapter."""
 PAIRS = ("objective=dpo", "data.pairs=true")
 PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
-"""Rows that are long beside the model: their masks count."""
+"""Sequences that are long compared with the model, so that attention masks need much memory."""
 CLASSES = (
     *("objective=classification", "data=corpus_classes", "data.vocabulary=1024"),
     *("model.classes=2", "model.tied=false"),
@@ -32,17 +32,17 @@ CLASSES = (
 REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 
 
-def mesh_overrides(**sizes: int) -> Line:
-    """Returns a mesh of these sizes."""
+def mesh_overrides(**sizes: int) -> Overrides:
+    """Overrides of a mesh with these sizes."""
     return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
 
 
-def fsdp_overrides(shards: int, *options: str) -> Line:
-    """Returns fully sharded data parallelism of so many shards."""
+def fsdp_overrides(shards: int, *options: str) -> Overrides:
+    """Overrides of fully sharded data parallelism."""
     return ("parallelism=fsdp", f"parallelism.shards={shards}", *options)
 
 
-def _pipeline_overrides(schedule: str) -> Line:
+def _pipeline_overrides(schedule: str) -> Overrides:
     return ("parallelism=pipeline", f"parallelism.pipeline_schedule={schedule}")
 
 
@@ -67,7 +67,7 @@ SMALL = (
     "checkpoint=none",
     "launch.isolation=process",
 )
-"""What the lines that train stand on."""
+"""Overrides of all runs that are trained."""
 WEIGHTS = (
     "model.width=256",
     "model.tied=false",
@@ -75,14 +75,14 @@ WEIGHTS = (
     "trainer.micro_batch=1",
     "memory=checkpoint_full",
 )
-"""A few tokens through larger matrices: weights and gradients decide, not activations."""
+"""Few tokens and large weights, so that weights and gradients determine the peak."""
 _TALL = (
     "data.sequence=16",
     "model.vocabulary=16384",
     "trainer.micro_batch=1",
     "trainer.global_batch=2",
 )
-"""A few tokens and one large matrix: what an optimizer makes of it on its way decides."""
+"""Few tokens and one large weight, so that the optimizer's temporary tensors determine the peak."""
 _GPT2 = (
     "model.norm=layernorm",
     "model.position=learned",
@@ -98,10 +98,10 @@ _IN_BACKWARD = (
 EMA = "callbacks=[ema]"
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
 _CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
-"""Logits that decide, and a matrix that makes few of them at a time."""
+"""Large vocabulary with a chunked loss, so that the logits determine the peak."""
 _ZERO2 = fsdp_overrides(2, "parallelism.reshard_after_forward=false")
 
-TRAINED: tuple[Line, ...] = (
+TRAINED: tuple[Overrides, ...] = (
     (),
     (DROPOUT, LORA),
     OFFLOAD_ALL,
@@ -124,7 +124,7 @@ TRAINED: tuple[Line, ...] = (
     (*_TENSOR, *_CHUNKED),
     fsdp_overrides(2, EMA, *WEIGHTS),
 )
-TRAINED_SELDOM: tuple[Line, ...] = (
+TRAINED_SELDOM: tuple[Overrides, ...] = (
     (EMA, LORA),
     (*_DDP, EMA, *WEIGHTS),
     (*_TENSOR, EMA, MIXED, *WEIGHTS),
@@ -324,34 +324,34 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
     fsdp_overrides(2, "optimizer=adamw_8bit", *_TALL),
 )
-"""What tests run in their long tier alone."""
+"""Runs of the exhaustive tests only."""
 
-_FEW = "parallelism.bucket_mib=1"
-_ALL = "parallelism.keep_whole_below=100"
-ZERO: tuple[Line, ...] = tuple(
-    (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *further)
-    for stage, *further in (
+_SMALL_BUCKETS = "parallelism.bucket_mib=1"
+_SHARD_ALL = "parallelism.keep_whole_below=100"
+ZERO: tuple[Overrides, ...] = tuple(
+    (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *overrides)
+    for stage, *overrides in (
         (1, "trainer.global_batch=2"),
         (1, "trainer.global_batch=2", MIXED),
         (1, "trainer.global_batch=2", "parallelism.overlap_comm=false"),
         (1, "trainer.global_batch=4"),
         (1, "trainer.global_batch=4", MIXED),
-        (2, _FEW),
-        (2, _FEW, MIXED),
-        (2, _FEW, "parallelism.replicas=4"),
-        (3, _FEW, _ALL),
-        (3, _FEW, _ALL, MIXED),
-        (3, _FEW, _ALL, "parallelism.replicas=4"),
+        (2, _SMALL_BUCKETS),
+        (2, _SMALL_BUCKETS, MIXED),
+        (2, _SMALL_BUCKETS, "parallelism.replicas=4"),
+        (3, _SMALL_BUCKETS, _SHARD_ALL),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, MIXED),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, "parallelism.replicas=4"),
         (1, "trainer.global_batch=2", LORA),
-        (2, _FEW, LORA),
-        (2, _FEW, LORA, MIXED),
-        (3, _FEW, _ALL, LORA),
-        (1, "trainer.global_batch=2", _FEW, *_CHUNKED),
-        (2, _FEW, *_CHUNKED, MIXED),
-        (3, _FEW, _ALL, *_CHUNKED),
-        (3, _FEW, _ALL, *OFFLOAD_ALL),
-        (3, _ALL, *OFFLOAD_ALL),
-        (3, _ALL, *OFFLOAD),
+        (2, _SMALL_BUCKETS, LORA),
+        (2, _SMALL_BUCKETS, LORA, MIXED),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, LORA),
+        (1, "trainer.global_batch=2", _SMALL_BUCKETS, *_CHUNKED),
+        (2, _SMALL_BUCKETS, *_CHUNKED, MIXED),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, *_CHUNKED),
+        (3, _SMALL_BUCKETS, _SHARD_ALL, *OFFLOAD_ALL),
+        (3, _SHARD_ALL, *OFFLOAD_ALL),
+        (3, _SHARD_ALL, *OFFLOAD),
     )
 )
-"""DeepSpeed's, in buckets that are small beside the model, as those of large models are."""
+"""DeepSpeed runs with buckets that are small compared with the model, as for large models."""

@@ -1,4 +1,4 @@
-"""What a benchmark lets one choose: ``key=value`` beside the overrides of the run it measures."""
+"""Options of a benchmark, as ``KEY=VALUE`` next to the overrides of the runs that it measures."""
 
 from __future__ import annotations
 
@@ -14,66 +14,68 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.run_config import RunConfig
 
 _BOOLEANS = {"true": True, "false": False}
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What every benchmark lets one choose."""
+    """Options of every benchmark."""
 
     record: bool = False
-    """Whether the result is written into ``experiments/records`` as well."""
+    """Whether the result is also written to ``experiments/records``."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what cannot be measured: every number must be positive."""
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            counts = isinstance(value, int | float) and not isinstance(value, bool)
-            if counts and not value > 0:
-                yield ConfigIssue(entry.name, value, "must be positive")
+        """Issues of numbers that are not positive."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not value > 0:
+                yield ConfigIssue(field.name, value, "must be positive")
 
 
 class Benchmark(Protocol):
-    """A module of this package that ``scalewise bench`` runs."""
+    """Interface of a benchmark module, which ``scalewise bench`` runs."""
 
     OPTIONS: type[BenchOptions]
+    """Class of the options."""
     RUNS: Mapping[str, tuple[str, ...]]
-    """The runs that are measured, as overrides, by a name for each.
+    """Overrides of the measured runs, by name.
 
-    A module may have ``WORLDS`` as well: runs that no machine here must have the devices for.
+    A module may also define ``WORLDS``: runs that do not need the devices they are configured for.
     """
 
     def measure(
         self, runs: Mapping[str, RunConfig], options: Any, folder: Path
     ) -> dict[str, object]:
-        """Measures into ``folder``, prints what it finds and returns it."""
+        """Measure in ``folder``, print the results and return the record."""
 
 
 def split_options(
     arguments: Sequence[str], options_type: type[BenchOptions]
 ) -> tuple[BenchOptions, list[str]]:
-    """Returns the options among the words, and the other words: the overrides of a run.
+    """Split command-line arguments into benchmark options and overrides of the runs.
 
-    Raises ``ConfigError`` with every complaint about an option.
+    Raises:
+        ConfigError: with all issues of the options.
     """
     hints = typing.get_type_hints(options_type)
     types = {key: (typing.get_args(hint) or (hint,))[0] for key, hint in hints.items()}
     values: dict[str, Any] = {}
-    rest: list[str] = []
-    wrong: list[ConfigIssue] = []
-    for word in arguments:
-        key, _, text = word.partition("=")
+    overrides: list[str] = []
+    issues: list[ConfigIssue] = []
+    for argument in arguments:
+        key, _, text = argument.partition("=")
         if key not in types:
             close = difflib.get_close_matches(key, types, n=1, cutoff=0.7)
             if close and "." not in key:
-                wrong.append(ConfigIssue(key, text, "no such key", f"did you mean {close[0]}?"))
-            rest.append(word)
+                issues.append(ConfigIssue(key, text, "no such key", f"did you mean {close[0]}?"))
+            overrides.append(argument)
             continue
         try:
             values[key] = _BOOLEANS[text] if types[key] is bool else types[key](text)
         except (KeyError, ValueError):
-            wrong.append(ConfigIssue(key, text, f"is not {_WANTED[types[key]]}"))
+            issues.append(ConfigIssue(key, text, f"is not {_TYPE_NAMES[types[key]]}"))
     options = options_type(**values)
-    if wrong := [*wrong, *options.validate()]:
-        raise ConfigError(wrong)
-    return options, rest
+    if issues := [*issues, *options.validate()]:
+        raise ConfigError(issues)
+    return options, overrides

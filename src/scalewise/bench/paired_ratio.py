@@ -1,4 +1,4 @@
-"""How much longer one thing takes than another beside it: paired times and an interval."""
+"""Ratio of interleaved step times, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from itertools import pairwise
 from math import sqrt
 from statistics import median
 
-SPREAD = 1.96
-"""Standard deviations of a 95 % interval."""
+NORMAL_QUANTILE = 1.96
+"""Half width of a 95% confidence interval, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """A median of paired ratios, with the 95 % interval of that median."""
+    """Median of paired ratios, with a 95% confidence interval."""
 
     median: float
+    """Median of the ratios."""
     low: float
+    """Lower bound of the interval."""
     high: float
+    """Upper bound of the interval."""
     pairs: int
+    """Number of ratios."""
 
 
 def paired_ratio(times: Sequence[float], baseline_times: Sequence[float]) -> PairedRatio:
-    """Returns how ``times`` compares with ``baseline_times``, taken in turns: theirs first and
-    last.
+    """Compare ``times`` with interleaved ``baseline_times``, which start and end the sequence.
 
-    Each of ours is divided by the mean of its two neighbours, so that a machine that slows down
-    slows both. The interval is that of order statistics: it assumes no distribution.
+    Each time is divided by the mean of its two neighbors, so that changes in the speed of the
+    machine cancel. The interval uses order statistics and assumes no distribution.
     """
-    each = sorted(
-        one / mean for one, mean in zip(times, _median_interval(baseline_times), strict=True)
+    ratios = sorted(
+        time / mean for time, mean in zip(times, _neighbor_means(baseline_times), strict=True)
     )
-    count = len(each)
-    reach = SPREAD * sqrt(count) / 2
-    low, high = int(count / 2 - reach), int(count / 2 + reach)
-    return PairedRatio(median(each), each[max(low, 0)], each[min(high, count - 1)], count)
+    count = len(ratios)
+    half_width = NORMAL_QUANTILE * sqrt(count) / 2
+    low, high = int(count / 2 - half_width), int(count / 2 + half_width)
+    return PairedRatio(median(ratios), ratios[max(low, 0)], ratios[min(high, count - 1)], count)
 
 
 def neighbor_excess(times: Sequence[float], baseline_times: Sequence[float]) -> list[float]:
-    """Returns by how much each of ``times`` is more than the mean of its two neighbours."""
-    return [one - mean for one, mean in zip(times, _median_interval(baseline_times), strict=True)]
+    """Difference of each time and the mean of its two neighbors in ``baseline_times``."""
+    return [time - mean for time, mean in zip(times, _neighbor_means(baseline_times), strict=True)]
 
 
-def _median_interval(baseline_times: Sequence[float]) -> list[float]:
+def _neighbor_means(baseline_times: Sequence[float]) -> list[float]:
     return [(before + after) / 2 for before, after in pairwise(baseline_times)]

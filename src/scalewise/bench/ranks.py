@@ -1,4 +1,4 @@
-"""Work that is measured in ranks of its own, born like those of a job."""
+"""Execution of a measurement in rank processes, launched like those of a job."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from scalewise.launch.config import Launch
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome
 
-GRACE = 2.0
-"""Seconds to end in when asked: there is nothing to save."""
+GRACE_SECONDS = 2.0
+"""Grace period after a signal; a measurement has nothing to save."""
 
 
 def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
-    """Calls a picklable ``task`` in each of ``ranks`` processes under torch elastic.
+    """Call a picklable ``task`` in each of ``ranks`` processes under torch elastic.
 
-    Raises ``Interrupted`` for a signal, and ``ScalewiseError`` with the reason of the first rank
-    that failed; no process is left.
+    All processes have ended when it returns or raises.
+
+    Raises:
+        Interrupted: a signal stopped the measurement.
+        ScalewiseError: a rank failed; with the reason of the first one.
     """
     from scalewise.launch.elastic import run_entry
 
     try:
-        outcome = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE))
+        outcome = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE_SECONDS))
     finally:
         exit_reports.remove_reports(folder)
     if outcome.status == "interrupted":
@@ -38,32 +41,34 @@ def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
 
 
 def _serve_task(task: Callable[[], None], folder: Path) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    rank_entrypoint.begin_rank(folder, GRACE)
-    number = int(os.environ["RANK"])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    rank_entrypoint.begin_rank(folder, GRACE_SECONDS)
+    rank = int(os.environ["RANK"])
     try:
         task()
         outcome = Outcome("ok")
-    except Exception as error:  # told to the launcher, whatever it is
-        outcome = outcome_of_exception(error, number)
-    exit_reports.write_report(folder, number, outcome)
+    except Exception as error:  # reported to the launcher
+        outcome = outcome_of_exception(error, rank)
+    exit_reports.write_report(folder, rank, outcome)
     rank_entrypoint.end_rank(outcome)
 
 
 def check_ranks(ranks: int, key: str, num_gpus: int | None, max_cpu_ranks: int) -> None:
-    """Refuses a number of ranks that measures nothing here.
+    """Raise ``ConfigError`` for a number of ranks that this machine cannot measure.
 
-    ``num_gpus`` is the number of CUDA devices, None for the CPU, which carries ``max_cpu_ranks``
-    ranks.
+    Args:
+        ranks: Number of ranks.
+        key: Config key of the number, for errors.
+        num_gpus: Number of CUDA devices; None: the ranks run on the CPU.
+        max_cpu_ranks: Maximum number of ranks on the CPU.
     """
     if num_gpus is not None and max(ranks, 2) > num_gpus:
-        fix = "set hardware=cpu, or run it where there are more"
-        reason = f"needs {max(ranks, 2)} CUDA devices, this machine has {num_gpus}"
+        fix = "set hardware=cpu, or use a machine with more devices"
+        reason = f"requires {max(ranks, 2)} CUDA devices; this machine has {num_gpus}"
         raise ConfigError.for_key(key, ranks, reason, fix)
     if ranks < 2:
-        raise ConfigError.for_key(key, ranks, "there is nobody to send to", f"set {key}=2")
+        raise ConfigError.for_key(key, ranks, "must be 2 or more", f"set {key}=2")
     if num_gpus is None and ranks > max_cpu_ranks:
-        raise ConfigError.for_key(
-            key, ranks, f"this machine carries at most {max_cpu_ranks} CPU ranks"
-        )
+        reason = f"exceeds the maximum of {max_cpu_ranks} CPU ranks of this machine"
+        raise ConfigError.for_key(key, ranks, reason)

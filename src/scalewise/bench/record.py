@@ -1,4 +1,4 @@
-"""A result with what it stands on: the command, versions, the device and the date."""
+"""Records of benchmark results with command, date, machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDS = Path("experiments", "records")
 
 
 def build_record(result: Mapping[str, object], command: str) -> dict[str, object]:
-    """Returns ``result`` under its command, date, machine, versions and commit."""
+    """Add command, date, machine, versions and commit to a result."""
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,9 +28,9 @@ def build_record(result: Mapping[str, object], command: str) -> dict[str, object
 
 
 def record_path(name: str, hardware: Hardware) -> Path:
-    """Returns where the checkout keeps the record of a benchmark; refuses elsewhere."""
+    """Path of a benchmark's record; raises ``ConfigError`` outside a checkout of scalewise."""
     if not RECORDS.is_dir():
-        reason = f"there is no {RECORDS} here"
+        reason = f"requires the folder {RECORDS}"
         raise ConfigError.for_key("record", True, reason, "run it in a checkout of scalewise")
     device = hardware.match or str(machine_facts()["device"])
     kind = "cpu" if hardware.device is DeviceKind.cpu else device
@@ -38,6 +38,6 @@ def record_path(name: str, hardware: Hardware) -> Path:
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
-    """Writes a record, in a folder that is made where it is the first of a device."""
+    """Write a record; create the folder of its device."""
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)

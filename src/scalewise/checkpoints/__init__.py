@@ -1,1 +1,1 @@
-"""Checkpoints: when they are written, and how they lie on disk."""
+"""Checkpoints: schedule, format on disk, and loading of trained models."""

@@ -1,4 +1,4 @@
-"""When a run writes down where it is."""
+"""Config of checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointConfig:
     memory."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields numbers out of range."""
+        """Issues of values out of range."""
         if self.every is not None and self.every < 1:
             yield ConfigIssue("checkpoint.every", self.every, "must be 1 or more, or null")
         if self.keep < 0:

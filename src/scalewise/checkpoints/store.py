@@ -1,10 +1,14 @@
-"""Checkpoints on disk: a folder that is whole or absent, and loads no code.
+"""Checkpoint format: a folder that is written atomically, and loads no code.
 
-``step-00000100/`` holds ``model/`` and ``optimizer/`` (safetensors, a file for each rank that holds
-something of its own), ``average/`` where the run averages its weights (the same), ``training.pt``
-(schedule, loops, callbacks; read with ``weights_only``) and ``manifest.json`` (sizes, checksums),
-which is written last. The folder gets its name by one rename. Tensors are named as in the whole
-model, so that any layout reads what any other wrote.
+A folder ``step-00000100/`` contains:
+
+- ``model/`` and ``optimizer/``: safetensors, one file per rank that stores distinct tensors;
+- ``average/``: the moving average of the weights in the same format, if the run has one;
+- ``training.pt``: state of schedule, loops and callbacks, loaded with ``weights_only=True``;
+- ``manifest.json``: sizes and checksums of the files, written last.
+
+The folder is renamed to its final name when it is complete. Tensors have the names of the
+unsharded model, so that every parallelism strategy can load checkpoints of all others.
 """
 
 from __future__ import annotations
@@ -42,31 +46,33 @@ FORMAT = "scalewise-checkpoint"
 VERSION = 2
 TRAINING, MANIFEST = "training.pt", "manifest.json"
 TENSORS = ("model", "optimizer")
-"""Folders that every checkpoint has, of tensors by name."""
+"""Folders of tensors in every checkpoint."""
 AVERAGE = "average"
-"""Folder of the moving average of the trained weights, by the names of ``model``."""
+"""Folder of the moving average of the weights, with the names of ``model``."""
 _NAME = re.compile(r"step-(\d{8,})")
 
-EARLIER = "use an earlier checkpoint, or put a copy of this one back"
+RECOVERY_FIX = "use an earlier checkpoint, or restore this one from a copy"
 Group = dist.ProcessGroup | None
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint of ``step`` belongs under a run's ``checkpoints``."""
+    """Path of the checkpoint of ``step`` in a ``checkpoints`` folder."""
     return folder / f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
 class PackedState:
-    """What a checkpoint holds beside its tensors, as ``training.pt`` will hold it."""
+    """Serialized training state of a checkpoint."""
 
     step: int
+    """Optimizer step."""
     content: bytes
+    """Content of ``training.pt``."""
 
 
 def pack_state(training_state: Mapping[str, Any]) -> PackedState:
-    """Returns plain data and tensors as they are now, whatever becomes of them later."""
+    """Serialize the training state, so that later changes do not affect the checkpoint."""
     stream = io.BytesIO()
     torch.save(dict(training_state), stream)
     return PackedState(int(training_state["global_step"]), stream.getvalue())
@@ -75,23 +81,28 @@ def pack_state(training_state: Mapping[str, Any]) -> PackedState:
 def save_checkpoint(
     path: Path, tensors: Tensors, training_state: PackedState, group: Group = None
 ) -> None:
-    """Writes a checkpoint folder at ``path``, replacing an older one.
+    """Write a checkpoint folder, replacing an existing one.
 
-    ``tensors`` are those of ``model`` and ``optimizer`` that this rank holds, by name. With a
-    ``group`` its ranks write together, each what it alone holds. A process that dies here leaves a
-    hidden partial folder, which nothing reads and the next save removes.
+    A process that is killed leaves a hidden partial folder, which the next checkpoint removes.
+
+    Args:
+        path: Checkpoint folder.
+        tensors: Tensors of this rank by folder and name.
+        training_state: Serialized training state.
+        group: Process group whose ranks write together, each its distinct tensors.
     """
     partial = path.parent / f".partial-{path.name}"
-    leads = group is None or dist.get_rank(group) == 0
+    is_leader = group is None or dist.get_rank(group) == 0
     try:
         with atomic.name_file_in_errors(path):
-            _leader_first(group, lambda: _begin_save(partial, training_state, tensors), leads)
-            for part, held in tensors.items():
+            _leader_first(group, lambda: _begin_save(partial, training_state, tensors), is_leader)
+            for part, named in tensors.items():
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
-                _write_tensors(_contiguous_copies(held), writer, group)
-            _leader_first(group, lambda: _complete_save(partial, path, training_state.step), leads)
+                _write_tensors(_contiguous_copies(named), writer, group)
+            step = training_state.step
+            _leader_first(group, lambda: _complete_save(partial, path, step), is_leader)
     except BaseException:
-        if leads:
+        if is_leader:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -102,15 +113,15 @@ def _begin_save(partial: Path, training_state: PackedState, parts: Iterable[str]
         if leftover.is_symlink():
             leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir()  # not one that is there
+    partial.mkdir()  # fails if a leftover could not be removed
     for part in parts:
         (partial / part).mkdir()
     (partial / TRAINING).write_bytes(training_state.content)
 
 
 def _complete_save(partial: Path, path: Path, step: int) -> None:
-    written = sorted(file for file in partial.rglob("*") if file.is_file())
-    files = {str(file.relative_to(partial)): _fingerprint(file) for file in written}
+    paths = sorted(file for file in partial.rglob("*") if file.is_file())
+    files = {str(file.relative_to(partial)): _fingerprint(file) for file in paths}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
     write_json(partial / MANIFEST, manifest)
     _sync(partial)
@@ -121,15 +132,15 @@ def _complete_save(partial: Path, path: Path, step: int) -> None:
 
 
 def _contiguous_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors without gaps or shared memory, which the format refuses: as copies."""
+    """Copy tensors that share memory or are not contiguous, as safetensors requires."""
     seen: set[int] = set()
-    apart = {}
+    copies = {}
     for name, tensor in tensors.items():
         address = tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
-        tied = tensor.numel() > 0 and address in seen
+        is_tied = tensor.numel() > 0 and address in seen
         seen.add(address)
-        apart[name] = (tensor.clone() if tied else tensor).contiguous()
-    return apart
+        copies[name] = (tensor.clone() if is_tied else tensor).contiguous()
+    return copies
 
 
 def _write_tensors(tensors: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
@@ -142,83 +153,90 @@ def _write_tensors(tensors: dict[str, Any], writer: HuggingFaceStorageWriter, gr
         rank, (cause, _) = min(failure.failures.items())
         if isinstance(cause, OSError | MemoryError):
             raise cause from None
-        said = f"rank {rank} could not save: {cause}"
-        if type(cause).__name__ == "PanicException":  # safetensors found no memory for a file
-            raise MemoryError(said) from None
-        raise CheckpointError.for_key("checkpoint", rank, said) from cause
+        reason = f"rank {rank} failed to save: {cause}"
+        if type(cause).__name__ == "PanicException":  # safetensors panics without memory
+            raise MemoryError(reason) from None
+        raise CheckpointError.for_key("checkpoint", rank, reason) from cause
 
 
 @contextmanager
 def _local_planner() -> Iterator[None]:
-    """Keeps torch from asking whether a rank means to write or read by itself: it does."""
+    """Silence torch's warning about saving and loading without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _leader_first(group: Group, action: Callable[[], None], is_leader: bool) -> None:
-    """Lets the leading rank work while the others wait; where it fails, all do."""
+    """Run ``action`` on rank 0 while the others wait; raise its error on all ranks."""
     failure: Exception | None = None
     if is_leader:
         try:
             action()
-        except Exception as error:  # raised below, once every rank knows
+        except Exception as error:  # raised below, after the broadcast
             failure = error
     if group is not None:
-        told = [str(failure) if failure else None]
-        dist.broadcast_object_list(told, group_src=0, group=group)
-        if told[0] and not is_leader:
-            failure = CheckpointError.for_key("checkpoint", told[0], "rank 0 could not save")
+        message = [str(failure) if failure else None]
+        dist.broadcast_object_list(message, group_src=0, group=group)
+        if message[0] and not is_leader:
+            failure = CheckpointError.for_key("checkpoint", message[0], "rank 0 failed to save")
     if failure is not None:
         raise failure
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside its tensors.
+    """Load the training state of a checkpoint.
 
-    Raises ``CheckpointError`` for a folder that is foreign, truncated or holds objects.
+    Raises:
+        CheckpointError: the folder is not a checkpoint, is damaged, or contains pickled objects.
     """
     verify_checkpoint(path)
     try:
         state = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     except (MemoryError, OSError):
         raise
-    except Exception as error:  # torch raises many kinds for a file of another program
-        reason = f"cannot be read: {TRAINING} is damaged or holds objects, which are not loaded"
-        raise CheckpointError.for_key("resume", path, reason, EARLIER) from error
+    except Exception as error:  # torch raises many types for files of other programs
+        reason = f"cannot be read: {TRAINING} is damaged or contains objects, which are not loaded"
+        raise CheckpointError.for_key("resume", path, reason, RECOVERY_FIX) from error
     if not isinstance(state, dict):
-        raise CheckpointError.for_key("resume", path, f"{TRAINING} is of another program", EARLIER)
+        reason = f"{TRAINING} was not written by scalewise"
+        raise CheckpointError.for_key("resume", path, reason, RECOVERY_FIX)
     return state
 
 
 def _read_error(path: Path, name: str, error: object) -> CheckpointError:
     reason = f"{name} cannot be read: {' '.join(str(error).split())[:200]}"
-    return CheckpointError.for_key("resume", path, reason, EARLIER)
+    return CheckpointError.for_key("resume", path, reason, RECOVERY_FIX)
 
 
 def tensor_shapes(path: Path, part: str) -> dict[str, torch.Size]:
-    """Returns the whole shape of each tensor under ``model`` or ``optimizer``, by name."""
-    return {name: held.size for name, held in _read_metadata(path, part).items()}
+    """Unsharded shape of each tensor of a folder, by name."""
+    return {name: metadata.size for name, metadata in _read_metadata(path, part).items()}
 
 
 def _read_metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
     try:
-        known = HuggingFaceStorageReader(str(path / part)).read_metadata().state_dict_metadata
+        entries = HuggingFaceStorageReader(str(path / part)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError) as error:
         raise _read_error(path, part, error) from error
-    return {name: held for name, held in known.items() if isinstance(held, TensorStorageMetadata)}
+    return {name: it for name, it in entries.items() if isinstance(it, TensorStorageMetadata)}
 
 
 def read_into(path: Path, part: str, destination: Mapping[str, Tensor]) -> None:
-    """Fills tensors, or a layout's shards of them, from ``model`` or ``optimizer``, by name."""
-    known = tensor_shapes(path, part)
-    if missing := sorted(destination.keys() - known.keys()):
+    """Load tensors of a folder in place, by name; DTensors load their local shards.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or cannot be read.
+    """
+    shapes = tensor_shapes(path, part)
+    fix = "use the model config of the run that saved it"
+    if missing := sorted(destination.keys() - shapes.keys()):
         reason = f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        raise CheckpointError.for_key("resume", path, reason, "set the model that wrote it")
+        raise CheckpointError.for_key("resume", path, reason, fix)
     for name, tensor in destination.items():
-        if known[name] != tensor.shape:
-            reason = f"{name} is {tuple(known[name])}, the model has {tuple(tensor.shape)}"
-            raise CheckpointError.for_key("resume", path, reason, "set the model that wrote it")
+        if shapes[name] != tensor.shape:
+            reason = f"{name} has shape {tuple(shapes[name])}, the model has {tuple(tensor.shape)}"
+            raise CheckpointError.for_key("resume", path, reason, fix)
     try:
         reader = HuggingFaceStorageReader(str(path / part))
         with _local_planner():
@@ -230,72 +248,83 @@ def read_into(path: Path, part: str, destination: Mapping[str, Tensor]) -> None:
 def full_tensors(
     path: Path, part: str = "model", names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the tensors of ``model`` or ``optimizer`` as a single device would hold them.
+    """Load the unsharded tensors of a folder.
 
-    ``names``: of these alone, those that are there; None: of all.
+    Args:
+        path: Checkpoint folder.
+        part: Folder of tensors.
+        names: Tensors to load, of those in the folder; None: all.
     """
-    known = _read_metadata(path, part)
-    room = {
-        name: torch.empty(known[name].size, dtype=known[name].properties.dtype)
-        for name in (known if names is None else known.keys() & set(names))
+    metadata = _read_metadata(path, part)
+    tensors = {
+        name: torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
+        for name in (metadata if names is None else metadata.keys() & set(names))
     }
-    read_into(path, part, room)
-    return room
+    read_into(path, part, tensors)
+    return tensors
 
 
 def has_tensors(path: Path, part: str) -> bool:
-    """Returns whether a checkpoint has a folder of tensors."""
+    """Whether a checkpoint has a folder of tensors."""
     return (path / part).is_dir()
 
 
 def released_weights(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Returns the whole weights to evaluate and export: the averaged ones, where there are some.
+    """Load the unsharded weights for evaluation and export: the moving average, if there is one.
 
-    ``names``: of these alone, those that are there; None: of all.
+    Args:
+        path: Checkpoint folder.
+        names: Weights to load, of those in the checkpoint; None: all.
     """
-    held = full_tensors(path, "model", names)
+    weights = full_tensors(path, "model", names)
     if has_tensors(path, AVERAGE):
-        averaged = full_tensors(path, AVERAGE, held)
-        held |= {name: tensor.to(held[name].dtype) for name, tensor in averaged.items()}
-    return held
+        averages = full_tensors(path, AVERAGE, weights)
+        weights |= {name: tensor.to(weights[name].dtype) for name, tensor in averages.items()}
+    return weights
 
 
 def verify_checkpoint(path: Path) -> int:
-    """Returns the step of a whole checkpoint; raises ``CheckpointError`` with what is wrong."""
+    """Return the step of a checkpoint; raise ``CheckpointError`` if it is damaged."""
     for name, reason in damaged_files(path):
-        raise CheckpointError.for_key("resume", path, f"is damaged ({name}: {reason})", EARLIER)
+        raise CheckpointError.for_key(
+            "resume", path, f"is damaged ({name}: {reason})", RECOVERY_FIX
+        )
     return step_of(path)
 
 
 def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint, by its manifest; raises ``CheckpointError``."""
+    """Step of a checkpoint in its manifest; raises ``CheckpointError`` without a valid one."""
     return _manifest(path)[0]
 
 
 def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the files that are not as they were written, by name, and what is wrong with each.
+    """Compare the files of a checkpoint with its manifest; yield (name, damage).
 
-    Raises ``CheckpointError`` for a folder that has no manifest to compare with.
+    Raises:
+        CheckpointError: the folder has no valid manifest.
     """
-    for name, written in _manifest(path)[1].items():
+    for name, fingerprint in _manifest(path)[1].items():
         file = path / name
-        expected = written["bytes"]
+        expected = fingerprint["bytes"]
         if not file.is_file():
             yield name, "is missing"
         elif (size := file.stat().st_size) != expected:
             yield name, f"has {size} of {expected} bytes"
-        elif _fingerprint(file) != written:
+        elif _fingerprint(file) != fingerprint:
             yield name, "has another checksum"
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the step of a checkpoint, and size and checksum of its files by name."""
+    """Step of a checkpoint, and the fingerprints of its files by name."""
     if not path.is_dir():
         raise CheckpointError.for_key("resume", path, "there is no such checkpoint folder")
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError.for_key(
-            "resume", path, f"is no scalewise checkpoint (no {MANIFEST} of its format)", EARLIER
+            "resume",
+            path,
+            f"is not a scalewise checkpoint (no {MANIFEST} of its format)",
+            RECOVERY_FIX,
         )
     if manifest.get("version") != VERSION:
         raise CheckpointError.for_key(
@@ -303,22 +332,22 @@ def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
         )
     files, step = manifest.get("files"), manifest.get("step")
     if step is None or files is None or TRAINING not in files:
-        raise CheckpointError.for_key("resume", path, f"its {MANIFEST} is damaged", EARLIER)
+        raise CheckpointError.for_key("resume", path, f"its {MANIFEST} is damaged", RECOVERY_FIX)
     return step, files
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Returns the checkpoints under a run's ``checkpoints`` folder by step, oldest first."""
-    found = {
+    """Checkpoints in a ``checkpoints`` folder by step, in ascending order."""
+    checkpoints = {
         int(match[1]): child
         for child in (folder.iterdir() if folder.is_dir() else ())
         if (match := _NAME.fullmatch(child.name)) and (child / MANIFEST).is_file()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(checkpoints.items()))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over."""
+    """Newest undamaged checkpoint in ``folder``; None: there is none."""
     for path in reversed(list_checkpoints(folder).values()):
         try:
             verify_checkpoint(path)
@@ -329,7 +358,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def adopt_checkpoint(path: Path, folder: Path) -> None:
-    """Makes a whole checkpoint one of ``folder`` too: by hard links, or else as a copy."""
+    """Add a checkpoint to ``folder`` by hard links, or by copying if links are not supported."""
     if (folder / path.name).exists():
         return
     partial = folder / f".partial-{path.name}"
@@ -341,7 +370,7 @@ def adopt_checkpoint(path: Path, folder: Path) -> None:
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or no support for links
         shutil.copy2(source, target)
 
 
@@ -363,23 +392,23 @@ def _sync(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """Returns the step and the validation loss of the best checkpoint, if one is marked."""
-    marked = read_json(folder / "best.json")
-    return (marked["step"], marked["val/loss"]) if marked else None
+    """Step and validation loss of the best checkpoint; None: there is none."""
+    best = read_json(folder / "best.json")
+    return (best["step"], best["val/loss"]) if best else None
 
 
 def mark_best(folder: Path, step: int, loss: float) -> None:
-    """Notes which checkpoint is the best."""
+    """Record the best checkpoint in ``best.json``."""
     write_json(folder / "best.json", {"step": step, "val/loss": loss})
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Removes all but the ``keep`` newest checkpoints and the best one; 0 keeps all."""
+    """Remove all but the ``keep`` newest checkpoints and the best one; 0 keeps all."""
     if not keep:
         return
     best = best_checkpoint(folder)
     for step, path in list(list_checkpoints(folder).items())[:-keep]:
         if best is None or step != best[0]:
-            gone = folder / f".partial-{path.name}"  # half removed, it would look whole
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            removed = folder / f".partial-{path.name}"  # a half-removed folder must not look valid
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a run has trained: one of its checkpoints, and the specs that it was trained by."""
+"""Trained model of a run: a checkpoint and the configs that it was trained with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
 from scalewise.tracking.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
 
-SPECS = (
+CONFIG_GROUPS = (
     "model",
     "data",
     "objective",
@@ -38,21 +38,22 @@ SPECS = (
     "trainer",
     "quantization",
 )
-"""The groups that a trained model goes by, as ``Trained`` has them."""
+"""Config groups of a run that its trained model depends on; fields of ``TrainedRun``."""
 PREFIX = "model."
-"""What a checkpoint's names begin with."""
-UNPACKED = {"_target_": registry.target_name(NoQuantizationConfig)}
-BEGINNING = "0"
-"""The step of the model as it was before it was trained."""
+"""Prefix of parameter names in a checkpoint."""
+NO_QUANTIZATION = {"_target_": registry.target_name(NoQuantizationConfig)}
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A checkpoint of a run, and the specs that it was trained by; None: as the run began."""
+    """Checkpoint of a run, and the configs that it was trained with."""
 
     folder: Path
+    """Run folder."""
     checkpoint: Path | None
+    """Checkpoint folder; None: the initial, untrained model."""
     seed: int
+    """Seed of the run."""
     model: ModelConfig
     data: DataConfig
     objective: ObjectiveConfig
@@ -64,58 +65,61 @@ class TrainedRun:
 
     @property
     def step(self) -> int:
-        """Returns the optimizer steps that the checkpoint has seen."""
+        """Optimizer step of the checkpoint."""
         return store.step_of(self.checkpoint) if self.checkpoint else 0
 
     @property
     def is_averaged(self) -> bool:
-        """Returns whether the weights to give away are a moving average of those trained."""
+        """Whether the released weights are a moving average of the trained weights."""
         return self.checkpoint is not None and store.has_tensors(self.checkpoint, store.AVERAGE)
 
     @property
     def tensor_folders(self) -> tuple[str, ...]:
-        """Returns the folders of a checkpoint that hold the weights to give away."""
+        """Folders of a checkpoint that the released weights are read from."""
         weights = ("model", store.AVERAGE)
         return (*weights, "optimizer") if self.optimizer.averages_weights else weights
 
     def load_splits(self) -> DataSplits:
-        """Returns the rows that the run read; raises ``DataError`` where they are others."""
-        found = self.data.prepare(self.model.vocabulary, self.seed)
-        run_tokenizer.check_tokenizer(found, self.folder)
+        """Prepare the data of the run; raise ``DataError`` if they have changed."""
+        splits = self.data.prepare(self.model.vocabulary, self.seed)
+        run_tokenizer.check_tokenizer(splits, self.folder)
         inputs.check_data(self.data, self.folder)
-        return found
+        return splits
 
     def find_tokenizer(self) -> Path | None:
-        """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
-        own = self.folder / run_tokenizer.NAME
-        if not own.is_file():
+        """Path of the tokenizer.json of the run; None: the data were token ids."""
+        run_file = self.folder / run_tokenizer.NAME
+        if not run_file.is_file():
             return self.load_splits().tokenizer
-        run_tokenizer.load_tokenizer(own)
-        return own
+        run_tokenizer.load_tokenizer(run_file)
+        return run_file
 
     def read_state_dict(self, *, unquantized: bool = False) -> dict[str, Tensor]:
-        """Returns the weights to give away, whole and unpacked, by the model's own names.
+        """Load the released weights, unsharded and dequantized, by the names of the model.
 
-        ``unquantized``: with the matrices that were packed as they had been before.
+        Args:
+            unquantized: Whether to restore quantized weights from before quantization.
         """
         if self.checkpoint is None:
-            began = self._initial_state_dict()
-            return began if unquantized else self.quantization.round_state_dict(began, self.model)
-        held = store.released_weights(self.checkpoint)
+            initial = self._initial_state_dict()
+            if unquantized:
+                return initial
+            return self.quantization.round_state_dict(initial, self.model)
+        weights = store.released_weights(self.checkpoint)
         with checkpoint_errors(self.checkpoint):
             if self.optimizer.averages_weights:
-                held = self.optimizer.average_weights(
-                    held, store.full_tensors(self.checkpoint, "optimizer")
+                weights = self.optimizer.average_weights(
+                    weights, store.full_tensors(self.checkpoint, "optimizer")
                 )
-            state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+            state = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
             state = self.quantization.unpack_state_dict(state, self.model)
         if unquantized and self.packed_weights:
-            began = self.model.build(self.seed).state_dict()
-            state |= {weight.name: began[weight.name] for weight in self.packed_weights}
+            initial = self.model.build(self.seed).state_dict()
+            state |= {weight.name: initial[weight.name] for weight in self.packed_weights}
         return state
 
     def read_merged_state_dict(self, *, unquantized: bool = False) -> dict[str, Tensor]:
-        """Returns the same with what an adapter has learnt added to the model's own."""
+        """Load the released weights with the adapter merged into them, if it can be merged."""
         if self.checkpoint is None and self.adapter.resume is None:
             return self.read_state_dict(unquantized=unquantized)
         with checkpoint_errors(self.checkpoint):
@@ -127,17 +131,17 @@ class TrainedRun:
         return merged
 
     def _check_shapes(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ``CheckpointError`` for weights that are missing or of another shape."""
-        whole = self.model.build_meta(StageSlice(range(self.model.layers))).state_dict()
-        for name, weight in whole.items():
+        """Raise ``CheckpointError`` if a weight is missing or has another shape."""
+        expected = self.model.build_meta(StageSlice(range(self.model.layers))).state_dict()
+        for name, weight in expected.items():
             if name not in state:
                 raise _other_model_error(self.checkpoint, f"lacks {name}")
             if state[name].shape != weight.shape:
-                sizes = f"{tuple(state[name].shape)}, the model has {tuple(weight.shape)}"
-                raise _other_model_error(self.checkpoint, f"holds {name} of shape {sizes}")
+                shapes = f"{tuple(state[name].shape)}, the model has {tuple(weight.shape)}"
+                raise _other_model_error(self.checkpoint, f"{name} has shape {shapes}")
 
     def _initial_state_dict(self) -> dict[str, Tensor]:
-        """Returns the weights that training began with; of an adapter, those it began with."""
+        """Initial weights of the model and its adapter."""
         if self.adapter.resume is None and self.adapter.merges:
             return dict(self.model.build(self.seed).state_dict())
         module = self.model.build_meta(StageSlice(range(self.model.layers)))
@@ -145,38 +149,38 @@ class TrainedRun:
         module.to_empty(device=torch.get_default_device())
         self.model.init_weights(module, self.seed)
         self.adapter.init_or_load_weights(module, self.model, self.seed)
-        held = module.state_dict().items()
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in held}
+        tensors = module.state_dict().items()
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 
     @property
     def packed_weights(self) -> list[Weight]:
-        """Returns the matrices that were packed."""
+        """Weights that the run has stored in a quantized format."""
         census, packs = self.model.weight_census(), self.quantization.is_packed
         return [weight for weight in census if packs(weight, self.model)]
 
     @property
     def quantized_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of these as integers with their scales, and as they are held."""
-        held = self.precision.parameters.bytes
+        """Bytes of the fake-quantized weights: as integers with scales, and as stored."""
+        element_bytes = self.precision.parameters.bytes
         parts = [
             part
             for weight in self.fake_quantized_weights
             for part in self.quantization.packed_parts(weight)
         ]
-        return sum(part.shard_bytes(held) for part in parts), sum(
-            weight.shard_bytes(held) for weight in self.fake_quantized_weights
+        return sum(part.shard_bytes(element_bytes) for part in parts), sum(
+            weight.shard_bytes(element_bytes) for weight in self.fake_quantized_weights
         )
 
     @property
     def fake_quantized_weights(self) -> list[Weight]:
-        """Returns the matrices that were rounded for each product."""
+        """Weights that were fake-quantized during training."""
         census, rounds = self.model.weight_census(), self.quantization.is_fake_quantized
         return [weight for weight in census if rounds(weight, self.model)]
 
 
 @contextmanager
 def checkpoint_errors(checkpoint: Path | None) -> Iterator[None]:
-    """Turns what an incomplete checkpoint makes of a model into a ``CheckpointError``."""
+    """Raise ``CheckpointError`` for errors that an incomplete checkpoint causes."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -188,72 +192,89 @@ def checkpoint_errors(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _other_model_error(checkpoint: Path | None, reason: str) -> CheckpointError:
-    fix = "choose another step, or put a copy of the run's resolved.yaml back"
-    text = f"{checkpoint} does not fit the model of its run: {reason}"
+    fix = "choose another step, or restore the run's resolved.yaml from a copy"
+    text = f"{checkpoint} does not match the model of its run: {reason}"
     return CheckpointError.for_key("", "", text, fix)
 
 
 def read_resolved(folder: Path) -> Mapping[str, Any]:
-    """Returns the groups of a run's ``resolved.yaml``; raises ``ConfigError`` where it has none."""
+    """Read the config groups of a run from its ``resolved.yaml``.
+
+    Raises:
+        ConfigError: the folder has no ``resolved.yaml``.
+        RecordError: the file lacks a group.
+    """
     file = folder / "resolved.yaml"
     if not file.exists():
-        reason = f"{folder} is no folder of a run: it has no resolved.yaml"
-        raise ConfigError.for_key("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
-    # Quantization was no group at first.
+        reason = f"{folder} is not a run folder: it has no resolved.yaml"
+        raise ConfigError.for_key("", "", reason, "choose a run folder: runs/NAME/TIMESTAMP")
+    # Early runs have no quantization group.
     values: dict[str, Any] = {
-        "quantization": UNPACKED,
+        "quantization": NO_QUANTIZATION,
         **rename_targets(load_yaml(file), RENAMED_TARGETS),
     }
-    if missing := [key for key in (*SPECS, "seed") if key not in values]:
-        raise RecordError.for_file(file, f"is damaged: it has no {missing[0]}")
+    if missing := [key for key in (*CONFIG_GROUPS, "seed") if key not in values]:
+        raise RecordError.for_file(file, f"is damaged: it lacks {missing[0]}")
     inputs.add_missing(values)
     return values
 
 
 def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
-    """Returns the ``last`` checkpoint of a run, its ``best``, or a step's, with ``parts`` whole.
+    """Choose a checkpoint of a run.
 
-    ``parts``: the folders of tensors that are read. Of damage to the rest a note is printed.
+    A note is printed if a damaged checkpoint is skipped, or if other files of it are damaged.
+
+    Args:
+        folder: Run folder.
+        step: Optimizer step, ``last`` for the newest undamaged one, or ``best``.
+        parts: Folders of tensors that must be undamaged.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: there is no such checkpoint.
     """
     checkpoints = folder / "checkpoints"
-    known = store.list_checkpoints(checkpoints)
+    paths = store.list_checkpoints(checkpoints)
     best = store.best_checkpoint(checkpoints)
     if step == "last":
-        numbers = [*reversed(known)]
+        steps = [*reversed(paths)]
     elif step == "best":
-        numbers = [best[0]] if best else []
+        steps = [best[0]] if best else []
     else:
-        numbers = [int(step)] if step.isdecimal() else []
+        steps = [int(step)] if step.isdecimal() else []
     damages: list[str] = []
-    for number in numbers:
-        if (path := known.get(number)) is None:
+    for number in steps:
+        if (path := paths.get(number)) is None:
             continue
         if damage := _damage(path, parts):
             damages.append(f"step {number} {damage}")
             continue
         if damages:
-            print_lines(f"{damages[0]}; step {number} in its place")
+            print_lines(f"{damages[0]}; using step {number} instead")
         return path
     if damages:
-        reason = f"no checkpoint of {folder} is whole: " if step == "last" else f"{folder}: "
-        fix = "train anew, or copy one from a backup"
-        if len(known) > len(damages):
-            fix = "choose another step, or copy this one from a backup"
+        reason = f"all checkpoints of {folder} are damaged: "
+        reason = reason if step == "last" else f"{folder}: "
+        fix = "train again, or restore one from a backup"
+        if len(paths) > len(damages):
+            fix = "choose another step, or restore this one from a backup"
         raise CheckpointError.for_key("step", step, reason + ", ".join(damages), fix)
-    names = [*map(str, known), "last", *(["best"] if best else [])]
-    fix = f"choose one of step={', '.join(names)}" if known else "give the folder of another run"
+    names = [*map(str, paths), "last", *(["best"] if best else [])]
+    fix = f"choose one of step={', '.join(names)}" if paths else "choose another run folder"
     raise ConfigError.for_key("step", step, f"{folder} has no such checkpoint", fix)
 
 
 def _damage(path: Path, parts: Collection[str]) -> str:
-    """Returns why ``parts`` of a checkpoint cannot be read; notes damage to the rest alone."""
+    """Damage of ``parts`` of a checkpoint, or an empty text; prints a note on other damage."""
     try:
-        damaged = {name: f"is damaged ({name}: {why})" for name, why in store.damaged_files(path)}
+        damaged = {
+            name: f"is damaged ({name}: {reason})" for name, reason in store.damaged_files(path)
+        }
     except CheckpointError as error:
         return error.issues[0].reason
-    needed = [text for name, text in damaged.items() if name.partition("/")[0] in parts]
-    if needed:
-        return needed[0]
+    relevant = [text for name, text in damaged.items() if name.partition("/")[0] in parts]
+    if relevant:
+        return relevant[0]
     for text in [*damaged.values()][:1]:
         print_lines(f"note: the training state of {path} {text}; no run can resume from it")
     return ""

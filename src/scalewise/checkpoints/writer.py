@@ -1,4 +1,4 @@
-"""Who writes checkpoints: the training itself, or a thread of its own beside it."""
+"""Writing of checkpoints in the training thread or in a background thread."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ Tensors = dict[str, dict[str, Tensor]]
 
 
 class BackgroundWriter:
-    """Does work in the order in which it is given, in the ``background`` if asked to.
+    """Queue of write actions, run in order, in the calling or in a background thread.
 
-    There a save costs the training one copy of the tensors to the host. One save is under way at
-    a time; what went wrong with it is raised by the next ``submit`` or ``finish``.
+    In the background, a checkpoint interrupts training for one copy of the tensors to the host.
+    One checkpoint is written at a time; the next ``stage`` or ``finish`` raises its errors.
+
+    Args:
+        background: Whether actions run in a background thread.
+        device: Device of the tensors.
+        collective: Whether all ranks save together, over a separate process group.
     """
 
     def __init__(self, *, background: bool, device: torch.device, collective: bool) -> None:
-        """``collective``: all ranks save together, over a group of their own."""
         self._thread = ThreadPoolExecutor(1, "checkpoints") if background else None
         self._pending: list[Future[None]] = []
         cuda = device.type == "cuda"
         options = StagingOptions(cuda, False, False, cuda)
         self._stager = DefaultStager(options) if background else None
         self.group = dist.group.WORLD if collective else None
-        if collective and (background or cuda):  # no order is kept between threads of one group
+        if collective and (background or cuda):  # threads must not share a process group
             self.group = dist.new_group(backend="gloo")
 
     def stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Tensors:
-        """Returns the tensors, copied if training goes on while they are written."""
-        plain = {part: dict(held) for part, held in tensors.items()}
+        """Return the tensors; in the background, copies of them in host memory."""
+        state = {part: dict(named) for part, named in tensors.items()}
         if self._stager is None:
-            return plain
+            return state
         self.finish()
-        return cast(Tensors, self._stager.stage(cast(dict[str, Any], plain)))
+        return cast(Tensors, self._stager.stage(cast(dict[str, Any], state)))
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Does ``action``, or leaves it to the thread."""
+        """Run ``action``, or queue it for the background thread."""
         if self._thread is None:
             action()
         else:
             self._pending.append(self._thread.submit(action))
 
     def finish(self) -> None:
-        """Waits for what is under way; raises what it raised."""
-        under_way, self._pending = self._pending, []
-        for future in under_way:
+        """Wait for the queued actions and raise their errors."""
+        pending, self._pending = self._pending, []
+        for future in pending:
             future.result()

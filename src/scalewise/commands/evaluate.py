@@ -18,7 +18,7 @@ from scalewise.hardware import this_machine
 if TYPE_CHECKING:
     from scalewise.data.base import DataSplits
     from scalewise.evaluation.captions import CaptionMetrics
-    from scalewise.evaluation.evaluate_run import Found
+    from scalewise.evaluation.evaluate_run import Metrics
 
 DEFAULTS = {
     "step": "last",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
     device, splits = torch.device(this_machine().device.value), told.load_splits()
 
-    def measure(module: ModelModule) -> Found:
+    def measure(module: ModelModule) -> Metrics:
         with console.get_console().status("evaluating") as status:
 
             def tell(done: int) -> None:
@@ -112,7 +112,7 @@ def _option_issues(options: dict[str, str]) -> Iterator[ConfigIssue]:
 
 
 def _write_evaluation(
-    path: Path, step: int, metrics: Found, quantization_costs: Mapping[str, float]
+    path: Path, step: int, metrics: Metrics, quantization_costs: Mapping[str, float]
 ) -> None:
     from scalewise.evaluation.validation_metrics import ClassificationMetrics, ValidationMetrics
     from scalewise.tracking.run_files import read_json, write_json

@@ -123,7 +123,8 @@ def print_stacks_trace(plan: Plan, trace: StepTrace) -> None:
         "(operators as on the CPU)"
     )
     console.print(
-        f"no formulas and no time: {run.objective.model_kind} is known by trace", style="dim"
+        f"no formulas and no time: the analytic models do not cover {run.objective.model_kind}",
+        style="dim",
     )
 
 

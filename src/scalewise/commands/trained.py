@@ -69,13 +69,13 @@ def load_trained(
         trained.read_resolved(folder), folder, _path_options(options or {})
     )
     try:
-        parts = [parse_group(group, values[group]) for group in trained.SPECS]
+        parts = [parse_group(group, values[group]) for group in trained.CONFIG_GROUPS]
     except ConfigError as error:
         raise _record_error(folder, error.issues) from None
     if any(isinstance(spec, UserModule) for spec in parts):
         reason, fix = "is of a module of yours", "load its checkpoint in code of your own"
         raise ConfigError.for_key("", "", f"{folder} {reason}", fix)
-    named = zip(trained.SPECS, parts, strict=True)
+    named = zip(trained.CONFIG_GROUPS, parts, strict=True)
     issues = [
         issue
         for group, spec in named

@@ -256,8 +256,10 @@ def _callback_fields(sets: Mapping[str, object]) -> Iterator[FieldDoc]:
         if not isinstance(arguments, dict):
             continue
         target = str(arguments["_target_"])
-        if target in callback_args.OWN:
-            yield from class_fields(callback_args.OWN[target], f"callbacks.{name}.", arguments)
+        if target in callback_args.BUILTIN_CALLBACKS:
+            yield from class_fields(
+                callback_args.BUILTIN_CALLBACKS[target], f"callbacks.{name}.", arguments
+            )
             continue
         for key, value in arguments.items():
             if key != "_target_":

@@ -1,4 +1,4 @@
-"""How good a trained model is: on held-out text, and in what it writes itself."""
+"""Evaluation of trained models on validation data, and sampling from them."""
 
 ALL, AS_TRAINED = "all", "as trained"
-"""How many of the held-out rows, where no number says so."""
+"""Named numbers of validation samples: all of them, or as many as during training."""

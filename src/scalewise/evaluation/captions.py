@@ -1,6 +1,6 @@
-"""What a model says of pictures, and how much of it is said as it was to be.
+"""Generation of image captions, and their exact match with the references.
 
-Shape suffixes: B rows, C colours, H and W pixels, T tokens of a caption.
+Shape suffixes: B samples, C channels, H and W pixels, T tokens of a caption.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.objectives import IGNORED
 
-TOLD = 3
-"""Captions of the first rows that are shown."""
+MAX_SHOWN = 3
+"""Number of captions that are shown."""
 
 
 @dataclass(frozen=True)
 class CaptionMetrics(ValidationMetrics):
-    """The same, and the share of captions that are written right, to the end and no further.
-
-    ``told`` are the tokens of the first ones: as they were to be, and as the model wrote them.
-    """
+    """Validation metrics of image captioning."""
 
     exact: float
+    """Fraction of the generated captions that equal their reference."""
     told: tuple[tuple[list[int], list[int]], ...]
+    """Tokens of the first captions, as pairs of reference and generated caption."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; {self.exact:.1%} of captions are written right"
+        return f"{super().__str__()}; {self.exact:.1%} of captions match exactly"
 
 
 @torch.no_grad()
@@ -48,54 +47,64 @@ def measure_captions(
     end_token_ids: Collection[int],
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> CaptionMetrics:
-    """Returns how a whole model does on the first ``count`` rows; ``on_progress`` hears of rows
-    done.
+    """Evaluate an unsharded model on the first ``count`` samples of a dataset.
 
-    A caption is taken up to the first of ``end_token_ids``.
+    Args:
+        module: Model.
+        dataset: Validation samples.
+        count: Number of samples.
+        micro_batch: Micro-batch size.
+        end_token_ids: Tokens that end a caption.
+        on_progress: Function that is called with the number of evaluated samples.
     """
-    found = validation_metrics.measure_loss(module, dataset, count, micro_batch, on_progress)
-    said: list[tuple[list[int], list[int]]] = []
-    for batch in ValidationLoader(dataset, BatchShare(found.rows, min(micro_batch, found.rows))):
-        said += _iter_captions(module, batch, end_token_ids)
-    said = said[: found.rows]  # the others fill a micro batch up
-    exact = sum(right == wrote for right, wrote in said) / len(said)
-    return CaptionMetrics(**asdict(found), exact=exact, told=tuple(said[:TOLD]))
+    metrics = validation_metrics.measure_loss(module, dataset, count, micro_batch, on_progress)
+    captions: list[tuple[list[int], list[int]]] = []
+    batch_share = BatchShare(metrics.rows, min(micro_batch, metrics.rows))
+    for batch in ValidationLoader(dataset, batch_share):
+        captions += _iter_captions(module, batch, end_token_ids)
+    captions = captions[: metrics.rows]  # without the padding of the last micro-batch
+    exact = sum(reference == generated for reference, generated in captions) / len(captions)
+    return CaptionMetrics(**asdict(metrics), exact=exact, told=tuple(captions[:MAX_SHOWN]))
 
 
 def _iter_captions(
     module: ModelModule, batch: Batch, end_token_ids: Collection[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields each caption of a batch as it was to be, and as it is written."""
+    """Reference and generated caption of each sample of a batch."""
     tokens = generate_captions(module, batch["inputs"], 0.0, 1)
-    wrote_BT = torch.stack([next(tokens) for _ in range(batch["labels"].shape[1])], dim=1)
-    for right_T, wrote_T in zip(batch["labels"], wrote_BT, strict=True):
+    generated_BT = torch.stack([next(tokens) for _ in range(batch["labels"].shape[1])], dim=1)
+    for label_T, generated_T in zip(batch["labels"], generated_BT, strict=True):
         yield (
-            truncate_at_end(right_T[right_T != IGNORED].tolist(), end_token_ids),
-            truncate_at_end(wrote_T.tolist(), end_token_ids),
+            truncate_at_end(label_T[label_T != IGNORED].tolist(), end_token_ids),
+            truncate_at_end(generated_T.tolist(), end_token_ids),
         )
 
 
 def truncate_at_end(tokens: list[int], end_token_ids: Collection[int]) -> list[int]:
-    """Returns the tokens before the first that ends a text."""
-    return tokens[: next((at for at, token in enumerate(tokens) if token in end_token_ids), None)]
+    """Tokens before the first end token."""
+    ends = (index for index, token in enumerate(tokens) if token in end_token_ids)
+    return tokens[: next(ends, None)]
 
 
 @torch.no_grad()
 def generate_captions(
     module: ModelModule, pixels_BCHW: Tensor, temperature: float, seed: int
 ) -> Iterator[Tensor]:
-    """Yields ``tokens_B`` of captions, one after the other, for as long as it is asked.
+    """Generate the next token of each caption, ``tokens_B``, without end.
 
-    Each is read with all that came before. A ``temperature`` of 0 takes the likeliest; others draw
-    from the softmax of the logits over it.
+    Args:
+        module: Vision-language model.
+        pixels_BCHW: Images.
+        temperature: Temperature of the softmax from which tokens are sampled; 0: greedy decoding.
+        seed: Seed of the random generator.
     """
     model = cast(VisionLanguageModule, module)
     generator = torch.Generator().manual_seed(seed)
-    seen = model.encode_images(pixels_BCHW.to(next(model.parameters()).device))
-    text_BT = torch.zeros((len(seen), 0), dtype=torch.long, device=seen.device)
+    image_features = model.encode_images(pixels_BCHW.to(next(model.parameters()).device))
+    text_BT = torch.zeros((len(image_features), 0), dtype=torch.long, device=image_features.device)
     while True:
-        read_BT = torch.nn.functional.pad(text_BT, (0, 1))  # the last is not read
-        logits_BV = model.decode_text(seen, read_BT)[:, -1].float().cpu()
+        padded_BT = torch.nn.functional.pad(text_BT, (0, 1))  # the last position is not read
+        logits_BV = model.decode_text(image_features, padded_BT)[:, -1].float().cpu()
         tokens_B = torch.tensor([sample_token(each, temperature, generator) for each in logits_BV])
         yield tokens_B
         text_BT = torch.cat([text_BT, tokens_B[:, None].to(text_BT.device)], dim=1)

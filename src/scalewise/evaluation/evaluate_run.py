@@ -1,4 +1,4 @@
-"""How good the model of a run is on its held-out rows, and what its formats cost."""
+"""Evaluation of the model of a run on its validation data, and the cost of its quantization."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO, GRPO, Captioning, Classification
 from scalewise.units import format_bytes
 
-Found = ValidationMetrics | PreferenceMetrics | RewardMetrics
-Measure = Callable[[ModelModule], Found]
+Metrics = ValidationMetrics | PreferenceMetrics | RewardMetrics
+MeasureFn = Callable[[ModelModule], Metrics]
 
 
 def measure_run(
@@ -37,79 +37,100 @@ def measure_run(
     splits: DataSplits,
     rows: str,
     on_progress: Callable[[int], None],
-) -> Found:
-    """Returns what ``rows`` held-out rows say of ``module``; ``on_progress`` hears how many are
-    done.
+) -> Metrics:
+    """Evaluate a model on the validation split, with the metrics of the objective of its run.
 
-    Raises ``ConfigError`` where there are none.
+    Args:
+        trained_run: Run that has trained the model.
+        module: Unsharded model.
+        splits: Data of the run.
+        rows: Number of validation samples, or ``ALL`` or ``AS_TRAINED``.
+        on_progress: Function that is called with the number of evaluated samples.
+
+    Raises:
+        ConfigError: the data of the run have no validation split.
     """
     if splits.validation is None:
-        reason, fix = "the run's data have no held-out rows", "give the folder of another run"
+        reason, fix = "the data of the run have no validation split", "choose another run folder"
         raise ConfigError.for_key("", str(trained_run.folder), reason, fix)
     count = {ALL: len(splits.validation), AS_TRAINED: trained_run.trainer.validation_rows}.get(rows)
     count = int(rows) if count is None else count
-    given = (splits.validation, count, int(trained_run.trainer.micro_batch))  # auto is settled
+    # A trained run has resolved micro_batch=auto.
+    dataset_args = (splits.validation, count, int(trained_run.trainer.micro_batch))
     if isinstance(trained_run.objective, GRPO):
         return rewards.measure_rewards(
-            module, trained_run.objective, trained_run.data, *given, on_progress
+            module, trained_run.objective, trained_run.data, *dataset_args, on_progress
         )
     if isinstance(trained_run.objective, Captioning):
         return captions.measure_captions(
-            module, *given, end_tokens(run_tokenizer(splits)), on_progress
+            module, *dataset_args, end_tokens(run_tokenizer(splits)), on_progress
         )
     if not isinstance(trained_run.objective, DPO):
-        found = validation_metrics.measure_loss(module, *given, on_progress)
-        classes = isinstance(trained_run.objective, Classification)
-        return validation_metrics.ClassificationMetrics(**asdict(found)) if classes else found
+        metrics = validation_metrics.measure_loss(module, *dataset_args, on_progress)
+        if isinstance(trained_run.objective, Classification):
+            return validation_metrics.ClassificationMetrics(**asdict(metrics))
+        return metrics
     reference = load_model.load_model(
         replace(trained_run, checkpoint=None), next(module.parameters()).device
     )
     return preferences.measure_preferences(
-        module, reference, trained_run.objective, *given, on_progress
+        module, reference, trained_run.objective, *dataset_args, on_progress
     )
 
 
 def quantization_costs(
-    trained_run: TrainedRun, device: torch.device, metrics: Found, measure: Measure
+    trained_run: TrainedRun, device: torch.device, metrics: Metrics, measure: MeasureFn
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields what each format saves and costs: in words, and as figures for the record."""
+    """Memory saved and loss added by each quantized format.
+
+    Yields a sentence, and the values for the evaluation record.
+    """
     fp8 = trained_run.precision.fp8_layers(trained_run.model)
     if not (trained_run.packed_weights or trained_run.fake_quantized_weights or fp8):
         return
     with torch.autocast(device.type, enabled=False):
-        exact = measure(load_model.load_model(trained_run, device, unquantized=True).float()).loss
-    what = "one less the reward" if isinstance(metrics, RewardMetrics) else "the loss"
-    by = f"{what} is {exact:.4f} in fp32, {metrics.loss - exact:+.4f} by"
+        fp32_module = load_model.load_model(trained_run, device, unquantized=True).float()
+        fp32_loss = measure(fp32_module).loss
+    metric = "1 - reward" if isinstance(metrics, RewardMetrics) else "the loss"
+    change = f"{metric} is {fp32_loss:.4f} in fp32, {metrics.loss - fp32_loss:+.4f} by"
     if trained_run.packed_weights:
-        held = trained_run.precision.parameters.bytes
-        whole = sum(weight.shard_bytes(held) for weight in trained_run.packed_weights)
-        packed = sum(
-            p.shard_bytes(held)
+        element_bytes = trained_run.precision.parameters.bytes
+        unpacked_bytes = sum(w.shard_bytes(element_bytes) for w in trained_run.packed_weights)
+        packed_bytes = sum(
+            part.shard_bytes(element_bytes)
             for weight in trained_run.packed_weights
-            for p in trained_run.quantization.packed_parts(weight)
+            for part in trained_run.quantization.packed_parts(weight)
         )
         yield (
-            f"packed matrices: {format_bytes(packed)} instead of {format_bytes(whole)}; "
-            f"{by} packing",
-            {"packed_bytes": packed, "whole_bytes": whole, "loss_in_fp32": exact},
+            f"quantized weights: {format_bytes(packed_bytes)} instead of "
+            f"{format_bytes(unpacked_bytes)}; {change} quantization",
+            {
+                "packed_bytes": packed_bytes,
+                "whole_bytes": unpacked_bytes,
+                "loss_in_fp32": fp32_loss,
+            },
         )
     if trained_run.fake_quantized_weights:
-        integers, whole = trained_run.quantized_bytes
+        int4_bytes, unpacked_bytes = trained_run.quantized_bytes
         yield (
-            f"matrices in 4 bits, once exported: {format_bytes(integers)} instead of "
-            f"{format_bytes(whole)}; {by} rounding",
-            {"packed_bytes": integers, "whole_bytes": whole, "loss_in_fp32": exact},
+            f"4-bit weights after export: {format_bytes(int4_bytes)} instead of "
+            f"{format_bytes(unpacked_bytes)}; {change} quantization",
+            {
+                "packed_bytes": int4_bytes,
+                "whole_bytes": unpacked_bytes,
+                "loss_in_fp32": fp32_loss,
+            },
         )
     if fp8:
-        yield f"products in fp8: {by} fp8", {"loss_in_fp32": exact}
+        yield f"fp8 matmuls: {change} fp8", {"loss_in_fp32": fp32_loss}
 
 
 def run_tokenizer(splits: DataSplits) -> Tokenizer:
-    """Returns the tokenizer of a run's texts."""
+    """Tokenizer of the data of a run."""
     return Tokenizer.from_file(str(splits.tokenizer))
 
 
 def end_tokens(tokenizer: Tokenizer) -> set[int]:
-    """Returns the tokens that end a text."""
+    """Ids of the special tokens, which end a text."""
     added = tokenizer.get_added_tokens_decoder().items()
     return {number for number, token in added if token.special}

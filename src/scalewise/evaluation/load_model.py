@@ -1,4 +1,4 @@
-"""A trained model alive on one device, whatever layout it was trained in."""
+"""Loading of a trained model onto one device, from a checkpoint of any parallelism strategy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from scalewise.precision import FloatFormat
 def load_model(
     trained_run: TrainedRun, device: torch.device, *, unquantized: bool = False
 ) -> ModelModule:
-    """Returns the whole model with its weights, with an adapter merged if it can be, to be asked.
+    """Load the unsharded model of a run for inference, with its adapter merged if possible.
 
-    ``unquantized``: with the matrices that were packed as they had been before, and none rounded or
-    in 8 bits.
+    Args:
+        trained_run: Run and checkpoint.
+        device: Device of the model.
+        unquantized: Whether to restore quantized weights from before quantization, and to disable
+            fake quantization and fp8.
     """
     module = trained_run.model.build_meta(StageSlice(range(trained_run.model.layers)))
     if not trained_run.adapter.merges:
@@ -33,15 +36,16 @@ def load_model(
     state = trained_run.read_merged_state_dict(unquantized=unquantized)
     with checkpoint_errors(trained_run.checkpoint):
         module.load_state_dict(state)
-    held = torch.bfloat16 if trained_run.precision.parameters is FloatFormat.bf16 else torch.float32
-    return module.to(held).eval().requires_grad_(False)
+    is_bf16 = trained_run.precision.parameters is FloatFormat.bf16
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    return module.to(dtype).eval().requires_grad_(False)
 
 
 def autocast_context(
     trained_run: TrainedRun, device: torch.device
 ) -> AbstractContextManager[object]:
-    """Returns what makes products compute in the format in which they were trained."""
-    formats = {FloatFormat.bf16: torch.bfloat16, FloatFormat.fp16: torch.float16}
+    """Autocast context with the compute precision of a run."""
+    dtypes = {FloatFormat.bf16: torch.bfloat16, FloatFormat.fp16: torch.float16}
     compute = trained_run.precision.compute
-    mixed = compute is not trained_run.precision.parameters
-    return torch.autocast(device.type, formats.get(compute), enabled=mixed)
+    is_mixed = compute is not trained_run.precision.parameters
+    return torch.autocast(device.type, dtypes.get(compute), enabled=is_mixed)

@@ -1,4 +1,4 @@
-"""How often a model prefers the better of two answers that it was not trained on."""
+"""Evaluation of a model on validation pairs of preferred and rejected answers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import torch
 
 from scalewise.data.base import Sequences
 from scalewise.data.dataloader import BatchShare, ValidationLoader
-from scalewise.evaluation.validation_metrics import PIECE
+from scalewise.evaluation.validation_metrics import LOGITS_CHUNK
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO
 
 
 @dataclass(frozen=True)
 class PreferenceMetrics:
-    """Means over pairs: ``loss`` in nats, and what training logs beside it.
-
-    ``likelier``: the share of pairs whose chosen answer is the likelier one, no reference asked.
-    """
+    """Means over the validation pairs."""
 
     rows: int
+    """Number of pairs."""
     loss: float
+    """DPO loss, in nats per pair."""
     reward_margin: float
+    """Reward of the chosen answer minus that of the rejected one."""
     reward_accuracy: float
+    """Fraction of pairs whose chosen answer has the higher reward."""
     likelier: float
+    """Fraction of pairs whose chosen answer is more likely, without the reference model."""
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss:.4f} nats a pair, reward margin {self.reward_margin:.4f}, the chosen "
-            f"answer has more reward in {self.reward_accuracy:.1%} and is likelier in "
-            f"{self.likelier:.1%}"
+            f"loss {self.loss:.4f} nats per pair, reward margin {self.reward_margin:.4f}, the "
+            f"chosen answer has the higher reward in {self.reward_accuracy:.1%} and is more "
+            f"likely in {self.likelier:.1%} of pairs"
         )
 
 
@@ -45,19 +47,28 @@ def measure_preferences(
     micro_batch: int,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> PreferenceMetrics:
-    """Returns how a whole model does on the first ``count`` pairs; ``on_progress`` hears of pairs
-    done."""
+    """Evaluate an unsharded model on the first ``count`` pairs of a dataset.
+
+    Args:
+        module: Model.
+        reference: Reference model.
+        objective: Objective of the run.
+        dataset: Validation pairs.
+        count: Number of pairs.
+        micro_batch: Micro-batch size.
+        on_progress: Function that is called with the number of evaluated pairs.
+    """
     count, device = min(count, len(dataset)), next(module.parameters()).device
-    question = replace(objective.reference_objective, loss_chunk=PIECE)
-    for asked in (module, reference):
-        question.apply(asked, in_forward=False)
+    logprobs = replace(objective.reference_objective, loss_chunk=LOGITS_CHUNK)
+    for model in (module, reference):
+        logprobs.apply(model, in_forward=False)
     sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
     for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)
-        own_B, said_B = module(inputs, labels), reference(inputs, labels)
-        measured_3 = objective.loss(own_B, {"labels": labels, "reference": said_B})
-        likelier = own_B[::2] > own_B[1::2]
-        sums += torch.cat([measured_3.double(), likelier.sum().view(1).double()])
+        logp_B, reference_B = module(inputs, labels), reference(inputs, labels)
+        metrics_3 = objective.loss(logp_B, {"labels": labels, "reference": reference_B})
+        chosen_more_likely = logp_B[::2] > logp_B[1::2]
+        sums += torch.cat([metrics_3.double(), chosen_more_likely.sum().view(1).double()])
         done = min(done + micro_batch, count)
         on_progress(done)
     return PreferenceMetrics(count, *(sums / count).tolist())

@@ -1,4 +1,4 @@
-"""What a model's likeliest answers earn on prompts that it was not trained on."""
+"""Evaluation of the reward of greedily decoded answers to validation prompts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from scalewise.training.rollout import Rollout
 
 @dataclass(frozen=True)
 class RewardMetrics:
-    """Means over answers: ``reward``, and how many are ``right`` as a whole."""
+    """Means over the answers to the validation prompts."""
 
     rows: int
+    """Number of prompts."""
     reward: float
+    """Reward of an answer, at most 1."""
     right: float
+    """Fraction of completely correct answers."""
 
     @property
     def loss(self) -> float:
-        """Returns what is lost of the whole reward, as training calls it."""
+        """Validation loss, as in training: ``1 - reward``."""
         return 1 - self.reward
 
     def __str__(self) -> str:
-        return f"reward {self.reward:.4f}, {self.right:.1%} of the answers are right as a whole"
+        return f"reward {self.reward:.4f}, {self.right:.1%} of the answers are correct"
 
 
 @torch.no_grad()
@@ -42,19 +45,28 @@ def measure_rewards(
     micro_batch: int,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> RewardMetrics:
-    """Returns how a whole model answers the first ``count`` prompts; ``on_progress`` hears of
-    them."""
+    """Evaluate an unsharded model on the first ``count`` prompts of a dataset.
+
+    Args:
+        module: Model.
+        objective: Objective of the run.
+        data: Data config with the reward function.
+        dataset: Validation prompts.
+        count: Number of prompts.
+        micro_batch: Micro-batch size.
+        on_progress: Function that is called with the number of evaluated prompts.
+    """
     count, device = min(count, len(dataset)), next(module.parameters()).device
-    answering = Rollout(objective, data)
+    rollout = Rollout(objective, data)
     sums, done = torch.zeros(2, dtype=torch.float64, device=device), 0
     for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
-        given = {key: batch[key].to(device) for key in ("inputs", "labels")}
-        found = answering.generate_greedy(
-            given, lambda asked, batch: ScaledLoss(asked).compute(module, batch)
+        prompts = {key: batch[key].to(device) for key in ("inputs", "labels")}
+        answers = rollout.generate_greedy(
+            prompts, lambda objective, batch: ScaledLoss(objective).compute(module, batch)
         )
-        real_B = (given["labels"] != IGNORED).any(1)
-        right_B = (found["labels"] == given["labels"]).all(1)
-        sums += torch.stack([found["reward"][real_B].sum(), right_B[real_B].sum()]).double()
+        real_B = (prompts["labels"] != IGNORED).any(1)
+        correct_B = (answers["labels"] == prompts["labels"]).all(1)
+        sums += torch.stack([answers["reward"][real_B].sum(), correct_B[real_B].sum()]).double()
         done = min(done + micro_batch, count)
         on_progress(done)
     return RewardMetrics(count, *(sums / count).tolist())

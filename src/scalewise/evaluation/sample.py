@@ -1,4 +1,4 @@
-"""What the model of a run makes of a prompt: a text, an answer, a caption, or its classes."""
+"""Output of the model of a run for a prompt: text, answer, caption or class probabilities."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from scalewise.models.base_module import ModelModule
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn, and how many at the most; ``temperature`` 0: the likeliest."""
+    """Options of text generation."""
 
     tokens: int
+    """Maximum number of generated tokens."""
     temperature: float
+    """Temperature of the softmax from which tokens are sampled; 0: greedy decoding."""
     seed: int
+    """Seed of the random generator."""
 
 
 def sample_text(
@@ -40,75 +43,78 @@ def sample_text(
     prompt: str,
     sampling: SamplingOptions,
 ) -> str:
-    """Returns the prompt and what the model makes of it, until it ends the text, or its classes.
+    """Generate the output of the model of a run for a prompt.
 
-    A model of conversations is asked as it was trained to be; a decoder's answer stands alone. Of a
-    model that reads pictures the prompt is the file of one.
+    A chat model receives the prompt in its chat template. The prompt of a vision-language model is
+    the path of an image.
+
+    Returns:
+        The prompt and its continuation up to an end token. The answer alone of an encoder-decoder
+        or vision-language model. The class probabilities of a classifier.
+
+    Raises:
+        ConfigError: the run was trained on token ids, the prompt is empty, or the image cannot be
+            read.
     """
     if splits.tokenizer is None:
-        reason, fix = "the run's data were token ids, not text", "leave out prompt"
+        reason, fix = "the training data were token ids, not text", "leave out prompt"
         raise ConfigError.for_key("prompt", prompt, reason, fix)
     tokenizer = run_tokenizer(splits)
-    last = end_tokens(tokenizer)
+    end_ids = end_tokens(tokenizer)
     text = prompt.encode("utf-8", "replace").decode("utf-8")
     if trained_run.data.classes:
         return _class_probabilities(trained_run, module, tokenizer.encode(text).ids)
-    drawn, count = (sampling.temperature, sampling.seed), sampling.tokens
+    random_args, count = (sampling.temperature, sampling.seed), sampling.tokens
     if trained_run.data.image_size:
         pixels = _read_pixels(prompt, trained_run.data.image_size)
-        tokens = (int(each) for each in captions.generate_captions(module, pixels, *drawn))
-        return str(
-            tokenizer.decode(_take_until_end(last, tokens, min(count, trained_run.model.context)))
-        )
+        tokens = (int(each) for each in captions.generate_captions(module, pixels, *random_args))
+        count = min(count, trained_run.model.context)
+        return str(tokenizer.decode(_take_until_end(end_ids, tokens, count)))
     if isinstance(trained_run.data, Seq2SeqData):
         question = tokenizer.encode(
             text + trained_run.data.end_of_text, add_special_tokens=False
         ).ids
-        found = generate_answer(
-            module, question[: trained_run.data.sequence - trained_run.data.target_length], *drawn
-        )
-        return str(tokenizer.decode(_take_until_end(last, found, count)))
+        max_length = trained_run.data.sequence - trained_run.data.target_length
+        tokens = generate_answer(module, question[:max_length], *random_args)
+        return str(tokenizer.decode(_take_until_end(end_ids, tokens, count)))
     if isinstance(trained_run.data, ChatData):
         template = chat_template(trained_run.data)
         text = prompt_text(template, text)
         template.close()
-    begun = tokenizer.encode(text, add_special_tokens=False).ids
+    prompt_ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not isinstance(trained_run.data, ChatData) and getattr(
         trained_run.data, "special_tokens", True
     ):
-        begun = special_ids(tokenizer)[0] + begun
-    found = generate(
-        module,
-        begun,
-        trained_run.model.context - trained_run.adapter.ahead - trained_run.adapter.before,
-        *drawn,
-    )
-    return str(tokenizer.decode([*begun, *_take_until_end(last, found, count)]))
+        prompt_ids = special_ids(tokenizer)[0] + prompt_ids
+    adapter_tokens = trained_run.adapter.ahead + trained_run.adapter.before
+    context = trained_run.model.context - adapter_tokens
+    tokens = generate(module, prompt_ids, context, *random_args)
+    return str(tokenizer.decode([*prompt_ids, *_take_until_end(end_ids, tokens, count)]))
 
 
 def _read_pixels(file: str, image_size: int) -> torch.Tensor:
-    """Returns the picture of a file; raises ``ConfigError`` where there is none."""
+    """Read and resize an image; raise ``ConfigError`` if it cannot be read."""
     try:
-        found_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), image_size)
+        image_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), image_size)
     except ValueError as error:
-        fix = "give prompt=FILE of a picture, such as .png, .jpg or .npy"
+        fix = "set prompt=FILE to an image file, such as .png, .jpg or .npy"
         raise ConfigError.for_key("prompt", file, str(error), fix) from error
-    return torch.from_numpy(found_CHW.copy())[None]
+    return torch.from_numpy(image_CHW.copy())[None]
 
 
 def _take_until_end(end_token_ids: Container[int], tokens: Iterator[int], count: int) -> list[int]:
-    """Returns up to so many tokens, and none of what ends a text."""
+    """At most ``count`` tokens before the first end token."""
     return list(takewhile(lambda token: token not in end_token_ids, islice(tokens, count)))
 
 
 def _class_probabilities(trained_run: TrainedRun, module: ModelModule, ids: list[int]) -> str:
-    """Returns how likely a text is of each class, the likeliest first."""
+    """Probability of each class, in descending order."""
     if not ids:
-        raise ConfigError.for_key("prompt", "", "has no words", "set 'prompt=some text'")
+        raise ConfigError.for_key("prompt", "", "is empty", "set 'prompt=some text'")
     tokens_1T = torch.tensor(
         [ids[: trained_run.data.sequence]], device=next(module.parameters()).device
     )
     with torch.no_grad():
-        shares = module(tokens_1T)[0, -1].float().softmax(-1).tolist()
-    ranked = sorted(zip(shares, trained_run.data.classes, strict=True), reverse=True)
-    return ", ".join(f"{name} {share:.1%}" for share, name in ranked)
+        probabilities = module(tokens_1T)[0, -1].float().softmax(-1).tolist()
+    ranked = sorted(zip(probabilities, trained_run.data.classes, strict=True), reverse=True)
+    return ", ".join(f"{name} {probability:.1%}" for probability, name in ranked)

@@ -1,10 +1,12 @@
-"""What a run trained, in the formats of Hugging Face: models, adapters, and a card that tells."""
+"""Export of trained models and adapters in the formats of Hugging Face."""
 
 from enum import StrEnum
 
 
 class AdapterExport(StrEnum):
-    """What becomes of an adapter."""
+    """Export of an adapter."""
 
     merged = "merged"
+    """Merged into the weights of the model."""
     alone = "alone"
+    """Separately, as a PEFT folder."""

@@ -1,4 +1,4 @@
-"""A run's folder to a folder that transformers, or PEFT, loads."""
+"""Export of a trained run to a folder that transformers or PEFT loads."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.tracking.run_files import read_json, write_json, write_text
 from scalewise.units import format_bytes
 
-CONVERSION = "conversion.json"
-"""What integers save and cost, beside them."""
-BEFORE_THE_TEXT = "what was trained stands before the text, and is no part of the model's weights"
-UNPACKED = "matrices that were packed are as unpacked, which is what was trained beside"
+CONVERSION_FILE = "conversion.json"
+"""File with the disk size and the loss of integer weights."""
+NOT_MERGEABLE_REASON = "cannot be merged: the adapter adds prompt tokens, not weights"
+DEQUANTIZED_NOTE = "quantized weights are exported dequantized, as they were used in training"
 
 
 def write_export(
     trained_run: TrainedRun, target_folder: Path, adapter_export: AdapterExport
 ) -> list[str]:
-    """Writes the folder ``target_folder``: weights, configuration, tokenizer, card; returns what to
-    tell.
+    """Write weights, config, tokenizer and model card to ``target_folder``.
 
-    That is what integers save and cost, and what the folder lacks. The folder appears whole or not
-    at all.
+    The folder is renamed to its final name when it is complete.
 
-    Raises ``ConfigError`` where the format has no place for it.
+    Returns:
+        Notes: size and loss of integer weights, and missing files.
+
+    Raises:
+        ConfigError: the format does not support the adapter.
     """
-    averaged = [
-        "weights are the moving average of those that were trained"
-    ] * trained_run.is_averaged
-    said: list[str] = []
+    average_notes = ["weights are the moving average of the trained weights"]
+    notes: list[str] = []
     with staging_folder(target_folder) as partial:
         if adapter_export is AdapterExport.alone:
             _write_adapter(
@@ -48,29 +48,30 @@ def write_export(
             )
         elif not trained_run.adapter.merges:
             raise ConfigError.for_key(
-                "adapter", adapter_export, BEFORE_THE_TEXT, "set adapter=alone"
+                "adapter", adapter_export, NOT_MERGEABLE_REASON, "set adapter=alone"
             )
         elif trained_run.fake_quantized_weights:
-            said = _write_quantized(trained_run, partial)
+            notes = _write_quantized(trained_run, partial)
         else:
             trained_run.model.export(trained_run.read_merged_state_dict(), partial)
             if trained_run.packed_weights:
-                said = [UNPACKED]
-        said = [*averaged, *said]
+                notes = [DEQUANTIZED_NOTE]
+        if trained_run.is_averaged:
+            notes = [*average_notes, *notes]
         _name_classes(trained_run, partial)
-        lacks = tokenizer_files.write_tokenizer_files(trained_run, partial)
+        tokenizer_notes = tokenizer_files.write_tokenizer_files(trained_run, partial)
         status, summary = (
             read_json(trained_run.folder / f"{name}.json") for name in ("status", "summary")
         )
         library = "peft" if adapter_export is AdapterExport.alone else "transformers"
         write_text(
-            partial / "README.md", model_card(status, summary, trained_run.step, library, said)
+            partial / "README.md", model_card(status, summary, trained_run.step, library, notes)
         )
-    return [*said, *lacks]
+    return [*notes, *tokenizer_notes]
 
 
 def _name_classes(trained_run: TrainedRun, target_folder: Path) -> None:
-    """Calls the classes by their names in each configuration that numbers them."""
+    """Write the class names to each config with an ``id2label``."""
     names = {str(number): name for number, name in enumerate(trained_run.data.classes)}
     for file in (target_folder / "config.json", target_folder / "base" / "config.json"):
         if names and "id2label" in (config := read_json(file)):
@@ -79,36 +80,40 @@ def _name_classes(trained_run: TrainedRun, target_folder: Path) -> None:
 
 
 def _write_quantized(trained_run: TrainedRun, target_folder: Path) -> list[str]:
-    """Writes integers, and what they save and cost to ``conversion.json`` too; returns that."""
+    """Write integer weights and ``conversion.json``; return notes on their size and loss."""
     from scalewise.export import compressed_tensors
 
     compressed_tensors.write_compressed(trained_run, target_folder)
     try:
-        rows, why = trained_run.load_splits().validation, "the run's data have no held-out rows"
+        validation = trained_run.load_splits().validation
+        reason = "the data of the run have no validation split"
     except (DataError, OSError) as error:
-        rows, why = None, str(error)
-    found = compressed_tensors.measure_compressed(trained_run, target_folder, rows)
-    write_json(target_folder / CONVERSION, found)
-    said = [
-        f"{found['layers']} matrices in 4 bits: {format_bytes(found['disk_bytes'])} on disk "
-        f"instead of {format_bytes(found['disk_bytes_in_fp32'])} in fp32"
+        validation, reason = None, str(error)
+    record = compressed_tensors.measure_compressed(trained_run, target_folder, validation)
+    write_json(target_folder / CONVERSION_FILE, record)
+    notes = [
+        f"{record['layers']} weights in 4 bits: {format_bytes(record['disk_bytes'])} on disk "
+        f"instead of {format_bytes(record['disk_bytes_in_fp32'])} in fp32"
     ]
-    said.append("transformers loads them with: pip install 'compressed-tensors>=0.15'")
-    if "loss" not in found:
-        return [*said, f"no loss of the integers: {why}"]
+    notes.append("transformers loads them with: pip install 'compressed-tensors>=0.15'")
+    if "loss" not in record:
+        return [*notes, f"loss of the 4-bit weights is not measured: {reason}"]
     return [
-        *said,
-        f"on {found['rows']} held-out rows: loss {found['loss']:.4f}, "
-        f"{found['loss'] - found['loss_as_trained']:+.4f} beside as trained and "
-        f"{found['loss'] - found['loss_in_fp32']:+.4f} beside fp32; logits are "
-        f"{found['logits_apart_as_trained']:.2g} and {found['logits_apart_in_fp32']:.2g} apart",
+        *notes,
+        f"on {record['rows']} validation samples: loss {record['loss']:.4f}, "
+        f"{record['loss'] - record['loss_as_trained']:+.4f} compared with fake quantization and "
+        f"{record['loss'] - record['loss_in_fp32']:+.4f} compared with fp32; logits differ by "
+        f"{record['logits_apart_as_trained']:.2g} and {record['logits_apart_in_fp32']:.2g}",
     ]
 
 
 def _write_adapter(
     trained_run: TrainedRun, state: dict[str, Tensor], target_folder: Path, base_model_path: Path
 ) -> None:
-    """Writes an adapter; ``base_model_path`` is where a model that nobody else has will lie."""
+    """Write a PEFT folder, and the base model if it was initialized from a seed.
+
+    ``base_model_path``: final path of that base model.
+    """
     model, adapter = trained_run.model, trained_run.adapter
     if isinstance(adapter, NoAdapterConfig):
         reason = "the run has trained no adapter"
@@ -124,12 +129,12 @@ def _write_adapter(
     peft_export.export_adapter(
         state, adapter, model, target_folder, model.weights or str(base_model_path)
     )
-    if model.weights is None:  # drawn from a seed: nobody else has it
-        own = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
-        if whole := adapter.fully_trained_modules(model):
-            begun = model.build(trained_run.seed).state_dict()
-            own |= {name: begun[name] for name in own if module_name(name) in whole}
-        state_dict_adapter.export_folder(own, model, target_folder / "base")
+    if model.weights is None:  # no pretrained weights are published elsewhere
+        base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
+        if trained_modules := adapter.fully_trained_modules(model):
+            initial = model.build(trained_run.seed).state_dict()
+            base |= {name: initial[name] for name in base if module_name(name) in trained_modules}
+        state_dict_adapter.export_folder(base, model, target_folder / "base")
 
 
 def _write_hf(
@@ -141,9 +146,9 @@ def _write_hf(
 ) -> None:
     from scalewise.adapters import peft_export_hf
 
-    fresh = model.init is InitKind.random
-    path = str(base_model_path) if fresh else model.path
+    is_random = model.init is InitKind.random
+    path = str(base_model_path) if is_random else model.path
     peft_export_hf.export_hf_adapter(state, adapter, model, target_folder, path)
-    if fresh:  # drawn from a seed: nobody else has it
-        own = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
-        model.export(own, target_folder / "base")
+    if is_random:  # no pretrained weights are published elsewhere
+        base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
+        model.export(base, target_folder / "base")

@@ -1,4 +1,4 @@
-"""The card of an exported model: what it is, how it was trained, how well, and how to repeat it."""
+"""Model card of an exported model: config, metrics and the command that reproduces it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from scalewise.tracking.metric_names import METRICS
 
-MEASURES = (
+METRIC_KEYS = (
     "val/loss",
     "val/reward_accuracy",
     "val/reward",
@@ -15,7 +15,7 @@ MEASURES = (
     "train/loss",
     "train/tokens",
 )
-"""Figures of the last step that a reader of the card asks for."""
+"""Metrics of the last step that the card shows."""
 
 
 def model_card(
@@ -25,10 +25,14 @@ def model_card(
     library: str,
     weights: Sequence[str] = (),
 ) -> str:
-    """Returns the Markdown of a ``README.md`` with the head that Hugging Face reads.
+    """Markdown of a ``README.md`` with the metadata header of Hugging Face.
 
-    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder; ``weights``
-    says what is special about these.
+    Args:
+        status: Content of the run's ``status.json``.
+        summary: Content of the run's ``summary.json``; empty for a run that was killed.
+        step: Optimizer step of the exported checkpoint.
+        library: Library that loads the folder.
+        weights: Notes on the weights.
     """
     choices, metrics = status.get("choices", {}), summary.get("metrics", {})
     lines = [
@@ -41,24 +45,24 @@ def model_card(
         "",
         _size_text(summary, step),
         "",
-        "## Made of",
+        "## Configuration",
         "",
         "| group | option |",
         "|---|---|",
         *(f"| {group} | {choice} |" for group, choice in choices.items()),
         "",
-        "## Measured",
+        "## Metrics",
         "",
-        "| | at the run's end |",
+        "| | at the end of the run |",
         "|---|---|",
         *(
             f"| {METRICS[key].meaning} (`{key}`) | {metrics[key]:,.6g} |"
-            for key in MEASURES
+            for key in METRIC_KEYS
             if metrics.get(key) is not None
         ),
         "",
         *(("## Weights", "", *(f"- {line}" for line in weights), "") if weights else ()),
-        "## Repeat it",
+        "## Reproduce",
         "",
         "```sh",
         str(status.get("command")),
@@ -66,7 +70,7 @@ def model_card(
         "",
         f"Commit {status.get('git_commit') or 'unknown'}"
         f"{', with changes' * bool(status.get('git_dirty'))}; "
-        + ", ".join(f"{name} {what}" for name, what in status.get("versions", {}).items())
+        + ", ".join(f"{name} {version}" for name, version in status.get("versions", {}).items())
         + ".",
         "",
     ]
@@ -74,9 +78,9 @@ def model_card(
 
 
 def _size_text(summary: Mapping[str, Any], step: int) -> str:
-    """Returns how large and how trained it is; a run that was killed has left no summary."""
+    """Model size and training length; a run that was killed has no summary."""
     if summary.get("parameters") is None:
-        return f"After {step} steps of a run that did not end."
+        return f"After {step} steps of a run that did not finish."
     return (
         f"{summary['parameters']:,} parameters after {step} of {summary.get('steps')} steps of "
         f"{summary.get('global_batch')} x {summary.get('sequence')} tokens."

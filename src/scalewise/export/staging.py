@@ -1,4 +1,4 @@
-"""Folders that appear whole at their final name, or not at all."""
+"""Atomic creation of a folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from scalewise.errors import ConfigError
 
 @contextmanager
 def staging_folder(target_folder: Path) -> Iterator[Path]:
-    """Yields an empty sibling of ``target_folder`` that takes its name by one rename at the end.
+    """Yield an empty, locked folder next to ``target_folder``; rename it to that at the end.
 
-    What an export that was killed has left there is removed. The sibling is locked meanwhile.
-    Symbolic links at either name are not followed.
+    Leftovers of a killed export are removed. Symbolic links at both paths are not followed.
 
     Raises:
-        ConfigError: ``target_folder`` is there and not an empty folder, cannot be made, or is being
-        written.
+        ConfigError: ``target_folder`` exists and is not an empty folder, cannot be created, or is
+            being written by another process.
     """
     check_target_free(target_folder)
     partial = target_folder.with_name(f".partial-{target_folder.name}")
@@ -31,16 +30,16 @@ def staging_folder(target_folder: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        reason, fix = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
+        reason, fix = f"cannot be created: {error.strerror}", "set to=FOLDER to a writable path"
         raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        reason, fix = "is being written by another export", "wait for it, or give to=FOLDER"
+        reason, fix = "is being written by another export", "wait for it, or set another to=FOLDER"
         raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
     try:
-        _is_empty(partial)
+        _clear(partial)
         yield partial
         _sync_files(partial)
         check_target_free(target_folder)
@@ -53,26 +52,25 @@ def staging_folder(target_folder: Path) -> Iterator[Path]:
 
 
 def check_target_free(target_folder: Path) -> None:
-    """Raises ``ConfigError`` where something other than an empty folder has the name
-    ``target_folder``."""
+    """Raise ``ConfigError`` if ``target_folder`` exists and is not an empty folder."""
     if target_folder.is_symlink() or (
         target_folder.exists() and (not target_folder.is_dir() or any(target_folder.iterdir()))
     ):
         raise ConfigError.for_key(
-            "to", str(target_folder), "is there already", "give to=FOLDER, a new one"
+            "to", str(target_folder), "already exists", "set to=FOLDER to a new folder"
         )
 
 
-def _is_empty(folder: Path) -> None:
-    for left in folder.iterdir():
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            left.unlink()
+            path.unlink()
 
 
 def _sync_files(folder: Path) -> None:
-    """Waits until all files are on the disk."""
+    """Flush all files to disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Tokenizer, chat template and generation settings of an exported folder.
 
-They are those of the model that training began with, where there was one. What a run has changed
-(a tokenizer, a template, the token that ends an answer) is written over them.
+They are copied from the pretrained model, if there is one. Changes by the run (a tokenizer, a chat
+template, the token that ends an answer) override them.
 """
 
 from __future__ import annotations
@@ -35,47 +35,56 @@ from scalewise.models.hf import hub
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.tracking.run_files import copy_file, read_json, write_json
 
-GENERATION = "generation_config.json"
-TEMPLATES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
-VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
-COPIED = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, *TEMPLATES)
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
+VOCABULARY_FILES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+COPIED_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, *TEMPLATE_FILES)
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Special tokens of a folder by role (``bos_token``), their ids, and what a run has taught."""
+    """Special tokens of an exported folder."""
 
     by_role: dict[str, str]
+    """Tokens by role, such as ``bos_token``."""
     ids: dict[str, int]
+    """Ids of all tokens."""
     tokenizer_trained: bool
-    """Whether the tokenizer was trained by the run, so that earlier ids have no meaning."""
+    """Whether the run has trained the tokenizer, so that ids of the pretrained model are void."""
     answer_end_token: str | None
-    """Token that the run taught as the end of an answer."""
+    """Token that the run has trained as the end of an answer."""
     pad_token: str | None
-    """Token that fills the rows of a classifier."""
+    """Padding token of a classifier."""
 
     def token_id(self, role: str) -> int | None:
-        """Returns the id of the token of a role."""
+        """Id of the token of a role."""
         return self.ids.get(self.by_role.get(role, ""))
 
     def end_token_ids(self, declared_ids: int | list[int] | None) -> int | list[int] | None:
-        """Returns the ids that end generation, given those of the model that training began with.
+        """Ids that end generation.
 
-        Those stay as they are unless the run has taught another, or has trained its tokenizer.
+        Args:
+            declared_ids: Those of the pretrained model. They are kept unless the run has trained
+                the tokenizer, and extended by the trained answer end token.
         """
         if self.tokenizer_trained:
             return self.token_id("eos_token")
-        taught = self.ids.get(self.answer_end_token or "")
+        trained_id = self.ids.get(self.answer_end_token or "")
         if declared_ids is None:
-            return self.token_id("eos_token") if taught is None else taught
-        listed = declared_ids if isinstance(declared_ids, list) else [declared_ids]
-        return declared_ids if taught is None or taught in listed else [*listed, taught]
+            return self.token_id("eos_token") if trained_id is None else trained_id
+        id_list = declared_ids if isinstance(declared_ids, list) else [declared_ids]
+        if trained_id is None or trained_id in id_list:
+            return declared_ids
+        return [*id_list, trained_id]
 
 
 def write_tokenizer_files(trained_run: TrainedRun, target_folder: Path) -> list[str]:
-    """Writes the files beside weights that lie in ``target_folder``; returns why there is no
-    tokenizer."""
+    """Write tokenizer and generation files next to the weights in ``target_folder``.
+
+    Returns:
+        Notes on a missing tokenizer.
+    """
     model = _pretrained_folder(trained_run.model)
     notes: list[str] = []
     special = SpecialTokens({}, {}, tokenizer_trained=False, answer_end_token=None, pad_token=None)
@@ -96,7 +105,7 @@ def write_tokenizer_files(trained_run: TrainedRun, target_folder: Path) -> list[
 
 
 def _pretrained_folder(model: ModelConfig) -> Path | None:
-    """Returns the folder of the model that training began with, or of its configuration."""
+    """Folder of the pretrained model or its config; None: there is none."""
     if isinstance(model, HuggingFaceConfig):
         try:
             return hub.model_folder(model.path, hub.CONFIGURATION)
@@ -107,28 +116,28 @@ def _pretrained_folder(model: ModelConfig) -> Path | None:
 
 
 def _tokenizer_folder(trained_run: TrainedRun) -> Path | None:
-    """Returns the folder of the tokenizer that the run was given; None: it trained its own.
+    """Folder of the tokenizer in the run's config; None: the run has trained its tokenizer.
 
-    Data that are token ids have the one beside the weights.
+    For data of token ids, it is the folder of the pretrained weights.
     """
-    given = getattr(trained_run.data, "tokenizer", "")
-    if given is None:
+    configured = getattr(trained_run.data, "tokenizer", "")
+    if configured is None:
         return None
-    if given:
-        path = Path(given).expanduser()
+    if configured:
+        path = Path(configured).expanduser()
         return path if path.is_dir() else path.parent
-    beside = trained_run.model.find_tokenizer_file()
-    return beside.parent if beside else None
+    model_file = trained_run.model.find_tokenizer_file()
+    return model_file.parent if model_file else None
 
 
 def _tokenizer_file(trained_run: TrainedRun, tokenizer_folder: Path | None) -> Path | None:
-    """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
-    if (own := trained_run.folder / run_tokenizer.NAME).is_file():
-        run_tokenizer.load_tokenizer(own)
-        return own
-    given = Path(getattr(trained_run.data, "tokenizer", None) or "").expanduser()
-    if given.is_file():
-        return given
+    """Path of the tokenizer.json of the run; None: the data were token ids."""
+    if (run_file := trained_run.folder / run_tokenizer.NAME).is_file():
+        run_tokenizer.load_tokenizer(run_file)
+        return run_file
+    configured = Path(getattr(trained_run.data, "tokenizer", None) or "").expanduser()
+    if configured.is_file():
+        return configured
     if tokenizer_folder is not None and (tokenizer_folder / run_tokenizer.NAME).is_file():
         return tokenizer_folder / run_tokenizer.NAME
     return trained_run.find_tokenizer() if hasattr(trained_run.data, "tokenizer") else None
@@ -141,58 +150,55 @@ def _write_tokenizer_json(
     if tokenizer_folder is not None:
         _copy(tokenizer_folder, target_folder)
     config: dict[str, Any] = dict(read_json(target_folder / TOKENIZER_CONFIG_FILE))
-    mapped: dict[str, Any] = dict(read_json(target_folder / SPECIAL_TOKENS_MAP_FILE))
+    special_map: dict[str, Any] = dict(read_json(target_folder / SPECIAL_TOKENS_MAP_FILE))
     ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     if not _is_declared(trained_run):
-        config, mapped = _plain_config(config | mapped, ids), {}
+        config, special_map = _plain_config(config | special_map, ids), {}
         for name in (SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE):
             (target_folder / name).unlink(missing_ok=True)
     if not (target_folder / TOKENIZER_CONFIG_FILE).is_file():
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {"model_max_length": trained_run.model.context}
-    data, end = trained_run.data, getattr(trained_run.data, "end_of_text", None)
-    end = end if end in ids else None
-    template = "chat_template" in config or any(
-        (target_folder / name).is_file() for name in TEMPLATES
+    data, end_token = trained_run.data, getattr(trained_run.data, "end_of_text", None)
+    end_token = end_token if end_token in ids else None
+    has_template = "chat_template" in config or any(
+        (target_folder / name).is_file() for name in TEMPLATE_FILES
     )
-    converses = isinstance(data, ChatData) and not isinstance(
+    is_chat = isinstance(data, ChatData) and not isinstance(
         data, CaptionData | Seq2SeqData | LabeledText
     )
-    changed: dict[str, Any] = {}
-    if converses and not template:
-        changed |= {"chat_template": chat_templates.PLAIN, "eos_token": end}
-    if end and not (config | mapped).get("eos_token"):
-        changed["eos_token"] = end
-    pads = bool(data.classes)
-    if pads and end and not (config | mapped).get("pad_token"):
-        changed["pad_token"] = end
-    write_json(target_folder / TOKENIZER_CONFIG_FILE, config | changed)
-    if mapped:
-        mapped |= {role: changed[role] for role in mapped if role in changed}
-        write_json(target_folder / SPECIAL_TOKENS_MAP_FILE, mapped)
-    roles = {
-        role: _token_text(token) for role, token in (mapped | config | changed).items() if token
-    }
-    answers = isinstance(data, ChatData) and not isinstance(data, LabeledText)
-    taught = end if answers and not (converses and template) else None
-    pad = roles.get("pad_token") if pads else None
+    changes: dict[str, Any] = {}
+    if is_chat and not has_template:
+        changes |= {"chat_template": chat_templates.PLAIN, "eos_token": end_token}
+    if end_token and not (config | special_map).get("eos_token"):
+        changes["eos_token"] = end_token
+    is_classifier = bool(data.classes)
+    if is_classifier and end_token and not (config | special_map).get("pad_token"):
+        changes["pad_token"] = end_token
+    write_json(target_folder / TOKENIZER_CONFIG_FILE, config | changes)
+    if special_map:
+        special_map |= {role: changes[role] for role in special_map if role in changes}
+        write_json(target_folder / SPECIAL_TOKENS_MAP_FILE, special_map)
+    all_roles = special_map | config | changes
+    roles = {role: _token_text(token) for role, token in all_roles.items() if token}
+    has_answers = isinstance(data, ChatData) and not isinstance(data, LabeledText)
     return SpecialTokens(
         roles,
         ids,
         tokenizer_trained=tokenizer_folder is None,
-        answer_end_token=taught,
-        pad_token=pad,
+        answer_end_token=end_token if has_answers and not (is_chat and has_template) else None,
+        pad_token=roles.get("pad_token") if is_classifier else None,
     )
 
 
 def _is_declared(trained_run: TrainedRun) -> bool:
-    """Returns whether the files beside the run's tokenizer.json decided its ids too."""
-    given = getattr(trained_run.data, "tokenizer", None)
-    return not given or tokenizer_path(given).name == run_tokenizer.NAME
+    """Whether the other tokenizer files are consistent with the run's tokenizer.json."""
+    configured = getattr(trained_run.data, "tokenizer", None)
+    return not configured or tokenizer_path(configured).name == run_tokenizer.NAME
 
 
 def _plain_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """Returns a configuration of the tokens that a tokenizer.json has, of no class of its own."""
+    """Tokenizer config of ``PreTrainedTokenizerFast`` with the tokens of a tokenizer.json."""
     tokens: dict[str, Any] = {
         key: _token_text(token)
         for key, token in config.items()
@@ -205,8 +211,8 @@ def _plain_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]
 
 
 def _copy(source: Path, target_folder: Path) -> None:
-    """Copies a tokenizer's files, but for tokenizer.json."""
-    for name in (*COPIED, *VOCABULARIES):
+    """Copy the files of a tokenizer, except for tokenizer.json."""
+    for name in (*COPIED_FILES, *VOCABULARY_FILES):
         if (source / name).is_file():
             copy_file(source / name, target_folder / name)
     for path in sorted((source / CHAT_TEMPLATE_DIR).glob("*.jinja")):
@@ -215,25 +221,27 @@ def _copy(source: Path, target_folder: Path) -> None:
 
 
 def _token_text(token: object) -> str:
-    """Returns a token's text; configurations hold it as such, or in a table."""
+    """Text of a token, which a config stores as a string or as a mapping."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def _write_special_ids(folder: Path, model: Path | None, special_tokens: SpecialTokens) -> None:
-    """Writes the ids of special tokens, and the generation settings, of one model's folder."""
+    """Write the ids of special tokens and the generation config of a model folder."""
     config: dict[str, Any] = dict(read_json(folder / "config.json"))
-    began = read_json(model / "config.json") if model else {}
-    generation: dict[str, Any] = dict(read_json(model / GENERATION)) if model else {}
-    ids: dict[str, Any] = {key: began[key] for key in IDS if began.get(key) is not None}
+    pretrained = read_json(model / "config.json") if model else {}
+    generation: dict[str, Any] = dict(read_json(model / GENERATION_FILE)) if model else {}
+    ids: dict[str, Any] = {
+        key: pretrained[key] for key in ID_KEYS if pretrained.get(key) is not None
+    }
     declared = generation.get("eos_token_id") or ids.get("eos_token_id")
-    ends = special_tokens.end_token_ids(declared or config.get("eos_token_id"))
-    if ends != declared:
-        ids["eos_token_id"] = ends
-        generation |= {"eos_token_id": ends} if generation else {}
+    end_ids = special_tokens.end_token_ids(declared or config.get("eos_token_id"))
+    if end_ids != declared:
+        ids["eos_token_id"] = end_ids
+        generation |= {"eos_token_id": end_ids} if generation else {}
     for role in ("bos_token", "pad_token") if model is None else ():
         ids.setdefault(f"{role}_id", special_tokens.token_id(role))
     if special_tokens.pad_token is not None:
         ids["pad_token_id"] = special_tokens.ids.get(special_tokens.pad_token)
     write_json(folder / "config.json", config | {k: v for k, v in ids.items() if v is not None})
     if generation:
-        write_json(folder / GENERATION, generation)
+        write_json(folder / GENERATION_FILE, generation)

@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""Training objectives."""
 
 from scalewise.objectives.base import IGNORED, ObjectiveConfig
 from scalewise.objectives.captioning import Captioning

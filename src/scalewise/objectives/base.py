@@ -1,4 +1,4 @@
-"""What every objective answers: what of a batch adds up over tokens, and what is made of it."""
+"""Base class of training objectives."""
 
 from __future__ import annotations
 
@@ -22,21 +22,15 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 IGNORED = -100
-"""A label that takes no part in the loss."""
+"""Label of positions without a loss."""
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig(ABC):
-    """A loss as a spec: the sum over a batch of what is measured, to be divided into means.
+    """Config of a training objective.
 
-    ``pairs``: whether a row of the data is two sequences, one preferred to the other.
-    ``extra_metrics``: what a loss holds besides itself, by the end of a metric's key.
-    ``is_user_defined``:
-    whether it is a module of the user's, which decides about model, data and optimizer as well.
-    ``needs_encoder_decoder``: whether an encoder reads what a decoder answers. ``reads_images``:
-    whether what is read
-    are pictures. ``is_scalar``: whether one number is all that adds up over tokens. ``trace_only``:
-    whether plans know it by a trace alone; ``model_kind``: as what.
+    An objective computes sums over a batch: the loss and its ``extra_metrics``. They are divided by
+    the number of targets of the global batch.
     """
 
     loss_chunk: int | None = None
@@ -44,91 +38,109 @@ class ObjectiveConfig(ABC):
     null: all."""
 
     pairs: ClassVar[bool] = False
+    """Whether a sample is a pair of sequences, the first of which is preferred."""
     extra_metrics: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are computed with the loss, as suffixes of metric keys."""
     is_user_defined: ClassVar[bool] = False
+    """Whether a user-defined module replaces model, data, optimizer and schedule."""
     needs_encoder_decoder: ClassVar[bool] = False
+    """Whether the model must be an encoder-decoder model."""
     reads_images: ClassVar[bool] = False
+    """Whether the model inputs are images."""
     is_scalar: ClassVar[bool] = False
+    """Whether ``sum_over_tokens`` returns a scalar."""
     trace_only: ClassVar[bool] = False
+    """Whether only a trace can plan the run, not the analytic memory and time models."""
     model_kind: ClassVar[str] = ""
+    """Kind of models of the objective, for messages."""
 
     @property
     def rollouts_per_sample(self) -> int:
-        """Returns how often the model itself answers each row; 0: it reads what is there."""
+        """Number of answers that the model samples for each sample; 0: it samples none."""
         return 0
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
-        """Returns the ends of the keys of all that a loss holds."""
+        """Suffixes of the metric keys of the loss and its extra metrics."""
         return ("loss", *self.extra_metrics)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Issues of values out of range."""
         if self.loss_chunk is not None and self.loss_chunk < 1:
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields data of another kind than this objective reads, and a head of another."""
+        """Issues of a data set or a model head for another objective."""
         chosen = run.choices.get("data", option_name(run.data))
         if run.data.pairs:
-            reason = "has rows of two answers each, which another objective compares"
+            reason = "contains preference pairs, which this objective does not support"
             yield ConfigIssue("data", chosen, reason, "set objective=dpo, or data=chat")
         if run.data.classes:
-            reason = "has rows that are of a class each, which another objective tells apart"
+            reason = "contains class labels, which this objective does not support"
             yield ConfigIssue("data", chosen, reason, "set objective=classification, or data=text")
         if run.data.target_length:
-            reason = "has answers apart from their questions, which an encoder reads"
+            reason = "contains encoder inputs, which this objective does not support"
             yield ConfigIssue("data", chosen, reason, "set objective=seq2seq, or data=chat")
         if run.data.image_size:
-            reason = "has pictures, which another objective tells in words"
+            reason = "contains images, which this objective does not support"
             yield ConfigIssue("data", chosen, reason, "set objective=captioning, or data=text")
         if run.model.classes:
-            reason = "has no logits of tokens, which this objective is about"
+            reason = "replaces the token logits, which this objective requires"
             fix = "set model.classes=null, or objective=classification"
             yield ConfigIssue("model.classes", run.model.classes, reason, fix)
 
     def validate_planning(self, run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
-        """Yields what of a run asks the ledger, which knows nothing of ``subject``."""
-        planned = {
+        """Issues of options that require the analytic memory model.
+
+        Args:
+            run: Config of the run.
+            subject: Kind of models that the analytic memory model does not cover, in the plural.
+        """
+        planning_options = {
             "plan.search": (run.plan.search.value, "none"),
             "plan.fit": (run.plan.fit.value, "none"),
             "launch.refuse_unfit": (run.launch.refuse_unfit, False),
         }
-        for key, (value, neutral) in planned.items():
+        for key, (value, neutral) in planning_options.items():
             if value != neutral:
-                reason = f"asks the ledger, and {subject} is known only by trace"
+                reason = f"requires the analytic memory model, which does not cover {subject}"
                 yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")
 
     @property
     def reference_objective(self) -> ObjectiveConfig | None:
-        """Returns what the model as it was at first is asked about a batch; None: nothing."""
+        """Objective that the reference model evaluates; None: there is no reference model."""
         return None
 
     @property
     def unregularized(self) -> ObjectiveConfig:
-        """Returns the objective that held-out rows are measured by, without regularization."""
+        """Objective of validation, without regularization."""
         return self
 
     @abstractmethod
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns what adds up over tokens whose labels are not ``IGNORED``, in fp32."""
+        """Sums over the positions whose label is not ``IGNORED``, in fp32."""
 
     def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the sum over a batch from what ``token_sums`` gave of all its tokens.
+        """Loss of a batch, summed over its targets.
 
-        A scalar, or a vector of the loss and, after it, the ``extra_metrics``.
+        Args:
+            token_sums: Result of ``sum_over_tokens`` for the batch.
+            batch: Tensors of the batch.
+
+        Returns:
+            A scalar, or a vector of the loss and the ``extra_metrics``.
         """
         return token_sums
 
     def count_targets(self, labels_BT: Tensor) -> Tensor:
-        """Returns how many the loss of a batch is summed over, and divided by: labels, or pairs."""
+        """Number of targets in a batch, by which the loss is divided: labels, pairs or answers."""
         return (labels_BT != IGNORED).sum()
 
     def takes_gradients_in_forward(self, run: RunConfig) -> bool:
-        """Returns whether the gradients of a loss in pieces are taken with it, in forward.
+        """Whether the gradients of a chunked loss are computed in the forward pass.
 
-        Then no logits are made twice. fp16 scales a loss before gradients, a compiler cannot see
-        through, and a layout must not have several passes wait, nor give weights away in between.
+        This avoids recomputing the logits. It requires a strategy that runs backward directly
+        after forward, and does not work with fp16 loss scaling or a fully compiled model.
         """
         return (
             self.loss_chunk is not None
@@ -139,7 +151,7 @@ class ObjectiveConfig(ABC):
         )
 
     def apply(self, module: ModelModule, *, in_forward: bool) -> None:
-        """Has a module take the sums itself where they are taken in pieces."""
+        """Set the chunked loss of a module, if ``loss_chunk`` is set."""
         if self.loss_chunk is not None:
             weights = module.head_parameters if in_forward else None
             module.loss = partial(self.chunked_loss, weights=weights)
@@ -151,20 +163,24 @@ class ObjectiveConfig(ABC):
         labels_BT: Tensor,
         weights: Callable[[], Iterable[Parameter]] | None = None,
     ) -> Tensor:
-        """Returns ``summed(head(x), labels)``, with the logits of ``loss_chunk`` tokens at once.
+        """``sum_over_tokens(head(x), labels)``, with logits of one chunk at a time.
 
-        ``weights``: gives those of the head if gradients are taken at once; None: pieces are made
-        once more for backward.
+        Args:
+            head: Function from hidden states to logits.
+            x_BTW: Hidden states.
+            labels_BT: Labels.
+            weights: Function that returns the head parameters, if gradients are computed in the
+                forward pass; None: chunks are recomputed in the backward pass.
         """
         from scalewise.strategies.chunked_loss import (
             chunked_loss_recomputed,
             chunked_loss_with_gradients,
         )
 
-        def piece(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
+        def chunk_sums(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
             return self.sum_over_tokens(head(x_BCW), labels_BC)
 
         assert self.loss_chunk is not None
         if weights is None:
-            return chunked_loss_recomputed(piece, x_BTW, labels_BT, self.loss_chunk)
-        return chunked_loss_with_gradients(piece, x_BTW, labels_BT, self.loss_chunk, weights())
+            return chunked_loss_recomputed(chunk_sums, x_BTW, labels_BT, self.loss_chunk)
+        return chunked_loss_with_gradients(chunk_sums, x_BTW, labels_BT, self.loss_chunk, weights())

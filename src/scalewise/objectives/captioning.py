@@ -1,4 +1,4 @@
-"""What a picture shows, in words."""
+"""Image captioning."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ class Captioning(Seq2Seq):
     """
 
     reads_images = True
-    model_kind = "a model that reads pictures"
+    model_kind = "vision-language models"
 
     def validate_kind(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields a model or data without pictures, or with those of another size."""
-        reads, shows = run.model.image_size, run.data.image_size
-        if not reads:
+        """Issues of a model or data set without images, or of different image sizes."""
+        model_size, data_size = run.model.image_size, run.data.image_size
+        if not model_size:
             chosen = run.choices.get("model", option_name(run.model))
-            fix = "set model=hf model.path=FOLDER of a model as BLIP-2, or objective=causal_lm"
-            yield ConfigIssue("model", chosen, "reads no pictures", fix)
-        if not shows:
+            fix = "set model=hf model.path=FOLDER of a model such as BLIP-2, "
+            fix += "or objective=causal_lm"
+            yield ConfigIssue("model", chosen, "does not accept images", fix)
+        if not data_size:
             chosen = run.choices.get("data", option_name(run.data))
             fix = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
-            yield ConfigIssue("data", chosen, "has no pictures", fix)
-        if reads and shows and reads != shows:
-            reason = f"is not the side of the pictures that the model reads, {reads}"
-            yield ConfigIssue("data.image_size", shows, reason, f"set data.image_size={reads}")
+            yield ConfigIssue("data", chosen, "contains no images", fix)
+        if model_size and data_size and model_size != data_size:
+            reason = f"differs from the image size of the model, {model_size}"
+            fix = f"set data.image_size={model_size}"
+            yield ConfigIssue("data.image_size", data_size, reason, fix)

@@ -1,4 +1,4 @@
-"""The next token."""
+"""Causal language modeling."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ class CausalLM(ObjectiveConfig):
     """Fraction of the target probability that is spread over the whole vocabulary."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Issues of values out of range."""
         yield from super().validate()
         if not 0 <= self.label_smoothing < 1:
-            yield ConfigIssue(
-                "objective.label_smoothing", self.label_smoothing, "is a share, in [0, 1)"
-            )
+            reason = "must be a fraction in [0, 1)"
+            yield ConfigIssue("objective.label_smoothing", self.label_smoothing, reason)
 
     @property
     def unregularized(self) -> CausalLM:
-        """Returns the same without label smoothing."""
+        """Objective without label smoothing."""
         return replace(self, label_smoothing=0.0)
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the cross-entropy of all labels, a scalar."""
+        """Cross-entropy summed over all labels, a scalar."""
         from torch.nn import functional as F
 
         return F.cross_entropy(

@@ -1,4 +1,4 @@
-"""Which of some classes a text is of."""
+"""Text classification."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ class Classification(CausalLM):
     is_scalar = False
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields data without classes, a head that has not one for each, or one that is frozen."""
-        if not (number := len(run.data.classes)):
+        """Issues of a data set without classes, and of a head of another size or a frozen one."""
+        if not (num_classes := len(run.data.classes)):
             chosen = run.choices.get("data", option_name(run.data))
-            reason, fix = "has no classes", "set data=corpus_classes, or objective=causal_lm"
+            reason = "contains no class labels"
+            fix = "set data=corpus_classes, or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, fix)
-        elif run.model.classes != number:
-            named = ", ".join(run.data.classes)
-            reason = f"and data.classes are {number}: {named}"
-            fix = f"set model.classes={number} model.tied=false"
+        elif run.model.classes != num_classes:
+            class_names = ", ".join(run.data.classes)
+            reason = f"differs from the {num_classes} classes of data.classes: {class_names}"
+            fix = f"set model.classes={num_classes} model.tied=false"
             if not run.model.has_key("classes"):
-                fix = f"set model=decoder_nano {fix[4:]}, or with another decoder of the suite"
+                fix = f"set model=decoder_nano {fix[4:]}, or choose another decoder of scalewise"
             yield ConfigIssue("model.classes", run.model.classes, reason, fix)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
-            reason = "leaves the head of classes as it was drawn"
-            trains = "trained" in vars(run.adapter)
-            head = "'adapter.trained=[head]'"
-            fix = f"set {head}" if trains else f"set adapter=lora {head}"
+            reason = "freezes the randomly initialized classification head"
+            has_option = "trained" in vars(run.adapter)
+            override = "'adapter.trained=[head]'"
+            fix = f"set {override}" if has_option else f"set adapter=lora {override}"
             yield ConfigIssue("adapter", run.choices.get("adapter"), reason, fix)
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the cross-entropy of all labels, and how many are the likeliest class."""
+        """Summed cross-entropy and number of correct predictions, a vector."""
         import torch
 
-        right = (logits_BTV.detach().argmax(-1) == labels_BT).sum()
-        return torch.stack([super().sum_over_tokens(logits_BTV, labels_BT), right])
+        num_correct = (logits_BTV.detach().argmax(-1) == labels_BT).sum()
+        return torch.stack([super().sum_over_tokens(logits_BTV, labels_BT), num_correct])

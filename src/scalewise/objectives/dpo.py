@@ -1,6 +1,6 @@
-"""Preferences: of two answers to a question the better one is to become likelier.
+"""Direct preference optimization (DPO).
 
-Shape suffixes: B sequences, of which two by two are a pair, the preferred one first; P pairs.
+Shape suffixes: B sequences, in pairs with the chosen answer first; T tokens; P pairs.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ class DPO(LogProbabilities):
     extra_metrics = ("reward_margin", "reward_accuracy")
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Issues of values out of range."""
         yield from super().validate()
         if not self.beta > 0:
             fix = "set objective.beta=0.1"
             yield ConfigIssue("objective.beta", self.beta, "must be positive", fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields data without pairs."""
+        """Issues of a data set without preference pairs."""
         if not run.data.pairs:
             chosen = run.choices.get("data", option_name(run.data))
-            reason = "has no pairs of answers to compare"
+            reason = "contains no preference pairs"
             fix = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, fix)
 
     @property
     def reference_objective(self) -> LogProbabilities:
-        """Returns the question of what it thought of each answer."""
+        """Log-probability of each answer."""
         return LogProbabilities(self.loss_chunk)
 
     def count_targets(self, labels_BT: Tensor) -> Tensor:
-        """Returns the pairs that have labels; others fill batches up."""
+        """Number of pairs with labels; the other ones are padding."""
         return self._real_pairs(labels_BT).sum()
 
     def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns sums over the pairs: the loss, the margins, and how often a margin is positive.
+        """Sums over the pairs of loss, reward margin and reward accuracy.
 
-        A margin is the reward of the chosen answer over that of the rejected one, beta times what
-        its log-probability has gained on the reference's. One of 0 is half right: a model that is
-        its own reference is right by chance.
+        The reward of an answer is ``beta (log p - log p_ref)``; the margin is the reward of the
+        chosen answer minus that of the rejected one. The accuracy is 1 for a positive margin and
+        1/2 for a margin of 0, so that an untrained model has chance level.
         """
         import torch
         from torch.nn import functional as F
 
-        gained_P2 = (token_sums - batch["reference"]).view(-1, 2)
-        margin_P = self.beta * (gained_P2[:, 0] - gained_P2[:, 1])
-        seen_P = margin_P.detach()
-        right_P = (seen_P.sign() + 1) / 2
-        measured_3P = torch.stack([-F.logsigmoid(margin_P), seen_P, right_P])
-        return torch.where(self._real_pairs(batch["labels"]), measured_3P, 0.0).sum(1)
+        log_ratio_P2 = (token_sums - batch["reference"]).view(-1, 2)
+        margin_P = self.beta * (log_ratio_P2[:, 0] - log_ratio_P2[:, 1])
+        detached_P = margin_P.detach()
+        accuracy_P = (detached_P.sign() + 1) / 2
+        metrics_3P = torch.stack([-F.logsigmoid(margin_P), detached_P, accuracy_P])
+        return torch.where(self._real_pairs(batch["labels"]), metrics_3P, 0.0).sum(1)
 
     def _real_pairs(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT != IGNORED).view(len(labels_BT) // 2, -1).any(1)

@@ -1,6 +1,6 @@
-"""Answers that can be checked: those better than others to the same prompt become likelier.
+"""Group relative policy optimization (GRPO).
 
-Shape suffixes: B sequences, G by G answers to one prompt; T tokens.
+Shape suffixes: B sequences, in groups of G answers to one prompt; T tokens; P prompts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from scalewise.run_config import RunConfig
 
-EQUAL = 1e-4
-"""Added to the deviation of a group's rewards, so that equal ones divide by something."""
+STD_EPSILON = 1e-4
+"""Term added to the standard deviation of the rewards of a group, to avoid division by zero."""
 
 
 @register_option("objective", "grpo")
@@ -42,71 +42,72 @@ class GRPO(TokenLogProbabilities):
 
     @property
     def rollouts_per_sample(self) -> int:
-        """Returns ``answers``."""
+        """Number of sampled answers per prompt."""
         return self.answers
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
-        """Returns the ends of the keys of all that a loss holds."""
+        """Suffixes of the metric keys of the loss and its extra metrics."""
         return (*super().metric_keys, "kl") if self.beta else super().metric_keys
 
     @property
     def reference_objective(self) -> TokenLogProbabilities | None:
-        """Returns the question of what it thinks of each token; None where it costs nothing."""
+        """Log-probability of each token; None without KL penalty."""
         return TokenLogProbabilities() if self.beta else None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Issues of values out of range."""
         if self.loss_chunk is not None:
-            reason = "sums over tokens, and this loss weighs each by its answer's reward"
-            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, "leave it out")
+            reason = "is not supported: this loss weighs each token by the reward of its answer"
+            fix = "set objective.loss_chunk=null"
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
         if self.answers < 2:
-            reason = "must be 2 or more: an answer is as good as others to its prompt are bad"
+            reason = "must be 2 or more: advantages compare the answers of a group"
             yield ConfigIssue("objective.answers", self.answers, reason, "set objective.answers=8")
         if not self.beta >= 0:
             fix = "set objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields data without answers to check, and a reference that is nowhere."""
+        """Issues of a data set without a reward, and of a KL penalty without a reference model."""
         if not run.data.answer_length:
             chosen = run.choices.get("data", option_name(run.data))
-            reason = "has no answers that can be checked"
+            reason = "does not define a reward of answers"
             fix = "set data=reversal, or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, fix)
         if self.beta > 0 and not run.adapter.turns_off:
-            reason = "needs the model as it was, and nothing keeps it: no adapter can be turned off"
+            reason = "requires a reference model: an adapter that can be disabled"
             fix = "set adapter=lora, or objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, reason, fix)
 
     def count_targets(self, labels_BT: Tensor) -> Tensor:
-        """Returns the answers that have labels; others fill batches up."""
+        """Number of answers with labels; the other ones are padding."""
         return (labels_BT != IGNORED).any(1).sum()
 
     def compute_advantages(self, reward_B: Tensor) -> Tensor:
-        """Returns how much better an answer is than its group, in the group's deviations."""
+        """Advantage of each answer: its reward, standardized within its group."""
         reward_PG = reward_B.view(-1, self.answers)
-        apart_PG = reward_PG - reward_PG.mean(1, keepdim=True)
-        return (apart_PG / (reward_PG.std(1, keepdim=True) + EQUAL)).flatten()
+        centered_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+        return (centered_PG / (reward_PG.std(1, keepdim=True) + STD_EPSILON)).flatten()
 
     def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns sums over the answers: the loss, the rewards, and the KL where it is paid for.
+        """Sums over the answers of loss, reward and, with ``beta``, KL divergence.
 
-        The advantages of a group add up to 0, so that a loss of them would say nothing: what is
-        lost of the whole reward, 1, stands in for its constant part.
+        The advantages of a group sum to 0, and so would a loss of them alone. Therefore the loss
+        contains the constant ``1 - reward``, which makes its value meaningful.
         """
         import torch
 
         real_BT = batch["labels"] != IGNORED
         tokens_B = real_BT.sum(1).clamp(min=1)
         ratio_BT = (token_sums - token_sums.detach()).exp()
-        lost_B1, advantage_B1 = 1 - batch["reward"][:, None], batch["advantage"][:, None]
-        loss_BT = lost_B1 - advantage_B1 * (ratio_BT - 1)
-        measured = [batch["reward"]]
+        constant_B1, advantage_B1 = 1 - batch["reward"][:, None], batch["advantage"][:, None]
+        loss_BT = constant_B1 - advantage_B1 * (ratio_BT - 1)
+        metrics = [batch["reward"]]
         if self.beta:
             gap_BT = batch["reference"] - token_sums
             kl_BT = gap_BT.exp() - gap_BT - 1
             loss_BT = loss_BT + self.beta * kl_BT
-            measured.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)
+            metrics.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)
         loss_B = (loss_BT * real_BT).sum(1) / tokens_B
-        return torch.where(real_BT.any(1), torch.stack([loss_B, *measured]), 0.0).sum(1)
+        return torch.where(real_BT.any(1), torch.stack([loss_B, *metrics]), 0.0).sum(1)

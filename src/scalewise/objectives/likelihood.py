@@ -1,4 +1,4 @@
-"""What a model thinks of tokens that are there: a question to ask of it, nothing to minimise.
+"""Per-token and per-sequence log-probabilities, and logits of one position; not for training.
 
 Shape suffixes: B sequences, T tokens, V vocabulary.
 """
@@ -19,7 +19,7 @@ class TokenLogProbabilities(ObjectiveConfig):
     """Log-probability of each token."""
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the log-probability of each label, ``logp_BT``; 0 where there is none."""
+        """Log-probability of each label, ``logp_BT``; 0 at ignored positions."""
         from torch.nn import functional as F
 
         losses_N = F.cross_entropy(
@@ -36,16 +36,17 @@ class LogProbabilities(TokenLogProbabilities):
     """Log-probability of each sequence."""
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the log-probability of each sequence's labels, ``logp_B``."""
+        """Log-probability of the labels of each sequence, ``logp_B``."""
         return super().sum_over_tokens(logits_BTV, labels_BT).sum(1)
 
 
 @dataclass(frozen=True)
 class NextToken(ObjectiveConfig):
-    """What a model thinks may follow one place of each sequence."""
+    """Logits of the token that follows one position of each sequence."""
 
     position: int = 0
+    """Position in the sequence."""
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns ``logits_BV`` of the place."""
+        """Logits of the position, ``logits_BV``."""
         return logits_BTV[:, self.position].float()

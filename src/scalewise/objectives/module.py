@@ -1,4 +1,4 @@
-"""A LightningModule of the user's own: what it decides by itself, and what that rules out."""
+"""Training of a user-defined LightningModule, and the options that are incompatible with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
     from scalewise.run_config import RunConfig
 
-USUAL = {"model": "decoder_nano", "data": "corpus", "optimizer": "adamw", "schedule": "cosine"}
-"""Groups that a module of the user's decides about, with what each is without one."""
-LENGTHS = ("pipeline", "context", "tensor")
-"""Axes of a mesh that cut a model, and not its rows or weights."""
+DEFAULT_OPTIONS = {
+    "model": "decoder_nano",
+    "data": "corpus",
+    "optimizer": "adamw",
+    "schedule": "cosine",
+}
+"""Config groups that a user-defined module replaces, with the option to use without one."""
+MODEL_AXES = ("pipeline", "context", "tensor")
+"""Mesh axes that partition the computation of a model, instead of its batch or parameters."""
 
 
 @register_option("objective", "module")
@@ -44,21 +49,22 @@ class UserModule(ObjectiveConfig):
     trace_only = True
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a loss in pieces: a module takes its own."""
+        """Issue of a chunked loss: the module computes the loss itself."""
         if self.loss_chunk is not None:
-            reason, fix = "a module of yours takes its own loss", "set objective.loss_chunk=null"
+            reason = "is not supported: a user-defined module computes its own loss"
+            fix = "set objective.loss_chunk=null"
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Raises ``NotImplementedError``: a module takes its own loss."""
+        """Raise ``NotImplementedError``: the module computes the loss itself."""
         raise NotImplementedError
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what would pass the module by, and the layouts that it cannot be laid over."""
+        """Issues of options without effect on the module, and of incompatible strategies."""
         yield from _group_issues(run)
         yield from _trainer_issues(run.trainer)
         yield from _parallelism_issues(run)
-        yield from self.validate_planning(run, "a module of yours")
+        yield from self.validate_planning(run, "user-defined modules")
 
 
 @register_option("model", "module")
@@ -72,87 +78,90 @@ class ModuleDecides:
     """
 
     imports: ClassVar[tuple[str, ...]] = ()
-    """None that is known: its own packages are imported in its ranks."""
+    """Packages that the option imports; those of the module are imported in its ranks."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields nothing: there is nothing to set."""
+        """No issues: the option has no fields."""
         yield from ()
 
     validate_machine = validate
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # pickle and copy ask whether there is such a method
+        if name.startswith("__"):  # pickle and copy look up optional methods
             raise AttributeError(name)
-        reason = "knows nothing of a module of yours, which is planned only by trace"
+        reason = "does not cover user-defined modules"
         raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
 
 
 def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields options of the suite beside a module of the user's, and ``module`` without one."""
-    for group, usual in USUAL.items():
-        spec = getattr(run, group)
-        decided = spec.is_user_defined if group == "data" else isinstance(spec, ModuleDecides)
-        chosen = run.choices.get(group, option_name(spec))
-        if decided and not run.objective.is_user_defined:
-            fix = f"set objective=module, or {group}={usual}"
-            yield ConfigIssue(group, chosen, "goes with a module of yours alone", fix)
-        elif run.objective.is_user_defined and not decided:
-            reason = f"is not read by objective=module: a module of yours has its own {group}"
+    """Issues of ``GROUP=module`` without a user-defined module, and of other options with one."""
+    for group, default in DEFAULT_OPTIONS.items():
+        config = getattr(run, group)
+        is_module = config.is_user_defined if group == "data" else isinstance(config, ModuleDecides)
+        chosen = run.choices.get(group, option_name(config))
+        if is_module and not run.objective.is_user_defined:
+            fix = f"set objective=module, or {group}={default}"
+            yield ConfigIssue(group, chosen, "requires objective=module", fix)
+        elif run.objective.is_user_defined and not is_module:
+            reason = f"is not supported with objective=module: the module defines its own {group}"
             yield ConfigIssue(group, chosen, reason, f"leave it out, or set {group}=module")
 
 
 def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     recompute = getattr(run.memory, "recompute", None)
-    for group, used in (
+    for group, is_set in (
         ("adapter", not isinstance(run.adapter, NoAdapterConfig)),
         ("quantization", not isinstance(run.quantization, NoQuantizationConfig)),
         ("memory", recompute is not Recompute.nothing or run.memory.offload),
         ("compile", run.compile.scope is not CompileScope.none),
     ):
-        if used:
-            reason = "changes the suite's own models; a module of yours does as it is written"
+        if is_set:
+            reason = "is not supported with a user-defined module, which scalewise does not modify"
             yield ConfigIssue(group, run.choices.get(group, ""), reason, f"set {group}=none")
 
 
 def _trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
-    usual = TrainerConfig()
-    if trainer.micro_batch != usual.micro_batch:
-        reason = "the loader of a data module of yours decides how many rows a batch has"
-        fix = f"set trainer.micro_batch={usual.micro_batch}, and what data.arguments say of batches"
+    defaults = TrainerConfig()
+    if trainer.micro_batch != defaults.micro_batch:
+        reason = "is not supported: a user-defined data loader sets the batch size"
+        fix = f"set trainer.micro_batch={defaults.micro_batch}, and the batch size in "
+        fix += "data.arguments"
         yield ConfigIssue("trainer.micro_batch", trainer.micro_batch, reason, fix)
     if trainer.global_batch is not None:
-        reason = "a module of yours takes a step with each batch that its loader gives"
+        reason = "is not supported: a user-defined module takes one step per batch of its loader"
         fix = "set trainer.global_batch=null"
         yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, fix)
     if trainer.max_tokens is not None:
-        reason, fix = "a module of yours has no tokens to count", "set trainer.max_steps"
+        reason = "is not supported: a user-defined module does not report its tokens"
+        fix = "set trainer.max_steps"
         yield ConfigIssue("trainer.max_tokens", trainer.max_tokens, reason, fix)
-    if trainer.validation_rows != usual.validation_rows:
-        reason = "a module of yours validates on all that its loader gives"
-        fix = f"set trainer.validation_rows={usual.validation_rows}"
+    if trainer.validation_rows != defaults.validation_rows:
+        reason = "is not supported: a user-defined module validates on its whole data loader"
+        fix = f"set trainer.validation_rows={defaults.validation_rows}"
         yield ConfigIssue("trainer.validation_rows", trainer.validation_rows, reason, fix)
     epochs = trainer.max_epochs
     if epochs is not None and epochs % 1:
         fix = f"set trainer.max_epochs={max(1, round(epochs))}"
-        yield ConfigIssue("trainer.max_epochs", epochs, "is no whole number of epochs", fix)
+        yield ConfigIssue("trainer.max_epochs", epochs, "is not a whole number of epochs", fix)
 
 
 def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    layout = run.parallelism
-    yield from layout.validate_on_device(run.hardware.device)
-    sizes = getattr(layout, "sizes", {})
-    for axis in LENGTHS:
+    parallelism = run.parallelism
+    yield from parallelism.validate_on_device(run.hardware.device)
+    sizes = getattr(parallelism, "sizes", {})
+    for axis in MODEL_AXES:
         if sizes.get(axis, 1) > 1:
-            reason = "does not cut a module of yours: only rows and weights are shared out"
+            reason = "cannot partition a user-defined module: only data parallelism and sharding "
+            reason += "of parameters are supported"
             fix = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
             yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, fix)
     for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
-        if (value := getattr(layout, key, "none")) not in (False, "none"):
-            reason = "does not offload a module of yours"
+        if (value := getattr(parallelism, key, "none")) not in (False, "none"):
+            reason = "does not offload a user-defined module"
             fix = f"set parallelism.{key}={'false' if value is True else 'none'}"
             yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
-    scales = run.precision.compute is not FloatFormat.fp16
-    if not scales and (sizes or layout.flattens_parameters):
+    is_fp16 = run.precision.compute is FloatFormat.fp16
+    if is_fp16 and (sizes or parallelism.flattens_parameters):
         chosen = run.choices.get("precision", "fp16")
-        reason = "no gradients are scaled in this layout"
+        reason = "requires gradient scaling, which this parallelism strategy does not support"
         yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")

@@ -1,4 +1,4 @@
-"""Answers that a decoder writes to what an encoder has read."""
+"""Sequence-to-sequence training of encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ class Seq2Seq(CausalLM):
 
     needs_encoder_decoder = True
     trace_only = True
-    model_kind = "an encoder with a decoder"
+    model_kind = "encoder-decoder models"
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range, and a loss in pieces."""
+        """Issues of values out of range, and of a chunked loss."""
         yield from super().validate()
         if self.loss_chunk is not None:
-            reason, fix = f"is not taken of {self.model_kind}", "set objective.loss_chunk=null"
+            reason = f"is not supported for {self.model_kind}"
+            fix = "set objective.loss_chunk=null"
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields a model and data of another kind, and what asks the ledger."""
+        """Issues of an incompatible model or data set, and of options that need a memory model."""
         yield from self.validate_kind(run)
         yield from self.validate_planning(run, self.model_kind)
-        reason = f"asks the ledger, and {self.model_kind} is known only by trace"
+        reason = f"requires the analytic memory model, which does not cover {self.model_kind}"
         if isinstance(run.memory, AutoCheckpointing):
             yield ConfigIssue("memory", "auto", reason, "set memory=checkpoint_full")
         if run.trainer.micro_batch == AUTO:
             yield ConfigIssue(SIZE, AUTO, reason, f"set {SIZE}=1")
 
     def validate_kind(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields a model of one stack, and data without answers apart."""
+        """Issues of a model without encoder, and of a data set without encoder inputs."""
         if not run.model.is_encoder_decoder:
             chosen = run.choices.get("model", option_name(run.model))
-            reason = "has no encoder to read questions"
-            fix = "set model=hf model.path=FOLDER of a model as T5, or objective=causal_lm"
+            reason = "has no encoder"
+            fix = "set model=hf model.path=FOLDER of a model such as T5, or objective=causal_lm"
             yield ConfigIssue("model", chosen, reason, fix)
         if not run.data.target_length:
             chosen = run.choices.get("data", option_name(run.data))
-            reason = "has no answers apart from what an encoder reads"
+            reason = "contains no encoder inputs"
             fix = "set data=seq2seq 'data.paths=[my/*.jsonl]', or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, fix)

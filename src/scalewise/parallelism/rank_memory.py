@@ -11,7 +11,7 @@ from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.parallelism.rank_partition import RankStages
 from scalewise.torch_compile import CompileScope
-from scalewise.training.callbacks.callback_args import AVERAGED_BYTES, averaging_callback
+from scalewise.training.callbacks.callback_args import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -119,7 +119,9 @@ class RankMemory(RankStages):
     def ema_bytes(self, run: RunConfig) -> int:
         """Returns the bytes of the moving average of the weights, fp32 of each number held here."""
         averaged = averaging_callback(run.callbacks) is not None
-        return averaged * AVERAGED_BYTES * self.numel(self.parameter_shards, trained=True)
+        return (
+            averaged * AVERAGE_BYTES_PER_ELEMENT * self.numel(self.parameter_shards, trained=True)
+        )
 
     @property
     def streams_weights(self) -> bool:

@@ -31,7 +31,7 @@ from scalewise.planner.phases import (
 )
 from scalewise.planner.pipeline_peaks import PipelineMoment, iter_waiting_parts
 from scalewise.precision import FloatFormat
-from scalewise.training.callbacks.callback_args import AVERAGED_BYTES
+from scalewise.training.callbacks.callback_args import AVERAGE_BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -193,7 +193,7 @@ class DeviceMemory:
             )
         if not rank_memory.parameters_on_host:
             averaged = rank_memory.numel(rank_memory.parameter_shards, trained=True)
-            formula = f"{averaged:,} x {AVERAGED_BYTES} B"
+            formula = f"{averaged:,} x {AVERAGE_BYTES_PER_ELEMENT} B"
             reason = "moving average of the weights, as they are sharded"
             yield constant_entry("average", rank_memory.ema_bytes(run), ALL_PHASES, formula, reason)
         if rank_memory.forward_spec.on_cpu and self.step_scratch_ratio < 0:

@@ -1,1 +1,1 @@
-"""Training proper: the Lightning module, the loop and its callbacks."""
+"""The LightningModule, the training loop and its callbacks."""

@@ -1,4 +1,4 @@
-"""Tensors with no memory behind them, on ranks that are not there: what a trace runs in."""
+"""Fake tensors and a fake process group, in which a training step is traced without memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ _to_empty = nn.Module.to_empty
 
 
 class FakeStageChannel:
-    """What the stages of a pipeline tell each other of the tensors between them.
+    """Exchange of tensor metadata between pipeline stages, within one process.
 
-    Between any two it is the same: what the first stage says, the stages of other ranks hear.
+    All stages exchange tensors of the same shape and dtype, so one record serves all of them.
     """
 
     metadata: Any = None
+    """Metadata that a stage has last sent to a later stage."""
 
     def iter_patches(self) -> Iterator[Any]:
-        """Yields what is changed in torch for stages that talk over this wire."""
+        """Patches of torch that make pipeline stages use this channel."""
 
-        def send(stage: PipelineStage, said: Any, to_stage: int) -> None:
-            self.metadata = said if to_stage > stage.stage_index else self.metadata
+        def send(stage: PipelineStage, metadata: Any, to_stage: int) -> None:
+            self.metadata = metadata if to_stage > stage.stage_index else self.metadata
 
         def receive(stage: PipelineStage, from_stage: int) -> Any:
             if from_stage < stage.stage_index:
@@ -58,26 +59,27 @@ class FakeStageChannel:
 
 
 def _without_metadata_exchange(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-    """The stages would vote on how to learn of each other's tensors, and read the numbers."""
+    """Select dynamic inference without the collective vote, which reads tensor data."""
     for stage in stages:
         stage._inference_mode = InferenceMode.DYNAMIC
 
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterator[None]:
-    """Makes this process one of ``world_size`` ranks; collectives among them do nothing.
+    """Make this process rank ``rank`` of a fake process group, whose collectives do nothing.
 
-    Raises ``RuntimeError`` inside ranks that are really there.
+    Raises:
+        RuntimeError: a process group is already initialized.
     """
     if dist.is_initialized():
-        raise RuntimeError("a trace needs a process without a process group")
+        raise RuntimeError("a trace requires a process without an initialized process group")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as patches:
-            for owner, name, made in (
+            for owner, name, replacement in (
                 (DeviceMesh, "__init__", _real_device_mesh),
                 (
                     ShardingPropagator,
@@ -86,32 +88,32 @@ def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterato
                 ),
                 (nn.Module, "to_empty", _to_empty_without_swap),
             ):
-                patches.enter_context(patch.object(owner, name, made))
+                patches.enter_context(patch.object(owner, name, replacement))
             for patched in channel.iter_patches():
                 patches.enter_context(patched)
             yield
     finally:
         if world_size > 1:
             dist.destroy_process_group()
-        # What these hold names groups that are gone.
+        # These caches refer to the destroyed process group.
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
         torch.set_num_threads(threads)
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """Returns a mode in which tensors have shapes and formats, and no numbers."""
+    """Mode in which tensors have shape and dtype, but no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _real_device_mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-    """A mesh computes with its ranks' numbers."""
+    """Build a mesh outside fake mode: it computes with the values of its rank tensor."""
     with unset_fake_temporarily():
         _mesh_init(self, *args, **kwargs)
 
 
 def _without_shape_propagation(self: ShardingPropagator, schema: Any) -> Any:
-    """DTensor runs each operator once more on whole shapes to learn them: nobody counts these."""
+    """Propagate shapes outside the active modes, so that DTensor's extra run is not counted."""
     with _disable_current_modes():
         return _propagate(self, schema)
 
@@ -119,18 +121,18 @@ def _without_shape_propagation(self: ShardingPropagator, schema: Any) -> Any:
 def _to_empty_without_swap(
     self: nn.Module, *, device: torch.device | str | int | None, recurse: bool = True
 ) -> nn.Module:
-    """``to_empty`` without swapping: a fake tensor cannot be swapped with one on ``meta``."""
+    """``to_empty`` without swapping tensors: a fake tensor cannot be swapped with a meta tensor."""
     if any(isinstance(part, FSDPModule) for part in self.modules()):
         return _to_empty(self, device=device, recurse=recurse)
-    made: dict[int, Any] = {}  # tied weights stay tied
+    empties: dict[int, Any] = {}  # by id, so that tied weights stay tied
     with torch.no_grad():
         for part in self.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    if id(parameter) not in made:
+                    if id(parameter) not in empties:
                         empty = torch.empty_like(parameter, device=device)
-                        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                    part._parameters[name] = made[id(parameter)]
+                        empties[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                    part._parameters[name] = empties[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = torch.empty_like(buffer, device=device)

@@ -1,8 +1,8 @@
-"""One step of the suite's own module, strategy and optimizer, with no memory behind its tensors.
+"""Trace of a training step on fake tensors, to measure its peak memory without allocating it.
 
-The same code that trains runs under ``FakeTensorMode`` on a rank of a world that is not there, and
-the same probe counts what is alive. Shallow copies are enough: every moment of a step (the last
-blocks going forward, the first ones going backward, ...) grows by as much with each further block.
+The code of a training step runs under ``FakeTensorMode`` in a fake process group, and the memory
+probe of real runs counts the live tensors. Shallow copies of the model are sufficient: the memory
+of each phase of a step is linear in the number of layers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from scalewise.training import fake_distributed
 from scalewise.training.callbacks.callback_args import averaging_callback
 
 DEPTHS = (4, 6)
-"""Layers of the copies: in fewer, the first blocks and the last are the same ones."""
-WARM_STEPS = 2
-"""Steps before the one that is counted: the optimizer's state is there, gradients were."""
-PARTS = ("parameters", "optimizer", "average", "activations", "gradients")
-"""What a trace tells apart."""
+"""Layers of the shallow copies; with fewer, the first and the last blocks coincide."""
+WARM_UP_STEPS = 2
+"""Steps before the measured one; they allocate optimizer state and gradients."""
+MEMORY_CATEGORIES = ("parameters", "optimizer", "average", "activations", "gradients")
+"""Categories of memory that a trace measures; the first three persist between steps."""
 
 PHASES = {
     "forward": StepPhase.forward,
@@ -51,126 +51,135 @@ PHASES = {
     "block 0": StepPhase.backward_first,
     "optimizer": StepPhase.optimizer,
 }
-"""What a ledger calls the moments of a step."""
+"""Phases of the memory breakdown by phases of a trace."""
 
-Moments = dict[str, int]
+PhaseBytes = dict[str, int]
+"""Peak bytes by phase of a trace."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a step holds on one rank, bytes."""
+    """Memory of a training step on one rank."""
 
     peak: int
-    phase_peaks: Moments
-    """The most by moment of the step."""
+    """Peak memory, in bytes."""
+    phase_peaks: PhaseBytes
+    """Peak memory of each phase of the step, in bytes."""
     probe_metrics: dict[str, int]
-    """What a probe measures of the step, by ``memory/..._bytes`` key."""
+    """Measurements of the memory probe, in bytes by ``memory/..._bytes`` key."""
     traced_depths: tuple[int, ...]
-    """Layers of the copies that were run; of one, all that the rank has."""
+    """Numbers of layers that were traced; a single one is the number of layers of the rank."""
     rank: int = 0
-    """The rank: the fullest."""
+    """Rank with the largest peak."""
 
     @property
     def persistent_bytes(self) -> int:
-        """Returns the bytes of what is there throughout the step."""
-        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in PARTS[:3])
+        """Memory that is allocated throughout the step, in bytes."""
+        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES[:3])
 
     def build_breakdown(self) -> MemoryBreakdown:
-        """Returns the lines of each phase, as far as a step without pipelines tells them apart."""
-        phases: dict[StepPhase, int] = {}
-        for name, most in self.phase_peaks.items():
-            phases[PHASES[name]] = max(most, phases.get(PHASES[name], 0))
-        part = {name: self.probe_metrics[f"memory/{name}_bytes"] for name in PARTS}
-        lines = [
-            MemoryEntry("parameters", dict.fromkeys(phases, part["parameters"]), "", "and buffers"),
+        """Memory breakdown by phase, for a step without pipeline parallelism."""
+        peaks: dict[StepPhase, int] = {}
+        for name, peak in self.phase_peaks.items():
+            peaks[PHASES[name]] = max(peak, peaks.get(PHASES[name], 0))
+        size = {name: self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES}
+        entries = [
+            MemoryEntry("parameters", dict.fromkeys(peaks, size["parameters"]), "", "and buffers"),
             MemoryEntry(
-                "optimizer state", dict.fromkeys(phases, part["optimizer"]), "", "between steps"
+                "optimizer state", dict.fromkeys(peaks, size["optimizer"]), "", "between steps"
             ),
-            MemoryEntry("average", dict.fromkeys(phases, part["average"]), "", "of the weights"),
+            MemoryEntry("average", dict.fromkeys(peaks, size["average"]), "", "of the weights"),
             MemoryEntry(
-                "activations", {StepPhase.backward_loss: part["activations"]}, "", "kept by forward"
+                "activations",
+                {StepPhase.backward_loss: size["activations"]},
+                "",
+                "saved for backward",
             ),
-            MemoryEntry("gradients", {StepPhase.optimizer: part["gradients"]}, "", "all of them"),
+            MemoryEntry("gradients", {StepPhase.optimizer: size["gradients"]}, "", "all of them"),
         ]
-        told = MemoryBreakdown(tuple(lines)).phases
-        rest = {phase: most - told[phase] for phase, most in phases.items()}
-        why = "activations and gradients of that moment, and results on their way"
-        return MemoryBreakdown((*lines, MemoryEntry("what else is alive", rest, "", why)))
+        totals = MemoryBreakdown(tuple(entries)).phases
+        other = {phase: peak - totals[phase] for phase, peak in peaks.items()}
+        reason = "activations, gradients and temporary tensors of the phase"
+        return MemoryBreakdown((*entries, MemoryEntry("what else is alive", other, "", reason)))
 
 
 def rejection_reason(run: RunConfig) -> str | None:
-    """Returns why a run cannot be traced; None: it can."""
-    layout = run.parallelism
-    if not isinstance(layout, MeshConfig | SingleConfig):
-        return f"{option_name(layout)} works on real memory"
-    if run.memory.offload or (isinstance(layout, MeshConfig) and layout.cpu_offload):
-        return "what is offloaded is copied from real memory"
+    """Reason why a run cannot be traced; None: it can."""
+    parallelism = run.parallelism
+    if not isinstance(parallelism, MeshConfig | SingleConfig):
+        return f"{option_name(parallelism)} requires real memory"
+    if run.memory.offload or (isinstance(parallelism, MeshConfig) and parallelism.cpu_offload):
+        return "offloading copies real memory"
     if run.precision.compute is FloatFormat.fp16:
-        return "fp16 is not computed on the CPU, whose operators a trace runs"
+        return "a trace runs CPU operators, which do not support fp16"
     if run.compile.scope is not CompileScope.none:
-        return "what a compiler fuses is not seen"
+        return "a trace does not include the fusion of torch.compile"
     return None
 
 
 def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
-    """Returns the peak of a run that ``refusal`` admits; ``full_depth``: at its full depth.
+    """Trace the rank with the largest peak memory.
 
-    Of a pipeline it is that of the fullest rank, each kind of which is traced. The run is traced
-    as on the CPU, whose attention keeps what fused attention on CUDA keeps.
+    Of a pipeline, one rank of each kind is traced. The trace runs CPU operators; their attention
+    saves the same tensors for backward as fused attention on CUDA.
+
+    Args:
+        run: Config of a run for which ``rejection_reason`` is None.
+        full_depth: Whether to trace all layers instead of extrapolating from shallow copies.
     """
-    run, wire = with_cpu_operators(run), fake_distributed.FakeStageChannel()
-    layout = run.parallelism
-    ranks = layout.distinct_ranks(run) if isinstance(layout, MeshConfig) else (0,)
-    found = [_trace_rank(run, rank, wire, full_depth=full_depth) for rank in ranks]
-    return max(found, key=lambda trace: trace.peak)
+    run, channel = with_cpu_operators(run), fake_distributed.FakeStageChannel()
+    parallelism = run.parallelism
+    ranks = parallelism.distinct_ranks(run) if isinstance(parallelism, MeshConfig) else (0,)
+    traces = [_trace_rank(run, rank, channel, full_depth=full_depth) for rank in ranks]
+    return max(traces, key=lambda trace: trace.peak)
 
 
 def _trace_rank(
     run: RunConfig, rank: int, channel: fake_distributed.FakeStageChannel, *, full_depth: bool
 ) -> StepTrace:
-    parts = run.parallelism.rank_memory(run, rank).stages
-    fewest, layers = min(len(part.layers) for part in parts), sum(len(p.layers) for p in parts)
-    alike = len(run.memory.count_by_recompute(run.model.layers)) == 1
-    if full_depth or not alike or fewest <= max(DEPTHS):
-        moments, found = _trace_step(run, rank, channel)
-        return StepTrace(max(moments.values()), moments, found, (layers,), rank)
-    (less, less_found), (more, more_found) = (
+    stages = run.parallelism.rank_memory(run, rank).stages
+    stage_layers = [len(stage.layers) for stage in stages]
+    uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
+    if full_depth or not uniform or min(stage_layers) <= max(DEPTHS):
+        phase_peaks, metrics = _trace_step(run, rank, channel)
+        peak = max(phase_peaks.values())
+        return StepTrace(peak, phase_peaks, metrics, (sum(stage_layers),), rank)
+    (shallow_peaks, shallow_metrics), (deep_peaks, deep_metrics) = (
         _trace_step(run, rank, channel, depth) for depth in DEPTHS
     )
-    further = layers / len(parts) - DEPTHS[1]
-    moments, found = (
-        _extrapolate_layers(less, more, further),
-        _extrapolate_layers(less_found, more_found, further),
+    extra_layers = sum(stage_layers) / len(stages) - DEPTHS[1]
+    phase_peaks, metrics = (
+        _extrapolate_layers(shallow_peaks, deep_peaks, extra_layers),
+        _extrapolate_layers(shallow_metrics, deep_metrics, extra_layers),
     )
-    return StepTrace(max(moments.values()), moments, found, DEPTHS, rank)
+    return StepTrace(max(phase_peaks.values()), phase_peaks, metrics, DEPTHS, rank)
 
 
-def _extrapolate_layers(shallow: Moments, deep: Moments, extra_layers: float) -> Moments:
-    """Returns bytes of so many layers more than the deeper copy has."""
+def _extrapolate_layers(shallow: PhaseBytes, deep: PhaseBytes, extra_layers: float) -> PhaseBytes:
+    """Extrapolate bytes linearly to ``extra_layers`` more layers than the deeper copy has."""
     slopes = {name: (deep[name] - shallow[name]) / (DEPTHS[1] - DEPTHS[0]) for name in shallow}
     return {name: round(deep[name] + extra_layers * slope) for name, slope in slopes.items()}
 
 
 def with_cpu_operators(run: RunConfig) -> RunConfig:
-    """Returns the run with the operators of the CPU."""
+    """Run with CPU operators."""
     return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
 
 
 def _trace_step(
     run: RunConfig, rank: int, channel: fake_distributed.FakeStageChannel, depth: int | None = None
-) -> tuple[Moments, dict[str, int]]:
-    """Returns the most of each moment of one step, after a few that are not counted, and its parts.
+) -> tuple[PhaseBytes, dict[str, int]]:
+    """Peak bytes of each phase of one step after the warm-up steps, and the probe's metrics.
 
-    ``depth``: layers to which the model, or each stage of a pipeline, is cut.
+    ``depth``: number of layers of the model, or of each pipeline stage; None: all.
     """
-    at = patch.object(MeshStrategy, "global_rank", rank)  # Lightning's knows of the first alone
     with (
         fake_distributed.fake_ranks(run.world_size, rank, channel),
-        at,
+        patch.object(MeshStrategy, "global_rank", rank),  # Lightning's is 0 in this process
         _with_depth(run, depth) as model,
     ):
         run = replace(run, model=model)
-        layout = fake_strategy(run)
+        strategy = fake_strategy(run)
         with (
             fake_distributed.fake_tensor_mode(),
             patch.object(type(run.model), "init_weights", _skip_init),
@@ -178,25 +187,25 @@ def _trace_step(
         ):
             precision = precision_plugin(run)
             with precision.module_init_context():
-                module = layout.build(run)
-            layout.model = module
-            step = _ManualStep(run, layout, module, precision)
-            for _ in range(WARM_STEPS):
+                module = strategy.build(run)
+            strategy.model = module
+            step = _ManualStep(run, strategy, module, precision)
+            for _ in range(WARM_UP_STEPS):
                 step.take_step(None)
-            averages = averages_of(run, module)
-            counted = MemoryProbe(
+            averages = allocate_averages(run, module)
+            probe = MemoryProbe(
                 module,
                 step.optimizer,
-                layout.root_device,
-                layout.strategy_buffers(),
+                strategy.root_device,
+                strategy.strategy_buffers(),
                 averages=averages,
             )
-            moments, average = step.take_step(counted), storage_bytes(averages)
-            return moments, counted.finish() | {"memory/average_bytes": average}
+            phase_peaks, average = step.take_step(probe), storage_bytes(averages)
+            return phase_peaks, probe.finish() | {"memory/average_bytes": average}
 
 
-def averages_of(run: RunConfig, module: nn.Module) -> list[Tensor]:
-    """Returns what a callback that averages the weights holds next to a module, uninitialized."""
+def allocate_averages(run: RunConfig, module: nn.Module) -> list[Tensor]:
+    """Uninitialized tensors of the callback that averages the weights; empty: there is none."""
     if averaging_callback(run.callbacks) is None:
         return []
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -205,36 +214,36 @@ def averages_of(run: RunConfig, module: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _with_depth(run: RunConfig, depth: int | None) -> Iterator[ModelConfig]:
-    """Yields the model with ``depth`` layers, or as many in each stage that it is cut into."""
-    model, layout = run.model, run.parallelism
+    """Model with ``depth`` layers, or with ``depth`` layers in each pipeline stage."""
+    model, parallelism = run.model, run.parallelism
     if depth is None:
         yield model
-    elif not isinstance(layout, MeshConfig) or layout.num_stages == 1:
+    elif not isinstance(parallelism, MeshConfig) or parallelism.num_stages == 1:
         yield model.with_layers(depth)
     else:
-        parts = model.split_stages(layout.num_stages, run.data.sequence)
-        shallow = tuple(replace(part, layers=part.layers[:depth]) for part in parts)
+        stages = model.split_stages(parallelism.num_stages, run.data.sequence)
+        shallow = tuple(replace(stage, layers=stage.layers[:depth]) for stage in stages)
         with patch.object(type(model), "split_stages", lambda *_: shallow):
             yield model
 
 
 def _skip_init(*_: object) -> None:
-    """Draws no weights: they have no memory."""
+    """Skip the initialization of weights, which have no memory."""
 
 
 def fake_strategy(run: RunConfig) -> ParallelStrategy:
-    """Returns a run's layout on the ranks of ``fake.ranks``."""
-    layout = run.parallelism.build_strategy(DeviceKind.cpu)
-    if isinstance(layout, MeshStrategy):
-        layout.parallel_devices = [torch.device("cpu")]
-        # The process group is there already, and Lightning's would be a real one.
-        layout._setup_distributed = _skip_init  # type: ignore[method-assign]  # there are no ranks
-        layout.setup_environment()
-    return layout
+    """Parallelism strategy of a run in the fake process group of ``fake_ranks``."""
+    strategy = run.parallelism.build_strategy(DeviceKind.cpu)
+    if isinstance(strategy, MeshStrategy):
+        strategy.parallel_devices = [torch.device("cpu")]
+        # The fake process group exists already; Lightning would create a real one.
+        strategy._setup_distributed = _skip_init  # type: ignore[method-assign]  # no public API
+        strategy.setup_environment()
+    return strategy
 
 
 def precision_plugin(run: RunConfig) -> Precision:
-    """Returns Lightning's plugin for a precision, as its Trainer would choose it."""
+    """Lightning's precision plugin, as its Trainer chooses it."""
     name = run.precision.lightning_precision()
     if name == "bf16-mixed":
         return MixedPrecision(name, "cpu")
@@ -242,7 +251,7 @@ def precision_plugin(run: RunConfig) -> Precision:
 
 
 class _ManualStep:
-    """An optimizer step as Lightning takes it, by hand."""
+    """Optimizer step in the order of Lightning's training loop, with phases for the probe."""
 
     def __init__(
         self, run: RunConfig, strategy: ParallelStrategy, module: nn.Module, precision: Precision
@@ -268,73 +277,74 @@ class _ManualStep:
         stages = module.values() if isinstance(module, nn.ModuleDict) else [module]
         for stage in stages:
             blocks = cast(Any, stage).layers()
-            for place, block in enumerate(blocks):
-                block.register_forward_hook(self._build_block_hook(place, len(blocks)))
+            for index, block in enumerate(blocks):
+                block.register_forward_hook(self._build_block_hook(index, len(blocks)))
 
     def _begin_micro_batch(self) -> None:
-        """Has the moments begin of the next piece that a pipeline takes backward."""
+        """Begin the phases of the next micro-batch whose backward pass a pipeline starts."""
         self.num_micro_batches += 1
         self.begin_phase("head")
 
     def _build_block_hook(self, index: int, count: int) -> Callable[..., None]:
-        """Returns a hook that has the moment begin at which backward comes to a block."""
+        """Forward hook of a block that begins its phase when the backward pass reaches it."""
         from_end = count - index
         name = f"block -{from_end}" if from_end <= 2 else "blocks"
         name = f"block {index}" if index < 2 else name
 
-        def watch(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            passed = output if isinstance(output, Tensor) else output[0]
-            if passed.requires_grad:
-                cast(Any, passed).register_hook(lambda _: self.begin_phase(name))
+        def add_hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if hidden.requires_grad:
+                cast(Any, hidden).register_hook(lambda _: self.begin_phase(name))
 
-        return watch
+        return add_hook
 
-    def take_step(self, probe: MemoryProbe | None) -> Moments:
-        """Takes a step; returns the most of each moment, if somebody counts."""
-        moments: Moments = {}
-        began = "forward"
+    def take_step(self, probe: MemoryProbe | None) -> PhaseBytes:
+        """Take an optimizer step; return the peak bytes of each phase, if there is a probe."""
+        phase_peaks: PhaseBytes = {}
+        phase = "forward"
 
-        def mark(name: str) -> None:
-            nonlocal began
+        def begin_phase(name: str) -> None:
+            nonlocal phase
             if probe is not None:
-                moments[began] = max(moments.get(began, 0), probe.take_phase_peak())
-            began = f"{name}, piece {self.num_micro_batches}" if self.num_micro_batches else name
+                phase_peaks[phase] = max(phase_peaks.get(phase, 0), probe.take_phase_peak())
+            micro_batch = self.num_micro_batches
+            phase = f"{name}, micro-batch {micro_batch}" if micro_batch else name
 
         self.begin_phase = _skip_init
-        for number in range(self.run.accumulation):
-            last = number + 1 == self.run.accumulation
+        for index in range(self.run.accumulation):
+            last = index + 1 == self.run.accumulation
             if probe is not None and last:
                 probe.start()
-                self.begin_phase = mark
+                self.begin_phase = begin_phase
             self._forward_backward(last=last, probe=probe if last else None)
         self.begin_phase, self.num_micro_batches = _skip_init, 0
-        mark("optimizer")
+        begin_phase("optimizer")
         if probe is not None:
             probe.before_optimizer()
         self.strategy.clip_grad_norm(self.module, self.run.trainer.clip_norm)
         self.optimizer.step()
-        mark("")
-        lasting = probe.persistent_bytes if probe is not None else 0
+        begin_phase("")
+        persistent_bytes = probe.persistent_bytes if probe is not None else 0
         self.module.zero_grad()
-        return {name: most + lasting for name, most in moments.items()}
+        return {name: peak + persistent_bytes for name, peak in phase_peaks.items()}
 
     def _forward_backward(self, *, last: bool, probe: MemoryProbe | None) -> None:
-        layout, run = self.strategy, self.run
+        strategy, run = self.strategy, self.run
         factor = torch.ones(())
-        waits = isinstance(layout, MeshStrategy) and not last
-        with cast(MeshStrategy, layout).block_backward_sync() if waits else nullcontext():
+        skips_sync = isinstance(strategy, MeshStrategy) and not last
+        with cast(MeshStrategy, strategy).block_backward_sync() if skips_sync else nullcontext():
             with self.precision.forward_context():
                 if run.runs_reference_forward and run.objective.reference_objective is not None:
                     with torch.no_grad(), run.adapter.disable(cast(ModelModule, self.module)):
-                        layout.compute_validation_loss(
+                        strategy.compute_validation_loss(
                             self.module, self.batch, ScaledLoss(run.objective.reference_objective)
                         )
-                loss = layout.compute_train_loss(
+                loss = strategy.compute_train_loss(
                     self.module, self.batch, ScaledLoss(run.objective, factor), last=last
                 )
             loss = loss[0] if loss.dim() else loss
             self.begin_phase("head")
             if probe is not None:
                 probe.before_backward()
-            with layout.loss_context():
+            with strategy.loss_context():
                 cast(Any, loss / run.accumulation).backward()

@@ -1,4 +1,4 @@
-"""From a Run to a trained model in this process: assemble a Lightning Trainer, fit, sum up."""
+"""Training of one run in this process: build a Lightning Trainer, fit, write the summary."""
 
 from __future__ import annotations
 
@@ -37,28 +37,40 @@ from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.signal_stop import STOP
 from scalewise.units import GIB
 
-WARM_UP_SHARE = 0.1
-"""Share of the steps left out of the medians: caches fill and allocators settle there."""
-COSTS = ("memory/", "throughput/", "time/")
-"""Metrics that tell of a layout and a machine, and not of what is learnt."""
+WARM_UP_FRACTION = 0.1
+"""Fraction of the steps excluded from medians, while caches and allocators warm up."""
+COST_PREFIXES = ("memory/", "throughput/", "time/")
+"""Prefixes of the metrics that depend on the strategy and the machine, not on the training."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands among the ranks."""
+    """Rank of this process."""
 
     rank: int
+    """Global rank."""
     local_rank: int
+    """Rank within the node."""
     local_world_size: int
+    """Number of ranks on the node."""
 
 
 def fit_run(
     run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
-    """Trains ``run`` in this process, one of its ranks; rank 0 writes into ``folder``.
+    """Train ``run`` in this process, which is one of its ranks.
 
-    ``resume`` is a checkpoint folder. Leaves ``metrics.csv``, ``summary.json`` and checkpoints.
-    Raises what ended the training otherwise, ``Interrupted`` for a signal.
+    Rank 0 writes ``metrics.csv`` and ``summary.json``; all ranks write checkpoints.
+
+    Args:
+        run: Config of the run.
+        folder: Run folder.
+        rank_info: Rank of this process.
+        resume: Checkpoint folder to resume from.
+        session: W&B session that receives plan, metrics and summary.
+
+    Raises:
+        Interrupted: a signal stopped the run. Exceptions of the training are not caught.
     """
     set_device(run, rank_info)
     if run.objective.is_user_defined:
@@ -79,9 +91,9 @@ def fit_run(
     terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None
     if terminal:
         plan = {"steps": steps, **plan_record(run)}
-        before = read_json(resume.parents[1] / "plan.json") if resume else {}
+        resumed_plan = read_json(resume.parents[1] / "plan.json") if resume else {}
         write_json(folder / "plan.json", plan)
-        as_before = {**before, "steps": steps} == read_json(folder / "plan.json")
+        same_plan = {**resumed_plan, "steps": steps} == read_json(folder / "plan.json")
         session.log_plan(plan)
         file = MetricsFile(
             folder / "metrics.csv",
@@ -108,14 +120,14 @@ def fit_run(
             if terminal:
                 terminal.close()
                 earlier = (
-                    file.earlier_rows if as_before else [*map(drop_cost_metrics, file.earlier_rows)]
+                    file.earlier_rows if same_plan else [*map(drop_cost_metrics, file.earlier_rows)]
                 )
                 rows = [*earlier, *recorder.rows]
                 write_summary(run, folder, rows, recorder.initial_validation, session, notes)
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Prints what the user should know of the data of a run."""
+    """Print notes on the data of a run to stderr."""
     if notes:
         print_lines(*notes, stderr=True)
 
@@ -130,31 +142,37 @@ def build_trainer(
     first_callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Trainer:
-    """Returns the Lightning Trainer of a run, with nothing in it that the run does not name.
+    """Build the Lightning Trainer of a run, without Lightning's default callbacks and loggers.
 
-    ``settings`` go before its own.
+    Args:
+        run: Config of the run.
+        folder: Run folder.
+        rank_info: Rank of this process.
+        steps: Training length, in optimizer steps.
+        recorder: Callback that records metrics.
+        pruning: Callback that stops a trial of a hyperparameter search.
+        first_callbacks: Callbacks that run before all others.
+        **settings: Trainer arguments that replace the default ones.
     """
-    saver, waiting = CheckpointSaver(run, folder), DataWaitMarker(recorder)
-    last = [pruning] if pruning else []
+    saver, wait_marker = CheckpointSaver(run, folder), DataWaitMarker(recorder)
     callbacks: list[Callback] = [
         *first_callbacks,
         recorder,
         *instantiate_callbacks(run),
         saver,
-        *last,
-        waiting,
+        *([pruning] if pruning else []),
+        wait_marker,
     ]
     every = run.trainer.validate_every
-    ranked = (
-        launched_world_size() is not None
-    )  # said, or Lightning would look for a cluster by itself
-    own: dict[str, Any] = {
+    has_launcher = launched_world_size() is not None
+    defaults: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": rank_info.local_world_size if run.world_size > 1 else 1,
         "num_nodes": max(1, run.world_size // rank_info.local_world_size),
         "strategy": run.parallelism.build_strategy(run.hardware.device),
         "precision": run.precision.lightning_precision(),
-        "plugins": [TorchElasticEnvironment() if ranked else LightningEnvironment()],
+        # An explicit environment keeps Lightning from detecting a cluster.
+        "plugins": [TorchElasticEnvironment() if has_launcher else LightningEnvironment()],
         "callbacks": callbacks,
         "max_epochs": -1,
         "max_steps": steps,
@@ -169,11 +187,10 @@ def build_trainer(
         "logger": False,
         "default_root_dir": folder,
     }
-    trainer = Trainer(**{**own, **settings})
-    # Signals are STOP's. Lightning would ask rank 0 about them before every micro batch, and wait
-    # for the answer: a message on the CPU, an empty queue on CUDA.
+    trainer = Trainer(**{**defaults, **settings})
+    # STOP handles signals. Lightning's own check is a blocking broadcast before every micro-batch.
     loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # no public way
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # no public API
     return trainer
 
 
@@ -186,7 +203,7 @@ def write_summary(
     notes: Sequence[str],
     parameters: int | None = None,
 ) -> None:
-    """Writes ``summary.json`` and tells the tracker, where a step was taken."""
+    """Write ``summary.json`` and log it to W&B, if the run has taken a step."""
     if rows:
         summary = build_summary(run, rows, initial_validation, notes, parameters)
         write_json(folder / "summary.json", summary)
@@ -194,8 +211,11 @@ def write_summary(
 
 
 def drop_cost_metrics(row: Row) -> Row:
-    """Returns a step without what it cost: another layout's are not those of this run."""
-    return {key: row[key] for key in row if not key.startswith(COSTS)}
+    """Metrics of a step without memory, throughput and time.
+
+    A run that resumes with another strategy has other costs.
+    """
+    return {key: row[key] for key in row if not key.startswith(COST_PREFIXES)}
 
 
 def build_summary(
@@ -205,23 +225,28 @@ def build_summary(
     notes: Sequence[str] = (),
     parameters: int | None = None,
 ) -> dict[str, object]:
-    """Returns ``summary.json``: first and final losses, medians of times and rates, memory.
+    """Content of ``summary.json``: first and last losses, median times and throughputs, memory.
 
-    ``notes`` are those about the data; ``parameters`` are those of a user's module.
+    Args:
+        run: Config of the run.
+        rows: Metrics of each optimizer step.
+        initial_validation: Validation metrics before the first step.
+        notes: Notes on the data.
+        parameters: Number of parameters of a user-defined module; None: that of ``run.model``.
     """
     steps = rows[-1]["step"]
-    first = int(len(rows) * WARM_UP_SHARE)
+    first = int(len(rows) * WARM_UP_FRACTION)
     window = rows[first:]
     metrics: dict[str, object] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        known = [row[key] for row in rows if row.get(key) is not None]
-        if not known:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if not values:
             metrics[key] = None
         elif key.startswith(("throughput/", "time/")):
-            timed = [row[key] for row in window if row.get(key) is not None]
-            metrics[key] = median(timed) if timed else None
+            window_values = [row[key] for row in window if row.get(key) is not None]
+            metrics[key] = median(window_values) if window_values else None
         else:
-            metrics[key] = known[-1]
+            metrics[key] = values[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
     metrics |= {f"{key}_first": value for key, value in initial_validation.items()}
     metrics |= predicted_metrics(run)
@@ -244,42 +269,43 @@ def build_summary(
 def _build_loaders(
     run: RunConfig, splits: DataSplits, rank_info: RankInfo, steps: int, start: int
 ) -> tuple[TrainLoader, ValidationLoader | None]:
-    ranks = run.parallelism.data_parallel_size
-    own = run.parallelism.data_parallel_rank(rank_info.rank)
-    share = BatchShare(run.global_batch, run.micro_batch, own, ranks)
-    pinned = run.hardware.device is DeviceKind.cuda
+    dp_size = run.parallelism.data_parallel_size
+    dp_rank = run.parallelism.data_parallel_rank(rank_info.rank)
+    batch_share = BatchShare(run.global_batch, run.micro_batch, dp_rank, dp_size)
+    pin_memory = run.hardware.device is DeviceKind.cuda
     train = TrainLoader(
         splits.train,
-        share,
+        batch_share,
         seed=run.seed,
         steps=steps,
         start=start * run.accumulation,
-        pin_memory=pinned,
+        pin_memory=pin_memory,
     )
     if splits.validation is None or run.trainer.validate_every is None:
         return train, None
-    held_out = replace(share, global_batch=run.trainer.validation_rows)
-    return train, ValidationLoader(splits.validation, held_out, pin_memory=pinned)
+    validation_share = replace(batch_share, global_batch=run.trainer.validation_rows)
+    return train, ValidationLoader(splits.validation, validation_share, pin_memory=pin_memory)
 
 
 def set_device(run: RunConfig, rank_info: RankInfo) -> None:
-    """Makes this process compute where the run says, on its share of the processor."""
+    """Select the device of this process, its memory limit and its number of CPU threads."""
     run.precision.set_matmul_precision()
     if run.hardware.device is DeviceKind.cuda:
         torch.cuda.set_device(rank_info.local_rank)
         if (limit := run.launch.memory_limit_gib) is not None:
-            whole = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / whole))
+            total_bytes = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / total_bytes))
     elif run.world_size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // rank_info.local_world_size))
 
 
 @contextmanager
 def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
-    """Keeps Lightning's tips out: they advise on what this suite decides itself.
+    """Silence warnings of Lightning about settings that scalewise chooses.
 
-    ``reduces_metrics``: whether what is logged is summed over ranks by the suite, and not by a
-    user's module.
+    Args:
+        reduces_metrics: Whether scalewise reduces logged metrics over ranks. A user-defined module
+            reduces its own and receives Lightning's ``sync_dist`` warning.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
     loggers = [logging.getLogger(name) for name in names]
@@ -287,8 +313,8 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        # Rows are gathered from a memory map in this process; validation may be off; torch's
-        # pytree renamed what Lightning still calls by its old name; srun is never Lightning's.
+        # Samples come from a memory map, so that workers are not needed; validation may be off;
+        # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         if reduces_metrics:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")

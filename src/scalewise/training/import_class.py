@@ -1,4 +1,4 @@
-"""Classes that a config names by their path, of packages that the user trusts."""
+"""Import of classes that a config names by import path, from packages that the user trusts."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from scalewise.failures import exception_message, user_frame
 from scalewise.typed_override import format_override
 from scalewise.validation.trusted_imports import TRUSTED_PACKAGES
 
-Named = TypeVar("Named")
+ClassT = TypeVar("ClassT")
 
 
 @dataclass(frozen=True)
 class TrustedFinder:
-    """Imports named top-level modules from one folder, and no other module that lies in it."""
+    """Meta path finder that imports only the named top-level modules of a folder."""
 
     folder: str
+    """Folder of the modules."""
     names: frozenset[str]
+    """Top-level modules that may be imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a trusted top-level module; submodules are found by their parent."""
+        """Spec of a trusted top-level module; Python finds submodules by their parent package."""
         if path is not None or name not in self.names:
             return None
         return PathFinder.find_spec(name, [self.folder], target)
 
 
 def _import_from_current_folder(trusted_modules: Collection[str]) -> None:
-    """Lets this process import the ``trusted_modules`` modules of the current folder.
+    """Make the trusted modules of the current folder importable.
 
-    Last on ``sys.meta_path``: nothing in the folder shadows an installed module.
+    The finder is last on ``sys.meta_path``, so that the folder shadows no installed module.
     """
     finder = TrustedFinder(os.getcwd(), frozenset(trusted_modules))
     if finder not in sys.meta_path:
@@ -48,7 +50,7 @@ def _import_from_current_folder(trusted_modules: Collection[str]) -> None:
 
 
 def _trust_fix(error: ModuleNotFoundError, trusted: Collection[str]) -> str:
-    """Returns how a module of the current folder that is not trusted becomes importable."""
+    """Fix for an import error of an untrusted module in the current folder; empty: other error."""
     name = (error.name or "").partition(".")[0]
     if name in trusted or PathFinder.find_spec(name, [os.getcwd()]) is None:
         return ""
@@ -56,31 +58,41 @@ def _trust_fix(error: ModuleNotFoundError, trusted: Collection[str]) -> str:
 
 
 def import_class(
-    key: str, path: str, kind: type[Named], trusted_packages: Sequence[str] = ()
-) -> type[Named]:
-    """Returns the class at ``package.module.Class``; its package was checked with the run.
+    key: str, path: str, kind: type[ClassT], trusted_packages: Sequence[str] = ()
+) -> type[ClassT]:
+    """Import a class.
 
-    ``trusted_packages``: those that the user names; they may lie in the current folder.
-    Raises ``ConfigError`` for a path that leads to nothing, to what is no subclass of ``kind``, or
-    to a class that another package defines which is not trusted.
+    The validation of the run has already checked that the package of ``path`` is trusted.
+
+    Args:
+        key: Config key of the path, for errors.
+        path: Import path, as ``package.module.Class``.
+        kind: Required base class.
+        trusted_packages: Packages that the user trusts, installed or in the current folder.
+
+    Raises:
+        ConfigError: the path cannot be imported, is not a subclass of ``kind``, or is defined in
+            an untrusted package.
     """
     _import_from_current_folder(trusted_packages)
     module, _, attribute = path.rpartition(".")
-    if "__main__" in module.split("."):  # importing one runs a program
-        raise ConfigError.for_key(key, path, "is a program, not a module of classes")
+    if "__main__" in module.split("."):  # the import would run a program
+        raise ConfigError.for_key(key, path, "names a __main__ module, which is a program")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a foreign module does as it is imported
-        said = _error_reason(error)
+    except Exception as error:  # an import can raise anything
+        reason = f"cannot be imported: {_error_reason(error)}"
         fix = _trust_fix(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError.for_key(key, path, f"cannot be imported: {said}", fix) from error
-    # Looked at before it is called: a trusted package has callables that run files.
+        raise ConfigError.for_key(key, path, reason, fix) from error
+    # Checked before any call: trusted packages contain functions that run files.
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         package = kind.__module__.partition(".")[0]
-        raise ConfigError.for_key(key, path, f"is no {package}.pytorch {kind.__name__} class")
+        raise ConfigError.for_key(
+            key, path, f"is not a subclass of {package}.pytorch.{kind.__name__}"
+        )
     defined_in = cls.__module__.partition(".")[0]
     if defined_in not in (*TRUSTED_PACKAGES, *trusted_packages):
-        reason = f"is defined in the package {defined_in!r}, which is not trusted"
+        reason = f"is defined in package {defined_in!r}, which is not trusted"
         trusted = format_override("trusted_packages", [*trusted_packages, defined_in])
         fix = f"if you trust it, set {trusted}"
         raise ConfigError.for_key(key, path, reason, fix)
@@ -88,27 +100,27 @@ def import_class(
 
 
 def check_arguments(key: str, cls: type, arguments: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` for arguments that a class does not take, or lacks."""
+    """Raise ``ConfigError`` if arguments do not match the signature of a class."""
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise ConfigError([argument_issue(key, cls, arguments, error)]) from error
 
 
-def construct(key: str, cls: type[Named], arguments: Mapping[str, object]) -> Named:
-    """Returns an object of a class; raises ``ConfigError`` with what its constructor raised."""
+def construct(key: str, cls: type[ClassT], arguments: Mapping[str, object]) -> ClassT:
+    """Construct an object; raise ``ConfigError`` if the constructor fails."""
     try:
         return cls(**arguments)
-    except Exception as error:  # whatever a foreign class says to its arguments
+    except Exception as error:  # a constructor can raise anything
         raise ConfigError([argument_issue(key, cls, arguments, error)]) from error
 
 
 def argument_issue(key: str, cls: type, arguments: object, error: Exception) -> ConfigIssue:
-    """Returns the complaint about arguments at which a class raised an error."""
-    return ConfigIssue(key, arguments, f"{target_name(cls)} refuses these: {_error_reason(error)}")
+    """Config issue of arguments for which a class has raised an error."""
+    return ConfigIssue(key, arguments, f"{target_name(cls)} rejects these: {_error_reason(error)}")
 
 
 def _error_reason(error: Exception) -> str:
-    """Returns the message of an exception and the place in the user's code that raised it."""
-    place = user_frame(error)
-    return f"{exception_message(error)} ({place})" if place else exception_message(error)
+    """Message of an exception and the line of user code that has raised it."""
+    frame = user_frame(error)
+    return f"{exception_message(error)} ({frame})" if frame else exception_message(error)

@@ -1,4 +1,4 @@
-"""The LightningModule: one model, one objective, one optimizer, whatever the layout."""
+"""LightningModule of one model, objective and optimizer, for every parallelism strategy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
 from scalewise.training.rollout import Rollout
 
-LOOP = "epoch_loop.batch_progress"
-"""Where Lightning keeps its count of micro batches in a checkpoint."""
+BATCH_PROGRESS_KEY = "epoch_loop.batch_progress"
+"""Key of Lightning's micro-batch counters in a checkpoint."""
 
 
 class TrainingModule(LightningModule):
-    """What Lightning trains. The last micro batch's loss stays on the device, unlogged.
+    """LightningModule that trains the model of a run.
 
-    Losses are sums over labels, divided by the labels of the whole global batch: how it is cut
-    into micro batches and over ranks changes nothing, whatever rows are padded or masked. Those
-    over pairs or answers are divided by those.
+    The loss is the sum over labels, divided by the number of labels in the global batch. It does
+    not depend on the micro-batch size, the number of ranks, padding or masking. Preference losses
+    are divided by the number of pairs, policy-gradient losses by the number of sampled answers.
+    The loss of the last micro-batch stays on the device and is not logged here.
+
+    Args:
+        run: Config of the run.
+        steps: Length of the learning-rate schedule, in optimizer steps.
     """
 
     model: nn.Module
 
     def __init__(self, run: RunConfig, steps: int) -> None:
-        """``steps`` is the length of the schedule."""
         super().__init__()
         self.run, self.num_steps = run, steps
         objective = run.objective
@@ -45,23 +49,24 @@ class TrainingModule(LightningModule):
 
     @property
     def parallel_strategy(self) -> ParallelStrategy:
-        """Returns the strategy that trains this module."""
+        """Strategy of the trainer."""
         return cast(ParallelStrategy, self.trainer.strategy)
 
     @property
     def last_loss(self) -> Tensor:
-        """Returns the first of what was measured."""
+        """Training loss of the last micro-batch."""
         return self.last_losses[0]
 
     def configure_model(self) -> None:
-        """Builds what this rank holds of the model, from the run's seed."""
+        """Build this rank's partition of the model, initialized from the seed of the run."""
         if not hasattr(self, "model"):
             self.model = self.parallel_strategy.build(self.run)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns this micro batch's part of the step's mean loss, scaled for the sums to come.
+        """Contribution of a micro-batch to the mean loss of its optimizer step.
 
-        Lightning divides by the accumulation, and the layout averages over its ranks.
+        The loss is scaled up by the number of accumulated micro-batches, by which Lightning
+        divides, and by the number of ranks over which the strategy averages gradients.
         """
         if batch_idx % self.run.accumulation == 0:
             self._label_count = self._count_labels(batch)
@@ -69,46 +74,46 @@ class TrainingModule(LightningModule):
             step = self.trainer.global_step
             batch = self._rollout.sample(batch, self.forward_no_grad, self.run.seed, step)
         batch = self._add_reference(batch)
-        parts = self.run.accumulation * self.run.parallelism.gradient_averaging_size
-        loss = ScaledLoss(self.run.objective, parts / self._label_count)
+        divisor = self.run.accumulation * self.run.parallelism.gradient_averaging_size
+        loss = ScaledLoss(self.run.objective, divisor / self._label_count)
         last = (batch_idx + 1) % self.run.accumulation == 0
-        measured = self.parallel_strategy.compute_train_loss(self.model, batch, loss, last=last)
-        self.last_losses = measured.detach().view(-1)
-        return measured[0] if measured.dim() else measured
+        losses = self.parallel_strategy.compute_train_loss(self.model, batch, loss, last=last)
+        self.last_losses = losses.detach().view(-1)
+        return losses[0] if losses.dim() else losses
 
     def on_validation_epoch_start(self) -> None:
-        """Begins the sums of a validation, of the weights that the optimizer would give away."""
+        """Reset the validation sums; switch an averaging optimizer to its averaged weights."""
         if self.run.optimizer.averages_weights:
             self._optimizer.eval()
-        sums = len(self.run.objective.metric_keys) + 1
-        self._validation_sums = torch.zeros(sums, dtype=torch.float64, device=self.device)
+        num_sums = len(self.run.objective.metric_keys) + 1
+        self._validation_sums = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds what is measured of one micro batch, and its labels or pairs."""
+        """Add the metric sums and the target count of one micro-batch."""
         objective = self.run.objective.unregularized
         if self._rollout:
             batch = self._rollout.generate_greedy(batch, self.forward_no_grad)
         batch = self._add_reference(batch)
-        measured = self.parallel_strategy.compute_validation_loss(
+        losses = self.parallel_strategy.compute_validation_loss(
             self.model, batch, ScaledLoss(objective)
         )
         count = objective.count_targets(
             self.parallel_strategy.shard_batch({"labels": batch["labels"]})["labels"]
         )
-        self._validation_sums += torch.cat([measured.view(-1).double(), count.view(1).double()])
+        self._validation_sums += torch.cat([losses.view(-1).double(), count.view(1).double()])
 
     def on_validation_epoch_end(self) -> None:
-        """Logs ``val/loss``, the mean over all held-out labels of all ranks, and what is beside."""
+        """Log ``val/loss`` and other validation metrics, averaged over the labels of all ranks."""
         if dist.is_initialized():
             dist.all_reduce(self._validation_sums)
-        *measured, count = self._validation_sums.tolist()
-        for key, total in zip(self.run.objective.metric_keys, measured, strict=True):
+        *sums, count = self._validation_sums.tolist()
+        for key, total in zip(self.run.objective.metric_keys, sums, strict=True):
             self.log(f"val/{key}", torch.tensor(total / count if count else float("nan")))
         if self.run.optimizer.averages_weights:
             self._optimizer.train()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Returns the run's optimizer, and its schedule stepped once per optimizer step."""
+        """Optimizer of the run, and its schedule, stepped once per optimizer step."""
         optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
         schedule = self.run.schedule.build(optimizer, self.num_steps)
         return {
@@ -121,10 +126,10 @@ class TrainingModule(LightningModule):
         return self.trainer.optimizers[0]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Zeroes nothing here: in a pipeline, the gradients of the step exist by now."""
+        """Do nothing: a pipeline schedule has already computed gradients at this point."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Drops the gradients when a step has used them."""
+        """Free the gradients after an optimizer step."""
         if (batch_idx + 1) % self.run.accumulation == 0:
             self.zero_grad()
 
@@ -134,69 +139,74 @@ class TrainingModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the whole gradient to the run's norm, and keeps the norm it had before."""
+        """Clip the global gradient norm and store its value before clipping."""
         self.last_grad_norm = self.parallel_strategy.clip_grad_norm(
             self.model, self.run.trainer.clip_norm
         ).detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout by (seed, micro step, rows, tokens, layers): a resumed run draws alike."""
+        """Seed dropout from the seed, the micro-batch index and the rank, so that runs resume."""
         if self.uses_dropout:
-            place = self.run.parallelism.dropout_rank(self.global_rank)
-            mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + place
-            torch.manual_seed(mixed % 2**63)
+            rank = self.run.parallelism.dropout_rank(self.global_rank)
+            seed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + rank
+            torch.manual_seed(seed % 2**63)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Notes how many micro batches a step had: another layout has others."""
+        """Save the number of micro-batches per step; it differs between strategies."""
         checkpoint["accumulation"] = self.run.accumulation
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Counts micro batches as this layout cuts the same steps; rates are this run's own."""
-        then, now = checkpoint["accumulation"], self.run.accumulation
+        """Convert the micro-batch counters to the accumulation of this run.
+
+        The learning rates of the checkpoint are dropped in favor of those of this run.
+        """
+        saved_accumulation, accumulation = checkpoint["accumulation"], self.run.accumulation
         loop = checkpoint["loops"]["fit_loop"]
-        read = loop["state_dict"]["combined_loader"]
-        for counts in (*loop[LOOP].values(), *read):
+        loader_states = loop["state_dict"]["combined_loader"]
+        for counts in (*loop[BATCH_PROGRESS_KEY].values(), *loader_states):
             if isinstance(counts, dict):
-                # A save at the end of a batch comes before Lightning calls that batch completed.
-                late = counts.get("processed", 0) - counts.get("completed", 0)
-                counts |= {key: count // then * now for key, count in counts.items()}
-                if late:
-                    counts["completed"] = counts["processed"] - late
+                # A checkpoint at the end of a batch is saved before Lightning counts the batch.
+                uncounted = counts.get("processed", 0) - counts.get("completed", 0)
+                counts |= {
+                    key: count // saved_accumulation * accumulation for key, count in counts.items()
+                }
+                if uncounted:
+                    counts["completed"] = counts["processed"] - uncounted
         for schedule in checkpoint["lr_schedulers"]:
             for key in ("base_lrs", "_last_lr"):
                 del schedule[key]
 
     def on_train_start(self) -> None:
-        """Sets the rate of the first step, which may be one in the middle of a schedule."""
+        """Set the learning rate of the first step, also when a run resumes mid-schedule."""
         schedule = cast(LambdaLR, self.lr_schedulers())
         groups = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         for group, (base, factor) in zip(schedule.optimizer.param_groups, groups, strict=True):
             rate = base * factor(schedule.last_epoch)
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # torchao's is compiled with it
+                group["lr"].fill_(rate)  # torchao compiles its step with this tensor
             else:
                 group["lr"] = rate
 
     @property
     def uses_dropout(self) -> bool:
-        """Returns whether the forward pass draws random numbers."""
+        """Whether the forward pass draws random numbers."""
         return bool(getattr(self.run.model, "dropout", 0.0) or self.run.adapter.dropout)
 
     @torch.no_grad()
     def forward_no_grad(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
-        """Returns what an objective sums up over a batch, dropout and gradients left out."""
-        trains = self.model.training
+        """Sums of an objective over a batch, without dropout and gradients."""
+        was_training = self.model.training
         self.model.eval()
-        found = self.parallel_strategy.compute_validation_loss(
+        sums = self.parallel_strategy.compute_validation_loss(
             self.model, batch, ScaledLoss(objective)
         )
-        self.model.train(trains)
-        return found
+        self.model.train(was_training)
+        return sums
 
     def _add_reference(self, batch: Batch) -> Batch:
-        """Returns a batch with what the model without its adapter says, where that is to be asked.
+        """Add the reference log-probabilities of the base model without its adapter.
 
-        Else the loader has put beside the rows what was said before the first step.
+        Without an adapter, the data loader has added them from a pass before the first step.
         """
         reference = self.run.objective.reference_objective
         if reference is None or not self.run.runs_reference_forward:
@@ -205,16 +215,19 @@ class TrainingModule(LightningModule):
             return {**batch, "reference": self.forward_no_grad(reference, batch)}
 
     def _count_labels(self, batch: Batch) -> Tensor:
-        """Returns the labels, pairs or answers of the global batch that a step begins with."""
-        each = 1 if self.run.objective.pairs else self.run.objective.rollouts_per_sample
-        if each:
-            return torch.tensor(float(self.run.global_batch * each), device=self.device)
-        own = batch.get("labels_of_step")
-        if own is None:  # none is masked
+        """Number of labels, pairs or sampled answers in the global batch of a step."""
+        targets_per_sample = (
+            1 if self.run.objective.pairs else self.run.objective.rollouts_per_sample
+        )
+        if targets_per_sample:
+            count = float(self.run.global_batch * targets_per_sample)
+            return torch.tensor(count, device=self.device)
+        local_labels = batch.get("labels_of_step")
+        if local_labels is None:  # no label is masked
             labels = float(self.run.tokens_per_step)
             return torch.tensor(labels, dtype=torch.float32, device=self.device)
-        repeated = self.run.world_size // self.run.parallelism.data_parallel_size
-        total = own.clone()
+        ranks_per_batch = self.run.world_size // self.run.parallelism.data_parallel_size
+        total = local_labels.clone()
         if dist.is_initialized():
             dist.all_reduce(total)
-        return (total // repeated).clamp(min=1).float()
+        return (total // ranks_per_batch).clamp(min=1).float()

@@ -1,4 +1,4 @@
-"""A model's own answers to prompts: written token by token, rewarded, ready to be learnt from.
+"""Rollouts: answers that the policy samples for prompts, with their rewards and advantages.
 
 Shape suffixes: B sequences, T tokens, A tokens of an answer, V vocabulary.
 """
@@ -19,59 +19,71 @@ from scalewise.objectives.grpo import GRPO
 from scalewise.objectives.likelihood import NextToken
 
 Batch = dict[str, Tensor]
-Ask = Callable[[ObjectiveConfig, Batch], Tensor]
-"""Returns what a model says of a batch, without gradients."""
+ForwardNoGrad = Callable[[ObjectiveConfig, Batch], Tensor]
+"""Function that evaluates an objective on a batch without gradients."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """How a model answers the prompts of some data."""
+    """Sampler of answers to the prompts of a data set."""
 
     objective: GRPO
+    """Objective: number of answers per prompt and advantage normalization."""
     data: DataConfig
+    """Data config: length and reward of an answer."""
 
-    def sample(self, batch: Batch, forward_no_grad: Ask, seed: int, step: int) -> Batch:
-        """Returns ``answers`` drawn for each prompt, with their rewards and advantages.
+    def sample(self, batch: Batch, forward_no_grad: ForwardNoGrad, seed: int, step: int) -> Batch:
+        """Sample a group of answers for each prompt.
 
-        What is drawn is a function of seed, step, prompt and the answer's number in its group:
-        whatever rank reads a prompt in whatever micro batch draws alike.
+        A sampled token is a function of seed, step, prompt, position and the index of the answer
+        in its group. It does not depend on the rank or the micro-batch that contains the prompt.
+
+        Returns:
+            Batch of ``objective.answers`` sequences per prompt, with their ``reward`` and
+            ``advantage``.
         """
-        each = self.objective.answers
-        asked = {key: batch[key].repeat_interleave(each, 0) for key in ("inputs", "labels")}
-        prompts_BP = asked["inputs"][:, : 1 - self.data.answer_length or None].cpu().numpy()
-        number_B = np.arange(len(prompts_BP)) % each
+        group_size = self.objective.answers
+        repeated = {
+            key: batch[key].repeat_interleave(group_size, 0) for key in ("inputs", "labels")
+        }
+        prompts_BP = repeated["inputs"][:, : 1 - self.data.answer_length or None].cpu().numpy()
+        index_B = np.arange(len(prompts_BP)) % group_size
         key_B = np.full(len(prompts_BP), (seed << 32) + step, dtype=np.uint64)
-        for column_B in (number_B, *prompts_BP.T):
+        for column_B in (index_B, *prompts_BP.T):
             key_B = splitmix64(key_B ^ splitmix64(column_B.astype(np.uint64)))
 
-        def draw(logits_BV: Tensor, place: int) -> Tensor:
-            chance_B = splitmix64(key_B + np.uint64(place)).astype(np.float64) / 2.0**64
-            sums_BV = logits_BV.double().softmax(-1).cumsum(-1)
-            below_BV = sums_BV <= torch.from_numpy(chance_B).to(sums_BV.device)[:, None]
-            return below_BV.sum(1).clamp(max=sums_BV.shape[1] - 1)
+        def sample_token(logits_BV: Tensor, position: int) -> Tensor:
+            uniform_B = splitmix64(key_B + np.uint64(position)).astype(np.float64) / 2.0**64
+            cdf_BV = logits_BV.double().softmax(-1).cumsum(-1)
+            below_BV = cdf_BV <= torch.from_numpy(uniform_B).to(cdf_BV.device)[:, None]
+            return below_BV.sum(1).clamp(max=cdf_BV.shape[1] - 1)
 
-        found = self._generate(asked, forward_no_grad, draw)
-        return {**found, "advantage": self.objective.compute_advantages(found["reward"])}
+        answers = self._generate(repeated, forward_no_grad, sample_token)
+        return {**answers, "advantage": self.objective.compute_advantages(answers["reward"])}
 
-    def generate_greedy(self, batch: Batch, forward_no_grad: Ask) -> Batch:
-        """Returns the likeliest answer to each prompt, token by token, and its reward."""
-        found = self._generate(
-            batch, forward_no_grad, lambda logits_BV, place: logits_BV.argmax(-1)
+    def generate_greedy(self, batch: Batch, forward_no_grad: ForwardNoGrad) -> Batch:
+        """Greedily decoded answer to each prompt, and its reward."""
+        answers = self._generate(
+            batch, forward_no_grad, lambda logits_BV, position: logits_BV.argmax(-1)
         )
-        return {**found, "advantage": torch.zeros_like(found["reward"])}
+        return {**answers, "advantage": torch.zeros_like(answers["reward"])}
 
     def _generate(
-        self, batch: Batch, forward_no_grad: Ask, choose_token: Callable[[Tensor, int], Tensor]
+        self,
+        batch: Batch,
+        forward_no_grad: ForwardNoGrad,
+        choose_token: Callable[[Tensor, int], Tensor],
     ) -> Batch:
         inputs_BT, labels_BT = batch["inputs"].clone(), batch["labels"].clone()
         tokens = labels_BT.shape[1]
         first = tokens - self.data.answer_length
-        for place in range(first, tokens):
-            question = {"inputs": inputs_BT, "labels": labels_BT}
-            token_B = choose_token(forward_no_grad(NextToken(position=place), question), place)
-            filler_B = labels_BT[:, place] == IGNORED
-            labels_BT[:, place] = token_B.masked_fill(filler_B, IGNORED)
-            if place + 1 < tokens:
-                inputs_BT[:, place + 1] = token_B
+        for position in range(first, tokens):
+            partial = {"inputs": inputs_BT, "labels": labels_BT}
+            logits_BV = forward_no_grad(NextToken(position=position), partial)
+            token_B = choose_token(logits_BV, position)
+            padding_B = labels_BT[:, position] == IGNORED
+            labels_BT[:, position] = token_B.masked_fill(padding_B, IGNORED)
+            if position + 1 < tokens:
+                inputs_BT[:, position + 1] = token_B
         reward_B = self.data.reward(labels_BT[:, first:], batch["labels"][:, first:])
         return {"inputs": inputs_BT, "labels": labels_BT, "reward": reward_B}

@@ -1,4 +1,4 @@
-"""A rank's share of the rows that a user's own sampler or iterable dataset gives."""
+"""Sharding of user-defined samplers and iterable datasets over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,41 +18,47 @@ from scalewise.data.padding import amount_text
 
 
 class ShardedSampler(Sampler[int]):
-    """Every N-th row of a sampler's order, so that the N ranks together read what one would.
+    """Every N-th index of a sampler, so that N ranks together read its samples in its order.
 
-    The order is that of the first rank. Where it does not go evenly into the ranks, its first rows
-    are read once more, as torch's ``DistributedSampler`` has it.
+    All ranks use the order of rank 0. If it is not divisible by the number of ranks, its first
+    samples are repeated, as by ``torch.utils.data.DistributedSampler``.
+
+    Args:
+        source: Sampler of all indices.
+        rank: Data-parallel rank.
+        ranks: Number of data-parallel ranks.
+        broadcast: Function that returns the argument of rank 0 on every rank.
     """
 
     def __init__(
         self, source: Iterable[int], rank: int, ranks: int, broadcast: Callable[[Any], Any]
     ) -> None:
-        """``broadcast`` gives every rank what the first one has."""
         self._source, self._rank, self._ranks, self._broadcast = source, rank, ranks, broadcast
 
     def __iter__(self) -> Iterator[int]:
         order: list[int] = self._broadcast(list(self._source))
-        lacking = -len(order) % self._ranks
-        yield from [*order, *islice(cycle(order), lacking)][self._rank :: self._ranks]
+        padding = -len(order) % self._ranks
+        yield from [*order, *islice(cycle(order), padding)][self._rank :: self._ranks]
 
     def __len__(self) -> int:
         return -(-count_samples(self) // self._ranks)
 
     def unique_indices(self) -> list[int]:
-        """Returns the rank's part of the order, in which no sample is read twice."""
+        """Indices of this rank without repeated samples."""
         return list(self._broadcast(list(self._source)))[self._rank :: self._ranks]
 
 
 class ValidationBatches(Sampler[list[int]]):
-    """Batches in which no sample is read twice, as many on every rank: for validation.
+    """Validation batches without repeated samples, the same number on every rank.
 
-    Where some ranks have one sample more, and a batch more for it, the others split the last sample
-    off their last batch.
+    If some ranks have one more sample and therefore one more batch, the other ranks split their
+    last batch in two.
 
     Args:
-        shared: the samples of this rank; there are at least as many samples as ranks.
-        batch_size: the largest size of a batch, at least 2 unless ``drop_last``.
-        drop_last: whether smaller batches are left out.
+        sampler: Indices of this rank; there are at least as many samples as ranks.
+        ranks: Number of data-parallel ranks.
+        batch_size: Maximum batch size, at least 2 unless ``drop_last``.
+        drop_last: Whether smaller batches are dropped.
     """
 
     def __init__(
@@ -65,8 +71,8 @@ class ValidationBatches(Sampler[list[int]]):
             self._length = ceil(count_samples(sampler) / ranks / batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        own, size = self._sampler.unique_indices(), self._batch_size
-        batches = [own[first : first + size] for first in range(0, len(own), size)]
+        indices, size = self._sampler.unique_indices(), self._batch_size
+        batches = [indices[first : first + size] for first in range(0, len(indices), size)]
         if len(batches) < self._length:
             batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
         yield from batches[: self._length]
@@ -76,11 +82,16 @@ class ValidationBatches(Sampler[list[int]]):
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Every N-th item of an iterable, so that the N ranks together read what one would.
+    """Every N-th item of an iterable, so that N ranks together read its items in its order.
 
-    Every rank iterates over all items, which have to come in the same order. In a loader with
-    workers each worker shares out what it would read on one device. Where the items do not go
-    evenly into the ranks, the first ones are read once more, as ``Shared`` has it.
+    Every rank iterates over all items, which must have the same order on all ranks. In a loader
+    with workers, each worker shards the items that it reads on a single device. If their number
+    is not divisible by the number of ranks, the first items are repeated.
+
+    Args:
+        source: Iterable of all items.
+        rank: Data-parallel rank.
+        ranks: Number of data-parallel ranks.
     """
 
     def __init__(self, source: Iterable[Any], rank: int, ranks: int) -> None:
@@ -88,7 +99,7 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
-        group: list[Any] = []  # complete before any rank yields: all take the same number
+        group: list[Any] = []  # one item per rank; complete before any rank yields
         for item in self._source:
             if len(first) < self._ranks:
                 first.append(item)
@@ -103,114 +114,124 @@ class ShardedIterable(IterableDataset[Any]):
         return -(-count_samples(self) // self._ranks)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copies and pickles ask before there is an instance
+        if name.startswith("_"):  # copy and pickle read attributes before __init__
             raise AttributeError(name)
         return getattr(self._source, name)
 
 
-def shard_dataloaders(trainer: Trainer, rank: int, ranks: int, *, streams: bool) -> list[str]:
-    """Has a trainer share rows out by ``Shared``: Lightning's own would also shuffle them.
+def shard_dataloaders(
+    trainer: Trainer, rank: int, ranks: int, *, split_iterable: bool
+) -> list[str]:
+    """Make a trainer shard its data loaders by ``ShardedSampler`` and ``ShardedIterable``.
 
-    ``streams``: whether to share out iterable datasets as well, which Lightning leaves alone.
+    Lightning's own sampler would also shuffle the samples.
 
-    Returns a list that gets, as loaders are prepared, a note on the samples that each pads or
-    drops.
+    Args:
+        trainer: Trainer whose loaders are sharded.
+        rank: Data-parallel rank.
+        ranks: Number of data-parallel ranks.
+        split_iterable: Whether to shard iterable datasets, which Lightning does not.
+
+    Returns:
+        List that receives a note on repeated or dropped samples when a loader is prepared.
     """
 
-    def resolved(loader: DataLoader[Any], shuffle: bool, mode: object = None) -> Any:
+    def resolve_sampler(loader: DataLoader[Any], shuffle: bool, mode: object = None) -> Any:
         if connector._requires_distributed_sampler(loader):
             return ShardedSampler(loader.sampler, rank, ranks, trainer.strategy.broadcast)
         return loader.sampler
 
-    def prepared(loader: Any, shuffle: bool, mode: Any) -> Any:
-        loader = prepare(loader, shuffle, mode)
-        if streams and ranks > 1:
+    def prepare_dataloader(loader: Any, shuffle: bool, mode: Any) -> Any:
+        loader = lightning_prepare(loader, shuffle, mode)
+        if split_iterable and ranks > 1:
             loader = _shard_iterable_loader(loader, rank, ranks)
-        held_out = mode is not RunningStage.TRAINING
-        if held_out:
-            _without_repeats(loader, ranks)
-        notes.extend(note for note in _iter_notes(loader, ranks, held_out) if note not in notes)
+        is_validation = mode is not RunningStage.TRAINING
+        if is_validation:
+            _avoid_repeats(loader, ranks)
+        new_notes = _iter_notes(loader, ranks, is_validation)
+        notes.extend(note for note in new_notes if note not in notes)
         return loader
 
-    def mean_of_counts(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        counts = isinstance(tensor, Tensor) and not tensor.is_floating_point()
-        if counts and reduce_op in ("mean", "avg"):
-            # Lightning weights means by counts of samples: those of uneven ranks were rounded down.
+    def reduce_counts_as_float(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        is_integer = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        if is_integer and reduce_op in ("mean", "avg"):
+            # Lightning weights means by sample counts; an integer mean of uneven counts truncates.
             tensor = tensor.double()
-        return reduce(tensor, group=group, reduce_op=reduce_op)
+        return lightning_reduce(tensor, group=group, reduce_op=reduce_op)
 
     notes = list[str]()
-    reduce = trainer.strategy.reduce
-    trainer.strategy.reduce = mean_of_counts  # type: ignore[method-assign]  # its issue 21859
-    connector = trainer._data_connector
-    prepare = connector._prepare_dataloader
-    connector._resolve_sampler = resolved  # type: ignore[method-assign,assignment]  # no public way
-    connector._prepare_dataloader = prepared  # type: ignore[method-assign,assignment]  # as above
+    strategy, connector = trainer.strategy, trainer._data_connector
+    lightning_reduce, lightning_prepare = strategy.reduce, connector._prepare_dataloader
+    strategy.reduce = reduce_counts_as_float  # type: ignore[method-assign]  # Lightning #21859
+    # Lightning has no public API for these two.
+    connector._resolve_sampler = resolve_sampler  # type: ignore[method-assign,assignment]
+    connector._prepare_dataloader = prepare_dataloader  # type: ignore[method-assign,assignment]
     return notes
 
 
 def _shard_iterable_loader(loader: Any, rank: int, ranks: int) -> Any:
-    """Returns a loader whose rows, where it has no sampler to choose them by, are shared out."""
+    """Shard a loader that has no sampler; return other loaders unchanged."""
     if isinstance(loader, ShardedIterable):
         return loader
     if not isinstance(loader, DataLoader):
         return ShardedIterable(loader, rank, ranks)
-    whole = loader.dataset
-    by_itself = getattr(whole, "_distributed", None)  # datasets.distributed.split_dataset_by_node
-    if not isinstance(whole, IterableDataset) or by_itself is not None:
+    dataset = loader.dataset
+    hf_shard = getattr(dataset, "_distributed", None)  # by datasets.split_dataset_by_node
+    if not isinstance(dataset, IterableDataset) or hf_shard is not None:
         return loader
-    if not isinstance(whole, ShardedIterable):
-        # A DataLoader lets nobody set it, and how to build a subclass anew is not known.
-        object.__setattr__(loader, "dataset", ShardedIterable(whole, rank, ranks))
-    if loader.worker_init_fn is None:  # Lightning seeds workers by rank: orders would differ
+    if not isinstance(dataset, ShardedIterable):
+        # DataLoader forbids assignment, and the constructor of a subclass is unknown.
+        object.__setattr__(loader, "dataset", ShardedIterable(dataset, rank, ranks))
+    if loader.worker_init_fn is None:  # Lightning seeds workers by rank, so that orders differ
         loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
     return loader
 
 
-def _without_repeats(loader: Any, ranks: int) -> None:
-    """Has a loader of held-out samples give no sample twice, where its batches allow it."""
+def _avoid_repeats(loader: Any, ranks: int) -> None:
+    """Make a validation loader read each sample once, if its batches allow it."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, ShardedSampler):
         return
-    shared, size = loader.sampler, loader.batch_size
+    sampler, size = loader.sampler, loader.batch_size
     if (
         type(loader.batch_sampler) is not BatchSampler
         or size is None
-        or count_samples(shared) < ranks
+        or count_samples(sampler) < ranks
     ):
         return
     if size > 1 or loader.drop_last:
-        batches = ValidationBatches(shared, ranks, size, drop_last=loader.drop_last)
-        object.__setattr__(loader, "batch_sampler", batches)  # a DataLoader lets nobody set it
+        batches = ValidationBatches(sampler, ranks, size, drop_last=loader.drop_last)
+        object.__setattr__(loader, "batch_sampler", batches)  # DataLoader forbids assignment
 
 
 def count_samples(sharded: ShardedSampler | ShardedIterable) -> int:
-    """Returns the samples that all ranks share; raises ``TypeError`` where they have no length."""
-    return len(sharded._source)  # type: ignore[arg-type]  # asked for
+    """Number of samples over all ranks; raises ``TypeError`` if the source has no length."""
+    return len(sharded._source)  # type: ignore[arg-type]  # TypeError is documented
 
 
-def _iter_notes(loader: Any, ranks: int, held_out: bool) -> Iterator[str]:
-    """Yields what a loader repeats or drops, as far as it has a length."""
-    which = "each validation" if held_out else "each epoch"
+def _iter_notes(loader: Any, ranks: int, is_validation: bool) -> Iterator[str]:
+    """Notes on the samples that a loader repeats or drops, if it has a length."""
+    period = "each validation" if is_validation else "each epoch"
     dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
-    shared = next((it for it in (loader, dataset) if isinstance(it, ShardedIterable)), sampler)
-    if isinstance(shared, ShardedIterable) and getattr(loader, "num_workers", 0) > 1:
-        return  # each worker shares out a part that only it knows the length of
+    sharded = next((it for it in (loader, dataset) if isinstance(it, ShardedIterable)), sampler)
+    if isinstance(sharded, ShardedIterable) and getattr(loader, "num_workers", 0) > 1:
+        return  # each worker shards its own part, whose length is unknown here
     try:
-        each = samples = len(shared)  # type: ignore[arg-type]  # asked for
-        if isinstance(shared, ShardedSampler | ShardedIterable):
-            samples = count_samples(shared)
+        samples_per_rank = samples = len(sharded)  # type: ignore[arg-type]  # TypeError is caught
+        if isinstance(sharded, ShardedSampler | ShardedIterable):
+            samples = count_samples(sharded)
     except TypeError:
         return
-    once = isinstance(getattr(loader, "batch_sampler", None), ValidationBatches)
-    if not once and isinstance(shared, ShardedSampler | ShardedIterable) and each * ranks > samples:
-        twice = ", counted twice in the held-out loss" * held_out
-        amount = amount_text(samples, each * ranks, "repeated")
-        yield f"{which}: {amount}{twice}, to fill {ranks} ranks"
+    is_sharded = isinstance(sharded, ShardedSampler | ShardedIterable)
+    unique = isinstance(getattr(loader, "batch_sampler", None), ValidationBatches)
+    if is_sharded and not unique and samples_per_rank * ranks > samples:
+        effect = ", counted twice in the validation loss" * is_validation
+        amount = amount_text(samples, samples_per_rank * ranks, "repeated")
+        yield f"{period}: {amount}{effect}, to fill {ranks} ranks"
     size = getattr(loader, "batch_size", None)
     if size and getattr(loader, "drop_last", False):
         dropped = samples - len(loader) * size * ranks
         if dropped > 0:
             yield (
-                f"{which}: {dropped:,} of {samples:,} samples dropped ({dropped / samples:.1%}) by "
-                f"the loader's drop_last=True, of {ranks} ranks x batches of {size}"
+                f"{period}: {dropped:,} of {samples:,} samples dropped ({dropped / samples:.1%}) "
+                f"by drop_last=True of the loader, with {ranks} ranks x batches of {size}"
             )

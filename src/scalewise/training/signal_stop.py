@@ -1,4 +1,4 @@
-"""Signals, agreed on by all ranks: each of ``SIGNALS`` ends a run after a whole step."""
+"""Graceful stop on a signal: all ranks stop after the same optimizer step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from scalewise.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-"""The last is how Slurm says that a job's time is nearly up."""
+"""Signals that stop a run. Slurm sends SIGUSR2 shortly before the time limit."""
 
 
 class StopSignal:
-    """Notes the first signal; ranks agree on the step at which they act on it.
+    """Signal handler of a rank; the ranks agree on the step after which they stop.
 
-    A second SIGINT to a process that is ``has_no_launcher``, with no launcher that passes signals
-    on, is from a person who will not wait: it ends the process where it stands.
+    Without a launcher that forwards signals (``has_no_launcher``), a second SIGINT stops the
+    process immediately.
     """
 
     def __init__(self) -> None:
@@ -28,39 +28,40 @@ class StopSignal:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def start(self, *, has_no_launcher: bool) -> None:
-        """Forgets what an earlier run in this process was told, and listens."""
+        """Discard the signals of an earlier run in this process and install the handlers."""
         self.received_signal, self.has_no_launcher, self._pending = 0, has_no_launcher, None
         self.install()
 
     def install(self) -> None:
-        """Handles the signals in this process from now on."""
+        """Install the signal handlers in this process."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
-                    signal.signal(number, self._handle_signal)  # nohup is obeyed
+                    signal.signal(number, self._handle_signal)  # nohup ignores SIGHUP
 
     def block_signals(self) -> None:
-        """Holds signals back: Lightning has the handlers until ``install`` takes them again."""
+        """Block the signals while Lightning's handlers are installed."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def unblock_signals(self) -> None:
-        """Lets through the signals that were held back."""
+        """Deliver the blocked signals."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def poll(self, device: torch.device) -> int:
-        """Returns the signal that some rank had received a step ago, on every rank alike, or 0.
+        """Signal that any rank had received one step ago, the same on every rank; 0: none.
 
-        The exchange of a step is read at the next one, so that no step waits for it.
+        Each call starts an asynchronous all-reduce and reads the result of the previous one, so
+        that no step waits for it.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.received_signal
-        earlier = self._pending
+        previous = self._pending
         number = torch.tensor(self.received_signal, device=device)
         self._pending = (number, dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True))
-        return self._wait_for_exchange(earlier)
+        return self._wait_for_exchange(previous)
 
     def close(self) -> None:
-        """Waits for the exchange under way, which every rank began."""
+        """Wait for the pending all-reduce, which every rank has started."""
         self._wait_for_exchange(self._pending)
         self._pending = None
 
@@ -75,9 +76,9 @@ class StopSignal:
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.has_no_launcher and number == self.received_signal == signal.SIGINT:
-            raise Interrupted(number, "SIGINT twice: ended at once, in the middle of a step")
+            raise Interrupted(number, "SIGINT twice: stopped immediately, in the middle of a step")
         self.received_signal = self.received_signal or number
 
 
 STOP = StopSignal()
-"""The process's own: signal handlers are per process."""
+"""Handler of this process; signal handlers are per process."""

@@ -1,4 +1,4 @@
-"""Whether changes make a run fit that is known by trace alone: each takes seconds."""
+"""Fit check by tracing, for runs without an analytic memory model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from scalewise.planner.fit_check import FitReport, compare_with_hardware
 from scalewise.run_config import RunConfig
 from scalewise.training import fake_tensor_trace
 
-TRACES = 24
-"""So many runs are traced at the most."""
+MAX_TRACES = 24
+"""Maximum number of traces; each takes seconds."""
 
 
 class TraceFitCheck:
-    """Traces one run after the other, but none of which another has shown that it cannot fit."""
+    """Fit check that traces runs, except those that an earlier trace rules out."""
 
     def __init__(self) -> None:
-        self._remaining_traces = TRACES
+        self._remaining_traces = MAX_TRACES
         self._rejected_kinds: list[tuple[object, ...]] = []
 
     def __call__(self, run: RunConfig) -> FitReport | None:
-        """Returns how ``run`` stands against its hardware; None: it is not traced."""
+        """Fit of ``run`` on its hardware; None: the run is not traced."""
         kind = (run.parallelism, run.precision, run.optimizer, run.adapter)
         if (
             not self._remaining_traces
@@ -29,11 +29,11 @@ class TraceFitCheck:
             return None
         self._remaining_traces -= 1
         with console.get_console().status(
-            f"tracing what would fit, {self._remaining_traces} more at the most"
+            f"tracing configs that may fit, at most {self._remaining_traces} more"
         ):
-            found = fake_tensor_trace.trace_run(run, full_depth=True)
-        fit = compare_with_hardware(run, found.build_breakdown())
-        # Neither smaller passes nor recomputation make less of what lasts.
-        if fit.capacity is not None and found.persistent_bytes > fit.capacity:
+            trace = fake_tensor_trace.trace_run(run, full_depth=True)
+        fit = compare_with_hardware(run, trace.build_breakdown())
+        # Micro-batch size and activation checkpointing do not change persistent memory.
+        if fit.capacity is not None and trace.persistent_bytes > fit.capacity:
             self._rejected_kinds.append(kind)
         return fit

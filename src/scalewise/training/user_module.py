@@ -1,4 +1,4 @@
-"""A LightningModule and a LightningDataModule of the user's, trained as they are."""
+"""Training of a user-defined LightningModule and LightningDataModule, without changes to them."""
 
 from __future__ import annotations
 
@@ -40,21 +40,23 @@ from scalewise.training.fit import (
 from scalewise.training.sharded_sampler import shard_dataloaders
 from scalewise.training.signal_stop import STOP
 
-LOGGED = "logged"
-"""The folder, in a run's own, of what a module logs by names of its own."""
+LOGGED_FOLDER = "logged"
+"""Subfolder of a run folder with the metrics that a module logs under other names."""
 
 Classes = tuple[type[LightningModule], type[LightningDataModule] | None]
+"""Classes of the module and of the data; None: the module has its own data loaders."""
 
 
 def import_classes(run: RunConfig) -> Classes:
-    """Returns the classes of a run's module and data; raises ``ConfigError`` with all complaints.
+    """Import the module class and the data class of a run.
 
-    None: the module has loaders of its own.
+    Raises:
+        ConfigError: with all issues of both classes and their arguments.
     """
     objective, data, issues = run.objective, run.data, list[ConfigIssue]()
     assert isinstance(objective, UserModule)
     assert isinstance(data, UserDataModule)
-    found: dict[str, Any] = {"data": None}
+    classes: dict[str, Any] = {"data": None}
     for group, spec, kind in (
         ("objective", objective, LightningModule),
         ("data", data, LightningDataModule),
@@ -62,23 +64,23 @@ def import_classes(run: RunConfig) -> Classes:
         if not spec.target:
             continue
         try:
-            found[group] = import_class.import_class(
+            classes[group] = import_class.import_class(
                 f"{group}.target", spec.target, kind, run.trusted_packages
             )
-            import_class.check_arguments(f"{group}.arguments", found[group], spec.arguments)
+            import_class.check_arguments(f"{group}.arguments", classes[group], spec.arguments)
         except ConfigError as error:
             issues += error.issues
-    module = found.get("objective")
+    module = classes.get("objective")
     if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
-        reason = "is not given, and the module has no train_dataloader of its own"
+        reason = "is empty, and the module does not define train_dataloader"
         issues.append(ConfigIssue("data.target", "''", reason, "set data.target=mypkg.MyData"))
     if issues:
         raise ConfigError(issues)
-    return found["objective"], found["data"]
+    return classes["objective"], classes["data"]
 
 
 def build_user_module(run: RunConfig) -> tuple[LightningModule, LightningDataModule | None]:
-    """Returns a run's module and data, as ``seed_everything`` and their constructors make them."""
+    """Construct the module and the data of a run after ``seed_everything``."""
     module, data = import_classes(run)
     objective, source = run.objective, run.data
     assert isinstance(objective, UserModule)
@@ -93,13 +95,13 @@ def build_user_module(run: RunConfig) -> tuple[LightningModule, LightningDataMod
 def fit_user_module(
     run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
-    """Trains a user's module as ``fit`` does the suite's."""
+    """Train a user-defined module; the arguments are those of ``fit_run``."""
     start = store.verify_checkpoint(resume) if resume else 0
     files: list[MetricsFile] = []
     terminals: list[ProgressDisplay] = []
 
-    def begun(run: RunConfig, steps: int) -> None:
-        """Begins to write and to tell, on rank 0: by now the steps and their rows are known."""
+    def open_outputs(run: RunConfig, steps: int) -> None:
+        """Write the plan and open the sinks, on rank 0; steps and micro-batch size are known."""
         plan = {"steps": steps}
         write_json(folder / "plan.json", plan)
         session.log_plan(plan)
@@ -108,12 +110,12 @@ def fit_user_module(
         files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
         terminals.append(ProgressDisplay(run, steps, start))
         recorder.sinks += [
-            lambda rows: files[0].append(map(known_metrics, rows)),
+            lambda rows: files[0].append(map(builtin_metrics, rows)),
             session.log,
             terminals[0],
         ]
 
-    recorder = UserMetricsRecorder(run, start, begun)
+    recorder = UserMetricsRecorder(run, start, open_outputs)
     with silence_lightning(reduces_metrics=False):
         link = read_trial_link(folder)
         pruning = Pruning(link, recorder, rank_info.rank) if link else None
@@ -131,18 +133,21 @@ def fit_user_module(
             max_epochs=-1 if epochs is None else int(epochs),
             gradient_clip_val=run.trainer.clip_norm,
             use_distributed_sampler=True,
-            logger=CSVLogger(folder, name="", version=LOGGED),
+            logger=CSVLogger(folder, name="", version=LOGGED_FOLDER),
             log_every_n_steps=run.trainer.log_every,
         )
         trainer_strategy(trainer).prepare_user_module(run, module)
-        layout = run.parallelism
         assert isinstance(run.data, UserDataModule)
-        rank, ranks = layout.data_parallel_rank(rank_info.rank), layout.data_parallel_size
-        notes = shard_dataloaders(trainer, rank, ranks, streams=run.data.split_iterable)
+        notes = shard_dataloaders(
+            trainer,
+            run.parallelism.data_parallel_rank(rank_info.rank),
+            run.parallelism.data_parallel_size,
+            split_iterable=run.data.split_iterable,
+        )
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
             if resume and trainer.global_step == start and rank_info.rank == 0:
-                begun(run, start)
+                open_outputs(run, start)
                 store.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
                 pruning.raise_if_pruned()
@@ -163,34 +168,39 @@ def fit_user_module(
 
 
 class UserMetricsRecorder(MetricsRecorder):
-    """Takes from a user's module what the suite's own tells: loss, norm, rows of a step."""
+    """Recorder of the metrics of a user-defined module.
+
+    Args:
+        run: Config of the run.
+        start_step: Optimizer step from which the run resumes; 0: from scratch.
+        on_first_batch: Function that rank 0 calls at the first batch, with the run and its steps.
+    """
 
     def __init__(
         self, run: RunConfig, start_step: int, on_first_batch: Callable[[RunConfig, int], None]
     ) -> None:
-        """``on_first_batch`` is called by rank 0 at the first batch, with the run and its steps."""
         super().__init__(run, start_step, [])
         self._on_first_batch: Callable[[RunConfig, int], None] | None = on_first_batch
         self._num_batches = 0
         self._grad_norm = torch.zeros(())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock, and refuses what cannot be followed step by step."""
+        """Start the step timer, and reject modules whose steps cannot be counted."""
         super().on_train_start(trainer, pl_module)
         if (optimizers := len(trainer.optimizers)) != 1:
             raise self._unsupported_error(
-                f"has {optimizers} optimizers; a run follows the steps of one"
+                f"has {optimizers} optimizers; exactly one optimizer is supported"
             )
         limit = self.run.trainer.clip_norm
         if limit is not None and not pl_module.automatic_optimization:
             reason, fix = (
-                "a module that steps by itself clips by itself",
+                "requires automatic optimization, which this module disables",
                 "set trainer.clip_norm=null",
             )
             raise ConfigError.for_key("trainer.clip_norm", limit, reason, fix)
         steps = trainer.estimated_stepping_batches
         if isinf(steps):
-            reason, fix = "the loader has no length to count epochs by", "set trainer.max_steps"
+            reason, fix = "requires a data loader with a length", "set trainer.max_steps"
             raise ConfigError.for_key(
                 "trainer.max_epochs", self.run.trainer.max_epochs, reason, fix
             )
@@ -199,9 +209,9 @@ class UserMetricsRecorder(MetricsRecorder):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Learns at the first batch how many rows one has."""
+        """Set the micro-batch size from the first batch."""
         if self._on_first_batch is not None:
-            settings = replace(self.run.trainer, micro_batch=batch_rows(batch))
+            settings = replace(self.run.trainer, micro_batch=batch_size(batch))
             self.run = replace(self.run, trainer=settings)
             if trainer.is_global_zero:
                 self._on_first_batch(self.run, trainer.max_steps)
@@ -211,28 +221,29 @@ class UserMetricsRecorder(MetricsRecorder):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Keeps the norm before Lightning clips."""
+        """Record the gradient norm before Lightning clips it."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         self._grad_norm = trainer_strategy(trainer).clip_grad_norm(pl_module, None).detach()
 
     def get_loss_and_norm(
         self, module: LightningModule, outputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss that the training step returned, and the norm of the gradient.
+        """Loss that ``training_step`` has returned, and the gradient norm.
 
-        Every batch is a step.
+        Raises:
+            ConfigError: the module does not take one optimizer step per batch, or returns no loss.
         """
         self._num_batches += 1
         if module.trainer.global_step != self.start_step + self._num_batches:
             raise self._unsupported_error(
-                "does not take one optimizer step a batch, which a run goes by"
+                "does not take exactly one optimizer step per batch, which is required"
             )
         if "loss" not in (outputs or {}):
             raise self._unsupported_error("returns no loss from training_step")
         return outputs["loss"].detach().view(-1), self._grad_norm
 
     def flush(self, trainer: Trainer, last_row: Row | None = None) -> None:
-        """Hands on what the module logs by names of its own as well."""
+        """Flush the metrics together with those that the module logs under other names."""
         logged = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -241,7 +252,7 @@ class UserMetricsRecorder(MetricsRecorder):
         super().flush(trainer, {**logged, **(last_row or {})})
 
     def flops_metrics(self, seconds: float) -> Row:
-        """Returns nothing: nobody has counted what a user's module computes."""
+        """No metrics: the FLOPs of a user-defined module are unknown."""
         return {}
 
     def _unsupported_error(self, reason: str) -> ConfigError:
@@ -249,16 +260,16 @@ class UserMetricsRecorder(MetricsRecorder):
         return ConfigError.for_key("objective.target", self.run.objective.target, reason)
 
 
-def known_metrics(row: Row) -> Row:
-    """Returns what of a row has a column; what the module logs by other names is in ``logged/``."""
+def builtin_metrics(row: Row) -> Row:
+    """Metrics with a column in ``metrics.csv``; Lightning logs the other ones in ``logged/``."""
     return {name: value for name, value in row.items() if name in METRICS}
 
 
-def batch_rows(batch: Any) -> int:
-    """Returns the rows of a batch: the first size of its first tensor."""
+def batch_size(batch: Any) -> int:
+    """Number of samples of a batch: the first dimension of its first tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*infer the `batch_size`.*")
         try:
             return extract_batch_size(batch)
-        except MisconfigurationException:  # there is no tensor in it
+        except MisconfigurationException:  # the batch contains no tensor
             return 1

@@ -1,4 +1,4 @@
-"""One step of a user's module with no memory behind its tensors, on a batch of its own loader."""
+"""Trace of a training step of a user-defined module on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,70 +27,80 @@ from scalewise.training.fit import silence_lightning
 
 
 def trace_user_module(run: RunConfig) -> dict[str, int]:
-    """Returns the bytes that the probe measures of a step, by key, and ``rows`` of its batch.
+    """Memory of a training step, measured on fake tensors with a batch of the user's loader.
 
-    Replicas hold what a single device does, with gradients in buckets that outlive the step, or
-    once more where these are copies.
-    Raises ``ConfigError`` for a layout or a module that a trace cannot follow.
+    A DDP replica is traced as a single device. Its gradients stay allocated between steps if they
+    are views of the buckets, and are counted twice otherwise.
+
+    Returns:
+        Bytes by metric key, and the batch size as ``rows``.
+
+    Raises:
+        ConfigError: the parallelism strategy or the module cannot be traced.
     """
-    layout = run.parallelism
-    if not isinstance(layout, MeshConfig | SingleConfig | DDPConfig):
-        raise _trace_error(f"{option_name(layout)} works on real memory", "set parallelism=fsdp")
-    views = isinstance(layout, DDPConfig) and layout.gradient_as_bucket_view
-    copied = isinstance(layout, DDPConfig) and not views
+    parallelism = run.parallelism
+    if not isinstance(parallelism, MeshConfig | SingleConfig | DDPConfig):
+        raise _trace_error(
+            f"{option_name(parallelism)} requires real memory", "set parallelism=fsdp"
+        )
+    is_ddp = isinstance(parallelism, DDPConfig)
+    bucket_views = isinstance(parallelism, DDPConfig) and parallelism.gradient_as_bucket_view
     run = fake_tensor_trace.with_cpu_operators(
-        replace(run, parallelism=SingleConfig()) if isinstance(layout, DDPConfig) else run
+        replace(run, parallelism=SingleConfig()) if is_ddp else run
     )
     module, data = user_module.import_classes(run)
     objective = run.objective
     assert isinstance(objective, UserModule)
-    with ExitStack() as around:
-        around.enter_context(silence_lightning())
-        around.enter_context(warnings.catch_warnings())
+    with ExitStack() as stack:
+        stack.enter_context(silence_lightning())
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*reference is not registered.*")  # of self.log
         batch = _first_batch(run, module, data)
-        around.enter_context(
+        stack.enter_context(
             fake_distributed.fake_ranks(run.world_size, 0, fake_distributed.FakeStageChannel())
         )
-        strategy = fake_tensor_trace.fake_strategy(run)  # a mesh computes with its ranks' numbers
-        mode = around.enter_context(fake_distributed.fake_tensor_mode())
-        made = import_class.construct("objective.arguments", module, objective.arguments)
+        strategy = fake_tensor_trace.fake_strategy(run)  # before fake mode: a mesh reads its ranks
+        mode = stack.enter_context(fake_distributed.fake_tensor_mode())
+        fake_module = import_class.construct("objective.arguments", module, objective.arguments)
+        fake_batch = tree_map_only(Tensor, mode.from_tensor, batch)
         try:
-            found = _trace_step(
-                run, strategy, made, tree_map_only(Tensor, mode.from_tensor, batch), views=views
+            probe_metrics = _trace_step(
+                run, strategy, fake_module, fake_batch, bucket_views=bucket_views
             )
         except ConfigError:
             raise
-        except Exception as error:  # whatever foreign code does where there are no numbers
-            said = " ".join(str(error).split())[:200] or type(error).__name__
+        except Exception as error:  # user code that reads tensor data can raise anything
+            message = " ".join(str(error).split())[:200] or type(error).__name__
             raise _trace_error(
-                f"cannot follow a step of it: {said}", "train a few steps"
+                f"cannot trace a training step: {message}", "train a few steps"
             ) from error
-    found["memory/peak_bytes"] += copied * found["memory/gradients_bytes"]
-    return {**found, "rows": user_module.batch_rows(batch)}
+    if is_ddp and not bucket_views:
+        probe_metrics["memory/peak_bytes"] += probe_metrics["memory/gradients_bytes"]
+    return {**probe_metrics, "rows": user_module.batch_size(batch)}
 
 
 def _first_batch(
     run: RunConfig, module: type[LightningModule], data: type[LightningDataModule] | None
 ) -> Any:
-    """Returns the first batch of its loader."""
-    made_module, made_data = (
-        user_module.build_user_module(run)
-        if data is None
-        else (None, user_module.build_user_module(run)[1])
-    )
-    source: Any = made_data or made_module
+    """First batch of the training loader, of the data module or else of the module."""
+    instance, data_instance = user_module.build_user_module(run)
+    source: Any = instance if data is None else data_instance
     source.prepare_data()
     source.setup("fit")
     return next(iter(source.train_dataloader()))
 
 
 def _trace_step(
-    run: RunConfig, strategy: ParallelStrategy, module: LightningModule, batch: Any, *, views: bool
+    run: RunConfig,
+    strategy: ParallelStrategy,
+    module: LightningModule,
+    batch: Any,
+    *,
+    bucket_views: bool,
 ) -> dict[str, int]:
-    """Returns what a step holds, after a few that are not counted."""
+    """Measure the memory of a step after the warm-up steps, in bytes by metric key."""
     if not module.automatic_optimization:
-        raise _trace_error("does not follow a module that steps by itself", "train a few steps")
+        raise _trace_error("requires a module with automatic optimization", "train a few steps")
     strategy.prepare_user_module(run, module)
     module.configure_model()
     strategy.model = module
@@ -99,16 +109,16 @@ def _trace_step(
     configured: Any = module.configure_optimizers()
     (optimizer, *others), _, _ = _configure_optimizers(configured)
     if others:
-        raise _trace_error("follows the steps of one optimizer", "train a few steps")
+        raise _trace_error("requires a module with one optimizer", "train a few steps")
 
-    def take(probe: MemoryProbe | None) -> None:
-        """Takes a step as Lightning does."""
+    def take_step(probe: MemoryProbe | None) -> None:
+        """Take an optimizer step in the order of Lightning."""
         if probe is not None:
             probe.start()
         with precision.forward_context():
-            told: Any = module.training_step(precision.convert_input(batch), 0)
-        loss = told["loss"] if isinstance(told, Mapping) else told
-        optimizer.zero_grad(set_to_none=not views)  # as late as Lightning does
+            output: Any = module.training_step(precision.convert_input(batch), 0)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        optimizer.zero_grad(set_to_none=not bucket_views)  # after the forward pass, as Lightning
         if probe is not None:
             probe.before_backward()
         loss.backward()
@@ -117,13 +127,13 @@ def _trace_step(
         strategy.clip_grad_norm(module, run.trainer.clip_norm)
         optimizer.step()
 
-    for _ in range(fake_tensor_trace.WARM_STEPS):
-        take(None)
-    averages = fake_tensor_trace.averages_of(run, module)
+    for _ in range(fake_tensor_trace.WARM_UP_STEPS):
+        take_step(None)
+    averages = fake_tensor_trace.allocate_averages(run, module)
     probe = MemoryProbe(
         module, optimizer, strategy.root_device, strategy.strategy_buffers(), averages=averages
     )
-    take(probe)
+    take_step(probe)
     return probe.finish()
 
 

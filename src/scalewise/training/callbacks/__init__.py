@@ -1,1 +1,1 @@
-"""Lightning callbacks: the suite's own, and the open group's."""
+"""Lightning callbacks of scalewise, and the instantiation of user-defined ones."""

@@ -1,4 +1,4 @@
-"""The suite's own callbacks as a config sees them: their arguments, checked without torch."""
+"""Arguments of scalewise's callbacks, checked without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.typed_override import format_override
 from scalewise.units import MAX_NUMBER
 
-LOWEST = {
+MIN_VALUES = {
     "factor": 1.0,
     "patience": 1,
     "every": 1,
@@ -24,22 +24,27 @@ LOWEST = {
     "update_every_n_steps": 1,
     "update_starting_at_step": 0,
 }
-"""Least value of each number; a ``factor`` must exceed its."""
-BELOW = {"decay": 1.0}
-"""What a number must stay below; it may be its least value."""
+"""Minimum of each numeric argument; ``factor`` must exceed it."""
+UPPER_BOUNDS = {"decay": 1.0}
+"""Exclusive upper bounds; these arguments may equal their minimum."""
 
 
 class CallbackArgs:
-    """What a callback is made of; checked again where one is made in code."""
+    """Base class of callback arguments; checks them also when a callback is created in code.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for what the callback does not take."""
         for field, kind in get_type_hints(type(self)).items():
-            if field in LOWEST and (reason := _argument_issue(field, getattr(self, field), kind)):
+            if field in MIN_VALUES and (
+                reason := _argument_issue(field, getattr(self, field), kind)
+            ):
                 raise ValueError(f"{field}={getattr(self, field)} {reason}")
 
 
-@dataclass(eq=False)  # a callback is only itself
+@dataclass(eq=False)  # callbacks are compared by identity
 class LossGuardArgs(CallbackArgs):
     """Arguments of ``loss_guard.LossGuard``."""
 
@@ -79,7 +84,7 @@ class EMAArgs(CallbackArgs):
 
     @property
     def average_tensors(self) -> list[Any]:
-        """Returns the averages on this rank, each a tensor."""
+        """Averages on this rank."""
         return []
 
 
@@ -97,9 +102,9 @@ class FaultArgs(CallbackArgs):
 
 _PACKAGE = "scalewise.training.callbacks"
 EMA = f"{_PACKAGE}.ema.EMAWeightAveraging"
-AVERAGED_BYTES = 4
-"""Bytes of a number of the average, which is fp32."""
-OWN: dict[str, type] = {
+AVERAGE_BYTES_PER_ELEMENT = 4
+"""Bytes per element of the average, which is fp32."""
+BUILTIN_CALLBACKS: dict[str, type] = {
     f"{_PACKAGE}.loss_guard.LossGuard": LossGuardArgs,
     f"{_PACKAGE}.profiler.Profiler": ProfilerArgs,
     EMA: EMAArgs,
@@ -115,44 +120,48 @@ OWN: dict[str, type] = {
 
 
 def is_builtin(path: object) -> bool:
-    """Returns whether a ``_target_`` is of the suite."""
+    """Whether a ``_target_`` is a class of scalewise."""
     return str(path).split(".")[0] == "scalewise"
 
 
 def averaging_callback(callbacks: Mapping[str, Mapping[str, object]]) -> str | None:
-    """Returns the name of the callback that averages the weights, if a run has one."""
+    """Name of the callback that averages the weights; None: the run has none."""
     return next((name for name, it in callbacks.items() if it.get("_target_") == EMA), None)
 
 
 def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[ConfigIssue]:
-    """Yields arguments of one of the suite's callbacks that it lacks, or does not take."""
+    """Issues of the arguments of a scalewise callback: unknown names and invalid values."""
     path = str(callback["_target_"])
-    if path not in OWN:
-        fix = did_you_mean(path, OWN)
-        yield ConfigIssue(f"callbacks.{name}._target_", path, "is no callback of the suite", fix)
+    if path not in BUILTIN_CALLBACKS:
+        fix = did_you_mean(path, BUILTIN_CALLBACKS)
+        yield ConfigIssue(f"callbacks.{name}._target_", path, "is not a scalewise callback", fix)
         return
-    kinds = get_type_hints(OWN[path])
+    kinds = get_type_hints(BUILTIN_CALLBACKS[path])
     for field, value in callback.items():
         key = f"callbacks.{name}.{field}"
         if field == "_target_":
             continue
         if field not in kinds:
             fix = did_you_mean(field, kinds, f"callbacks.{name}.")
-            yield ConfigIssue(key, value, f"{path} has no such argument", fix)
+            yield ConfigIssue(key, value, f"is not an argument of {path}", fix)
         elif reason := _argument_issue(field, value, kinds[field]):
-            default = getattr(OWN[path], field)
+            default = getattr(BUILTIN_CALLBACKS[path], field)
             yield ConfigIssue(key, value, reason, f"the default is {format_override(key, default)}")
 
 
 def _argument_issue(field: str, value: object, kind: type) -> str:
-    """Returns why an argument cannot be that, or nothing."""
+    """Reason why a value is invalid for an argument; empty: it is valid."""
     if kind is bool:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
         return "is not a number" if kind is float else "is not a whole number"
-    least = LOWEST[field]
-    if field in BELOW:
-        return "" if least <= value < BELOW[field] else f"must be in [{least:g}, {BELOW[field]:g})"
+    minimum = MIN_VALUES[field]
+    if field in UPPER_BOUNDS:
+        return (
+            ""
+            if minimum <= value < UPPER_BOUNDS[field]
+            else f"must be in [{minimum:g}, {UPPER_BOUNDS[field]:g})"
+        )
     if kind is float:
-        return "" if least < value < float("inf") else f"must be above {least:g} and finite"
-    return "" if least <= value <= MAX_NUMBER else f"must be {least} or more, and below 2**63"
+        return "" if minimum < value < float("inf") else f"must be above {minimum:g} and finite"
+    return "" if minimum <= value <= MAX_NUMBER else f"must be {minimum} or more, and below 2**63"

@@ -1,4 +1,4 @@
-"""Checkpoints while training: the latest, the best, the last, and the one a signal asks for."""
+"""Checkpoints during training: periodic, best, last, and at a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scalewise.training.signal_stop import STOP
 
 
 class CheckpointSaver(Callback):
-    """Saves whole steps only, and ends the run when the ranks agree on a signal."""
+    """Save checkpoints after whole optimizer steps, and stop the run on a signal."""
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
         self._run, self._folder = run, folder / "checkpoints"
@@ -31,11 +31,11 @@ class CheckpointSaver(Callback):
         self._best_loss: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Holds signals back, before Lightning takes them: its SIGTERM ends as a success."""
+        """Block signals before Lightning installs handlers, whose SIGTERM counts as success."""
         STOP.block_signals()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals back."""
+        """Install the signal handlers of scalewise again, and set up the checkpoint writer."""
         STOP.install()
         STOP.unblock_signals()
         trainer_strategy(trainer).setup_checkpoint_writer(self._run.checkpoint)
@@ -50,9 +50,9 @@ class CheckpointSaver(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Saves when a step ended and it is time, or time to go.
+        """Save the step if it is due, or if a signal has arrived.
 
-        Where a validation follows, its loss belongs to the step, and the save comes after it.
+        If a validation follows, the step is saved after it, together with its loss.
         """
         if (batch_idx + 1) % self._run.accumulation:
             return
@@ -65,22 +65,22 @@ class CheckpointSaver(Callback):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the step of the lowest held-out loss so far, and any step whose time it is."""
+        """Save a step that is due, or whose validation loss is the lowest so far."""
         if trainer.sanity_checking:
             return
         loss = validation_metrics(trainer, self._run).get("val/loss", inf)
-        best = self._run.checkpoint.best and loss < (
+        is_best = self._run.checkpoint.best and loss < (
             inf if self._best_loss is None else self._best_loss
         )
-        if best or self._is_due(trainer):
+        if is_best or self._is_due(trainer):
             self.save(trainer)
-        if not best:
+        if not is_best:
             return
         self._best_loss = loss
         self._run_after_saves(trainer, partial(self._mark_best, trainer.global_step, loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last step."""
+        """Save the last step and wait for the checkpoint writer."""
         STOP.close()
         if self._run.checkpoint.at_end:
             self.save(trainer)
@@ -91,7 +91,7 @@ class CheckpointSaver(Callback):
         return every is not None and trainer.global_step % every == 0
 
     def save(self, trainer: Trainer) -> None:
-        """Saves the present step, once."""
+        """Save the current step, unless it is saved already."""
         step = trainer.global_step
         if step == self._saved_step:
             return
@@ -100,7 +100,7 @@ class CheckpointSaver(Callback):
         self._run_after_saves(trainer, self._prune)
 
     def _run_after_saves(self, trainer: Trainer, task: Callable[[], None]) -> None:
-        """Lets rank 0 do ``task`` when all saves so far are on disk."""
+        """Run ``task`` on rank 0 once all previous checkpoints are on disk."""
         if trainer.is_global_zero:
             trainer_strategy(trainer).writer.submit(task)
 

@@ -1,4 +1,4 @@
-"""Where a user's loader is in its rows: a resumed run goes on where the checkpoint was taken."""
+"""Position of a user-defined data loader, so that a resumed run reads the remaining samples."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 STATE = "position"
-"""The entry of a checkpoint that tells it."""
+"""Key of the state in a checkpoint."""
 
 
 class DataLoaderState(Callback):
-    """Keeps the state of torch's generator, of which a loader draws its order as an epoch begins.
+    """Save and restore the position of the training loader and torch's random state.
 
-    Lightning would begin the epoch's rows anew, and of several ranks seed the generator once more.
+    A loader shuffles with torch's default generator when an epoch starts. Lightning would restart
+    the epoch from its first sample and, with several ranks, seed the generator again.
     """
 
     def __init__(self) -> None:
@@ -24,42 +25,42 @@ class DataLoaderState(Callback):
         self._resume_rng_state: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Has every layout go on from where building the module has left the generator."""
+        """Restore the random state after module construction, the same for every strategy."""
         torch.set_rng_state(self._initial_rng_state)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps what the rows of a later epoch are drawn from; of the first, the seed gives it."""
+        """Store the random state at the start of an epoch; the seed gives that of the first."""
         if trainer.current_epoch > 0:
             self._epoch_rng_state = torch.get_rng_state()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the generator as it was when the epoch began, and as it is."""
+        """Save the random state at the start of the epoch and the current one."""
         checkpoint[STATE] = {"began": self._epoch_rng_state, "then": torch.get_rng_state()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Reads them."""
+        """Load both random states."""
         self._epoch_rng_state, self._resume_rng_state = (
             checkpoint[STATE]["began"],
             checkpoint[STATE]["then"],
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Passes over the batches that were read before, in the order of their epoch."""
+        """Skip the batches that were read before the checkpoint, in the order of their epoch."""
         if self._resume_rng_state is None:
             return
         loop = trainer.fit_loop
         fetcher, done = loop._data_fetcher, loop.epoch_loop.batch_progress.current.ready
         assert fetcher is not None
-        if done >= loop.max_batches:  # the epoch had ended
+        if done >= loop.max_batches:  # the checkpoint was saved at the end of an epoch
             self._epoch_rng_state, done = self._resume_rng_state, 0
         if self._epoch_rng_state is not None:
             torch.set_rng_state(self._epoch_rng_state)
             iter(fetcher)
         for _ in range(done):
             next(fetcher)
-        fetcher.fetched -= done  # Lightning adds them
+        fetcher.fetched -= done  # Lightning adds them again
         torch.set_rng_state(self._resume_rng_state)

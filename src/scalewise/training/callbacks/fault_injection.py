@@ -1,4 +1,4 @@
-"""Accidents on purpose: how the suite's own tests see what a failure leaves behind."""
+"""Fault injection: callbacks that fail on purpose, to test the handling of failures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scalewise.training.callbacks.callback_args import FaultArgs
 
 
 class InjectedFault(FaultArgs, Callback, ABC):
-    """Happens on one rank when ``step`` steps are done and the next begins: 3 means in the 4th.
+    """Fault on one rank after ``step`` optimizer steps, at the start of the next one.
 
-    ``once``: not again when the job starts again in the same folder.
+    With ``once``, the fault is skipped when the job restarts in the same folder.
     """
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Lets the accident happen."""
+        """Inject the fault at its step and rank."""
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
             if self.once:
                 marker = Path(trainer.default_root_dir, ".accident")
@@ -35,38 +35,38 @@ class InjectedFault(FaultArgs, Callback, ABC):
 
     @abstractmethod
     def inject(self) -> None:
-        """Does the damage."""
+        """Cause the fault."""
 
 
 class InjectException(InjectedFault):
-    """An exception in user code."""
+    """Exception in user code."""
 
     def inject(self) -> None:
-        """Raises ``RuntimeError``."""
+        """Raise ``RuntimeError``."""
         raise RuntimeError("injected: this job raises on purpose")
 
 
 class InjectOutOfMemory(InjectedFault):
-    """A demand that no machine can meet."""
+    """Out-of-memory error."""
 
     def inject(self) -> None:
-        """Allocates more than an address space, on the device of the run."""
+        """Allocate a tensor that exceeds the address space."""
         torch.empty(1 << 62, dtype=torch.uint8)
 
 
 class InjectHang(InjectedFault):
-    """A rank that answers nothing and nobody."""
+    """Rank that hangs and ignores SIGTERM and SIGINT."""
 
     def inject(self) -> None:
-        """Sleeps for good, deaf to SIGTERM and SIGINT."""
+        """Block SIGTERM and SIGINT and sleep forever."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         while True:
             time.sleep(3600)
 
 
 class InjectKill(InjectedFault):
-    """A process that vanishes."""
+    """Process that is killed."""
 
     def inject(self) -> None:
-        """Sends SIGKILL to itself."""
+        """Send SIGKILL to this process."""
         os.kill(os.getpid(), signal.SIGKILL)

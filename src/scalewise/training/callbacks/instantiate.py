@@ -1,4 +1,4 @@
-"""The open group: Lightning callbacks that a config names by ``_target_``."""
+"""Instantiation of the Lightning callbacks that a config names by ``_target_``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from scalewise.run_config import RunConfig
 from scalewise.training import import_class
 
 REPLACE_WEIGHTS = (WeightAveraging, StochasticWeightAveraging)
-"""Lightning's callbacks after which a checkpoint no longer has the weights to train from."""
+"""Lightning callbacks that replace the trained weights before the last checkpoint."""
 
 
 def instantiate_callbacks(run: RunConfig) -> list[Callback]:
-    """Returns the run's callbacks in their order; raises ``ConfigError`` as ``checked`` does."""
+    """Build the callbacks of a run, in the order of its config.
+
+    Raises:
+        ConfigError: with all issues, as in ``check_callbacks``, and those of the constructors.
+    """
     callbacks: list[Callback] = []
     issues: list[ConfigIssue] = []
     for name, cls, arguments in check_callbacks(run):
@@ -30,13 +34,15 @@ def instantiate_callbacks(run: RunConfig) -> list[Callback]:
 
 
 def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str, Any]]]:
-    """Returns each callback's name, class and arguments.
+    """Name, class and arguments of each callback of a run.
 
-    Their packages were checked with the run. Raises ``ConfigError`` with every callback that is
-    absent, lacks an argument of that name, is no Lightning callback or averages the weights in a
-    way that a resumed run would train from.
+    The validation of the run has already checked that their packages are trusted.
+
+    Raises:
+        ConfigError: with an issue for each callback that cannot be imported, is not a Lightning
+            callback, does not accept its arguments, or replaces the trained weights.
     """
-    found: list[tuple[str, type[Callback], dict[str, Any]]] = []
+    specs: list[tuple[str, type[Callback], dict[str, Any]]] = []
     issues: list[ConfigIssue] = []
     for name, config in run.callbacks.items():
         key, path = f"callbacks.{name}", str(config["_target_"])
@@ -45,12 +51,12 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
             cls = import_class.import_class(f"{key}._target_", path, Callback, run.trusted_packages)
             import_class.check_arguments(key, cls, arguments)
             if issubclass(cls, REPLACE_WEIGHTS):
-                reason = "puts an average in the place of the weights before the last checkpoint"
+                reason = "replaces the trained weights by an average before the last checkpoint"
                 raise ConfigError.for_key(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
         except ConfigError as error:
             issues += error.issues
             continue
-        found.append((name, cls, arguments))
+        specs.append((name, cls, arguments))
     if issues:
         raise ConfigError(issues)
-    return found
+    return specs

@@ -1,4 +1,4 @@
-"""Stops a run whose loss is no longer a number, or has left for good."""
+"""Stop of a run whose loss is NaN, infinite or diverging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from scalewise.training.callbacks.callback_args import LossGuardArgs
 from scalewise.training.lightning_module import TrainingModule
 
 
-class TrainingDiverged(ScalewiseError):  # noqa: N818 (what happened, as torch names it)
-    """The loss became NaN, infinite, or leapt and stayed there."""
+class TrainingDiverged(ScalewiseError):  # noqa: N818 (names the event, as torch's errors do)
+    """The loss is NaN or infinite, or stays far above its running mean."""
 
 
 class LossGuard(LossGuardArgs, Callback):
-    """Looks at every loss, ``every`` micro batches late at the most, and before any checkpoint."""
+    """Check the loss of every micro-batch.
+
+    Checks run every ``every`` micro-batches, to avoid a device synchronization for each, and
+    before each checkpoint.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,10 +38,10 @@ class LossGuard(LossGuardArgs, Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Keeps a loss, and looks when enough have come together."""
-        # Not outputs["loss"]: Lightning has divided that by the accumulation.
+        """Store the loss, and check the stored losses once there are ``every``."""
+        # Not outputs["loss"], which Lightning has divided by the accumulation.
         loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
-        step = batch_idx // trainer.accumulate_grad_batches + 1  # that this micro batch is part of
+        step = batch_idx // trainer.accumulate_grad_batches + 1
         self._pending.append((step, loss.detach()))
         if len(self._pending) >= self.every:
             self._check_pending()
@@ -45,11 +49,11 @@ class LossGuard(LossGuardArgs, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Looks first, so that no checkpoint holds what NaN has touched."""
+        """Check the losses before weights affected by NaN are saved."""
         self._check_pending()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at the last losses."""
+        """Check the remaining losses."""
         self._check_pending()
 
     def _check_pending(self) -> None:
@@ -69,8 +73,9 @@ class LossGuard(LossGuardArgs, Callback):
             self._num_spikes += 1
             if self._num_spikes >= self.patience:
                 raise TrainingDiverged(
-                    f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
-                    f"its mean, for {self._num_spikes} micro batches in a row; {fix}"
+                    f"the loss is {loss:.4g} at step {step}, {loss / self._mean:.1f} times its "
+                    f"running mean, and a spike in {self._num_spikes} consecutive micro-batches; "
+                    f"{fix}"
                 )
             return
         self._num_spikes = 0

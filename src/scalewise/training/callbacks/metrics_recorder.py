@@ -1,4 +1,4 @@
-"""Measures every step and reports every few: nothing waits for the device in between."""
+"""Recording of metrics at every step, without device synchronization between log intervals."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ from scalewise.training.callbacks.callback_args import EMAArgs, ProfilerArgs
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3
-"""The step whose memory is measured: by then there is optimizer state, and DDP has its buckets."""
+"""Step whose memory is measured; optimizer state and DDP buckets exist by then."""
 
 Row = dict[str, Any]
-
+"""Metrics of one optimizer step by key."""
 
 Sink = Callable[[list[Row]], None]
-"""Takes the rows of one window, a step each, in order: a file, W&B, a terminal."""
+"""Receiver of the metrics of one log interval, in order of steps: a file, W&B, a terminal."""
 
 
 class MetricsRecorder(Callback):
-    """Keeps loss, gradient norm, times and memory; hands whole windows to the sinks of rank 0.
+    """Record loss, gradient norm, times and memory; pass them to the sinks at log intervals.
 
-    The first callback in line, so that a step ends before the others do their work; ``Waiting``
-    is the last.
+    It is the first callback, so that the step time excludes the other ones; ``DataWaitMarker``
+    is the last. Only rank 0 has sinks.
+
+    Args:
+        run: Config of the run.
+        start_step: Optimizer step from which the run resumes; 0: from scratch.
+        sinks: Receivers of the metrics.
+        unpadded_fraction: Fraction of the training positions that are not padding.
     """
 
     def __init__(
         self, run: RunConfig, start_step: int, sinks: list[Sink], unpadded_fraction: float = 1.0
     ) -> None:
-        """``unpadded_fraction``: share of the training rows' places that hold tokens, not
-        padding."""
         self.run, self.sinks, self.unpadded_fraction = run, sinks, unpadded_fraction
         self.start_step = start_step
         self._losses: list[torch.Tensor] = []
@@ -54,22 +58,22 @@ class MetricsRecorder(Callback):
         self.initial_validation: Row = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
-        layout = trainer_strategy(trainer)
-        self._forward_phase = "forward_backward" if layout.fuses_forward_backward else "forward"
-        layout.set_backward_callback(self._probe_activations)
+        """Start the step timer."""
+        strategy = trainer_strategy(trainer)
+        self._forward_phase = "forward_backward" if strategy.fuses_forward_backward else "forward"
+        strategy.set_backward_callback(self._probe_activations)
         self.timer = StepTimer(pl_module.device)
         self.timer.mark("data")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the wait for data."""
+        """End the data phase, and start the memory probe at its step."""
         last = (batch_idx + 1) % self.run.accumulation == 0
         probed = trainer.global_step == self.start_step + PROBED_STEP - 1
         if probed and last and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
-            holdings = trainer_strategy(trainer).strategy_buffers()
+            buffers = trainer_strategy(trainer).strategy_buffers()
             averages = [
                 tensor
                 for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning's
@@ -80,7 +84,7 @@ class MetricsRecorder(Callback):
                 pl_module,
                 optimizer,
                 pl_module.device,
-                holdings,
+                buffers,
                 averages=averages,
                 compiled=self._is_compiled,
             )
@@ -92,9 +96,10 @@ class MetricsRecorder(Callback):
         return self.run.compile.scope is not CompileScope.none
 
     def _can_measure(self, trainer: Trainer) -> bool:
-        """Returns whether memory is counted: compiled on the CPU, torch's profiler does it.
+        """Whether memory can be measured.
 
-        There is one in a process, which may crash beside gloo's threads.
+        A compiled model on the CPU is measured by torch's profiler. A process can have only one
+        profiler, which may crash when threads of gloo run.
         """
         if not self._is_compiled or self.run.hardware.device is not DeviceKind.cpu:
             return True
@@ -105,7 +110,7 @@ class MetricsRecorder(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
-        """Ends the forward pass."""
+        """End the forward phase."""
         self._probe_activations()
         self.timer.mark("backward")
 
@@ -114,13 +119,13 @@ class MetricsRecorder(Callback):
             self._probe.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the backward pass."""
+        """End the backward phase."""
         self.timer.mark("optimizer")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Keeps the rate of the step to come."""
+        """Record the learning rate of the step."""
         if self._probe:
             self._probe.before_optimizer()
         self._rates.append(float(optimizer.param_groups[0]["lr"]))
@@ -133,9 +138,9 @@ class MetricsRecorder(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Ends a micro batch and, at the last of a step, the step."""
-        measured, norm = self.get_loss_and_norm(pl_module, outputs)
-        self._losses.append(measured)
+        """Record the loss of a micro-batch and, after the last one of a step, the step."""
+        losses, norm = self.get_loss_and_norm(pl_module, outputs)
+        self._losses.append(losses)
         if len(self._losses) % self.run.accumulation:
             return
         self._norms.append(norm)
@@ -150,42 +155,44 @@ class MetricsRecorder(Callback):
     def get_loss_and_norm(
         self, module: LightningModule, outputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what was measured of the last micro batch, and the norm of the gradient."""
+        """Losses of the last micro-batch and the gradient norm."""
         assert isinstance(module, TrainingModule)
         return module.last_losses, module.last_grad_norm
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps validation out of the step."""
+        """Exclude validation from the step time."""
         if not trainer.sanity_checking:
             self.timer.mark(OTHER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands on what was measured on held-out rows, with its step."""
-        found = validation_metrics(trainer, self.run)
-        if trainer.sanity_checking:  # what Lightning calls a validation before the first step
-            self.initial_validation = found
+        """Flush the metrics together with those of the validation."""
+        metrics = validation_metrics(trainer, self.run)
+        if trainer.sanity_checking:  # Lightning's name for a validation before the first step
+            self.initial_validation = metrics
         else:
-            self.flush(trainer, found)
+            self.flush(trainer, metrics)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Hands on every step that a checkpoint stands on."""
+        """Flush the metrics of all steps before the checkpoint."""
         self.flush(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Hands on what is known, where no other rank has to help."""
+        """Flush the metrics of a single-rank run; with several ranks it requires a collective."""
         if self._probe:
             self._probe.abandon()
-        if trainer.world_size == 1 and self._norms:  # else no step, or no clock, was begun
+        if trainer.world_size == 1 and self._norms:  # without a step there may be no timer
             self.flush(trainer)
 
     def flush(self, trainer: Trainer, last_row: Row | None = None) -> None:
-        """Hands the steps kept so far to the sinks; every rank must call it at the same step.
+        """Pass the recorded steps to the sinks. Every rank must call it at the same step.
 
-        ``last_row`` are further measurements of the last of them.
+        Args:
+            trainer: Trainer of the run.
+            last_row: Additional metrics of the last step.
         """
         self.timer.mark(OTHER)
         steps = len(self._norms)
@@ -196,39 +203,39 @@ class MetricsRecorder(Callback):
         rows[-1] |= last_row or {}
         for row in rows:
             if self._memory and row["step"] == self.start_step + PROBED_STEP:
-                row |= fullest_rank_memory(self._memory, trainer.strategy.root_device)
+                row |= peak_rank_memory(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:
             sink(rows)
 
     def _build_rows(self, trainer: Trainer, steps: int) -> Iterator[Row]:
         accumulation = self.run.accumulation
-        kept, keys = steps * accumulation, self.run.objective.metric_keys
-        passes_NK = torch.stack(self._losses[:kept]).float()
-        means_SK = passes_NK.view(steps, accumulation, len(keys)).mean(1)
+        num_losses, keys = steps * accumulation, self.run.objective.metric_keys
+        losses_NK = torch.stack(self._losses[:num_losses]).float()
+        means_SK = losses_NK.view(steps, accumulation, len(keys)).mean(1)
         norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
-        spent = self.timer.drain()[-steps:]
-        phases = [phase for phase in TIMES if phase in spent[0]]
+        step_times = self.timer.drain()[-steps:]
+        phases = [phase for phase in TIMES if phase in step_times[0]]
         seconds_SP = torch.tensor(
-            [[step[phase] for phase in phases] for step in spent],
+            [[step[phase] for phase in phases] for step in step_times],
             dtype=torch.float64,
             device=means_SK.device,
         )
-        found_SK = torch.cat([means_SK, norm_S[:, None]], 1).double()
+        metrics_SK = torch.cat([means_SK, norm_S[:, None]], 1).double()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            means_SK = found_SK[:, :-1] / dist.get_world_size()
+            means_SK = metrics_SK[:, :-1] / dist.get_world_size()
             dist.all_reduce(means_SK, dist.ReduceOp.SUM)
-            found_SK[:, :-1] = means_SK
-        numbers, seconds = found_SK.tolist(), slowest_rank_times(seconds_SP).tolist()
+            metrics_SK[:, :-1] = means_SK
+        metrics, seconds = metrics_SK.tolist(), slowest_rank_times(seconds_SP).tolist()
         first = trainer.global_step - steps + 1
-        for place in range(steps):
-            times = dict(zip(phases, seconds[place], strict=True))
+        for index in range(steps):
+            times = dict(zip(phases, seconds[index], strict=True))
             yield {
-                "step": first + place,
-                **{f"train/{key}": numbers[place][n] for n, key in enumerate(keys)},
-                "train/grad_norm": numbers[place][-1],
-                "train/lr": self._rates[place],
-                **self._throughput_metrics(first + place, times),
+                "step": first + index,
+                **{f"train/{key}": metrics[index][n] for n, key in enumerate(keys)},
+                "train/grad_norm": metrics[index][-1],
+                "train/lr": self._rates[index],
+                **self._throughput_metrics(first + index, times),
             }
 
     def _throughput_metrics(self, step: int, times: Mapping[str, float]) -> Row:
@@ -246,7 +253,7 @@ class MetricsRecorder(Callback):
         }
 
     def flops_metrics(self, seconds: float) -> Row:
-        """Returns what one device computes in a step of so many seconds."""
+        """Compute rate and model FLOPs utilization (MFU) of one device, for a step time."""
         run = self.run
         flops = run.flops_per_step / run.world_size / seconds
         peak = run.hardware.peak_flops(run.precision.peak_kind)
@@ -256,61 +263,64 @@ class MetricsRecorder(Callback):
         }
 
     def _device_peak_flops(self, peak: float) -> float:
-        """Returns the peak of one device; ranks on the CPU share one processor."""
+        """Peak of one device, in FLOP/s; ranks on the CPU share one processor."""
         return peak / (self.run.world_size if self.run.hardware.device == "cpu" else 1)
 
 
 def trainer_strategy(trainer: Trainer) -> ParallelStrategy:
-    """Returns the layout that a trainer trains with."""
+    """Parallelism strategy of a trainer."""
     assert isinstance(trainer.strategy, ParallelStrategy)
     return trainer.strategy
 
 
 def validation_metrics(trainer: Trainer, run: RunConfig) -> Row:
-    """Returns what the last validation measured, by key; of a user's module what it has logged."""
-    found, objective = trainer.callback_metrics, run.objective
+    """Metrics of the last validation by key; of a user-defined module, the logged loss."""
+    metrics, objective = trainer.callback_metrics, run.objective
     if isinstance(objective, UserModule):
         name = objective.held_out
-        return {"val/loss": float(found[name])} if name in found else {}
-    return {f"val/{key}": float(found[f"val/{key}"]) for key in objective.metric_keys}
+        return {"val/loss": float(metrics[name])} if name in metrics else {}
+    return {f"val/{key}": float(metrics[f"val/{key}"]) for key in objective.metric_keys}
 
 
 def slowest_rank_times(seconds_SP: torch.Tensor) -> torch.Tensor:
-    """Returns the seconds, a row a step, of the rank that took longest for all steps together.
+    """Step times of the rank with the longest total time.
 
-    Steps of one rank, end to end, are its wall time; the longest of each step or phase, from
-    whichever rank, would add up to more than any rank took.
+    The times of one rank add up to its wall time. Maxima over ranks of each step or phase would
+    add up to more than the wall time of any rank.
+
+    Args:
+        seconds_SP: Times of this rank, steps x phases, in seconds.
     """
-    everyone_RSP = _gather_ranks(seconds_SP)
-    return everyone_RSP[everyone_RSP.sum((1, 2)).argmax()]
+    seconds_RSP = _gather_ranks(seconds_SP)
+    return seconds_RSP[seconds_RSP.sum((1, 2)).argmax()]
 
 
-def fullest_rank_memory(memory: Mapping[str, int], device: torch.device) -> dict[str, int]:
-    """Returns the memory, bytes by key, that the rank with the largest peak measured."""
-    own_K = torch.tensor(list(memory.values()), dtype=torch.int64, device=device)
-    everyone_RK = _gather_ranks(own_K)
-    fullest = everyone_RK[:, list(memory).index("memory/peak_bytes")].argmax()
-    return dict(zip(memory, everyone_RK[fullest].tolist(), strict=True))
+def peak_rank_memory(memory: Mapping[str, int], device: torch.device) -> dict[str, int]:
+    """Memory of the rank with the largest peak, in bytes by key."""
+    local_K = torch.tensor(list(memory.values()), dtype=torch.int64, device=device)
+    bytes_RK = _gather_ranks(local_K)
+    peak_rank = bytes_RK[:, list(memory).index("memory/peak_bytes")].argmax()
+    return dict(zip(memory, bytes_RK[peak_rank].tolist(), strict=True))
 
 
 def _gather_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of each rank, by rank; all ranks must call it at once."""
+    """Stack the tensors of all ranks (a collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor[None]
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
-    return torch.stack(everyone)
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
 
 
 def is_validation_next(trainer: Trainer, run: RunConfig) -> bool:
-    """Returns whether a validation follows the step that has just ended."""
+    """Whether a validation follows the step that has just ended."""
     every = run.trainer.validate_every
-    asked = every is not None and trainer.global_step % every == 0
-    return asked and bool(trainer.val_dataloaders)
+    is_due = every is not None and trainer.global_step % every == 0
+    return is_due and bool(trainer.val_dataloaders)
 
 
 class DataWaitMarker(Callback):
-    """Says that what follows a micro batch is waiting for data; the last callback in line."""
+    """Start the data phase of the step timer after each micro-batch; it is the last callback."""
 
     def __init__(self, recorder: MetricsRecorder) -> None:
         self._recorder = recorder
@@ -323,10 +333,10 @@ class DataWaitMarker(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Marks the time after a micro batch."""
+        """Start the data phase after a micro-batch."""
         self._recorder.timer.mark("data")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Marks the time after validation."""
+        """Start the data phase after a validation."""
         if not trainer.sanity_checking:
             self._recorder.timer.mark("data")

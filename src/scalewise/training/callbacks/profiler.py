@@ -1,4 +1,4 @@
-"""A torch profiler trace of a few steps, for chrome://tracing or Perfetto."""
+"""Trace of a few steps by ``torch.profiler``, for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from scalewise.training.callbacks.callback_args import ProfilerArgs
 
 
 class Profiler(ProfilerArgs, Callback):
-    """Writes ``trace-rankR.json`` into the run's folder.
-
-    ``wait`` micro batches pass first, then ``active`` ones are recorded.
-    """
+    """Profile ``active`` micro-batches after ``wait`` others; write ``trace-rankR.json``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -27,7 +24,7 @@ class Profiler(ProfilerArgs, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to record when the wait is over."""
+        """Start the profiler after ``wait`` micro-batches."""
         if self._num_batches == self.wait:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -44,13 +41,13 @@ class Profiler(ProfilerArgs, Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Writes the trace when enough is recorded."""
+        """Write the trace after ``active`` recorded micro-batches."""
         self._num_batches += 1
         if self._profile is not None and self._num_batches == self.wait + self.active:
             self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes what a short run recorded."""
+        """Write the trace of a run that ends early."""
         if self._profile is not None:
             self._write(trainer)
 

@@ -1,4 +1,4 @@
-"""What a person watching sees: one line per window, and a bar that moves."""
+"""Progress of a run on the console: one status line per log interval, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from scalewise.tracking.metric_names import TIMES
 
 Row = dict[str, Any]
 BAR_WIDTH = 12
-BESIDE = {
-    "val/reward_accuracy": "{:.1%} preferred rightly",
+VALIDATION_FORMATS = {
+    "val/reward_accuracy": "{:.1%} of pairs ranked correctly",
     "val/reward": "reward {:.3f}",
-    "val/accuracy": "{:.1%} classified rightly",
+    "val/accuracy": "{:.1%} classified correctly",
 }
-"""What stands beside a validation's loss."""
+"""Formats of the metrics that are printed next to the validation loss."""
 
 
 class ProgressDisplay:
-    """Prints windows to stdout; on a terminal a live bar stays below them."""
+    """Print a status line per log interval to stdout; on a terminal, also a progress bar."""
 
     def __init__(self, run: RunConfig, steps: int, start: int) -> None:
         self._run, self._steps = run, steps
@@ -44,7 +44,7 @@ class ProgressDisplay:
             self._progress.start()
 
     def __call__(self, rows: list[Row]) -> None:
-        """Prints the last step of a window, and the loss averaged over it."""
+        """Print the status line of a log interval."""
         for row in rows:
             if peak := row.get("memory/peak_bytes"):
                 self._peak = planned_vs_measured.comparison_text(
@@ -59,13 +59,13 @@ class ProgressDisplay:
                 self.close()
 
     def close(self) -> None:
-        """Takes the live bar away."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
 
 
 def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -> str:
-    """Returns one window in one line: progress, losses, speed, gradient, rate, peak, time."""
+    """Status line of a log interval: progress, losses, throughput, gradient norm, peak, times."""
     last = rows[-1]
     seconds = sum(row["time/step_s"] for row in rows)
     shares = [
@@ -75,10 +75,10 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
     tokens = run.tokens_per_step * len(rows) / seconds
-    rate = f"{tokens:,.0f} {'rows/s' if run.objective.is_user_defined else 'tok/s'}"
-    if (real := last.get("throughput/unpadded_tokens_per_s")) is not None:
-        share = real / last["throughput/tokens_per_s"]
-        rate += f" ({tokens * share:,.0f} without padding)" if share < 1 else ""
+    rate = f"{tokens:,.0f} {'samples/s' if run.objective.is_user_defined else 'tok/s'}"
+    if (unpadded := last.get("throughput/unpadded_tokens_per_s")) is not None:
+        fraction = unpadded / last["throughput/tokens_per_s"]
+        rate += f" ({tokens * fraction:,.0f} without padding)" if fraction < 1 else ""
     parts = [
         f"{format_bar(last['step'] / steps)} {last['step']:>{len(str(steps))}}/{steps}",
         f"loss {loss:.4f}",
@@ -91,17 +91,17 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
         parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:
-        share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
-        parts.insert(4, f"MFU {share:.1%}")
+        mfu = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
+        parts.insert(4, f"MFU {mfu:.1%}")
     if "val/loss" in last:
-        told = [text.format(last[key]) for key, text in BESIDE.items() if key in last]
-        parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *told]))
+        texts = [text.format(last[key]) for key, text in VALIDATION_FORMATS.items() if key in last]
+        parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *texts]))
     if peak:
         parts.insert(-1, peak)
     return "  ".join(parts)
 
 
-def format_bar(share: float) -> str:
-    """Returns a progress bar of plain characters."""
-    full = round(min(1.0, share) * BAR_WIDTH)
+def format_bar(fraction: float) -> str:
+    """Progress bar made of characters."""
+    full = round(min(1.0, fraction) * BAR_WIDTH)
     return "━" * full + "╌" * (BAR_WIDTH - full)

@@ -1,4 +1,4 @@
-"""Ends a trial of a search early where its study says so: all ranks after the same step."""
+"""Pruning of a trial of a hyperparameter search: all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 
 class Pruning(Callback):
-    """Reports one metric to the study of a trial, and stops where rank 0 is told to.
+    """Report one metric to the Optuna study, and stop the run if its pruner decides so.
 
-    Stands behind the recorder, whose rows are the same on every rank: so all ranks know when a
-    value is new, and only then wait for the answer of rank 0.
+    This callback follows the recorder, whose rows are the same on every rank. So every rank
+    detects a new value by itself, and only then receives the decision of rank 0.
+
+    Args:
+        link: Study and trial of the run.
+        recorder: Source of the metric.
+        rank: Global rank; only rank 0 accesses the study.
     """
 
     def __init__(self, link: TrialLink, recorder: MetricsRecorder, rank: int) -> None:
@@ -39,42 +44,42 @@ class Pruning(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Looks when a window has ended."""
+        """Report new values after a log interval."""
         self._report_new_values(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at the held-out loss."""
+        """Report new values after a validation."""
         self._report_new_values(trainer, pl_module)
 
     def _report_new_values(self, trainer: Trainer, module: LightningModule) -> None:
         new = self._recorder.rows[self._num_seen :]
         self._num_seen = len(self._recorder.rows)
-        known = [
+        values = [
             (row["step"], float(row[self._metric]))
             for row in new
             if row.get(self._metric) is not None
         ]
-        if not known or trainer.global_step >= trainer.max_steps:  # the last step is the end anyway
+        if not values or trainer.global_step >= trainer.max_steps:
             return
-        stop = self._monitor is not None and self._monitor.should_prune(known)
-        told = torch.tensor(int(stop), device=module.device)
+        stop = self._monitor is not None and self._monitor.should_prune(values)
+        decision = torch.tensor(int(stop), device=module.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(told, 0)
-        if told.item():
+            dist.broadcast(decision, 0)
+        if decision.item():
             self.pruned_at = trainer.global_step
             trainer.should_stop = True
 
     def raise_if_pruned(self) -> None:
-        """Raises ``Pruned`` where the training ended for this."""
+        """Raise ``Pruned`` if the pruner has stopped the run."""
         if self.pruned_at is not None:
-            reason = f"the study stopped it after step {self.pruned_at}, by its {self._metric}"
+            reason = f"the study pruned the trial after step {self.pruned_at}, by {self._metric}"
             raise Pruned(reason)
 
 
 class PruningMonitor:
-    """Reports to the study in its storage and asks its pruner.
+    """Connection of a trial to the storage and the pruner of its study.
 
-    A study that cannot be reached costs a line and the pruning, never the training.
+    If the storage cannot be reached, a message is printed and the run continues without pruning.
     """
 
     def __init__(self, link: TrialLink) -> None:
@@ -82,14 +87,14 @@ class PruningMonitor:
         self._trial: Trial | None = None
 
     def should_prune(self, values: Sequence[tuple[int, float]]) -> bool:
-        """Returns whether to end, given what was measured since it was last asked, by step."""
+        """Whether the pruner stops the trial, given the new values as (step, value)."""
         try:
             trial = self._trial = self._trial or self._open_trial(first_step=values[0][0])
             for step, value in values:
                 trial.report(value, step)
             return bool(trial.should_prune())
-        except Exception as error:  # a file system, a lock, a database: each its own kind
-            print_lines(f"the study cannot be asked: {error}")
+        except Exception as error:  # file system, lock and database errors have no common class
+            print_lines(f"cannot reach the study; the run continues without pruning: {error}")
             return False
 
     def _open_trial(self, first_step: int) -> Trial:
@@ -98,12 +103,14 @@ class PruningMonitor:
         from scalewise.hpo import storage
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        kept = storage.open_storage(self._link.storage)
+        study_storage = storage.open_storage(self._link.storage)
         study = optuna.load_study(
             study_name=self._link.study,
-            storage=kept,
-            sampler=optuna.samplers.RandomSampler(),  # it draws nothing here
+            storage=study_storage,
+            sampler=optuna.samplers.RandomSampler(),  # nothing is sampled here
             pruner=storage.build_pruner(self._link.pruner, first_step),
         )
-        known = kept.get_trial_id_from_study_id_trial_number(study._study_id, self._link.trial)
-        return optuna.trial.Trial(study, known)
+        trial_id = study_storage.get_trial_id_from_study_id_trial_number(
+            study._study_id, self._link.trial
+        )
+        return optuna.trial.Trial(study, trial_id)

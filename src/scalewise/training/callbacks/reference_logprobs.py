@@ -1,4 +1,4 @@
-"""What the model says of every pair before it is trained, kept beside the rows."""
+"""Reference log-probabilities of all pairs, computed before the first step."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from scalewise.training.signal_stop import STOP
 
 
 class ReferenceLogProbs(Callback):
-    """Asks the model about the rows that will be read, each once, ranks sharing them out.
+    """Compute the reference log-probabilities of each sample once, distributed over the ranks.
 
-    A run that is resumed asks anew: Lightning calls this before it reads a checkpoint, when the
-    module has the weights that training began with, drawn from the run's seed.
+    A resumed run computes them again: Lightning calls this hook before it loads the checkpoint,
+    when the module has its initial weights.
     """
 
     def __init__(self, run: RunConfig, loaders: Sequence[MicroBatches]) -> None:
         self._run, self._loaders = run, loaders
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives each loader what was said of its rows."""
+        """Compute the log-probabilities of the samples of each loader."""
         assert isinstance(pl_module, TrainingModule)
-        question = self._run.objective.reference_objective
-        assert question is not None
+        objective = self._run.objective.reference_objective
+        assert objective is not None
         if trainer.is_global_zero:
-            print_lines("asking the untrained model about each pair ...")
+            print_lines("computing reference log-probabilities of each pair ...")
         for loader in self._loaders:
-            said_N2 = torch.zeros(loader.num_samples, 2, device=pl_module.device)
+            logprobs_N2 = torch.zeros(loader.num_samples, 2, device=pl_module.device)
             for index_B, batch in loader.iter_indexed_batches(pl_module.num_steps):
                 if number := STOP.poll(pl_module.device):
                     name = signal.Signals(number).name
                     raise Interrupted(number, f"{name} before the first step; nothing is trained")
-                there = trainer.strategy.batch_to_device(batch)
-                said_B2 = pl_module.parallel_strategy.call_no_grad(
-                    pl_module.forward_no_grad, question, there
+                device_batch = trainer.strategy.batch_to_device(batch)
+                logprobs_B2 = pl_module.parallel_strategy.call_no_grad(
+                    pl_module.forward_no_grad, objective, device_batch
                 ).view(-1, 2)
                 real_B = torch.from_numpy(index_B != UNREAL)
-                said_N2[torch.from_numpy(index_B)[real_B]] = said_B2[real_B].float()
-            if dist.is_initialized():  # what another rank was told is below zero, and here zero
-                dist.all_reduce(said_N2, dist.ReduceOp.MIN)
-            loader.reference_logprobs = said_N2.cpu().numpy()
+                logprobs_N2[torch.from_numpy(index_B)[real_B]] = logprobs_B2[real_B].float()
+            if dist.is_initialized():  # values of other ranks are negative there and zero here
+                dist.all_reduce(logprobs_N2, dist.ReduceOp.MIN)
+            loader.reference_logprobs = logprobs_N2.cpu().numpy()
