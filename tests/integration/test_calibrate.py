@@ -62,12 +62,12 @@ def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("learn=gone", "name=new"), ["learn=gone", "is no folder", "new.yaml is not there yet"]),
+        (("learn=gone", "name=new"), ["learn=gone", "is not a folder", "new.yaml does not exist"]),
         (("learn=conf", "name=theirs", "model=gpt2_124m"), ["model=gpt2_124m is idle"]),
-        (("name=mine",), ["name=mine", "was not measured"]),
-        (("name=a/b",), ["name=a/b", "names no file"]),
+        (("name=mine",), ["name=mine", "was not written by a calibration"]),
+        (("name=a/b",), ["name=a/b", "is not a file name"]),
         (("seconds=0",), ["seconds=0", "must be positive"]),
-        (("secnds=1", "name=a/b"), ["secnds", "did you mean seconds?", "names no file"]),
+        (("secnds=1", "name=a/b"), ["secnds", "did you mean seconds?", "is not a file name"]),
         (("modle=x",), ["did you mean model?"]),
         (("--fast",), ["calibrate takes overrides, not --fast"]),
     ],

@@ -30,7 +30,7 @@ def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
     samples = [CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in (1024, 4096)]
     drawn = collectives_plot.collectives_chart(samples, None).to_dict()
     (rows,) = drawn["datasets"].values()
-    assert {row["what"] for row in rows} == {"measured"}
+    assert {row["source"] for row in rows} == {"measured"}
     assert "noise hides the link" in drawn["title"]["text"]
 
 
@@ -62,7 +62,7 @@ def test_sizes_go_up_to_the_largest() -> None:
         ("collectives modle=x", "did you mean model?"),
         ("parallel pairs=0", "pairs=0: must be positive"),
         ("parallel precision=bf16_mixed", "precision=bf16_mixed: the hand-written loop"),
-        ("parallel trainer.global_batch=64", "one micro batch a step"),
+        ("parallel trainer.global_batch=64", "one micro-batch per step"),
         ("slow_link mbit=-1", "mbit=-1.0: must be positive"),
     ],
 )

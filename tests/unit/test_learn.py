@@ -46,7 +46,7 @@ def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
     assert scale.low == pytest.approx((1.2 + 0.2 * 0.3) / 1.5)  # the decile lies between two
     assert scale.high == pytest.approx((3.0 - 0.2 * 1.5) / 1.5)
     text = file.read_text()
-    assert text.startswith("# Measured by `scalewise calibrate` once.\n# Scale of steps learnt on ")
+    assert text.startswith("# Measured by `scalewise calibrate` once.\n# Step scale fitted on ")
     held = yaml.safe_load(text)
     assert held["step_scale"] == 1.5
     assert held["launch_us"] == 3.0
@@ -54,7 +54,7 @@ def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
         tmp_path / "runs", file
     )  # the figures that count are the others
     assert again == scale
-    assert file.read_text().count("learnt") == 1
+    assert file.read_text().count("Step scale fitted") == 1
 
 
 def test_the_scale_of_then_is_taken_out(file: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_calibrated_anew_the_scale_is_gone(file: Path, tmp_path: Path) -> None:
     step_scale.learn_step_scale(tmp_path / "runs", file)
     profile.write_profile(Hardware(step_scale=2.0), {"launch_us": 4.0}, ["calibrate` again."], file)
     assert "step_scale" not in yaml.safe_load(file.read_text())
-    with pytest.raises(ConfigError, match="0 runs below"):
+    with pytest.raises(ConfigError, match="0 runs in"):
         step_scale.learn_step_scale(tmp_path / "runs", file)
 
 
@@ -93,6 +93,6 @@ def test_runs_of_another_kind_tell_nothing(
     finished(tmp_path / "runs" / "other", **({"took": 0.2} | other))
     (tmp_path / "runs" / "torn").mkdir()
     (tmp_path / "runs" / "torn" / "plan.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"2 runs below .* 3 are needed"):
+    with pytest.raises(ConfigError, match=r"2 runs in .* at least 3 are required"):
         step_scale.learn_step_scale(tmp_path / "runs", file)
     assert file.read_text() == before

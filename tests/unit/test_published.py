@@ -104,8 +104,8 @@ def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
         ({"tokens_per_s_per_gpu": "0"}, "tokens_per_s_per_gpu=0 is not a measurement"),
         ({"optimizer": "muon"}, "optimizer=muon is not supported: its state size is unknown"),
         ({"precision": "fp9"}, "precision=fp9 is not supported"),
-        ({"act_ckpt": "weird"}, "act_ckpt=weird is none of"),
-        ({"gpu": "TPU"}, "gpu=TPU: is no device known here"),
+        ({"act_ckpt": "weird"}, "act_ckpt=weird is not one of"),
+        ({"gpu": "TPU"}, "gpu=TPU: is an unknown device"),
         ({"gpu": ""}, "gpu is missing"),
         ({"seq": ""}, "seq is missing"),
     ],
@@ -225,8 +225,8 @@ def test_the_benchmark_reads_a_file_and_writes_its_tables(
         writer.writerows([ROW, ROW | row])
     assert main(["bench", "planner", "--data", "rows.csv"]) == 0
     said = capsys.readouterr().out
-    assert "rows that ran: 1 called fits, 0 called borderline, 0 called out_of_memory" in said
-    failed = "rows that ran out of memory: 0 called fits, 0 called borderline, 1 called out"
+    assert "fit status of runs that ran: fits 1, borderline 0, out_of_memory 0" in said
+    failed = "runs that ran out of memory: fits 0, borderline 0, out_of_memory 1"
     assert failed in said
     (file,) = Path("runs").glob("bench_planner/*/planner.json")
     record = json.loads(file.read_text("utf-8"))

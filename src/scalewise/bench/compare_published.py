@@ -1,4 +1,4 @@
-"""The planner beside published measurements: memory, verdicts and tokens/s, row by row."""
+"""Comparison of the planner with published measurements: memory, fit status and tokens/s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 
 from scalewise import console
 from scalewise.bench import published_rows, published_runs
@@ -21,31 +21,34 @@ from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-SAID = (FitStatus.fits, FitStatus.borderline, FitStatus.out_of_memory)
-_ENDS = (("ran", True), ("ran_out_of_memory", False))
+FIT_STATUSES = (FitStatus.fits, FitStatus.borderline, FitStatus.out_of_memory)
+_OUTCOMES = (("ran", True), ("ran_out_of_memory", False))
 RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
 TITLES = {
-    "memory": "memory, as predicted",
-    "memory_scaled": "memory, one scale a stack",
-    "tokens_per_s": "tokens/s, as predicted",
-    "tokens_per_s_others": "tokens/s, the scale of the other sources",
-    "tokens_per_s_scaled": "tokens/s, one scale a stack",
+    "memory": "memory, unscaled",
+    "memory_scaled": "memory, one scale per stack",
+    "tokens_per_s": "tokens/s, unscaled",
+    "tokens_per_s_others": "tokens/s, scale of the other sources",
+    "tokens_per_s_scaled": "tokens/s, one scale per stack",
 }
+"""Title of each table of the record."""
 Ratios = dict[str, list[float]]
+"""Ratios of predicted to measured values by group."""
 Table = dict[str, dict[str, float]]
+"""Summary of relative errors by group."""
 
 
 @dataclass(frozen=True)
 class PlannerOptions(BaseOptions):
-    """What can be chosen."""
+    """Options of the planner benchmark."""
 
     data: str = ""
-    """A CSV file of measured rows."""
+    """CSV file of published measurements."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a file that is not there."""
+        """Issue of a missing file."""
         if not Path(self.data).is_file():
-            yield ConfigIssue("data", self.data, "there is no such file", "give data=ROWS.csv")
+            yield ConfigIssue("data", self.data, "is not a file", "set data=ROWS.csv")
 
 
 OPTIONS = PlannerOptions
@@ -53,29 +56,32 @@ OPTIONS = PlannerOptions
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """What the planner says of one row, beside what was measured."""
+    """Prediction for one row, and its measurements."""
 
     source: str
+    """Source of the measurement."""
     stack: str
-    """Source, device and format: what one scale of time is learnt for."""
+    """Source, device and format; the group for which one scale is fitted."""
     memory: tuple[float, float] | None
-    """Predicted and measured, GiB."""
+    """Predicted and measured peak memory, in GiB."""
     throughput: tuple[float, float] | None
-    """Predicted and measured, tokens/s of a device."""
+    """Predicted and measured throughput, in tokens/s per device."""
     fit_status: FitStatus
+    """Predicted fit status."""
     fit_in_memory: bool
+    """Whether the published run fit in memory."""
 
 
 def measure(
     runs: Mapping[str, RunConfig], options: PlannerOptions, folder: Path
 ) -> dict[str, object]:
-    """Predicts every row of the file, prints the tables and returns them."""
-    predictions, left = _predict_rows(Path(options.data))
-    if left:
-        print_lines(f"{len(left)} rows left out:")
-        print_lines(*(f"  {line}" for line in left))
+    """Predict all rows of the file; print and return the tables of errors."""
+    predictions, skipped = _predict_rows(Path(options.data))
+    if skipped:
+        print_lines(f"{len(skipped)} rows skipped:")
+        print_lines(*(f"  {line}" for line in skipped))
     if not predictions:
-        raise ConfigError.for_key("data", options.data, "holds no rows that can be predicted")
+        raise ConfigError.for_key("data", options.data, "contains no rows that can be predicted")
     memory = _group_ratios(predictions, lambda p: p.stack, lambda p: p.memory)
     rates = _group_ratios(predictions, lambda p: p.stack, lambda p: p.throughput)
     by_source = _group_ratios(predictions, lambda p: p.source, lambda p: p.throughput)
@@ -89,53 +95,54 @@ def measure(
     for name, title in TITLES.items():
         if tables[name]:
             _print_table(title, tables[name])
-    verdicts = _count_fit_status(predictions)
-    print_lines(*_print_results(verdicts))
-    counted: dict[str, object] = {"rows": len(predictions), "left_out": left}
-    return counted | tables | {"step_scale": _step_scale(rates), "verdicts": verdicts}
+    fit_counts = _count_fit_status(predictions)
+    print_lines(*_fit_count_lines(fit_counts))
+    counts: dict[str, object] = {"rows": len(predictions), "left_out": skipped}
+    return counts | tables | {"step_scale": _step_scale(rates), "verdicts": fit_counts}
 
 
 def _predict_rows(path: Path) -> tuple[list[RowPrediction], list[str]]:
-    """Returns what the planner says of each row of a file, and why it says nothing of others."""
-    kept, left = published_rows.read_rows(path)
-    found = []
-    for row in kept:
+    """Predictions for the rows of a file, and the reasons why rows are skipped."""
+    rows, skipped = published_rows.read_rows(path)
+    predictions = []
+    for row in rows:
         try:
-            found.append(predict_row(row))
+            predictions.append(predict_row(row))
         except ConfigError as error:
-            what = "; ".join(str(issue) for issue in error.issues)
-            left.append(f"{row['source']} {row['model']}: {what}")
-    return found, left
+            issues = "; ".join(str(issue) for issue in error.issues)
+            skipped.append(f"{row['source']} {row['model']}: {issues}")
+    return predictions, skipped
 
 
 def predict_row(row: Row) -> RowPrediction:
-    """Returns what the planner says of a row.
+    """Predict the measurements of a row.
 
-    Raises ``ConfigError`` for a model that cannot be, or a device that is not known.
+    Raises:
+        ConfigError: the model is invalid or the device is unknown.
     """
     run, facts = published_runs.build_run(row), published_runs.framework_of(row)
-    if wrong := [*run.model.validate()]:
-        raise ConfigError(wrong)
+    if issues := [*run.model.validate()]:
+        raise ConfigError(issues)
     fit = check_fit(run)
     source = row["source"].split()[0]
-    bytes_there = published_runs.measured_peak(row, run, fit.breakdown.peak)
-    gib = bytes_there * (RESERVED[1] if facts.reports_reserved else 1.0) / GIB
+    peak_bytes = published_runs.measured_peak(row, run, fit.breakdown.peak)
+    peak_gib = peak_bytes * (RESERVED[1] if facts.reports_reserved else 1.0) / GIB
     step = predict_step_time(run)
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
-    measured, ran = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
-    ran_through = measured.upper() != "OOM"
+    measured_peak, measured_rate = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
+    has_peak = bool(measured_peak) and measured_peak.upper() != "OOM"
     return RowPrediction(
         source,
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
-        (gib, float(measured)) if measured and ran_through else None,
-        (rate, float(ran)) if ran and rate else None,
-        replace(fit, traced_peak=bytes_there).status,
-        fit_in_memory=bool(ran or (measured and ran_through)),
+        (peak_gib, float(measured_peak)) if has_peak else None,
+        (rate, float(measured_rate)) if measured_rate and rate else None,
+        replace(fit, traced_peak=peak_bytes).status,
+        fit_in_memory=bool(measured_rate) or has_peak,
     )
 
 
 def _group_ratios(predictions: Sequence[RowPrediction], group_key: Any, value_pair: Any) -> Ratios:
-    """Returns predicted over measured values by group."""
+    """Ratios of predicted to measured values by group."""
     groups: dict[str, list[float]] = {}
     for prediction in predictions:
         pair = value_pair(prediction)
@@ -145,50 +152,50 @@ def _group_ratios(predictions: Sequence[RowPrediction], group_key: Any, value_pa
 
 
 def _scale_by_group(groups: Ratios) -> dict[str, float]:
-    """Returns the scale of each group that has more rows than that one scale fits."""
+    """Median ratio of each group with more than one row."""
     return {name: median(ratios) for name, ratios in groups.items() if len(ratios) > 1}
 
 
 def _leave_one_group_out(groups: Ratios) -> dict[str, float]:
-    """Returns for each group the scale of all others: it has seen none of the group's rows."""
-    rest = {
+    """Median ratio of all other groups, by group."""
+    others = {
         name: [r for other in groups if other != name for r in groups[other]] for name in groups
     }
-    return {name: median(ratios) for name, ratios in rest.items() if ratios}
+    return {name: median(ratios) for name, ratios in others.items() if ratios}
 
 
 def _group_errors(groups: Ratios, scales: Mapping[str, float] | None = None) -> Table:
-    """Returns the relative errors by group and of all: rows, scale, median, p90, worst.
+    """Summary of the relative errors of each group and of all rows.
 
-    With ``scales``, of the groups that have one.
+    ``scales``: divisor of the predictions by group; groups without one are excluded. None: 1.
     """
     if scales is None:
         scales = dict.fromkeys(groups, 1.0)
-    found: Table = {}
-    everything: list[float] = []
+    table: Table = {}
+    all_errors: list[float] = []
     for name, scale in scales.items():
         errors = [abs(ratio / scale - 1) for ratio in groups[name]]
-        everything += errors
-        found[name] = error_summary(errors) | {"scale": scale}
-    if everything:
-        found["all"] = error_summary(everything) | {"scale": 1.0}
-    return found
+        all_errors += errors
+        table[name] = error_summary(errors) | {"scale": scale}
+    if all_errors:
+        table["all"] = error_summary(all_errors) | {"scale": 1.0}
+    return table
 
 
 def _step_scale(throughput_ratios: Ratios) -> dict[str, float]:
-    """Returns what measured steps take of predicted ones: the median, and around it p10 to p90.
+    """Ratio of measured to predicted step times: median, and p10 and p90 relative to it.
 
-    ``conf/hardware`` gives them to devices of which there are no runs of our own.
+    The profiles in ``conf/hardware`` use it for devices without measured runs.
     """
     scales = sorted(ratio for ratios in throughput_ratios.values() for ratio in ratios)
     if len(scales) < 2:
         return {}
-    middle, tenths = median(scales), quantiles(scales, n=10)
-    return {"median": middle, "low": tenths[0] / middle, "high": tenths[-1] / middle}
+    center, deciles = median(scales), quantiles(scales, n=10)
+    return {"median": center, "low": deciles[0] / center, "high": deciles[-1] / center}
 
 
 def error_summary(errors: Sequence[float]) -> dict[str, float]:
-    """Returns how many errors there are, their median, 90th percentile and worst."""
+    """Number of errors, their median, 90th percentile and maximum."""
     ordered = sorted(errors)
     return {
         "rows": len(ordered),
@@ -199,30 +206,31 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def _count_fit_status(predictions: Sequence[RowPrediction]) -> dict[str, dict[str, int]]:
-    """Returns how many rows got which verdict, of those that ran and those that could not."""
-    said = {
-        name: [p.fit_status for p in predictions if p.fit_in_memory == ran] for name, ran in _ENDS
+    """Number of rows by outcome of the published run and predicted fit status."""
+    statuses = {
+        name: [p.fit_status for p in predictions if p.fit_in_memory == ran]
+        for name, ran in _OUTCOMES
     }
     return {
-        name: {verdict.value: verdicts.count(verdict) for verdict in SAID}
-        for name, verdicts in said.items()
+        name: {status.value: predicted.count(status) for status in FIT_STATUSES}
+        for name, predicted in statuses.items()
     }
 
 
 def _print_table(title: str, rows: Table) -> None:
-    table = Drawn(box=None, pad_edge=False, header_style="dim")
+    table = RichTable(box=None, pad_edge=False, header_style="dim")
     table.add_column(title)
     for name in ("rows", "scale", "median", "p90", "worst"):
         table.add_column(name, justify="right")
     for name, row in rows.items():
-        shares = (f"{row[key]:.1%}" for key in ("median", "p90", "worst"))
-        table.add_row(name, str(int(row["rows"])), f"{row['scale']:.2f}", *shares)
+        errors = (f"{row[key]:.1%}" for key in ("median", "p90", "worst"))
+        table.add_row(name, str(int(row["rows"])), f"{row['scale']:.2f}", *errors)
     console.get_console().print(table)
 
 
-def _print_results(fit_counts: Any) -> list[str]:
+def _fit_count_lines(fit_counts: Any) -> list[str]:
     lines = []
-    for name, _ in _ENDS:
-        told = ", ".join(f"{count} called {verdict}" for verdict, count in fit_counts[name].items())
-        lines.append(f"rows that {name.replace('_', ' ')}: {told}")
+    for name, _ in _OUTCOMES:
+        counts = ", ".join(f"{status} {count}" for status, count in fit_counts[name].items())
+        lines.append(f"predicted fit status of runs that {name.replace('_', ' ')}: {counts}")
     return lines

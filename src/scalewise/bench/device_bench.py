@@ -1,4 +1,4 @@
-"""What one device reaches: products, attention, its memory, the start of an operator."""
+"""Rates of one device: matmuls, attention, memory bandwidth and launch latency."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from scalewise.units import GIGA, MICRO, TERA
 if TYPE_CHECKING:
     import torch
 
-LEAST_REPEATS = 5
-CHAIN = 200
-"""Operators that are started one after the other."""
+MIN_REPEATS = 5
+CHAIN_LENGTH = 200
+"""Number of operators that are launched in sequence."""
 
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """A measured figure and how far its repeats lie apart: from 10 % to 90 %, over the median."""
+    """Median of repeated measurements, and their spread."""
 
     value: float
+    """Median."""
     spread: float
+    """Difference of the 90th and the 10th percentile, relative to the median."""
 
 
 def matmul_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigure:
-    """Returns the rate of a large square product in ``kind``, TFLOP/s."""
+    """Rate of a large square matmul in format ``kind``, in TFLOP/s."""
     import torch
 
     size = 8192 if device.type == "cuda" else 1024
     dtype = _dtype(kind)
-    held = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
     try:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        into = torch.empty_like(a)
-        spent = _repeat_times(lambda: torch.mm(a, b, out=into), device, seconds)
+        output = torch.empty_like(a)
+        times = _repeat_times(lambda: torch.mm(a, b, out=output), device, seconds)
     finally:
-        torch.set_float32_matmul_precision(held)
-    return _rate(spent, 2.0 * size**3 / TERA)
+        torch.set_float32_matmul_precision(precision)
+    return _rate(times, 2.0 * size**3 / TERA)
 
 
 def attention_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigure:
-    """Returns the rate of causal attention in ``kind``, TFLOP/s; what is masked is not counted."""
+    """Rate of causal attention in format ``kind``, in TFLOP/s without masked positions."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -53,51 +55,51 @@ def attention_rate(kind: str, device: torch.device, seconds: float) -> MeasuredF
     query, key, value = (
         torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3)
     )
-    spent = _repeat_times(
+    times = _repeat_times(
         lambda: scaled_dot_product_attention(query, key, value, is_causal=True), device, seconds
     )
-    return _rate(spent, 2.0 * heads * tokens * tokens * width / TERA)
+    return _rate(times, 2.0 * heads * tokens * tokens * width / TERA)
 
 
 def memory_bandwidth(device: torch.device, seconds: float) -> MeasuredFigure:
-    """Returns the rate at which a sum reads two arrays and writes one, GB/s."""
+    """Memory bandwidth of an addition, which reads two tensors and writes one, in GB/s."""
     import torch
 
-    numbers = 1 << (28 if device.type == "cuda" else 24)
-    a, b = (torch.zeros(numbers, device=device) for _ in range(2))
-    into = torch.empty_like(a)
-    spent = _repeat_times(lambda: torch.add(a, b, out=into), device, seconds)
-    return _rate(spent, 3.0 * 4 * numbers / GIGA)
+    numel = 1 << (28 if device.type == "cuda" else 24)
+    a, b = (torch.zeros(numel, device=device) for _ in range(2))
+    output = torch.empty_like(a)
+    times = _repeat_times(lambda: torch.add(a, b, out=output), device, seconds)
+    return _rate(times, 3.0 * 4 * numel / GIGA)
 
 
 def host_link_bandwidth(device: torch.device, seconds: float) -> MeasuredFigure:
-    """Returns the rate of copies from pinned memory of the host to the device, GB/s."""
+    """Bandwidth of copies from pinned host memory to the device, in GB/s."""
     import torch
 
-    there = torch.zeros(1 << 26, pin_memory=True)
-    into = torch.empty_like(there, device=device)
-    spent = _repeat_times(lambda: into.copy_(there, non_blocking=True), device, seconds)
-    return _rate(spent, there.nbytes / GIGA)
+    source = torch.zeros(1 << 26, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    times = _repeat_times(lambda: target.copy_(source, non_blocking=True), device, seconds)
+    return _rate(times, source.nbytes / GIGA)
 
 
 def launch_latency(device: torch.device, seconds: float) -> MeasuredFigure:
-    """Returns the time to start one small operator, forward or backward, microseconds."""
+    """Launch time of one small operator, averaged over forward and backward, in microseconds."""
     import torch
 
     start = torch.ones(1, device=device, requires_grad=True)
 
-    def chain() -> None:
+    def run_chain() -> None:
         x = start
-        for _ in range(CHAIN):
+        for _ in range(CHAIN_LENGTH):
             x = x * 1.0
         x.backward()
 
-    spent = _repeat_times(chain, device, seconds)
-    return summarize([taken / (2 * CHAIN) / MICRO for taken in spent])
+    times = _repeat_times(run_chain, device, seconds)
+    return summarize([time_s / (2 * CHAIN_LENGTH) / MICRO for time_s in times])
 
 
 def _dtype(kind: str) -> torch.dtype:
-    """Returns the format in which a kind of product is held; TF32 is a way to multiply fp32."""
+    """Data type of the operands of a format; TF32 matmuls have fp32 operands."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
@@ -106,32 +108,32 @@ def _dtype(kind: str) -> torch.dtype:
 def _repeat_times(
     operation: Callable[[], object], device: torch.device, seconds: float
 ) -> list[float]:
-    """Returns the seconds of each repeat, as many as fit into ``seconds``."""
+    """Repeat an operation for ``seconds``; return the time of each repeat."""
     import torch
 
-    spent: list[float] = []
-    ends = float("inf")
-    for number in range(-2, 10_000):
-        before = time.perf_counter()
+    times: list[float] = []
+    deadline = float("inf")
+    for index in range(-2, 10_000):
+        start = time.perf_counter()
         operation()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         now = time.perf_counter()
-        if number < 0:  # warm
-            ends = now + seconds
+        if index < 0:  # warm-up
+            deadline = now + seconds
             continue
-        spent.append(now - before)
-        if now > ends and len(spent) >= LEAST_REPEATS:
+        times.append(now - start)
+        if now > deadline and len(times) >= MIN_REPEATS:
             break
-    return spent
+    return times
 
 
 def _rate(times: list[float], amount: float) -> MeasuredFigure:
-    return summarize([amount / taken for taken in times])
+    return summarize([amount / time_s for time_s in times])
 
 
 def summarize(values: list[float]) -> MeasuredFigure:
-    """Returns the figure of repeated values, two at the least."""
-    tenths = quantiles(values, n=10)
-    middle = median(values)
-    return MeasuredFigure(middle, (tenths[-1] - tenths[0]) / middle)
+    """Median and spread of repeated measurements, at least two."""
+    deciles = quantiles(values, n=10)
+    center = median(values)
+    return MeasuredFigure(center, (deciles[-1] - deciles[0]) / center)

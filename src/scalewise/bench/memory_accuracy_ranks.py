@@ -88,4 +88,4 @@ TRACED_SELDOM: tuple[Overrides, ...] = (
     (*pipeline_overrides(), "model=gpt2_124m", "data.sequence=1024"),
     (MIXED, SELECTIVE, *pipeline_overrides(context=2, tensor=4)),
 )
-"""Runs of the exhaustive tests only."""
+"""Run of the exhaustive tests only."""

@@ -324,7 +324,7 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
     fsdp_overrides(2, "optimizer=adamw_8bit", *_TALL),
 )
-"""Runs of the exhaustive tests only."""
+"""Run of the exhaustive tests only."""
 
 _SMALL_BUCKETS = "parallelism.bucket_mib=1"
 _SHARD_ALL = "parallelism.keep_whole_below=100"

@@ -1,4 +1,4 @@
-"""What the suite's trainer costs a step beside a loop written by hand, and how fast ranks start."""
+"""Overhead of the trainer per step, compared with a hand-written loop, and launch time of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_json
 from scalewise.units import format_seconds
 
-WARM_UP = 4
-"""Steps of each loop before the first that counts; the suite measures memory in its second."""
+WARM_UP_STEPS = 4
+"""Steps of each loop that are not counted; the trainer measures memory in the third."""
 
 LAUNCHES = 5
 BOUND = 1.03
-"""A step of the suite may take this much of a hand-written one, at the most."""
+"""Maximum ratio of the step time to that of the hand-written loop."""
 LAUNCH_BOUND = 0.5
-"""Seconds from elastic's start to a rank's own code, at the most."""
+"""Maximum time from the start of torch elastic to the first code of a rank, in seconds."""
 
-_AT_REST = (
+_BASE = (
     "data=synthetic",
     "data.sequence=256",
     "schedule.warmup_steps=2",
@@ -39,18 +39,18 @@ _AT_REST = (
     "tracking=none",
 )
 RUNS: Mapping[str, tuple[str, ...]] = {
-    "ddp": ("parallelism=ddp", *_AT_REST),
-    "fsdp": ("parallelism=fsdp", *_AT_REST),
+    "ddp": ("parallelism=ddp", *_BASE),
+    "fsdp": ("parallelism=fsdp", *_BASE),
 }
 _TIMES = ".times.json"
 
 
 @dataclass(frozen=True)
 class ParallelOptions(options.BenchOptions):
-    """How much is measured."""
+    """Options of the parallel benchmark."""
 
     pairs: int = 40
-    """Steps of the suite for each layout, each between two steps of the hand-written loop."""
+    """Measured steps per strategy, each between two steps of the hand-written loop."""
 
 
 OPTIONS = ParallelOptions
@@ -59,26 +59,29 @@ OPTIONS = ParallelOptions
 def measure(
     runs: Mapping[str, RunConfig], options: ParallelOptions, folder: Path
 ) -> dict[str, object]:
-    """Returns step times, their ratio with its interval, and times of launching."""
+    """Measure step times, their ratio with a confidence interval, and launch times."""
     for run in runs.values():
         _check_options(run)
-    print_lines(f"{'':<6}{'suite':>10}{'hand':>10}   ratio (95 % interval)   hand beside itself")
-    layouts: dict[str, object] = {}
+    print_lines(f"{'':<6}{'scalewise':>10}{'baseline':>10}   ratio (95% interval)    noise ratio")
+    results: dict[str, object] = {}
     for name, run in runs.items():
-        run = replace(run, trainer=replace(run.trainer, max_steps=WARM_UP + options.pairs + 1))
+        run = replace(
+            run, trainer=replace(run.trainer, max_steps=WARM_UP_STEPS + options.pairs + 1)
+        )
         ranks.run_ranks(partial(_measure_rank, run, folder), run.world_size, folder)
         times: Any = read_json(folder / _TIMES)
         (folder / _TIMES).unlink()
-        layouts[name] = found = _compare_layout(times)
+        results[name] = result = _compare_loops(times)
         print_lines(
-            f"{name:<6}{format_seconds(found['suite_s']):>10}{format_seconds(found['hand_s']):>10}"
-            f"   {_ratio_text(found['ratio'])}   {_ratio_text(found['self_check'])}"
+            f"{name:<6}{format_seconds(result['suite_s']):>10}"
+            f"{format_seconds(result['hand_s']):>10}"
+            f"   {_ratio_text(result['ratio'])}   {_ratio_text(result['self_check'])}"
         )  # fmt: skip
     launches = [
         _launch_seconds(next(iter(runs.values())).world_size, folder) for _ in range(LAUNCHES)
     ]
     print_lines(
-        "", f"a rank's own code runs {format_seconds(median(launches))} after elastic starts"
+        "", f"launch time: {format_seconds(median(launches))} from torch elastic to the last rank"
     )
     first = next(iter(runs.values()))
     return {
@@ -87,7 +90,7 @@ def measure(
         "rows_a_rank": first.micro_batch,
         "sequence": first.data.sequence,
         "ranks": first.world_size,
-        "layouts": layouts,
+        "layouts": results,
         "launch_s": {"median": median(launches), "all": launches},
     }
 
@@ -97,27 +100,28 @@ def _check_options(run: RunConfig) -> None:
     machine = this_machine()
     gpus = len(machine.gpus) if on_cuda else None
     ranks.check_ranks(run.world_size, "ranks", gpus, machine.max_cpu_ranks)
-    wrong = []
+    issues = []
     if run.precision.compute is not FloatFormat.fp32:
         chosen = run.choices.get("precision")
-        wrong.append(ConfigIssue("precision", chosen, "the hand-written loop computes in fp32"))
+        reason = "is not supported: the hand-written loop computes in fp32"
+        issues.append(ConfigIssue("precision", chosen, reason))
     if run.accumulation > 1:
-        reason, fix = "the hand-written loop has one micro batch a step", "leave it out"
-        wrong.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, fix))
-    if wrong:
-        raise ConfigError(wrong)
+        reason = "is not supported: the hand-written loop has one micro-batch per step"
+        issues.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, "leave it out"))
+    if issues:
+        raise ConfigError(issues)
 
 
-def _compare_layout(times: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ratios of one layout from the times of its loops, s: wall and processor."""
+def _compare_loops(times: Mapping[str, Any]) -> dict[str, Any]:
+    """Ratios of the step times of the trainer and the hand-written loops."""
     wall, cpu = times["wall"], times["cpu"]
-    hand, suite = wall["hand"], wall["suite"]
+    baseline, trainer = wall["hand"], wall["suite"]
     return {
-        "suite_s": median(suite),
-        "hand_s": median(hand),
-        "extra_s": median(paired_ratio.neighbor_excess(suite, hand)),
-        "ratio": asdict(paired_ratio.paired_ratio(suite, hand)),
-        "self_check": asdict(paired_ratio.paired_ratio(wall["twin"], hand)),
+        "suite_s": median(trainer),
+        "hand_s": median(baseline),
+        "extra_s": median(paired_ratio.neighbor_excess(trainer, baseline)),
+        "ratio": asdict(paired_ratio.paired_ratio(trainer, baseline)),
+        "self_check": asdict(paired_ratio.paired_ratio(wall["twin"], baseline)),
         "cpu_ratio": asdict(paired_ratio.paired_ratio(cpu["suite"], cpu["hand"])),
         "loss": times["loss"],
     }
@@ -128,25 +132,22 @@ def _ratio_text(ratio: Mapping[str, float]) -> str:
 
 
 def _launch_seconds(count: int, folder: Path) -> float:
-    """Returns the seconds from elastic's start until the last of the ranks runs its own code."""
-    began = time.time()
-    ranks.run_ranks(partial(_note_arrival, folder), count, folder)
-    arrived = [float(path.read_text("utf-8")) for path in folder.glob(".arrived-*")]
-    for path in folder.glob(".arrived-*"):
+    """Time from the start of torch elastic to the first code of the last rank, in seconds."""
+    start = time.time()
+    ranks.run_ranks(partial(_write_start_time, folder), count, folder)
+    start_times = [float(path.read_text("utf-8")) for path in folder.glob(".started-*")]
+    for path in folder.glob(".started-*"):
         path.unlink()
-    return max(arrived) - began
+    return max(start_times) - start
 
 
-def _note_arrival(folder: Path) -> None:
+def _write_start_time(folder: Path) -> None:
     now = time.time()
-    (folder / f".arrived-{os.environ['RANK']}").write_text(str(now), "utf-8")
+    (folder / f".started-{os.environ['RANK']}").write_text(str(now), "utf-8")
 
 
 def _measure_rank(run: RunConfig, folder: Path) -> None:
-    """Trains with the suite in one of the ranks; between its steps the hand-written loops take one.
-
-    Rank 0 writes the times: of the slowest rank, and of all their processors together.
-    """
+    """Train in one rank, interleaved with the hand-written loops; rank 0 writes the times."""
     import torch
     import torch.distributed as dist
 
@@ -158,28 +159,28 @@ def _measure_rank(run: RunConfig, folder: Path) -> None:
     from scalewise.training.lightning_module import TrainingModule
 
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    place = RankInfo(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
-    set_device(run, place)
+    rank_info = RankInfo(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
+    set_device(run, rank_info)
     on_cuda = run.hardware.device is DeviceKind.cuda
     device = torch.device("cuda", local) if on_cuda else torch.device("cpu")
     dist.init_process_group("nccl" if on_cuda else "gloo")
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.num_steps(len(splits.train))
-    share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
+    batch_share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
 
-    def loader() -> TrainLoader:
+    def build_loader() -> TrainLoader:
         return TrainLoader(
-            splits.train, share, seed=run.seed, steps=steps + 1, start=0, pin_memory=on_cuda
+            splits.train, batch_share, seed=run.seed, steps=steps + 1, start=0, pin_memory=on_cuda
         )
 
     module, recorder = TrainingModule(run, steps), MetricsRecorder(run, 0, [])
     if rank == 0:
         recorder.sinks.append(MetricsFile(folder / ".metrics.csv").append)
-    turns = InterleavedLoader(run, steps, loader, device)
+    interleaved = InterleavedLoader(run, steps, build_loader, device)
     with silence_lightning():
-        build_trainer(run, folder, place, steps, recorder).fit(module, turns)
-    wall, cpu = turns.gather_times(WARM_UP)
-    losses = {"suite": module.last_loss.item(), "hand": turns.baseline.loss.item()}
+        build_trainer(run, folder, rank_info, steps, recorder).fit(module, interleaved)
+    wall, cpu = interleaved.gather_times(WARM_UP_STEPS)
+    losses = {"suite": module.last_loss.item(), "hand": interleaved.baseline.loss.item()}
     if rank == 0:
         (folder / ".metrics.csv").unlink()
         write_json(folder / _TIMES, {"wall": wall, "cpu": cpu, "loss": losses})

@@ -1,4 +1,4 @@
-"""A hardware profile with figures that were measured, as a file of the group ``hardware``."""
+"""Files of the config group ``hardware`` with measured values."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from scalewise.tracking.run_files import write_text
 from scalewise.units import GIGA, MICRO
 
 MARK = "# Measured by `scalewise "
-LEARNT = ("step_scale", "step_shortest", "step_longest")
-LEARNT_MARK = "# Scale of steps learnt"
+STEP_SCALE_KEYS = ("step_scale", "step_shortest", "step_longest")
+STEP_SCALE_COMMENT = "Step scale fitted"
+"""Start of the comment on the step scale."""
 DEFAULTS = "defaults:\n  - /schema/hardware/device@_here_\n  - _self_\n\n"
 
 
 def utc_date() -> str:
-    """Returns the date, UTC."""
+    """Current date in UTC."""
     return str(datetime.now(UTC).date())
 
 
 def software_versions() -> str:
-    """Returns what the figures depend on besides the machine."""
-    found = versions()
-    return ", ".join(f"{name} {found[name]}" for name in ("scalewise", "torch") if name in found)
+    """Versions of scalewise and torch, on which measured values depend."""
+    installed = versions()
+    names = (name for name in ("scalewise", "torch") if name in installed)
+    return ", ".join(f"{name} {installed[name]}" for name in names)
 
 
 def link_entries(link: RingLink) -> dict[str, float]:
-    """Returns a link's entries."""
+    """Entries of a link in a profile."""
     return {
         "link_gb_per_s": link.bytes_per_s / GIGA,
         "link_latency_us": max(link.latency_s / MICRO, 1e-3),
@@ -43,42 +45,46 @@ def link_entries(link: RingLink) -> dict[str, float]:
 
 
 def is_writable_profile(file: Path) -> bool:
-    """Returns whether a profile may be written there: none is, or one that was measured."""
+    """Whether a file does not exist or is a measured profile, which may be overwritten."""
     return not file.exists() or file.read_text("utf-8").startswith(MARK)
 
 
 def measured_figures(file: Path) -> dict[str, object]:
-    """Returns the figures of a profile that was measured, but those learnt from runs."""
-    held: dict[str, object] = bounded_yaml.load_yaml(file.read_text("utf-8"))
-    return {key: value for key, value in held.items() if key not in ("defaults", *LEARNT)}
+    """Values of a measured profile without the step scale."""
+    entries: dict[str, object] = bounded_yaml.load_yaml(file.read_text("utf-8"))
+    excluded = ("defaults", *STEP_SCALE_KEYS)
+    return {key: value for key, value in entries.items() if key not in excluded}
 
 
 def add_figures(file: Path, values: Mapping[str, float], comment: str) -> None:
-    """Puts figures that were learnt, and the comment ``comment``, in a profile that was
-    measured."""
+    """Set the step scale in a measured profile, with a comment on its origin."""
     head, _, _ = file.read_text("utf-8").partition(DEFAULTS)
-    lines = [line for line in head.splitlines() if not line.startswith(LEARNT_MARK)]
-    known = measured_figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
+    lines = [line for line in head.splitlines() if not line.startswith(f"# {STEP_SCALE_COMMENT}")]
+    entries = measured_figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
     text = "".join(f"{line}\n" for line in (*lines, f"# {comment}")) + DEFAULTS
-    write_text(file, text + yaml.safe_dump(known, sort_keys=False))
+    write_text(file, text + yaml.safe_dump(entries, sort_keys=False))
 
 
 def write_profile(
     hardware: Hardware, figures: Mapping[str, float], comments: Sequence[str], file: Path
 ) -> Path:
-    """Writes the known figures of ``hardware`` and, in their place, those measured.
+    """Write a profile of the values of ``hardware``, replaced by measured ones where available.
 
-    ``comments``: lines of a comment; the first begins with the verb that measured.
+    Args:
+        hardware: Existing profile.
+        figures: Measured values by key.
+        comments: Comment lines; the first starts with the command that has measured the values.
+        file: Path of the profile.
     """
-    held = {entry.name: getattr(hardware, entry.name) for entry in fields(hardware)}
-    known = {
+    values = {field.name: getattr(hardware, field.name) for field in fields(hardware)}
+    entries = {
         key: value.value if isinstance(value, Enum) else value
-        for key, value in held.items()
-        if value not in (None, "") and key not in (*LEARNT, "read_off")
+        for key, value in values.items()
+        if value not in (None, "") and key not in (*STEP_SCALE_KEYS, "read_off")
     }
-    known |= {key: float(f"{value:.4g}") for key, value in figures.items()}
+    entries |= {key: float(f"{value:.4g}") for key, value in figures.items()}
     first, *rest = comments
     head = "".join((f"{MARK}{first}\n", *(f"# {line}\n" for line in rest), DEFAULTS))
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, head + yaml.safe_dump(known, sort_keys=False))
+    write_text(file, head + yaml.safe_dump(entries, sort_keys=False))
     return file

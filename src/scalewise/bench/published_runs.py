@@ -1,7 +1,8 @@
-"""Published measurements as runs of this suite, with the facts of the framework that made them.
+"""Conversion of published measurements to runs, with the properties of their frameworks.
 
-A row says which model, layout and batch; how its framework holds and computes them is stated here
-once a source, with where it was read. No number is fitted to a row.
+A row of the measurements describes model, parallelism and batch. ``FRAMEWORKS`` describes how its
+framework stores and computes them, with the source of this information. No value is fitted to a
+row.
 """
 
 from __future__ import annotations
@@ -36,14 +37,20 @@ MIXED = Precision(FloatFormat.fp32, FloatFormat.bf16)
 
 @dataclass(frozen=True)
 class PublishedDevice:
-    """A device by the name that rows use: memory GiB, TFLOP/s, GB/s of memory and link."""
+    """Device of a published measurement."""
 
     memory: float
+    """Memory, in GiB."""
     tflops: float
+    """Peak bf16 compute rate, in TFLOP/s."""
     bandwidth: float
+    """Memory bandwidth, in GB/s."""
     link: float
+    """Bandwidth of the link between devices, in GB/s."""
     product_share: float = 0.8
+    """Fraction of the peak compute rate that matmuls reach."""
     attention_share: float = 0.35
+    """Fraction of the peak compute rate that attention reaches."""
 
 
 DEVICES = {
@@ -65,41 +72,42 @@ DEVICES = {
     "V100": PublishedDevice(32, 125, 900, 150),
     "V100 16": PublishedDevice(16, 125, 900, 150),
 }
-"""Vendors' datasheets; torchtitan's H100 are of 96 GB with HBM2e (its report says so). Shares are
-those of ``conf/hardware``."""
+"""Devices by name, from vendors' datasheets; fractions are those of ``conf/hardware``.
+
+According to its report, torchtitan uses the H100 with 96 GB of HBM2e.
+"""
 
 
 @dataclass(frozen=True)
 class FrameworkFacts:
-    """How a framework holds and computes what its rows name.
-
-    ``precision``: of a row. ``reports_reserved``: whether it reports what the allocator reserves.
-    ``source``: where this was read. ``keeps_unsharded_gradients``: whether gradients stay whole
-    while micro batches are summed. ``gradient_reduce_bytes``: bytes of a gradient in its reduction.
-    ``shards_sequence``:
-    whether tensor ranks share tokens and logits out as well. ``loss_bytes``: bytes of a number in
-    the
-    loss. ``recomputes_every_second``: whether selective recomputation keeps every second product
-    alone.
-    ``loads_full_model``: whether every rank makes the whole model before it is sharded.
-    ``is_llama``: whether blocks are Llama's; else GPT's.
-    """
+    """Properties of a framework that determine memory and time of its measurements."""
 
     precision: Callable[[Row], Precision]
+    """Function that returns the precision of a row."""
     reports_reserved: bool
+    """Whether it reports the memory that the allocator reserves, not the allocated memory."""
     source: str
+    """Source of these properties."""
     keeps_unsharded_gradients: bool = False
+    """Whether gradients stay unsharded during gradient accumulation."""
     gradient_reduce_bytes: int | None = None
+    """Bytes per element in the reduction of gradients; None: as in scalewise."""
     shards_sequence: bool = True
+    """Whether tensor parallelism includes sequence and loss parallelism."""
     loss_bytes: int = 4
+    """Bytes per element of the logits in the loss."""
     recomputes_every_second: bool = False
+    """Whether selective activation checkpointing saves every second matmul only."""
     loads_full_model: bool = False
+    """Whether every rank builds the full model before it is sharded."""
     devices_per_node: int = 8
+    """Number of devices per node."""
     is_llama: bool = True
+    """Whether blocks are those of Llama, not of GPT-2."""
 
 
 def _stated_formats(row: Row) -> Precision:
-    """Returns the formats of a row that says them: true or pure formats throughout, else mixed."""
+    """Precision that a row states: mixed for "mixed", "amp" and "fp32", else one format."""
     name = row["precision"].lower()
     compute = FloatFormat.fp16 if "fp16" in name else FloatFormat.bf16
     if name in ("fp32", "float32", "32-true"):
@@ -142,13 +150,14 @@ FRAMEWORKS = {
         is_llama=False,
     ),
 }
-"""By what a row's source contains. Another source is taken at its columns' word."""
+"""Properties by a part of the name of a row's source."""
 
-OTHER = FrameworkFacts(_stated_formats, True, "the row's own columns")
+OTHER = FrameworkFacts(_stated_formats, True, "the columns of the row")
+"""Properties of other sources."""
 
 
 def framework_of(row: Row) -> FrameworkFacts:
-    """Returns the facts of the framework that a row comes from."""
+    """Properties of the framework of a row."""
     return next((facts for name, facts in FRAMEWORKS.items() if name in row["source"]), OTHER)
 
 
@@ -160,36 +169,37 @@ QUANTIZED = {
     "bnb.fp4-dq": _DOUBLE,
     "bnb.int8": 1.0,
 }
-"""Bytes of a weight: four bits, a scale for 64 of them, and of those in turn (Dettmers, 2023)."""
+"""Bytes per quantized weight: 4 bits and a scale per 64 weights, quantized in turn with "dq"
+(Dettmers et al., 2023)."""
 
 
 def measured_peak(row: Row, run: RunConfig, predicted: int) -> int:
-    """Returns the bytes that a row should have measured, of those that the ledger foresees.
+    """Convert a predicted peak to the peak that the framework of a row should measure, in bytes.
 
-    Beside the step there is the loading: every rank of a framework that ``loads_full_model`` holds
-    the model and its own shard of it. Quantized weights are those of the blocks' linear layers.
+    Quantization reduces the size of the linear layers in the blocks. With ``loads_full_model``,
+    the peak may occur while a rank stores both the full model and its shard.
     """
-    each = run.precision.parameters.bytes
+    element_bytes = run.precision.parameters.bytes
     shards = run.parallelism.world_size
-    if each_quantized := QUANTIZED.get(row["quant"]):
-        linear = sum(
+    if quantized_bytes := QUANTIZED.get(row["quant"]):
+        linear_numel = sum(
             w.numel for w in run.model.weight_census() if w.layer is not None and len(w.shape) > 1
         )
-        predicted -= int(linear * (each - each_quantized)) // shards
+        predicted -= int(linear_numel * (element_bytes - quantized_bytes)) // shards
         if run.memory == FixedCheckpointing():
             predicted += _quantized_input_bytes(run)
     if framework_of(row).loads_full_model and shards > 1:
-        whole = run.model.num_parameters * each
-        predicted = max(predicted, whole + whole // shards)
+        model_bytes = run.model.num_parameters * element_bytes
+        predicted = max(predicted, model_bytes + model_bytes // shards)
     return predicted
 
 
 def _quantized_input_bytes(run: RunConfig) -> int:
-    """Returns the bytes of what 4-bit products keep of their inputs, which frozen ones need not.
+    """Bytes of the inputs that 4-bit matmuls save, although frozen layers do not need them.
 
-    bitsandbytes 0.41, autograd/_functions.py: ``MatMul4Bit`` holds its input and its weight. Of a
-    block's inputs those of the last product of attention and of the two of the feedforward count:
-    the first is kept by the adapter as well.
+    In bitsandbytes 0.41 (autograd/_functions.py), ``MatMul4Bit`` saves its input. This adds the
+    inputs of the output projection of attention and of the feedforward layers in each block; the
+    adapter already saves the input of the first projection.
     """
     model = run.model
     assert isinstance(model, DecoderConfig)
@@ -199,26 +209,26 @@ def _quantized_input_bytes(run: RunConfig) -> int:
 
 
 def build_run(row: Row) -> RunConfig:
-    """Returns the run that a row measured, as near as this suite comes to it."""
+    """Convert a row to the run of scalewise that is most similar to it."""
     facts = framework_of(row)
     accumulation = _parse_int(row, "grad_accum", 1)
-    parallelism = _parallelism_overrides(row, facts, accumulation)
+    parallelism = _parallelism_config(row, facts, accumulation)
     micro_batch = _parse_int(row, "micro_bs", 1)
-    rows_of_step = micro_batch * parallelism.data_parallel_size * accumulation
-    full = row["act_ckpt"].startswith("full")
+    global_batch = micro_batch * parallelism.data_parallel_size * accumulation
+    is_full = row["act_ckpt"].startswith("full")
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
     return RunConfig(
-        model=_model_overrides(row, facts),
+        model=_model_config(row, facts),
         data=RandomTokens(sequence=_parse_int(row, "seq", 2048)),
         objective=CausalLM(),
         parallelism=parallelism,
         precision=facts.precision(row),
         optimizer=SGDConfig() if row["optimizer"].lower().startswith("sgd") else AdamWConfig(),
         schedule=ConstantConfig(),
-        adapter=_adapter_overrides(row),
-        memory=FixedCheckpointing(Recompute.full if full else recompute),
+        adapter=_adapter_config(row),
+        memory=FixedCheckpointing(Recompute.full if is_full else recompute),
         compile=Compile(),
-        trainer=TrainerConfig(micro_batch=micro_batch, global_batch=rows_of_step, max_steps=1),
+        trainer=TrainerConfig(micro_batch=micro_batch, global_batch=global_batch, max_steps=1),
         checkpoint=CheckpointConfig(),
         tracking=WandbConfig(),
         launch=Launch(),
@@ -227,49 +237,50 @@ def build_run(row: Row) -> RunConfig:
 
 
 def device_profile(name: str, devices_per_node: int) -> Hardware:
-    """Returns the profile of a device by the name that rows use.
+    """Hardware profile of a device.
 
-    Raises ``ConfigError`` for a device that is not known.
+    Raises:
+        ConfigError: the device is unknown.
     """
-    known = _find_device(name)
-    if known is None:
+    device = _find_device(name)
+    if device is None:
         raise ConfigError.for_key(
-            "gpu", name, "is no device known here", f"one of {', '.join(DEVICES)}"
+            "gpu", name, "is an unknown device", f"choose one of {', '.join(DEVICES)}"
         )
     return Hardware(
         device=DeviceKind.cuda,
-        memory_gib=known.memory,
-        fp32_tflops=known.tflops / 16,  # of NVIDIA's since Ampere, outside of tensor cores
-        tf32_tflops=known.tflops / 2,
-        bf16_tflops=known.tflops,
-        fp16_tflops=known.tflops,
-        memory_gb_per_s=known.bandwidth,
-        link_gb_per_s=known.link,
+        memory_gib=device.memory,
+        fp32_tflops=device.tflops / 16,  # NVIDIA GPUs since Ampere, without tensor cores
+        tf32_tflops=device.tflops / 2,
+        bf16_tflops=device.tflops,
+        fp16_tflops=device.tflops,
+        memory_gb_per_s=device.bandwidth,
+        link_gb_per_s=device.link,
         link_latency_us=4.0,
         devices_per_node=devices_per_node,
-        node_link_gb_per_s=known.link / 9,
+        node_link_gb_per_s=device.link / 9,
         node_link_latency_us=8.0,
         context_gib=1.0,
-        product_share=known.product_share,
-        attention_share=known.attention_share,
+        product_share=device.product_share,
+        attention_share=device.attention_share,
     )
 
 
 def _find_device(name: str) -> PublishedDevice | None:
-    """Returns the device that a name like ``NVIDIA H100 80GB HBM3`` or ``h100-sxm`` means."""
-    words = re.findall(r"[a-z]*\d+[a-z]*", name.lower())
-    sizes = [word.removesuffix("gb").removesuffix("g") for word in words[1:]]
+    """Find the device of a name such as ``NVIDIA H100 80GB HBM3`` or ``h100-sxm``."""
+    parts = re.findall(r"[a-z]*\d+[a-z]*", name.lower())
+    sizes = [part.removesuffix("gb").removesuffix("g") for part in parts[1:]]
     for model in sorted(DEVICES, key=len, reverse=True):
         kind, _, size = model.lower().partition(" ")
-        named = any(kind in (word, word.removeprefix("rtx")) for word in words)
-        if named and (not size or size in sizes):
+        matches = any(kind in (part, part.removeprefix("rtx")) for part in parts)
+        if matches and (not size or size in sizes):
             return DEVICES[model]
     return None
 
 
-def _model_overrides(row: Row, facts: FrameworkFacts) -> DecoderConfig:
-    llama = facts.is_llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
-    shape = DecoderConfig(
+def _model_config(row: Row, facts: FrameworkFacts) -> DecoderConfig:
+    is_llama = facts.is_llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
+    config = DecoderConfig(
         vocabulary=_parse_int(row, "vocab", 32000),
         context=_parse_int(row, "seq", 2048),
         width=_parse_int(row, "hidden", 4096),
@@ -278,10 +289,10 @@ def _model_overrides(row: Row, facts: FrameworkFacts) -> DecoderConfig:
         feedforward=_parse_int(row, "ffn", 11008),
         kv_heads=_parse_int(row, "kv_heads", 0) or None,
     )
-    if llama:
-        return shape
+    if is_llama:
+        return config
     return replace(
-        shape,
+        config,
         norm=NormKind.layernorm,
         activation=ActivationKind.gelu,
         position=PositionKind.rope if facts.is_llama else PositionKind.learned,
@@ -292,27 +303,30 @@ def _model_overrides(row: Row, facts: FrameworkFacts) -> DecoderConfig:
 
 @dataclass(frozen=True)
 class ForeignMesh(MeshConfig):
-    """A mesh of another framework: gradients reduced, and losses taken, in its own formats."""
+    """Mesh of another framework, with its formats of gradient reduction and loss."""
 
     reduced: int | None = None
+    """Bytes per element in the reduction of gradients; None: as in scalewise."""
     loss: int = 4
+    """Bytes per element of the logits in the loss."""
     every_second: bool = False
+    """Whether selective activation checkpointing saves every second matmul only."""
 
     def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Returns what a mesh of ours holds, in those formats."""
-        held = super().rank_memory(run, rank)
-        shape = replace(
-            held.forward_spec,
+        """Memory of a rank, with the formats of the other framework."""
+        memory = super().rank_memory(run, rank)
+        forward_spec = replace(
+            memory.forward_spec,
             loss_element_bytes=self.loss,
             saves_alternate_matmuls=self.every_second,
         )
-        held = replace(held, forward_spec=shape)
-        if self.reduced is None or held.fsdp is None:
-            return held
-        return replace(held, fsdp=replace(held.fsdp, reduced_element_bytes=self.reduced))
+        memory = replace(memory, forward_spec=forward_spec)
+        if self.reduced is None or memory.fsdp is None:
+            return memory
+        return replace(memory, fsdp=replace(memory.fsdp, reduced_element_bytes=self.reduced))
 
 
-def _parallelism_overrides(row: Row, facts: FrameworkFacts, accumulation: int) -> MeshConfig:
+def _parallelism_config(row: Row, facts: FrameworkFacts, accumulation: int) -> MeshConfig:
     pipeline = _parse_int(row, "pp", 1)
     return ForeignMesh(
         pipeline=pipeline,
@@ -330,8 +344,8 @@ def _parallelism_overrides(row: Row, facts: FrameworkFacts, accumulation: int) -
     )
 
 
-def _adapter_overrides(row: Row) -> AdapterConfig:
-    """Returns the adapter of a row; those of few weights count as one of rank 1."""
+def _adapter_config(row: Row) -> AdapterConfig:
+    """Adapter of a row; adapters other than LoRA count as LoRA of rank 1."""
     if not row["peft"]:
         return NoAdapterConfig()
     return LoRAAdapterConfig() if row["peft"] == "lora" else LoRAAdapterConfig(rank=1)

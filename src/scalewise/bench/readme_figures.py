@@ -1,4 +1,4 @@
-"""Measured figures of README.md and docs/, written from the records that they quote."""
+"""Measured values in README.md and docs/, written from the benchmark records."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from scalewise.units import MEGA
 
 WIDTH = 100
 STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline")
-"""The golden runs that train the model and data of the golden run ``llama`` on several ranks."""
+"""Golden runs with the model and data of the golden run ``llama`` on several ranks."""
 
 
 def documents(root: Path) -> Iterator[Path]:
-    """Yields README.md and the pages of the documentation."""
+    """Paths of README.md and the pages of the documentation."""
     yield root / "README.md"
     yield from sorted((root / "docs").rglob("*.md"))
 
 
 def update_figures(document: Path, records: Path) -> None:
-    """Writes the figures of the CPU records between the marks of one document."""
+    """Write the values of the CPU records between the markers of a document."""
     text = document.read_text("utf-8")
     for name, paragraph in PARAGRAPHS.items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         if begin in text:
-            head, rest = text.split(begin)
-            text = head + begin + paragraph(records) + end + rest.split(end)[1]
+            head, tail = text.split(begin)
+            text = head + begin + paragraph(records) + end + tail.split(end)[1]
     document.write_text(text, "utf-8")
 
 
@@ -97,7 +97,7 @@ def planner_figures(records: Path) -> str:
     """Errors of the planner against published measurements."""
     record = _read_record(records / "cpu" / "planner.json")
     memory, statuses = record["memory"]["all"], record["verdicts"]
-    plain, others, own = (
+    unscaled, others, scaled = (
         _error_text(record[f"tokens_per_s{name}"]["all"]) for name in ("", "_others", "_scaled")
     )
     return _fill_marks(
@@ -106,12 +106,12 @@ def planner_figures(records: Path) -> str:
         f"{memory['median']:.1%} at the median and {memory['p90']:.0%} at the 90th percentile "
         f"({memory['rows']} measurements). Of the runs that succeeded, the fit status is "
         f"{_status_text(statuses['ran'])}. Of the runs that ran out of memory, it is "
-        f"{_status_text(statuses['ran_out_of_memory'])}. Predicted tokens/s differ by {plain} "
+        f"{_status_text(statuses['ran_out_of_memory'])}. Predicted tokens/s differ by {unscaled} "
         f"without a scale, by {others} with one scale fitted to the other sources only, and by "
-        f"{own} with one scale for each framework, device and precision. The GPU profiles contain "
-        f"the median scale of all these runs, {record['step_scale']['median']:.2f}. No constant is "
-        "fitted to a single measurement, but the measurements were known while the frameworks were "
-        "modelled, so the error on other runs may be larger."
+        f"{scaled} with one scale for each framework, device and precision. The GPU profiles "
+        f"contain the median scale of all these runs, {record['step_scale']['median']:.2f}. No "
+        "constant is fitted to a single measurement, but the measurements were known while the "
+        "frameworks were modelled, so the error on other runs may be larger."
     )
 
 
@@ -137,11 +137,11 @@ def overhead_figures(records: Path) -> str:
     )
     machine = parallel["machine"]
     steps = " and ".join(
-        "{median:.2f} ({low:.2f} to {high:.2f}) with {name}".format(name=name, **layout["ratio"])
-        for name, layout in parallel["layouts"].items()
+        "{median:.2f} ({low:.2f} to {high:.2f}) with {name}".format(name=name, **result["ratio"])
+        for name, result in parallel["layouts"].items()
     )
     start = parallel["launch_s"]["median"]
-    links = "; ".join(_link_text(name, layout) for name, layout in slow["layouts"].items())
+    links = "; ".join(_link_text(name, result) for name, result in slow["layouts"].items())
     return _fill_marks(
         f"On {machine['cores']} cores ({machine['processor']}, {parallel['date'][:10]}, torch "
         f"{parallel['versions']['torch']}) the step time relative to a hand-written loop is "
@@ -172,7 +172,7 @@ PARAGRAPHS = {
     "memory_accuracy": memory_figures,
     "planned": planner_figures,
 }
-"""What is written between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+"""Functions that write the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 
 
 def _fill_marks(text: str) -> str:
@@ -182,13 +182,13 @@ def _fill_marks(text: str) -> str:
     )
 
 
-def _link_text(name: str, layout: dict[str, Any]) -> str:
-    times = f"{name} {1000 * layout['open_s']:.0f} and {1000 * layout['slow_s']:.0f} ms"
-    if layout["predicted_s"] is None:
-        return f"{times}, sending {layout['sent_bytes'] / MEGA:.1f} MB"
+def _link_text(name: str, result: dict[str, Any]) -> str:
+    times = f"{name} {1000 * result['open_s']:.0f} and {1000 * result['slow_s']:.0f} ms"
+    if result["predicted_s"] is None:
+        return f"{times}, sending {result['sent_bytes'] / MEGA:.1f} MB"
     return (
-        f"{times} (predicted {1000 * layout['predicted_s']:.0f}), sending "
-        f"{layout['sent_bytes'] / MEGA:.1f} MB (predicted {layout['declared_bytes'] / MEGA:.1f})"
+        f"{times} (predicted {1000 * result['predicted_s']:.0f}), sending "
+        f"{result['sent_bytes'] / MEGA:.1f} MB (predicted {result['declared_bytes'] / MEGA:.1f})"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a slow link does to a step: two ranks in two namespaces, the cable open and then shaped."""
+"""Effect of a slow link on the step time: two ranks in two network namespaces."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "fsdp": (_BASE, "parallelism=fsdp"),
 }
 PORT = 29477
-PATIENCE = 300.0
-"""Seconds that one run may take."""
+TIMEOUT_SECONDS = 300.0
+"""Timeout of one run."""
 
 
 @dataclass(frozen=True)
 class SlowLinkOptions(options.BenchOptions):
-    """How slow the link is."""
+    """Options of the slow link benchmark."""
 
     mbit: float = 100.0
-    """Bandwidth of the shaped cable, each direction, Mbit/s."""
+    """Bandwidth of the slow link in each direction, in Mbit/s."""
 
 
 OPTIONS = SlowLinkOptions
@@ -50,69 +50,72 @@ OPTIONS = SlowLinkOptions
 def measure(
     runs: Mapping[str, RunConfig], options: SlowLinkOptions, folder: Path
 ) -> dict[str, object]:
-    """Returns, for each layout, step times over both cables and the bytes a rank sends.
+    """Measure step times over an unlimited and a slow link, and the bytes that a rank sends.
 
-    The prediction adds the declared bytes over the bandwidth to the step of the open cable: it
-    supposes that nothing is sent while gradients are computed, and a ring. Over gloo a
-    reduce-scatter sends as much as an all-reduce, so that fsdp sends more than it declares.
+    The prediction is the step time over the unlimited link plus the predicted bytes divided by the
+    bandwidth. It assumes ring algorithms, and no overlap of communication with the backward pass.
+    The gloo backend implements reduce-scatter by all-reduce, so fsdp sends more than predicted.
     """
     if reason := throttled_link.missing_requirement():
         raise ConfigError.for_key("", "", f"skipped: {reason}")
     for run in runs.values():
         if run.world_size != 2:
-            raise ConfigError.for_key("parallelism", run.world_size, "a cable has two ends")
-    print_lines(f"{'':<10}{'open':>10}{f'{options.mbit:g} Mbit/s':>14}{'predicted':>12}"
-          f"{'sent a step':>14}{'declared':>12}")  # fmt: skip
-    found: dict[str, dict[str, object]] = {}
+            raise ConfigError.for_key("parallelism", run.world_size, "requires exactly 2 ranks")
+    print_lines(f"{'':<10}{'unlimited':>10}{f'{options.mbit:g} Mbit/s':>14}{'predicted':>12}"
+          f"{'sent per step':>15}{'predicted':>12}")  # fmt: skip
+    results: dict[str, dict[str, object]] = {}
     for name, run in runs.items():
-        opened, _ = _train_over_link(run, folder / f"{name}-open", None)
-        slow, sent = _train_over_link(run, folder / f"{name}-slow", options.mbit)
-        declared = _declared_bytes(run)
-        seconds = None if declared is None else opened + declared / (options.mbit * 1e6 / 8)
-        found[name] = {
-            "open_s": opened,
-            "slow_s": slow,
-            "predicted_s": seconds,
+        fast_s, _ = _train_over_link(run, folder / f"{name}-open", None)
+        slow_s, sent = _train_over_link(run, folder / f"{name}-slow", options.mbit)
+        predicted_bytes = _predicted_bytes(run)
+        predicted_s = None
+        if predicted_bytes is not None:
+            predicted_s = fast_s + predicted_bytes / (options.mbit * 1e6 / 8)
+        results[name] = {
+            "open_s": fast_s,
+            "slow_s": slow_s,
+            "predicted_s": predicted_s,
             "sent_bytes": sent,
-            "declared_bytes": declared,
+            "declared_bytes": predicted_bytes,
         }
         print_lines(
-            f"{name:<10}{format_seconds(opened):>10}{format_seconds(slow):>14}"
-            f"{format_seconds(seconds) if seconds else 'unknown':>12}{format_bytes(sent):>14}"
-            f"{format_bytes(declared) if declared else 'unknown':>12}"
+            f"{name:<10}{format_seconds(fast_s):>10}{format_seconds(slow_s):>14}"
+            f"{format_seconds(predicted_s) if predicted_s else 'unknown':>12}"
+            f"{format_bytes(sent):>15}"
+            f"{format_bytes(predicted_bytes) if predicted_bytes else 'unknown':>12}"
         )  # fmt: skip
-    return {"mbit": options.mbit, "layouts": found}
+    return {"mbit": options.mbit, "layouts": results}
 
 
-def _declared_bytes(run: RunConfig) -> float | None:
-    """Returns the bytes that a rank says it sends a step; None: it depends on the gradients."""
-    told = run.parallelism.collectives(run)
+def _predicted_bytes(run: RunConfig) -> float | None:
+    """Predicted bytes that a rank sends per step; None: they depend on the gradients."""
     ranks = run.world_size
-    return (
-        sum(bytes_per_link_fraction(each.kind, ranks) * each.bytes * each.count for each in told)
-        or None
+    total = sum(
+        bytes_per_link_fraction(collective.kind, ranks) * collective.bytes * collective.count
+        for collective in run.parallelism.collectives(run)
     )
+    return total or None
 
 
 def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[float, float]:
-    """Returns the median seconds of a step and the bytes that rank 1 sent in one.
+    """Median step time in seconds, and bytes per step sent by rank 1.
 
-    Rank 0 also sends the weights to begin with, so it is not the one to ask.
+    Rank 0 is not counted: it also broadcasts the initial weights.
     """
-    with ThrottledLink() as cable:
+    with ThrottledLink() as link:
         if mbit is not None:
-            cable.limit_rate(mbit)
-        before = cable.read_sent_bytes(1)
+            link.limit_rate(mbit)
+        initial_bytes = link.read_sent_bytes(1)
         log = folder.with_suffix(".log")
         with log.open("w", encoding="utf-8") as file:
-            ranks = [_start_rank(run, folder, cable, number, file) for number in (0, 1)]
+            ranks = [_start_rank(run, folder, link, number, file) for number in (0, 1)]
             try:
                 codes = _wait_for_ranks(ranks)
             finally:
                 for rank in ranks:
                     rank.kill()
                     rank.wait()
-        sent = cable.read_sent_bytes(1) - before
+        sent = link.read_sent_bytes(1) - initial_bytes
     summary: Any = read_json(folder / "summary.json")
     if any(codes) or not summary:
         tail = "\n".join(log.read_text("utf-8").splitlines()[-12:])
@@ -123,9 +126,9 @@ def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[
 def _start_rank(
     run: RunConfig, folder: Path, link: ThrottledLink, rank: int, log: Any
 ) -> subprocess.Popen[str]:
-    """Returns ``scalewise train`` at one end of the cable, as torchrun would have started it."""
+    """Start ``scalewise train`` at one end of the link, with the environment of torchrun."""
     name = link.names[rank]
-    surroundings = {
+    rank_environment = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "GROUP_RANK": str(rank),
@@ -136,11 +139,12 @@ def _start_rank(
         "TORCHELASTIC_RUN_ID": name,
         "GLOO_SOCKET_IFNAME": name,
     }
-    own = folder if rank == 0 else folder.with_name(f".{folder.name}-1")
-    line = [sys.executable, "-m", "scalewise", "train", *run.overrides, f"hydra.run.dir={own}"]
-    return subprocess.Popen(  # noqa: S603 (a list of our own words)
-        ["ip", "netns", "exec", name, *line],  # noqa: S607 (the ip on the PATH is meant)
-        env={**os.environ, **surroundings},
+    rank_folder = folder if rank == 0 else folder.with_name(f".{folder.name}-1")
+    overrides = [*run.overrides, f"hydra.run.dir={rank_folder}"]
+    command = [sys.executable, "-m", "scalewise", "train", *overrides]
+    return subprocess.Popen(  # noqa: S603 (fixed arguments)
+        ["ip", "netns", "exec", name, *command],  # noqa: S607 (ip from PATH)
+        env={**os.environ, **rank_environment},
         stdout=log,
         stderr=log,
         text=True,
@@ -148,11 +152,11 @@ def _start_rank(
 
 
 def _wait_for_ranks(ranks: list[subprocess.Popen[str]]) -> list[int | None]:
-    """Returns the exit codes, when all have ended or one has failed."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait until all ranks have ended or one has failed; return the exit codes."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
         if all(code is not None for code in codes) or any(codes):
             return codes
         time.sleep(0.1)
-    raise ScalewiseError(f"timeout: still running after {PATIENCE:g} s")
+    raise ScalewiseError(f"timeout: still running after {TIMEOUT_SECONDS:g} s")

@@ -1,8 +1,7 @@
-"""What a job of a sweep costs beyond its training, beside a fresh process for the same line.
+"""Overhead of a job of a sweep beyond its training, compared with a separate process.
 
-A sweep's job leaves the calling process, so that nothing of it stays there; it is forked from a
-server that has imported everything. Whoever starts a process for each job has the same isolation,
-and imports everything each time.
+A job of a sweep is forked from a forkserver that has already imported all packages. A separate
+process provides the same isolation, but imports them for each job.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import csv
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from scalewise.tracking.run_files import read_json
 from scalewise.units import format_seconds
 
 BOUND = 0.10
-"""A warm job may cost this much of a fresh process, training aside, at the most."""
+"""Maximum overhead of a job of a sweep, as a fraction of that of a separate process."""
 RUNS: Mapping[str, tuple[str, ...]] = {
     "job": (
         "data=synthetic",
@@ -44,10 +43,10 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SweepOptions(options.BenchOptions):
-    """How much is measured."""
+    """Options of the sweep benchmark."""
 
     pairs: int = 10
-    """Jobs of the sweep, each between two fresh processes."""
+    """Number of jobs of the sweep, each between two separate processes."""
 
 
 OPTIONS = SweepOptions
@@ -55,81 +54,81 @@ OPTIONS = SweepOptions
 
 @dataclass(frozen=True)
 class JobOverhead:
-    """What one job took beyond its steps, seconds."""
+    """Time of a job beyond its training steps, in seconds. Field names are those of the record."""
 
     job: float
-    """From its start, a process's or an order's, to its status."""
+    """Overhead from the start of the job to its final status."""
     whole: float
-    """With its report, and the process's own end."""
+    """Overhead including the report and the end of the process."""
 
 
 def measure(
     runs: Mapping[str, RunConfig], options: SweepOptions, folder: Path
 ) -> dict[str, object]:
-    """Returns seconds beyond training of both, and their ratio with its interval."""
+    """Measure the overhead of jobs and of separate processes, and their ratio."""
     run = runs["job"]
     if run.world_size > 1:
         chosen = run.choices.get("parallelism")
-        raise ConfigError.for_key("parallelism", chosen, "a job of one process is compared")
-    began = time.perf_counter()
+        raise ConfigError.for_key("parallelism", chosen, "requires a job of one process")
+    start = time.perf_counter()
     processes.start_forkserver(run.imports)
     processes.await_forkserver()
-    nursery = time.perf_counter() - began
-    _warm_overhead(run, folder / "warm" / "first")  # prepares data, imports what this process needs
+    forkserver_s = time.perf_counter() - start
+    _warm_overhead(run, folder / "warm" / "first")  # warm-up: prepares data, imports packages
     fresh, warm = [_fresh_overhead(run, folder / "fresh" / "0")], []
     for number in range(1, options.pairs + 1):
         warm.append(_warm_overhead(run, folder / "warm" / str(number)))
         fresh.append(_fresh_overhead(run, folder / "fresh" / str(number)))
-    found = paired_ratio.paired_ratio(_run_jobs(warm), _run_jobs(fresh))
-    whole = paired_ratio.paired_ratio([one.whole for one in warm], [one.whole for one in fresh])
+    warm_s, fresh_s = ([overhead.job for overhead in each] for each in (warm, fresh))
+    ratio = paired_ratio.paired_ratio(warm_s, fresh_s)
+    ratio_with_report = paired_ratio.paired_ratio(
+        [overhead.whole for overhead in warm], [overhead.whole for overhead in fresh]
+    )
     print_lines(
-        f"beyond its steps a job takes {format_seconds(median(_run_jobs(warm)))} in a sweep and "
-        f"{format_seconds(median(_run_jobs(fresh)))} as a process of its own: {found.median:.3f} "
-        f"({found.low:.3f} to {found.high:.3f}), with its report {whole.median:.3f}; "
-        f"a sweep is warm after {format_seconds(nursery)}"
+        f"overhead of a job: {format_seconds(median(warm_s))} in a sweep, "
+        f"{format_seconds(median(fresh_s))} in a separate process; ratio {ratio.median:.3f} "
+        f"({ratio.low:.3f} to {ratio.high:.3f}), {ratio_with_report.median:.3f} with its report; "
+        f"the forkserver starts in {format_seconds(forkserver_s)}"
     )
     return {
         "bounds": {"ratio": BOUND},
         "model": {"parameters": run.model.num_parameters, "option": run.choices["model"]},
         "steps": run.trainer.max_steps,
-        "fresh_s": {"median": median(_run_jobs(fresh)), "all": [asdict(one) for one in fresh]},
-        "warm_s": {"median": median(_run_jobs(warm)), "all": [asdict(one) for one in warm]},
-        "ratio": asdict(found),
-        "ratio_with_report": asdict(whole),
-        "nursery_s": nursery,
+        "fresh_s": {"median": median(fresh_s), "all": [asdict(overhead) for overhead in fresh]},
+        "warm_s": {"median": median(warm_s), "all": [asdict(overhead) for overhead in warm]},
+        "ratio": asdict(ratio),
+        "ratio_with_report": asdict(ratio_with_report),
+        "nursery_s": forkserver_s,
     }
 
 
-def _run_jobs(costs: Sequence[JobOverhead]) -> list[float]:
-    return [cost.job for cost in costs]
-
-
 def _warm_overhead(run: RunConfig, folder: Path) -> JobOverhead:
-    """Returns what a job of a sweep takes in this process."""
-    began = time.time()
+    """Overhead of a job of a sweep."""
+    start = time.time()
     result = execute(JobSpec(run, sweep="bench/sweep"), folder)
     page.write_page(result.folder)
     if result.status != "ok":
-        raise ScalewiseError(f"the job to measure {result.status}: {result.reason}")
-    return _overhead_since(folder, began)
+        raise ScalewiseError(f"the measured job ended as {result.status}: {result.reason}")
+    return _overhead_since(folder, start)
 
 
 def _fresh_overhead(run: RunConfig, folder: Path) -> JobOverhead:
-    """Returns what a process for the same line takes."""
-    line = [sys.executable, "-m", "scalewise", "train", *run.overrides, f"hydra.run.dir={folder}"]
-    began = time.time()
-    ended = subprocess.run(  # noqa: S603 (a list of our own words)
-        line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    """Overhead of the same job in a separate process."""
+    overrides = [*run.overrides, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "scalewise", "train", *overrides]
+    start = time.time()
+    result = subprocess.run(  # noqa: S603 (fixed arguments)
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    if ended.returncode:
-        raise ScalewiseError(f"the process to measure failed: {ended.stderr.strip()[-500:]}")
-    return _overhead_since(folder, began)
+    if result.returncode:
+        raise ScalewiseError(f"the measured process failed: {result.stderr.strip()[-500:]}")
+    return _overhead_since(folder, start)
 
 
 def _overhead_since(folder: Path, start: float) -> JobOverhead:
-    """Returns what was taken until now, since ``start``, beyond the steps of the run."""
+    """Time since ``start`` beyond the training steps of the run."""
     now = time.time()
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        steps = sum(float(row["time/step_s"]) for row in csv.DictReader(file))
-    ended = datetime.fromisoformat(str(read_json(folder / "status.json")["ended"])).timestamp()
-    return JobOverhead(ended - start - steps, now - start - steps)
+        training_s = sum(float(row["time/step_s"]) for row in csv.DictReader(file))
+    end = datetime.fromisoformat(str(read_json(folder / "status.json")["ended"])).timestamp()
+    return JobOverhead(end - start - training_s, now - start - training_s)

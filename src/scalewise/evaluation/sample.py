@@ -67,7 +67,9 @@ def sample_text(
     random_args, count = (sampling.temperature, sampling.seed), sampling.tokens
     if trained_run.data.image_size:
         pixels = _read_pixels(prompt, trained_run.data.image_size)
-        tokens = (int(each) for each in captions.generate_captions(module, pixels, *random_args))
+        tokens: Iterator[int] = (
+            int(each) for each in captions.generate_captions(module, pixels, *random_args)
+        )
         count = min(count, trained_run.model.context)
         return str(tokenizer.decode(_take_until_end(end_ids, tokens, count)))
     if isinstance(trained_run.data, Seq2SeqData):
