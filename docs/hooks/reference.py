@@ -164,7 +164,7 @@ def _run_page() -> Iterator[str]:
 
 def _cli_page() -> Iterator[str]:
     yield from ("# Command line", "", *_text_block(usage.general_help()))
-    for verb in usage.VERBS:
+    for verb in usage.COMMANDS:
         yield from (f"## scalewise {verb}", "", *_text_block(usage.command_help(verb)))
     yield from ("## Exit codes", "")
     codes: Mapping[str, int] = errors.EXIT_CODES

@@ -40,7 +40,7 @@ class OptunaSweeper(Sweeper):
 
         from scalewise.config import app
 
-        app.begin_search()
+        app.mark_search()
         self.loader, self.config = hydra_context.config_loader, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -60,7 +60,7 @@ class OptunaSweeper(Sweeper):
         if issues:
             raise ConfigError(issues)
         self._check_values(space, fixed)
-        app.note_varied([axis.key for axis in space])
+        app.set_varied_keys([axis.key for axis in space])
         if app.has_measurements():
             self._run_search(search, space, fixed, app.claimed_sweep_folder(self.config))
         else:
@@ -151,7 +151,7 @@ class OptunaSweeper(Sweeper):
             if error := self._rejection_reason(overrides):
                 reason = "; ".join(str(issue) for issue in error.issues)
                 optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
-                app.count_rejected(error)
+                app.record_rejected(error)
                 show_study.print_rejected_trial(trial.number, trial.params, reason)
                 continue
             number = first_number + len(started)

@@ -44,7 +44,7 @@ class ScalewiseSweeper(Sweeper):
         from scalewise.config import app, sweep_grid
 
         file_overrides = sweep_grid.sweep_overrides(self.params, self.zipped_params)
-        app.remember_sweep_axes(file_overrides)
+        app.set_file_overrides(file_overrides)
         batch: Any = sweep_grid.expand_jobs(
             file_overrides, arguments, list(self.zipped_params), self.loader
         )

@@ -1,6 +1,6 @@
-"""Train models at scale from composable configs: predict, prove, survive, show.
+"""Experiment suite for training models at scale from composable Hydra configs.
 
-``compose`` turns Hydra overrides into a ``Run``; ``train`` runs it and returns a ``Result``.
+``compose`` returns the ``Run`` of Hydra overrides; ``train`` trains it and returns a ``Result``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 
 if sys.argv[:1] == ["-m"] and any("scalewise" in part for part in sys.orig_argv):
-    # `python -m scalewise` puts the current folder first: no module in it may shadow another.
+    # `python -m scalewise` puts the current folder first, where any module would shadow ours.
     try:
         if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
             del sys.path[0]
@@ -27,7 +27,7 @@ __all__ = ["CheckpointError", "ConfigError", "DataError", "Result", "Run", "comp
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the API at its first use, so that ``import scalewise.planner`` stays light."""
+    """Import the API on first use, so that ``import scalewise.planner`` does not import it."""
     if name in __all__:
         from scalewise import api
 

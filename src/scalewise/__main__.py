@@ -1,4 +1,4 @@
-"""``python -m scalewise`` is ``scalewise``."""
+"""Entry point of ``python -m scalewise``."""
 
 from scalewise.cli import command
 

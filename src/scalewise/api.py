@@ -1,4 +1,4 @@
-"""The same doors from Python."""
+"""Python API: ``compose`` and ``train``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ __all__ = ["Result", "Run", "compose", "train"]
 
 
 def train(run: Run, folder: Path | str | None = None) -> Result:
-    """Trains ``run``, writes its report, and returns its outcome.
+    """Train a run, write its report and return its result.
 
-    Values of ``auto`` are resolved first. ``folder`` is where the run's files are written; None:
-    ``runs/NAME/TIMESTAMP``. A failed run is a ``Result``, not an exception; data or a checkpoint
-    that cannot be used raises ``ConfigError``. A run with several ranks starts processes: call it
-    below ``if __name__ == "__main__":``.
+    Values of ``auto`` are resolved first. A failed run returns a ``Result`` and raises no
+    exception. A run with several ranks starts processes: call this function below
+    ``if __name__ == "__main__":``.
+
+    Args:
+        run: Run to train.
+        folder: Run folder; None: ``runs/NAME/TIMESTAMP``.
+
+    Raises:
+        ConfigError: The data or the checkpoint cannot be used.
     """
     from scalewise.commands.fit import resolve_auto
     from scalewise.commands.publish import after_training
@@ -31,10 +37,10 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     command = command_line("train", run.overrides)
-    order = JobSpec(
+    job_spec = JobSpec(
         run, command, changed=tuple(changed_from_defaults(run)), micro_batch_choice=sizing
     )
-    result = execute(order, Path(folder).absolute())
+    result = execute(job_spec, Path(folder).absolute())
     if external_launcher.is_leader():
         with report_errors("no report"):
             files.write_reports([result.folder])

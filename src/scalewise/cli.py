@@ -1,4 +1,4 @@
-"""``scalewise VERB [overrides]``: finds the verb, and turns every ending into an exit code."""
+"""CLI entry point, ``scalewise COMMAND [overrides]``: command dispatch and exit codes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import NoReturn
 
 from scalewise import console
 from scalewise.commands import usage
-from scalewise.commands.usage import VERBS
+from scalewise.commands.usage import COMMANDS
 from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ScalewiseError, format_value
 from scalewise.failures import describe_exception
 from scalewise.launch import external_launcher
 
 TRACEBACK = "HYDRA_FULL_ERROR"
-"""Environment variable that asks for tracebacks, as in any Hydra application."""
-UNUSABLE = {
+"""Environment variable that enables tracebacks, as in any Hydra application."""
+PATH_ERRORS = {
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -30,32 +30,32 @@ UNUSABLE = {
     errno.EEXIST,
     errno.ENAMETOOLONG,
 }
-"""What a path answers with that is somebody else's, read-only, too long or no folder at all."""
+"""Error numbers of a path that is not writable, not a folder or too long."""
 
 
 def command() -> NoReturn:
-    """Ends this process with the exit code of its command line."""
+    """Run the command line and exit the process with its exit code."""
     code = main()
     if external_launcher.is_external_rank():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: a thread of gloo that still gives up a tensor then would abort the process.
+        # Not sys.exit: a gloo thread that frees a tensor during finalization aborts the process.
         os._exit(code)
     sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code of one command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one command line and return its exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     console.open_standard_streams()
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # our child processes run no code of this folder
-    # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no imports from this folder
+    # Before torch is imported: on a busy processor, spinning OpenMP threads are 10x slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of what its profiler has not seen begin
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides profiler warnings
     with console.shield_streams():
         try:
-            return _dispatch(given)
+            return _dispatch(argv)
         except ScalewiseError as error:
             print_lines(*f"scalewise: {error}".split("\n"), stderr=True)
             return error.exit_code
@@ -64,20 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         except (SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of code in Rust is no Exception
+        except BaseException as error:  # a Rust panic is a BaseException
             return _print_unexpected(error)
 
 
 def _print_unexpected(error: BaseException) -> int:
-    """Prints an exception that nobody has handled in one line; returns the exit code."""
-    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename is not None:
+    """Print an unhandled exception in one line and return the exit code."""
+    if isinstance(error, OSError) and error.errno in PATH_ERRORS and error.filename is not None:
         print_lines(f"scalewise: {format_value(error.filename)}: {error.strerror}", stderr=True)
         return EXIT_CODES["refused"]
     print_lines(f"scalewise: {describe_exception(error)}", stderr=True)
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     elif not isinstance(error, OSError):
-        print_lines(f"scalewise: {TRACEBACK}=1 scalewise ... shows the traceback", stderr=True)
+        print_lines(f"scalewise: {TRACEBACK}=1 scalewise ... prints the traceback", stderr=True)
     return EXIT_CODES["out_of_memory" if isinstance(error, MemoryError) else "failed"]
 
 
@@ -90,23 +90,23 @@ def _dispatch(arguments: list[str]) -> int:
         print_lines(*usage.general_help())
         return 0
     if "--help" in arguments or "-h" in arguments:
-        print_lines(*(usage.command_help(command) if command in VERBS else usage.general_help()))
+        print_lines(*(usage.command_help(command) if command in COMMANDS else usage.general_help()))
         return 0
     if "--version" in arguments:
         print_lines(f"scalewise {_version()}")
         return 0
-    if command not in VERBS:
+    if command not in COMMANDS:
         import difflib
 
-        close = difflib.get_close_matches(command, VERBS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
-        print_lines(f"scalewise: no verb {command!r}; {hint}", stderr=True)
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
+        print_lines(f"scalewise: unknown command {command!r}; {hint}", stderr=True)
         return 2
     if incomplete is not None and command == "train":
         raise incomplete
     name = f"scalewise.commands.{command.replace('-', '_')}"
     if name not in sys.modules:
-        gc.disable()  # what starting makes stays: looking for garbage in it was a sixth of a plan
+        gc.disable()  # imported objects live until exit; collections took 1/6 of a plan
         try:
             importlib.import_module(name)
         finally:
@@ -121,7 +121,7 @@ def _version() -> str:
     try:
         return version("scalewise")
     except PackageNotFoundError:
-        return "of a checkout that is not installed"
+        return "(source checkout, not installed)"
 
 
 def _is_completion_request(arguments: list[str]) -> bool:
@@ -129,19 +129,19 @@ def _is_completion_request(arguments: list[str]) -> bool:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Answers the shell: verbs ourselves, overrides through Hydra with the verb taken out."""
+    """Print shell completions: commands from a list, overrides from Hydra without the command."""
     line = os.environ.get("COMP_LINE", "")
-    program, _, rest = line.partition(" ")
-    words = rest.split(" ")
+    program, _, typed = line.partition(" ")
+    words = typed.split(" ")
     if arguments[1:] and arguments[1].startswith("query") and len(words) == 1:
-        print_lines(" ".join(command for command in VERBS if command.startswith(words[0])))
+        print_lines(" ".join(command for command in COMMANDS if command.startswith(words[0])))
         return 0
     if words[0] == "explain":
         from scalewise.commands import explain
 
         print_lines(" ".join(explain.completions(words[-1])))
         return 0
-    if words[0] in VERBS:
+    if words[0] in COMMANDS:
         line = " ".join([program, *words[1:]])
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))
     from scalewise.config.app import Command, run_command

@@ -1,4 +1,4 @@
-"""What can go wrong, said in one line: the key, the value and the cure."""
+"""Exceptions and config issues: one line each with key, value, reason and fix."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ EXIT_CODES = {
     "out_of_memory": 3,
     "timeout": 4,
 }
-"""Process exit code of each ending; ``interrupted`` is 128 + the signal's number."""
+"""Process exit code of each outcome; ``interrupted`` is 128 + the signal's number."""
 
 
 MAX_VALUE_LENGTH = 120
-"""Characters of a value that a complaint shows."""
+"""Number of characters of a value that a config issue shows."""
 
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One thing that is wrong with a configuration.
-
-    ``key`` is the dotted override key, ``value`` what it holds, ``reason`` why that cannot be
-    run and ``fix`` an override, or a short sentence, that mends it.
-    """
+    """One config issue: a key whose value is rejected."""
 
     key: str
+    """Dotted override key; empty for an issue of no single key."""
     value: object
+    """Value of the key."""
     reason: str
+    """Reason for the rejection, in the present tense."""
     fix: str = ""
+    """Suggested fix: an override or an imperative."""
 
     def __str__(self) -> str:
         name = format_value(self.key)
@@ -42,7 +42,7 @@ class ConfigIssue:
 
 
 def format_value(value: object) -> str:
-    """Returns a value as an override spells it: ``null``, ``true``, ``[a,b]``; long ones cut."""
+    """Format a value as in an override: ``null``, ``true``, ``[a,b]``; long values truncated."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
@@ -56,38 +56,38 @@ def format_value(value: object) -> str:
 
 
 class ScalewiseError(Exception):
-    """Base of the errors that are meant for the user: printed as a message, never a traceback."""
+    """Base class of user errors: the CLI prints the message without a traceback."""
 
     exit_code = EXIT_CODES["failed"]
 
 
 class ConfigError(ScalewiseError):
-    """A configuration that is rejected, with every issue of it."""
+    """Rejected configuration, with all of its issues."""
 
     exit_code = EXIT_CODES["refused"]
 
     def __init__(self, issues: Iterable[ConfigIssue]) -> None:
         self.issues = tuple(issues)
         lines = [f"  - {issue}" for issue in self.issues]
-        noun = "problem" if len(lines) == 1 else "problems"
-        super().__init__("\n".join([f"refused, {len(lines)} {noun}:", *lines]))
+        noun = "issue" if len(lines) == 1 else "issues"
+        super().__init__("\n".join([f"config rejected, {len(lines)} {noun}:", *lines]))
 
     @classmethod
     def for_key(cls, key: str, value: object, reason: str, fix: str = "") -> Self:
-        """Returns the error of a single config issue."""
+        """Build the error of a single config issue."""
         return cls([ConfigIssue(key, value, reason, fix)])
 
 
 class DataError(ConfigError):
-    """Input data that cannot be trained on (missing, empty, truncated, out of vocabulary)."""
+    """Input data that training cannot use: missing, empty, truncated or out of vocabulary."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be loaded (truncated, of another program or of another model)."""
+    """Checkpoint that cannot be loaded: truncated, of another program or of another model."""
 
 
-class Interrupted(ScalewiseError):  # noqa: N818 (what happened, not an error of anyone)
-    """A signal ended the run; what had been trained is in a checkpoint."""
+class Interrupted(ScalewiseError):  # noqa: N818 (an outcome, not an error)
+    """A signal ended the run; its training state is in a checkpoint."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         self.signal_number = signal_number
@@ -95,5 +95,5 @@ class Interrupted(ScalewiseError):  # noqa: N818 (what happened, not an error of
         super().__init__(message)
 
 
-class Pruned(ScalewiseError):  # noqa: N818 (what happened, as Optuna names it)
-    """The study had seen enough of this trial; what it measured is kept."""
+class Pruned(ScalewiseError):  # noqa: N818 (an outcome, named as in Optuna)
+    """The pruner of the hyperparameter search ended this trial; its measurements are kept."""

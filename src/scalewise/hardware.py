@@ -1,4 +1,4 @@
-"""What a device can do: memory, peak flops, bandwidth; and what this machine really has."""
+"""Hardware profiles (memory, peak FLOP rates, bandwidths) and detection of this machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scalewise.errors import ConfigIssue
 from scalewise.units import GIB, TERA
 
 CPU_RANKS_PER_CORE = 4
-"""CPU ranks are for labs and tests: beyond this they only wait for each other."""
-EMULATED_FORMATS = 1 / 50
-"""Rate of torch's bf16 products without instructions for them, over fp32's; one AVX2 processor."""
+"""Maximum number of CPU ranks per core; more ranks only wait for each other."""
+EMULATED_BF16_RATE = 1 / 50
+"""Rate of bf16 matmuls in torch without bf16 instructions, relative to fp32; measured on AVX2."""
 
 
 class DeviceKind(StrEnum):
@@ -112,29 +112,29 @@ class Hardware:
 
     @property
     def total_devices(self) -> int | None:
-        """Returns the devices of all nodes; None: what the present machine has."""
+        """Devices of all nodes; None: the devices of this machine."""
         return None if self.devices_per_node is None else self.nodes * self.devices_per_node
 
     def peak_flops(self, precision: str) -> float | None:
-        """Returns the peak rate, flop/s, of fp32, tf32, bf16, fp16 or fp8; None: unknown."""
+        """Peak rate of fp32, tf32, bf16, fp16 or fp8, in FLOP/s; None: unknown."""
         tflops = getattr(self, f"{precision}_tflops")
         return tflops * TERA if tflops else None
 
     @property
     def emulates_bf16(self) -> bool:
-        """Returns whether bf16 products take longer than fp32 ones: no instructions for them."""
+        """Whether bf16 matmuls are slower than fp32, as on processors without bf16 instructions."""
         bf16, fp32 = self.peak_flops("bf16"), self.peak_flops("fp32")
         return bf16 is not None and fp32 is not None and bf16 < fp32
 
     def matmul_flops(self, precision: str) -> float | None:
-        """Returns the rate that large products reach, flop/s; None: unknown."""
+        """Rate that large matmuls reach, in FLOP/s; None: unknown."""
         measured, peak = getattr(self, f"{precision}_reached_tflops"), self.peak_flops(precision)
         if measured:
             return float(measured) * TERA
         return peak * self.product_share if peak else None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures that no device has."""
+        """Yield issues for figures out of range."""
         for key in _POSITIVE:
             value = getattr(self, key)
             if value is not None and value <= 0:
@@ -144,7 +144,7 @@ class Hardware:
                 yield ConfigIssue(f"hardware.{key}", value, "must be 0 or more")
         for key in ("product_share", "attention_share", "bandwidth_share"):
             if (share := getattr(self, key)) > 1:
-                yield ConfigIssue(f"hardware.{key}", share, "is a share: at most 1")
+                yield ConfigIssue(f"hardware.{key}", share, "must be at most 1")
 
 
 _NOT_NEGATIVE = (
@@ -188,39 +188,39 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What is present here, found without torch."""
+    """Devices, processor and memory of this machine, detected without torch."""
 
     gpus: tuple[str, ...]
-    """Names of the CUDA devices this process may use."""
+    """Names of the CUDA devices that this process may use."""
     processor: str
     """Name of the processor."""
     cores: int
-    """Logical cores this process may use."""
+    """Logical cores that this process may use."""
     memory_bytes: int
-    """Main memory, or the control group's limit where that is less."""
+    """Main memory, in bytes, or the memory limit of the control group if it is smaller."""
 
     @property
     def device(self) -> DeviceKind:
-        """Returns the kind of device that ``auto`` stands for here."""
+        """Device type that ``auto`` resolves to."""
         return DeviceKind.cuda if self.gpus else DeviceKind.cpu
 
     @property
     def max_cpu_ranks(self) -> int:
-        """Returns how many CPU ranks make sense."""
+        """Maximum number of CPU ranks."""
         return CPU_RANKS_PER_CORE * self.cores
 
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""What torchrun tells each rank. A part of them is left over from elsewhere, and tells nothing."""
+"""Environment variables that torchrun sets for each rank; an incomplete set is ignored."""
 
 
 def launched_world_size() -> int | None:
-    """Returns how many ranks a launcher has started, this process being one; None: it is alone."""
+    """World size set by a launcher such as torchrun; None if this process is not a rank."""
     return int(os.environ["WORLD_SIZE"]) if _is_rank_process() else None
 
 
 def local_world_size() -> int | None:
-    """Returns how many of ``started_ranks`` share this machine; None: this process is alone."""
+    """Number of these ranks on this machine; None if this process is not a rank."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if _is_rank_process() else None
 
 
@@ -230,7 +230,7 @@ def _is_rank_process() -> bool:
 
 @cache
 def this_machine() -> Machine:
-    """Returns what the present machine has."""
+    """Detect the devices, processor and memory of this machine."""
     info = _cpu_info()
     return Machine(
         gpus=_visible_gpus(os.environ),
@@ -241,7 +241,7 @@ def this_machine() -> Machine:
 
 
 def resolve_for_machine(hardware: Hardware) -> Hardware:
-    """Returns the profile with ``auto`` and missing CPU figures read off the present machine."""
+    """Resolve ``auto``, and fill missing CPU figures with those of this machine."""
     machine = this_machine()
     if hardware.device is DeviceKind.auto:
         hardware = replace(hardware, device=machine.device)
@@ -255,20 +255,24 @@ def resolve_for_machine(hardware: Hardware) -> Hardware:
 
 
 def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:
-    """Returns a processor's theoretical peak by precision, TFLOP/s; empty when unknown.
+    """Theoretical peak rate of a processor by precision, in TFLOP/s; empty if unknown.
 
-    cores x clock x flops a cycle; the last from the vector units its flags name: FMA on two
-    ports of 16 (AVX-512) or 8 (AVX2) fp32 lanes, bf16 dot products of twice the lanes, AMX
-    tiles 1024 bf16 flops (Intel 64 and IA-32 Optimization Reference Manual, 2.5 and 20.3). The
-    clock is the one the kernel reports, so treat MFU on a CPU as an order of magnitude. Where
-    oneDNN has no bf16 kernel, torch multiplies in a plain loop: ``EMULATED`` of the fp32 rate.
+    The rate is cores x clock x FLOPs per cycle. The CPU flags give the FLOPs per cycle: FMA on two
+    ports of 16 (AVX-512) or 8 (AVX2) fp32 lanes, bf16 dot products on twice as many lanes, 1024
+    bf16 FLOPs with AMX tiles (Intel 64 and IA-32 Optimization Reference Manual, 2.5 and 20.3). The
+    clock is the one that the kernel reports, so MFU on a CPU is accurate to an order of magnitude
+    only. Without a bf16 kernel of oneDNN, bf16 runs at ``EMULATED_BF16_RATE`` of the fp32 rate.
+
+    Args:
+        info: Entries of one processor in /proc/cpuinfo.
+        cores: Number of cores to use.
     """
     flags = set(info.get("flags", "").split())
     clock = float(info.get("cpu MHz", 0.0)) * 1e6
     fp32 = 64 if "avx512f" in flags else 32 if {"avx2", "fma"} <= flags else 0
     bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else float(fp32)
     if not flags & {"avx512f", "avx_ne_convert"}:
-        bf16 *= EMULATED_FORMATS
+        bf16 *= EMULATED_BF16_RATE
     if not fp32 or not clock:
         return {}
     per_flop = cores * clock / TERA
@@ -287,10 +291,10 @@ def _cpu_info() -> dict[str, str]:
 def _visible_gpus(
     environment: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
-    """Returns the names of the devices that CUDA would show, in its order.
+    """Names of the devices that are visible to CUDA, in its order.
 
-    CUDA stops reading ``CUDA_VISIBLE_DEVICES`` at the first entry that names no device. An entry
-    that is no number (a UUID, a MIG slice) stands for some device.
+    CUDA ignores ``CUDA_VISIBLE_DEVICES`` from the first invalid entry on. An entry that is a UUID
+    or a MIG instance counts as some device.
     """
     present = []
     for information in sorted(driver.glob("*/information")):
@@ -301,15 +305,15 @@ def _visible_gpus(
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(present)
-    chosen: list[str] = []
+    visible_names: list[str] = []
     for entry in (entry.strip() for entry in visible.split(",")):
         if entry.isdigit() and int(entry) < len(present):
-            chosen.append(present[int(entry)])
-        elif entry.startswith(("GPU-", "MIG-")) and len(chosen) < len(present):
-            chosen.append(present[len(chosen)])
+            visible_names.append(present[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and len(visible_names) < len(present):
+            visible_names.append(present[len(visible_names)])
         else:
             break
-    return tuple(chosen)
+    return tuple(visible_names)
 
 
 def _memory_bytes() -> int:

@@ -1,9 +1,9 @@
-"""Secrets of the environment, replaced by value in everything that is written or printed.
+"""Redaction of secrets in all printed and written text.
 
-What counts as a secret: environment variables that are named like one (``DB_PASS``,
-``WANDB_API_KEY``), passwords inside URLs and connection strings, long random values, the
-passwords of a netrc file, and the key files of W&B and Hugging Face. Values too short or too
-common to tell from ordinary text are left alone. Standard library only.
+Secrets are values of environment variables with a secret's name (``DB_PASS``, ``WANDB_API_KEY``),
+passwords in URLs and connection strings, long random values, passwords of a netrc file, and the key
+files of W&B and Hugging Face. Values that are too short or too common are not redacted. This module
+uses the standard library only.
 """
 
 import getpass
@@ -21,31 +21,31 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 HIDDEN = "[hidden]"
-"""What stands in place of a secret."""
+"""Replacement of a secret."""
 
 MIN_SECRET_LENGTH = 6
-"""Characters of the shortest value that is replaced wherever it occurs."""
-WHOLE_WORD = 12
-"""Shorter values are replaced only where no letter, digit or ``_`` is adjacent."""
-UNNAMED = 20
-"""Characters of the shortest random value under a name that says nothing."""
-PLAIN_WORD = 16
-"""A word or a number shorter than this is ordinary text, whatever the name of its variable."""
-PLAIN_WORDS = 24
-"""The same of several words, joined by ``-``, ``_``, ``.`` or blanks."""
+"""Minimum length of a secret, in characters."""
+MIN_SUBSTRING_LENGTH = 12
+"""Minimum length of a secret that is also redacted within words."""
+MIN_RANDOM_LENGTH = 20
+"""Minimum length of a random value that is a secret under any name."""
+MAX_WORD_LENGTH = 16
+"""A word or a number shorter than this is never a secret."""
+MAX_PHRASE_LENGTH = 24
+"""Several words joined by ``-``, ``_``, ``.`` or spaces that are shorter are never a secret."""
 
-_WORD = re.compile(
+_SECRET_WORD = re.compile(
     r"(?:KEYS?|TOKEN|SECRETS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PASSCODE|PWD|AUTH|AUTHORIZATION"
     r"|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|MNEMONICS?|SESS(?:ION)?ID"
     r"|\b(?:DSN|JWT|PAT|SAS|UNSEAL))V?\d*$"
 )
-_LAST_WORDS = re.compile(
+_SECRET_ENDINGS = re.compile(
     r"\b(?:SIGNATURES?|ENCRYPTION|SALT|PRIVATE|CERT|CERTIFICATE|HMAC|PIN|T?OTP|SESSION ID"
     r"|(?:SEED|RECOVERY|BACKUP|SECRET) ?PHRASE)[V\d ]*$"
 )
-"""Words that name a secret at the end of a name alone: ``TLS_CERT``, and not ``CERT_MANAGER``."""
+"""Words that mark a secret only at the end of a name: ``TLS_CERT``, but not ``CERT_MANAGER``."""
 _NOT_SECRET = ("PWD", "OLDPWD", "XDG_SESSION_ID", "TERM_SESSION_ID", "ITERM_SESSION_ID")
-_OF_A_FILE = ("PATH", "FILE", "DIR", "SOCK", "HOME", "HELPER")
+_PATH_WORDS = ("PATH", "FILE", "DIR", "SOCK", "HOME", "HELPER")
 _ASSIGNED = re.compile(
     r"(?i)(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)"
     r"[\"']?\s*[=:]\s*(?:\"([^\"]+)\"|'((?:[^'\\]|\\.)+)'|[\"']?([^\s;&,\"'}]+))"
@@ -56,7 +56,7 @@ _PLAIN = re.compile(r"(?:[A-Z]?[a-z]+|[A-Z]+)([-_. /:](?:[A-Z]?[a-z]+|[A-Z]+))*"
 _NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[+-]?\d+")
 _RANDOM = re.compile(r"[A-Za-z0-9+]+")
 
-SHAPES = {
+API_KEY_PATTERNS = {
     "1Password": r"ops_eyJ[\w-]{20,}",
     "age": r"AGE-SECRET-KEY-\w{20,}",
     "Airtable": r"pat[A-Za-z0-9]{14}\.[0-9a-f]{32,}",
@@ -125,16 +125,16 @@ SHAPES = {
     "W&B": r"wandb_v1_\w{16,}|local-[0-9a-f]{40}",
     "xAI": r"xai-[A-Za-z0-9]{40,}",
 }
-"""Keys of well-known services, by how they are spelt."""
-KNOWN_SHAPES = re.compile(
-    rf"(?<![A-Za-z0-9_])(?:{'|'.join(SHAPES.values())})"
+"""Regular expressions of API keys, by service."""
+API_KEY_PATTERN = re.compile(
+    rf"(?<![A-Za-z0-9_])(?:{'|'.join(API_KEY_PATTERNS.values())})"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
     r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"
     r"|(?<=/bot)\d+:[\w-]{16,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----"
     r"[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
 )
-"""The same as one pattern, with the secret parts of webhooks and PEM blocks of private keys."""
+"""Pattern of API keys, secret parts of webhook URLs and PEM private keys."""
 _IN_QUERY = re.compile(
     r"(?i)([?&;](?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|password"
     r"|client_secret|(?:access_|auth_|refresh_|id_|private_|api_?)?token|api_?key)=)"
@@ -144,18 +144,18 @@ _URL = re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")
 
 
 def redact(text: str) -> str:
-    """Returns ``text`` with every secret replaced by ``[hidden]``."""
+    """Replace every secret in ``text`` by ``[hidden]``."""
     pattern = _pattern(*_sources())
     if pattern is not None:
         text = pattern.sub(HIDDEN, text)
     if "://" in text:
         text = _URL.sub(HIDDEN, text)
         text = _IN_QUERY.sub(rf"\1{HIDDEN}", text)
-    return KNOWN_SHAPES.sub(HIDDEN, text)
+    return API_KEY_PATTERN.sub(HIDDEN, text)
 
 
 def redact_tree(value: object) -> Any:
-    """Returns nested lists and mappings with :func:`redacted` applied to each string in them."""
+    """Apply :func:`redact` to each string of nested lists and mappings."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -166,40 +166,42 @@ def redact_tree(value: object) -> Any:
 
 
 def contains_secret(text: str) -> bool:
-    """Returns whether :func:`redacted` would change ``text``."""
+    """Return whether :func:`redact` changes ``text``."""
     return redact(text) != text
 
 
 def reveals_secret(name: str, value: str) -> bool:
-    """Returns whether what an environment variable holds may not be written, by name or value.
+    """Return whether an environment variable is a secret, by its name or value.
 
-    Stricter than :func:`redacted`: a plain word is a secret under a secret's name.
+    Stricter than :func:`redact`: with a secret's name, any word is a secret.
     """
     is_path = value.startswith("/") and os.path.exists(value)
-    named = is_secret_name(name) and not is_path
-    return named or _ASSIGNED.search(value) is not None or contains_secret(value)
+    has_secret_name = is_secret_name(name) and not is_path
+    return has_secret_name or _ASSIGNED.search(value) is not None or contains_secret(value)
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a variable or setting of this name holds a secret, by its words."""
+    """Return whether the name of a variable or setting marks a secret."""
     if name.upper() in _NOT_SECRET:
         return False
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     words = [word for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
-    if not words or words[-1].rstrip("0123456789") in _OF_A_FILE:
+    if not words or words[-1].rstrip("0123456789") in _PATH_WORDS:
         return False
     if words[-1] == "TOKEN" and {"BOS", "EOS", "PAD", "UNK", "MASK"} & set(words):
         return False
-    return any(_WORD.search(word) for word in words) or bool(_LAST_WORDS.search(" ".join(words)))
+    return any(_SECRET_WORD.search(word) for word in words) or bool(
+        _SECRET_ENDINGS.search(" ".join(words))
+    )
 
 
 def known_secrets() -> frozenset[str]:
-    """Returns every value that is replaced, of the environment and of key files."""
+    """Secrets of the environment and of key files."""
     return _secrets(*_sources())
 
 
 def remember_secret(value: str) -> None:
-    """Treats ``value`` as a secret for the rest of the process, though it left the environment."""
+    """Redact ``value`` for the rest of the process, even if it is not in the environment."""
     _remembered.update(_secrets_in_value("SECRET", value))
 
 
@@ -209,19 +211,19 @@ Sources = tuple[tuple[tuple[str, str], ...], tuple[tuple[str, int, int], ...], f
 
 
 def _sources() -> Sources:
-    """Returns what secrets come from, as a key of the caches below."""
+    """Sources of secrets, as a key of the caches below."""
     files = []
     for path in _key_files():
         try:
-            known = os.stat(path)
+            stat = os.stat(path)
         except OSError:
             continue
-        files.append((path, known.st_mtime_ns, known.st_size))
+        files.append((path, stat.st_mtime_ns, stat.st_size))
     return tuple(os.environ.items()), tuple(files), frozenset(_remembered)
 
 
 def _key_files() -> Iterator[str]:
-    """Yields where W&B and Hugging Face keep keys, present or not."""
+    """Yield the paths of the key files of W&B and Hugging Face; they may not exist."""
     environment, home = os.environ, os.path.expanduser("~")
     yield environment.get("NETRC") or f"{home}/.netrc"
     yield f"{home}/_netrc"
@@ -239,13 +241,13 @@ def _secrets(
     files: tuple[tuple[str, int, int], ...],
     remembered: frozenset[str],
 ) -> frozenset[str]:
-    found = set(remembered)
+    secrets = set(remembered)
     for name, value in environment:
-        found.update(_secrets_in_value(name, value))
+        secrets.update(_secrets_in_value(name, value))
     for path, _, _ in files:
         with suppress(OSError, UnicodeDecodeError):
-            found.update(_secrets_in_file(Path(path)))
-    return frozenset(found)
+            secrets.update(_secrets_in_file(Path(path)))
+    return frozenset(secrets)
 
 
 @lru_cache(maxsize=4)
@@ -254,24 +256,24 @@ def _pattern(
     files: tuple[tuple[str, int, int], ...],
     remembered: frozenset[str],
 ) -> re.Pattern[str] | None:
-    """Returns the pattern of every secret as it may be spelt, the longest first; None for none."""
-    spelt = {
+    """Pattern of all encodings of all secrets, longest first; None without secrets."""
+    encodings = {
         form: secret
         for secret in _secrets(environment, files, remembered)
         for form in _spellings(secret)
     }
-    if not spelt:
+    if not encodings:
         return None
     alternatives = []
-    for form in sorted(spelt, key=len, reverse=True):
+    for form in sorted(encodings, key=len, reverse=True):
         text = re.escape(form)
-        alone = len(spelt[form]) < WHOLE_WORD
-        alternatives.append(rf"(?<![A-Za-z0-9_]){text}(?![A-Za-z0-9_])" if alone else text)
+        is_word = len(encodings[form]) < MIN_SUBSTRING_LENGTH
+        alternatives.append(rf"(?<![A-Za-z0-9_]){text}(?![A-Za-z0-9_])" if is_word else text)
     return re.compile("|".join(alternatives))
 
 
 def _spellings(secret: str) -> set[str]:
-    """Returns a secret as it stands in plain text, JSON, YAML, HTML, URLs and shell lines."""
+    """Encodings of a secret in plain text, JSON, YAML, HTML, URLs and shell commands."""
     escaped = html.escape(secret)
     return {
         secret,
@@ -290,29 +292,30 @@ def _spellings(secret: str) -> set[str]:
 
 
 def _secrets_in_value(name: str, value: str) -> Iterator[str]:
-    """Yields the secrets that one environment variable holds."""
-    named = is_secret_name(name)
-    if named and not (
+    """Yield the secrets in the value of one environment variable."""
+    has_secret_name = is_secret_name(name)
+    if has_secret_name and not (
         value.startswith(("/", "~", ".")) and os.path.exists(os.path.expanduser(value))
     ):
         yield from _secrets_of_named(value)
-    for assigned in _ASSIGNED.finditer(value):
-        quoted = assigned[1] or assigned[2]
-        yield from filter(_is_distinct, [quoted or assigned[3]])
-        if quoted and " " in quoted and not _is_distinct(quoted):  # words that only stand out so
-            yield assigned[0]
-    yield from (found[0] for found in KNOWN_SHAPES.finditer(value))
+    for match in _ASSIGNED.finditer(value):
+        quoted = match[1] or match[2]
+        yield from filter(_is_distinct, [quoted or match[3]])
+        # Plain words are redacted together with their key only.
+        if quoted and " " in quoted and not _is_distinct(quoted):
+            yield match[0]
+    yield from (match[0] for match in API_KEY_PATTERN.finditer(value))
     if "://" in value:
         yield from filter(_is_distinct, _secrets_in_url(name, value))
-    elif not named and _is_random(value):
+    elif not has_secret_name and _is_random(value):
         yield value
 
 
 def _secrets_of_named(value: str) -> Iterator[str]:
-    """Yields a value under a secret's name, whole and in parts: ``Bearer abc``, ``sid=abc``."""
+    """Yield a value with a secret's name, and its parts: ``Bearer abc``, ``sid=abc``."""
     if not ("://" in value and urlsplit(value.split()[0]).hostname):
         yield from filter(_is_distinct, [value.strip()])
-        parts = {part for part in re.split(r"[\s;,=]+", value) if len(part) >= WHOLE_WORD}
+        parts = {part for part in re.split(r"[\s;,=]+", value) if len(part) >= MIN_SUBSTRING_LENGTH}
         yield from filter(_is_distinct, parts)
     if value.lstrip().startswith("{"):
         try:
@@ -326,24 +329,24 @@ def _secrets_in_json(value: object) -> Iterator[str]:
         for name, entry in value.items():
             if isinstance(entry, str) and is_secret_name(name):
                 yield entry
-                yield from (line for line in entry.splitlines() if len(line) >= PLAIN_WORD)
+                yield from (line for line in entry.splitlines() if len(line) >= MAX_WORD_LENGTH)
             else:
                 yield from _secrets_in_json(entry)
 
 
 def _secrets_in_url(name: str, value: str) -> Iterator[str]:
-    """Yields user names, passwords, keys in queries and paths of webhooks."""
-    for found in _IN_URL.finditer(value):
-        yield from (found[2], unquote(found[2]))
-    yield from (found[1] for found in _USER_IN_URL.finditer(value))
+    """Yield user names, passwords, query keys and webhook paths of a URL."""
+    for match in _IN_URL.finditer(value):
+        yield from (match[2], unquote(match[2]))
+    yield from (match[1] for match in _USER_IN_URL.finditer(value))
     try:
         parts = urlsplit(value.strip())
     except ValueError:
         return
     yield from (text for key, text in parse_qsl(parts.query) if is_secret_name(key) or key == "sig")
     host = parts.hostname or ""
-    hooked = "HOOK" in name.upper() or host.startswith("hooks.") or "webhook" in value.lower()
-    if hooked:
+    is_webhook = "HOOK" in name.upper() or host.startswith("hooks.") or "webhook" in value.lower()
+    if is_webhook:
         yield from (part for part in parts.path.split("/") if len(part) >= 8)
     if is_secret_name(name) and parts.username:
         yield parts.username
@@ -362,32 +365,32 @@ def _secrets_in_file(path: Path) -> Iterator[str]:
 
 
 def _is_distinct(value: str) -> bool:
-    """Returns whether a value can be told from ordinary text, so that it may be replaced."""
+    """Return whether a value is distinct from ordinary text, so that it can be redacted."""
     if len(value) < MIN_SECRET_LENGTH or value.lower() in _ordinary_names():
         return False
-    if len(value) < PLAIN_WORD and _NUMBER.fullmatch(value):
+    if len(value) < MAX_WORD_LENGTH and _NUMBER.fullmatch(value):
         return False
     words = _PLAIN.fullmatch(value)
-    return words is None or len(value) >= (PLAIN_WORDS if words[1] else PLAIN_WORD)
+    return words is None or len(value) >= (MAX_PHRASE_LENGTH if words[1] else MAX_WORD_LENGTH)
 
 
 @cache
 def _ordinary_names() -> frozenset[str]:
-    """Returns names of this user, machine and folder, in lower case."""
+    """User name, host name and home folder, in lower case."""
     home = os.path.expanduser("~")
-    found = {home, home.rpartition("/")[2], socket.gethostname()}
-    with suppress(OSError, KeyError):  # a container's user may have no name
-        found.add(getpass.getuser())
-    return frozenset(text.lower() for text in found)
+    names = {home, home.rpartition("/")[2], socket.gethostname()}
+    with suppress(OSError, KeyError):  # the user of a container may have no name
+        names.add(getpass.getuser())
+    return frozenset(text.lower() for text in names)
 
 
 def _is_random(value: str) -> bool:
-    """Returns whether a value is one long token of mixed cases and digits, as keys are."""
-    if len(value) < UNNAMED or not re.fullmatch(r"[A-Za-z0-9+/_=-]+", value):
+    """Return whether a value is one long token of mixed cases and digits, as API keys are."""
+    if len(value) < MIN_RANDOM_LENGTH or not re.fullmatch(r"[A-Za-z0-9+/_=-]+", value):
         return False
     token = max(_RANDOM.findall(value), key=len, default="")
     kinds = [_kind(character) for character in token]
-    if len(token) < UNNAMED or len(set(kinds)) < 3:
+    if len(token) < MIN_RANDOM_LENGTH or len(set(kinds)) < 3:
         return False
     changes = sum(one != other for one, other in pairwise(kinds))
     return 2 * changes >= len(token) - 1

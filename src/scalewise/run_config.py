@@ -1,4 +1,4 @@
-"""A Run: one spec per group, the arithmetic of its world, and the rules across groups."""
+"""Run configuration: one config per group, derived sizes, and validation across groups."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ from scalewise.units import GIB, MAX_NUMBER
 from scalewise.validation import compatibility, trusted_imports
 
 NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
-"""What a run may be called: W&B takes no more, and it becomes the name of a folder."""
+"""Pattern of valid run names: limits of W&B and of folder names."""
 SECONDS_FIELDS = ("launch.timeout", "launch.grace")
-MAX_NAME_LENGTH = 10**9
-"""Seconds that are waited for at most, 30 years: clocks of the kernel take no more than 290."""
+"""Fields in seconds."""
+MAX_WAIT_SECONDS = 10**9
+"""Maximum of ``SECONDS_FIELDS``: 30 years, below the 290 years of kernel timers."""
 MAX_LAYERS = 10_000
+"""Maximum number of layers, because plans enumerate layers."""
 MAX_RANKS = 2**20
-"""Of ranks along one axis, and of layers, plans count each."""
+"""Maximum number of ranks along one mesh dimension, because plans enumerate ranks."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ class RunConfig:
 
         With ``trainer.micro_batch=auto``, the whole batch of a rank until a size is chosen.
         """
-        rows = self.trainer.micro_batch
-        if isinstance(rows, int):
-            return rows
+        size = self.trainer.micro_batch
+        if isinstance(size, int):
+            return size
         return ceil((self.trainer.global_batch or 1) / self.parallelism.data_parallel_size)
 
     @property
@@ -153,10 +155,10 @@ class RunConfig:
     @property
     def batch_description(self) -> str:
         """Batch of one optimizer step, in words."""
-        answered = f"prompts answered {self.objective.rollouts_per_sample} times in"
-        what = "pairs of twice" if self.objective.pairs else "rows of"
-        what = answered if self.objective.rollouts_per_sample else what
-        return f"{self.global_batch} {what} {self.data.sequence} tokens"
+        rollout_text = f"prompts with {self.objective.rollouts_per_sample} answers each in"
+        samples = "pairs of 2 x" if self.objective.pairs else "sequences of"
+        samples = rollout_text if self.objective.rollouts_per_sample else samples
+        return f"{self.global_batch} {samples} {self.data.sequence} tokens"
 
     @property
     def runs_reference_forward(self) -> bool:
@@ -165,8 +167,8 @@ class RunConfig:
         If training started from another model, its log-probabilities are stored instead.
         """
         adapter = self.adapter
-        began_off = adapter.turns_off and not (adapter.trained or adapter.resume)
-        return self.objective.reference_objective is not None and began_off
+        starts_from_base = adapter.turns_off and not (adapter.trained or adapter.resume)
+        return self.objective.reference_objective is not None and starts_from_base
 
     @property
     def extra_forward_passes(self) -> int:
@@ -174,8 +176,8 @@ class RunConfig:
 
         One per generated token, without a KV cache, and one of the reference model.
         """
-        written = self.data.answer_length if self.objective.rollouts_per_sample else 0
-        return written + self.runs_reference_forward
+        generated = self.data.answer_length if self.objective.rollouts_per_sample else 0
+        return generated + self.runs_reference_forward
 
     @property
     def tokens_per_step(self) -> int:
@@ -189,8 +191,8 @@ class RunConfig:
         A forward-only pass counts as a third of the model's FLOPs.
         """
         sequence = self.data.sequence
-        asked = self.model.flops(sequence) / 3 * self.extra_forward_passes
-        return self.adapter.flops(self.model, sequence, self.data.target_length) + asked
+        forward_only = self.model.flops(sequence) / 3 * self.extra_forward_passes
+        return self.adapter.flops(self.model, sequence, self.data.target_length) + forward_only
 
     @property
     def flops_per_step(self) -> float:
@@ -213,8 +215,8 @@ class RunConfig:
     @property
     def has_frozen_weights(self) -> bool:
         """Whether most parameters of the model are frozen and an adapter is trained instead."""
-        block, rest = self.weight_census_by_kind()
-        return not all(weight.trainable for weight in (*block, *rest))
+        block, other = self.weight_census_by_kind()
+        return not all(weight.trainable for weight in (*block, *other))
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -231,23 +233,23 @@ class RunConfig:
         return self.trainer.num_steps(self.tokens_per_step, self.global_batch, samples)
 
     def resolve(self) -> RunConfig:
-        """Returns the run with hardware, mesh sizes and checkpoint resolved for this machine."""
+        """Resolve hardware, mesh sizes and adapter checkpoint for this machine."""
         hardware = resolve_for_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
         present = max(1, len(this_machine().gpus)) if on_cuda else None
         devices = launched_world_size() or hardware.total_devices or present
-        layout, adapter = self.parallelism.resolve(devices), self.adapter.resolve()
-        return replace(self, hardware=hardware, parallelism=layout, adapter=adapter)
+        parallelism, adapter = self.parallelism.resolve(devices), self.adapter.resolve()
+        return replace(self, hardware=hardware, parallelism=parallelism, adapter=adapter)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields every config issue: of each group by itself, then between groups."""
-        of_specs = list(self._group_issues())
-        yield from of_specs
-        found = list(misplaced_issues(self))
-        yield from found
+        """Yield every config issue: of each group by itself, then between groups."""
+        group_issues = list(self._group_issues())
+        yield from group_issues
+        misplaced = list(misplaced_issues(self))
+        yield from misplaced
         if self.objective.is_user_defined:
             yield from self.objective.validate_with(self)
-        elif not (found or of_specs):
+        elif not (misplaced or group_issues):
             yield from self.model.validate_with(self)
             yield from self.adapter.validate_with(self.model)
             yield from self.adapter.validate_with_run(self)
@@ -258,31 +260,33 @@ class RunConfig:
             yield from self.memory.validate_with(self)
             yield from self.parallelism.validate_with(self)
             yield from self.trainer.validate_with(self)
-        if not (found or self.objective.is_user_defined):
+        if not (misplaced or self.objective.is_user_defined):
             yield from compatibility.schedule_issues(self)
-            if not any(issue.key in ("model.path", "model.depth") for issue in of_specs):
+            if not any(issue.key in ("model.path", "model.depth") for issue in group_issues):
                 yield from compatibility.token_issues(self)
         yield from trusted_imports.module_issues(self)
         yield from compatibility.format_issues(self)
         yield from trusted_imports.callback_issues(self)
         if not NAME_PATTERN.fullmatch(self.name) or self.name.startswith("."):
-            reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
+            reason = (
+                "must be 1 to 128 printable characters without / and \\ and without a leading dot"
+            )
             yield ConfigIssue("name", self.name, reason, "set name=my-run")
         if self.resume == "":
-            yield ConfigIssue("resume", "", "names no checkpoint", "give a path, or resume=null")
+            yield ConfigIssue("resume", "", "is not a checkpoint", "set a path, or resume=null")
         if not 0 <= self.seed < 2**32:
             yield ConfigIssue("seed", self.seed, "must be in [0, 2**32)")
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields config issues of this machine; not for plans of another machine."""
+        """Yield config issues of this machine; skipped for plans of other machines."""
         yield from compatibility.device_issues(self)
         yield from compatibility.fp16_issues(self)
         if (
             self.resume not in (None, "last", "auto")
             and not Path(self.resume).expanduser().exists()
         ):
-            reason = "there is no such checkpoint folder"
-            yield ConfigIssue("resume", self.resume, reason, "give a path, or resume=null")
+            reason = "no such checkpoint folder"
+            yield ConfigIssue("resume", self.resume, reason, "set a path, or resume=null")
         if not any(self._group_issues()):
             yield from self.adapter.validate_machine(self)
         yield from self.optimizer.validate_machine()
@@ -292,7 +296,7 @@ class RunConfig:
         yield from self.parallelism.validate_machine(self)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the run as nested dicts and lists, each config with its ``_target_``."""
+        """Convert the run to nested dicts and lists, each config with its ``_target_``."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
@@ -303,39 +307,39 @@ class RunConfig:
 
 
 def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
-    """Yields what is wrong with one spec by itself."""
+    """Yield the issues of one config by itself."""
     if not hasattr(config, "validate"):
         return
-    if absurd := list(_out_of_range_issues(group, config)):
-        yield from absurd
+    if out_of_range := list(_out_of_range_issues(group, config)):
+        yield from out_of_range
         return
-    found = list(config.validate())
-    yield from found
-    known = {issue.key for issue in found}
-    for entry in fields(config):  # type: ignore[arg-type]  # a spec is a dataclass
+    issues = list(config.validate())
+    yield from issues
+    reported_keys = {issue.key for issue in issues}
+    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
         key, value = f"{group}.{entry.name}", getattr(config, entry.name)
-        if isinstance(value, float) and not isfinite(value) and key not in known:
+        if isinstance(value, float) and not isfinite(value) and key not in reported_keys:
             yield ConfigIssue(key, value, "must be a finite number")
 
 
 def _out_of_range_issues(group: str, config: object) -> Iterator[ConfigIssue]:
-    """Yields the numbers of a spec that no machine counts in, or no clock waits for."""
-    for entry in fields(config):  # type: ignore[arg-type]  # a spec is a dataclass
+    """Yield issues for numbers beyond int64 and beyond the limits of this module."""
+    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
         key, value = f"{group}.{entry.name}", getattr(config, entry.name)
         if not isinstance(value, int | float) or not isfinite(value):
             continue
         if abs(value) > MAX_NUMBER:
-            yield ConfigIssue(key, value, "is beyond what 64 bits hold, 2**63 - 1")
-        elif abs(value) > (most := _field_maximum(key)):
-            yield ConfigIssue(key, value, f"must be at most {most:,}", f"set {key}={most}")
+            yield ConfigIssue(key, value, "exceeds the 64-bit maximum, 2**63 - 1")
+        elif abs(value) > (maximum := _field_maximum(key)):
+            yield ConfigIssue(key, value, f"must be at most {maximum:,}", f"set {key}={maximum}")
 
 
 def _field_maximum(key: str) -> int:
-    """Returns the largest number that a field can have."""
+    """Maximum value of a numeric field."""
     if key.endswith("_gib"):
         return MAX_NUMBER // GIB
     if key in SECONDS_FIELDS:
-        return MAX_NAME_LENGTH
+        return MAX_WAIT_SECONDS
     if key == "model.layers":
         return MAX_LAYERS
     return MAX_RANKS if key.startswith("parallelism.") else MAX_NUMBER

@@ -1,4 +1,4 @@
-"""How long a run trains, on how many rows at a time, and how often it looks up."""
+"""Configuration of the training loop: length, batch sizes, validation and logging."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainerConfig:
     """Interval between two status lines, in optimizer steps; metrics are recorded at every step."""
 
     def num_steps(self, tokens_per_step: int, samples_per_step: int, samples: int) -> int:
-        """Returns the optimizer steps of the run over a training split of ``samples`` rows."""
+        """Number of optimizer steps over a training split of ``samples`` samples."""
         if self.max_steps is not None:
             return self.max_steps
         if self.max_tokens is not None:
@@ -57,46 +57,48 @@ class TrainerConfig:
         return ceil(self.max_epochs * samples / samples_per_step)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields lengths and batches that are no training."""
+        """Yield issues for the training length, batch sizes and intervals."""
         lengths = ("max_steps", "max_tokens", "max_epochs")
-        given = [key for key in lengths if getattr(self, key) is not None]
-        if not given:
-            reason = f"exactly one of {', '.join(lengths)} is needed"
+        set_lengths = [key for key in lengths if getattr(self, key) is not None]
+        if not set_lengths:
+            reason = f"exactly one of {', '.join(lengths)} is required"
             yield ConfigIssue("trainer.max_steps", None, reason, "set trainer.max_steps=1000")
-        elif len(given) > 1:
-            *others, asked = given
-            reason = f"exactly one of {', '.join(lengths)} is needed, not {' and '.join(given)}"
-            fix = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
+        elif len(set_lengths) > 1:
+            *others, chosen = set_lengths
+            reason = (
+                f"exactly one of {', '.join(lengths)} is required, not {' and '.join(set_lengths)}"
+            )
+            fix = f"to use {chosen}, set " + " ".join(f"trainer.{key}=null" for key in others)
             yield ConfigIssue(f"trainer.{others[0]}", getattr(self, others[0]), reason, fix)
         if self.validate_first and self.validate_every is None:
             fix = "set trainer.validate_every=100"
-            yield ConfigIssue("trainer.validate_first", True, "nothing is validated", fix)
+            yield ConfigIssue("trainer.validate_first", True, "requires validation", fix)
         size = self.micro_batch
         if size != AUTO and not (isinstance(size, int) and size >= 1):
             yield ConfigIssue(SIZE, size, "must be positive, or auto")
-        positive = (*given, "log_every", "validation_rows")
+        positive = (*set_lengths, "log_every", "validation_rows")
         optional = ("global_batch", "clip_norm", "validate_every")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields steps that ``micro_batch=auto`` cannot share out, and who else would choose it."""
+        """Yield issues of ``micro_batch=auto`` with the global batch size and with other groups."""
         if self.micro_batch != AUTO:
             return
-        rows, ranks = self.global_batch, run.parallelism.data_parallel_size
-        if rows is None:
-            reason = "the rows of a step would depend on the device"
+        global_batch, ranks = self.global_batch, run.parallelism.data_parallel_size
+        if global_batch is None:
+            reason = "requires trainer.global_batch: otherwise training depends on the device"
             yield ConfigIssue(SIZE, AUTO, reason, "set trainer.global_batch=64")
-        elif rows % ranks:
-            reason = f"does not go evenly into the {ranks} ranks that read rows, for {SIZE}=auto"
-            fix = f"set trainer.global_batch={ceil(rows / ranks) * ranks}"
-            yield ConfigIssue("trainer.global_batch", rows, reason, fix)
+        elif global_batch % ranks:
+            reason = f"is not divisible by {ranks} data-parallel ranks, as {SIZE}=auto requires"
+            fix = f"set trainer.global_batch={ceil(global_batch / ranks) * ranks}"
+            yield ConfigIssue("trainer.global_batch", global_batch, reason, fix)
         if run.plan.search is not PlanSearch.none:
-            reason = "is chosen by plan.search itself"
-            yield ConfigIssue(SIZE, AUTO, reason, "leave it out")
+            reason = "is not supported with plan.search, which chooses it"
+            yield ConfigIssue(SIZE, AUTO, reason, "remove it")
         if isinstance(run.memory, AutoCheckpointing):
-            reason = "memory=auto goes by what a given micro batch leaves"
-            both = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
-            fix = f"set {SIZE}=8, or have a search choose both: {both}"
+            reason = "is not supported with memory=auto, which requires a fixed micro-batch size"
+            search = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
+            fix = f"set {SIZE}=8, or search both with {search}"
             yield ConfigIssue(SIZE, AUTO, reason, fix)

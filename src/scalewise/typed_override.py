@@ -1,10 +1,10 @@
-"""Overrides as they are typed: quoted for Hydra's grammar, then for a POSIX shell.
+"""Overrides quoted for Hydra's grammar and for a POSIX shell.
 
-A message shows a fix in words of a shell. Every word with ``=`` in it is an override, shown as
-:func:`typed` or :func:`shell_word` returns it; numbers and names of options need no quotes. Words
-next to one another are typed together, a comma or ``or`` separates alternatives, and after an
-override these may list further values of its key: ``set parallelism=fsdp, ddp or tensor``. A value
-in capitals stands for what the reader has: ``model.path=FOLDER``.
+Messages show fixes as shell words. A word with ``=`` is an override, quoted by
+:func:`format_override` or :func:`shell_word`; numbers and option names need no quotes. Adjacent
+words are typed together. A comma or ``or`` separates alternatives, also further values of the same
+key: ``set parallelism=fsdp, ddp or tensor``. A value in capitals is a placeholder:
+``model.path=FOLDER``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _WORDS = {"null", "true", "false", "nan", "inf"}
 
 
 def format_override(key: str, value: object) -> str:
-    """Returns :func:`override` as one word of a shell."""
+    """Format ``key=value`` as one shell word."""
     return shell_word(override(key, value))
 
 
 def override(key: str, value: object) -> str:
-    """Returns ``key=value`` as Hydra reads it back as ``value``, no shell in between."""
+    """Format ``key=value`` so that Hydra parses it as ``value``; not quoted for a shell."""
     return f"{key}={_quote_for_hydra(value)}"
 
 
 def shell_word(text: object) -> str:
-    """Returns a text as one word of a POSIX shell, in characters that messages print."""
+    """Quote a text as one word of a POSIX shell, in printable characters."""
     word = str(text)
     if printable(word, spaces=False) != word:
         return f"\"$(printf '{''.join(map(_for_printf, word))}')\""
@@ -44,7 +44,7 @@ def shell_word(text: object) -> str:
 
 
 def command_line(subcommand: str, arguments: Sequence[object]) -> str:
-    """Returns a command of the suite as it is pasted into a POSIX shell."""
+    """Format a ``scalewise`` command for a POSIX shell."""
     return " ".join(["scalewise", subcommand, *map(shell_word, arguments)])
 
 
@@ -71,8 +71,8 @@ def _quote_for_hydra(value: object) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
         return text
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation of OmegaConf's
-    # Hydra reads a backslash as itself, but before a quote.
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escapes interpolations of OmegaConf
+    # In Hydra, a backslash is special only before a quote.
     return "'" + re.sub(r"(\\*)('|\Z)", _escape, text) + "'"
 
 

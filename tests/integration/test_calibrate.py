@@ -51,7 +51,7 @@ def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
     line = ("-cd", "conf", *UNTRACKED, "hardware=mine")
     first, *_ = scalewise("-m", *line, "seed=1,2,3").ok().folder.jobs
     ended = scalewise(*few, verb="calibrate").ok()
-    assert "steps take " in ended.out
+    assert "measured step time: " in ended.out
     assert "3 runs" in ended.out
     scale = yaml.safe_load(profile(scalewise.cwd, "mine"))["step_scale"]
     now = scalewise(*line).ok().newest.json("plan.json")
@@ -63,13 +63,16 @@ def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
     ("line", "words"),
     [
         (("learn=gone", "name=new"), ["learn=gone", "is not a folder", "new.yaml does not exist"]),
-        (("learn=conf", "name=theirs", "model=gpt2_124m"), ["model=gpt2_124m is idle"]),
+        (
+            ("learn=conf", "name=theirs", "model=gpt2_124m"),
+            ["model=gpt2_124m is not supported with learn=conf"],
+        ),
         (("name=mine",), ["name=mine", "was not written by a calibration"]),
         (("name=a/b",), ["name=a/b", "is not a file name"]),
         (("seconds=0",), ["seconds=0", "must be positive"]),
         (("secnds=1", "name=a/b"), ["secnds", "did you mean seconds?", "is not a file name"]),
         (("modle=x",), ["did you mean model?"]),
-        (("--fast",), ["calibrate takes overrides, not --fast"]),
+        (("--fast",), ["--fast is not supported: calibrate accepts overrides only"]),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -50,7 +50,7 @@ def test_own_pictures_are_learnt_asked_and_exported(
     capsys.readouterr()
     photo = pictures / "0.npy"
     assert cli.main(["evaluate", str(run.path), f"prompt={photo}", "tokens=5"]) == 0
-    assert "is written" in capsys.readouterr().out
+    assert "generated" in capsys.readouterr().out
     (found,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
     assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
     assert found["rows"] == 6

@@ -160,8 +160,8 @@ def test_temperature_is_what_logits_are_divided_by() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rows=0"], "is no number of 1 or more; set rows=all"),
-        (["tokens=x", "temperature=-1"], "2 problems"),
+        (["rows=0"], "must be an integer of 1 or more; set rows=all"),
+        (["tokens=x", "temperature=-1"], "2 issues"),
         (["step=4"], "choose one of step="),
         (["temprature=1"], "did you mean temperature?"),
     ],

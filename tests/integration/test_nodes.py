@@ -132,7 +132,7 @@ def test_ranks_of_one_node_listen_on_loopback_only(
     assert listening(started) == {"127.0.0.1"}
 
 
-SWEEP_REFUSED = "a sweep starts the ranks of each job itself"
+SWEEP_REFUSED = "a sweep is not supported with torchrun or srun"
 
 
 @pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])

@@ -32,7 +32,9 @@ def test_a_broken_package_of_the_service_costs_a_line(scalewise: Doors) -> None:
 
 
 def test_refuses_what_is_no_folder_all_at_once(scalewise: Doors) -> None:
-    ended = scalewise("none", "nor", verb="report").refused("none is no folder", "nor is no folder")
+    ended = scalewise("none", "nor", verb="report").refused(
+        "none is not a folder", "nor is not a folder"
+    )
     assert ended.out == ""
 
 

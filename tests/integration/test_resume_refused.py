@@ -83,7 +83,7 @@ def test_a_checkpoint_of_another_run(
 
 def test_a_folder_that_holds_none(scalewise: Doors, tmp_path: Path) -> None:
     line = (*UNTRACKED, f"resume={tmp_path}/nowhere")
-    assert scalewise(*line).refused("there is no such checkpoint folder").folders == []
+    assert scalewise(*line).refused("no such checkpoint folder").folders == []
     assert scalewise(*UNTRACKED, "resume=last").refused("no complete checkpoint").folders == []
 
 

@@ -81,7 +81,7 @@ def test_looking_around_costs_a_share_of_importing_torch(
 REFUSED = {
     ("modle=x",): ("modle", "model"),
     ("-m", "experiment=smoke", "optimizer.lr=1e-3,nan_lr,3e-3"): ("optimizer.lr", "nan_lr"),
-    ("model.heads=7", "trainer.global_batch=0", "precision=fp16_mixed"): ("3 problems",),
+    ("model.heads=7", "trainer.global_batch=0", "precision=fp16_mixed"): ("3 issues",),
 }
 """Lines that are refused, and words of the refusal."""
 

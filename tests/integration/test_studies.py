@@ -99,7 +99,7 @@ def test_a_killed_search_goes_on(scalewise: Doors) -> None:
     ]
     assert [t["status"] for t in told if t["state"] == "fail"] == ["running"]
     assert [job["number"] for job in folder.json("sweep.json")["jobs"]] == [0, 1, 2, 3]
-    assert "trial 1 was under way when its sweep ended" in ended.out
+    assert "trial 1 was running when its sweep ended" in ended.out
 
 
 @LONG

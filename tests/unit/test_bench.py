@@ -38,7 +38,7 @@ def test_all_options_that_are_wrong_are_named() -> None:
     with pytest.raises(ConfigError) as refused:
         options.split_options(["ranks=x", "record=1"], collectives.CollectivesOptions)
     assert [str(issue) for issue in refused.value.issues] == [
-        "ranks=x: is not a whole number",
+        "ranks=x: is not an integer",
         "record=1: is not true or false",
     ]
 
@@ -51,9 +51,9 @@ def test_sizes_go_up_to_the_largest() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "no benchmark; scalewise bench collectives"),
-        ("colective", "no benchmark 'colective'"),
-        ("collectives -m", "not -m"),
+        ("", "no benchmark given; scalewise bench collectives"),
+        ("colective", "unknown benchmark 'colective'"),
+        ("collectives -m", "-m is not supported"),
         ("collectives ranks=1", "ranks=1: must be 2 or more"),
         ("collectives ranks=1000", "ranks=1000: exceeds the maximum of"),
         ("collectives largest_kib=4", "too few sizes"),

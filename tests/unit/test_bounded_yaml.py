@@ -69,7 +69,7 @@ def test_files_of_a_users_folder(
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
     assert cli.main(["plan", "-cd", str(tmp_path), choice]) == 2
-    assert "scalewise: refused" in capsys.readouterr().err
+    assert "scalewise: config rejected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)

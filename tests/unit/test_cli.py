@@ -39,8 +39,8 @@ def test_help_lists_verbs_groups_and_examples(
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
     words = " ".join(said.split())
-    for command in cli.VERBS:
-        assert f"{command} {cli.VERBS[command]}" in words
+    for command in cli.COMMANDS:
+        assert f"{command} {cli.COMMANDS[command]}" in words
     for group, summary in option_docs.group_summaries().items():
         plain = summary.replace("`", "")
         assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words
@@ -54,12 +54,12 @@ def test_examples_in_help_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> N
     assert all(line in shown for _, line in usage.EXAMPLES)
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.COMMANDS)
 def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     words = " ".join(said.split())
-    assert words.startswith(f"scalewise {verb}: {cli.VERBS[verb]} ")
+    assert words.startswith(f"scalewise {verb}: {cli.COMMANDS[verb]} ")
     assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[verb])
     assert ("  parallelism" in said) == (verb in usage.COMPOSING)
     assert all(
@@ -92,12 +92,12 @@ def test_help_names_every_benchmark() -> None:
     ("verb", "hint"),
     [
         ("tarin", "did you mean train?"),
-        ("zzz", f"verbs: {', '.join(cli.VERBS)}"),
+        ("zzz", f"commands: {', '.join(cli.COMMANDS)}"),
     ],
 )
 def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "model=x"]) == 2
-    assert capsys.readouterr().err == f"scalewise: no verb {verb!r}; {hint}\n"
+    assert capsys.readouterr().err == f"scalewise: unknown command {verb!r}; {hint}\n"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str
         (
             ConfigError.for_key("a", 1, "wrong"),
             2,
-            "scalewise: refused, 1 problem:\n  - a=1: wrong\n",
+            "scalewise: config rejected, 1 issue:\n  - a=1: wrong\n",
         ),
         (Interrupted(15, "told to"), 143, "scalewise: told to\n"),
         (KeyboardInterrupt(), 130, "scalewise: interrupted\n"),
@@ -141,7 +141,7 @@ def test_version(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert cli.main(line) == 0
-    expected = "1.2.3" if installed else "of a checkout that is not installed"
+    expected = "1.2.3" if installed else "(source checkout, not installed)"
     assert capsys.readouterr().out == f"scalewise {expected}\n"
 
 
@@ -177,7 +177,7 @@ def test_completion(
 class TestDoctor:
     def test_refuses_arguments(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor", "please"]) == 2
-        assert "doctor takes no arguments, not please" in capsys.readouterr().err
+        assert "doctor accepts no arguments: please" in capsys.readouterr().err
 
     def test_says_what_there_is(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor"]) == 0
@@ -188,7 +188,7 @@ class TestDoctor:
     @pytest.mark.parametrize("memory", [4 * 1024**3, 512 * 1024**3])
     def test_a_machine_without_a_device(self, memory: int) -> None:
         rows = self._rows(Machine((), "a processor", 3, memory))
-        assert rows["CUDA"] == ("no device", "runs go to the CPU, at most 12 ranks; no fp16")
+        assert rows["CUDA"] == ("no device", "runs use the CPU with at most 12 ranks, without fp16")
         assert f"about {format_count(memory * 0.8 / 16)} parameters" in rows["memory"][1]
 
     def test_a_machine_with_devices(self) -> None:
@@ -199,7 +199,7 @@ class TestDoctor:
 
     def test_says_how_runs_are_tracked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 1, 2**33)
-        assert "tracked offline; wandb login" in self._rows(machine)["W&B"][1]
+        assert "tracked offline; for online runs: wandb login" in self._rows(machine)["W&B"][1]
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
         monkeypatch.setenv("WANDB_MODE", "disabled")
         state, meaning = self._rows(machine)["W&B"]
@@ -214,7 +214,7 @@ class TestDoctor:
     def test_names_the_extra_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
         state, meaning = self._rows(Machine((), "", 1, 2**33))["extra hf"]
-        assert state == "absent"
+        assert state == "not installed"
         assert meaning.endswith("pip install 'scalewise[hf]'")
 
     def _rows(self, machine: Machine) -> dict[str, tuple[str, str]]:

@@ -84,15 +84,15 @@ def test_a_run_that_left_little_is_compared_in_what_it_left(
         (Path(pair[1]) / f"{name}.json").unlink()
     assert cli.main(["plan", "explain", *pair]) == 0
     said = capsys.readouterr().out
-    assert "foreseen" not in said.replace("foreseen at the peak", "").replace("foreseen of a", "")
+    assert "predicted" not in said
     assert "time/step_s" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["two runs are compared, not 0"]),
-        (["nowhere", "either"], ["2 problems", "nowhere is no folder of a run", "either is"]),
+        ([], ["requires two run folders, not 0"]),
+        (["nowhere", "either"], ["2 issues", "nowhere is not a run folder", "either is"]),
     ],
 )
 def test_what_is_no_run_is_refused(

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 
 from scalewise.config import app, composition_cache, paths
 from scalewise.config import compose as compose_module
-from scalewise.config.app import JobEnd, SweepJob
+from scalewise.config.app import JobOutcome, SweepJob
 from scalewise.config.compose import changed_from_defaults
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.hydra_context import hydra_session
@@ -193,7 +193,7 @@ def test_random_products_of_options_compose_as_each_alone() -> None:
 
 
 def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition_cache, "CACHED", 2)
+    monkeypatch.setattr(composition_cache, "MAX_CACHED_NODES", 2)
     lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
@@ -272,7 +272,7 @@ class Hashed(Noted):
         folder: Path,
         question: str,
         launcher_options: Mapping[str, object],
-    ) -> list[JobEnd]:
+    ) -> list[JobOutcome]:
         compose_module._compose_unresolved.cache_clear()
         compose_module._option_defaults.cache_clear()
         for job in jobs:

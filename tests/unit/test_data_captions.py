@@ -284,7 +284,7 @@ WITH: list[Row] = [
     ),
     ([*BLIP2, *SHAPES, "data.image_size=8"], "data.image_size", "below 24", "image_size=24"),
     ([*BLIP2, *SHAPES, "data.sequence=5"], "data.sequence", "below 7", "data.sequence=7"),
-    ([*BLIP2, *SHAPES, "data.sequence=57"], "data.sequence", "longer than", "sequence=56"),
+    ([*BLIP2, *SHAPES, "data.sequence=57"], "data.sequence", "exceeds the context", "sequence=56"),
     (
         [*BLIP2, *SHAPES, "parallelism=tensor", WHOLE_TOKENS],
         "parallelism.tensor",

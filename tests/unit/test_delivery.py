@@ -160,8 +160,8 @@ class TestRefusals:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path), "nowhere", str(tmp_path / "x")]) == 2
         told = capsys.readouterr().err
-        assert "refused, 2 problems" in told
-        assert "nowhere is no folder of a run or a sweep" in told
+        assert "config rejected, 2 issues" in told
+        assert "nowhere is not a folder of a run or a sweep" in told
 
     def test_no_key(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder_of(tmp_path, 1)

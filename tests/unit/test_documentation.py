@@ -13,7 +13,7 @@ from scalewise.bench import readme_figures
 from scalewise.bench.options import BenchOptions, split_options
 from scalewise.commands import explain
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
-from scalewise.commands.usage import EXAMPLES, VERBS
+from scalewise.commands.usage import COMMANDS, EXAMPLES
 from scalewise.config import app, paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
@@ -110,7 +110,7 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert all(map(explain.explain_lines, words))
         return
     if command not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
-        assert command in VERBS
+        assert command in COMMANDS
         assert not any("=" in word for word in words)
         return
     _, overrides = sweep_resume.parse_resume_request(words)

@@ -25,7 +25,7 @@ def test_values_are_spelled_as_they_are_typed(value: object, text: str) -> None:
 
 def test_complaints_are_counted() -> None:
     one = ConfigIssue("a.b", None, "is wrong", "mend it")
-    assert str(ConfigError([one])) == "refused, 1 problem:\n  - a.b=null: is wrong; mend it"
+    assert str(ConfigError([one])) == "config rejected, 1 issue:\n  - a.b=null: is wrong; mend it"
     assert str(ConfigError([one, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
     assert isinstance(DataError.for_key("k", 1, "r"), DataError)
 

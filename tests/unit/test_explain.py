@@ -122,21 +122,21 @@ def test_the_example_composes(key: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("lr", "no key, group or option 'lr'; did you mean optimizer.lr?"),
-        ("trainer.lr", "no key, group or option 'trainer.lr'; did you mean optimizer.lr?"),
+        ("lr", "unknown key, group or option 'lr'; did you mean optimizer.lr?"),
+        ("trainer.lr", "unknown key, group or option 'trainer.lr'; did you mean optimizer.lr?"),
         (
             "optimizer.wieght_decay",
-            "no key, group or option 'optimizer.wieght_decay'; "
+            "unknown key, group or option 'optimizer.wieght_decay'; "
             "did you mean optimizer.weight_decay?",
         ),
-        ("optimzer", "no key, group or option 'optimzer'; did you mean optimizer?"),
+        ("optimzer", "unknown key, group or option 'optimzer'; did you mean optimizer?"),
         ("optimizer=moun", "optimizer=moun: no such option; did you mean muon?"),
         ("objective=ppo", "objective=ppo: no such option; set objective=grpo instead"),
         (
             "optimizer.lr=1",
-            "optimizer.lr=1: a key is explained without a value; scalewise explain optimizer.lr",
+            "optimizer.lr=1: a key must be given without a value; scalewise explain optimizer.lr",
         ),
-        ("--all", "no key, group or option '--all'"),
+        ("--all", "unknown key, group or option '--all'"),
     ],
 )
 def test_an_unknown_argument_is_rejected_with_a_suggestion(
@@ -153,11 +153,11 @@ def test_a_shared_name_suggests_every_key(capsys: pytest.CaptureFixture[str]) ->
 
 def test_no_argument_is_rejected_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain"]) == 2
-    assert "no key to explain; scalewise explain optimizer.lr" in capsys.readouterr().err
+    assert "no key given; scalewise explain optimizer.lr" in capsys.readouterr().err
 
 
 def test_every_unknown_argument_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "seed", "sead", "optimizer=x"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "2 problems" in said.err
+    assert "2 issues" in said.err

@@ -105,7 +105,7 @@ def test_an_error_of_several_issues_has_a_line_for_each(
     assert_shown(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("verb", usage.VERBS)
+@pytest.mark.parametrize("verb", usage.COMMANDS)
 def test_every_command_rejects_hostile_arguments_in_plain_text(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,7 +79,7 @@ DECODER = ["model=decoder_nano", "model.vocabulary=4096", *OF_WEIGHTS]
 BEGUN = [*DECODER, "model.weights=weights"]
 OF_TRANSFORMERS = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
 GIVEN = ["data.tokenizer=weights/tokenizer.json", f"data.end_of_text='{END}'"]
-REASON = "trains one anew, whose ids mean nothing to the weights of weights"
+REASON = "trains a new tokenizer, which does not match the weights of weights"
 
 
 @pytest.mark.parametrize("data", LINES)
@@ -106,7 +106,7 @@ def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> 
     ("gone", "cure"),
     [
         (["tokenizer_config.json"], "set data.tokenizer=weights/tokenizer.json"),
-        (["tokenizer.json"], "give data.tokenizer=PATH of the tokenizer.json"),
+        (["tokenizer.json"], "set data.tokenizer=PATH to the tokenizer.json"),
     ],
 )
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_cure_says_what_lies_beside_the_weights(
 ) -> None:
     for name in gone:
         (files / "weights" / name).unlink()
-    assert_refused([*begun, "data=corpus"], "data.tokenizer", "trains one anew", cure)
+    assert_refused([*begun, "data=corpus"], "data.tokenizer", "trains a new tokenizer", cure)
 
 
 def test_a_name_of_the_hub_is_cured_by_its_cache(
@@ -133,9 +133,9 @@ def test_a_name_of_the_hub_is_cured_by_its_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
     found = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
-    assert_refused(line, "data.tokenizer", "trains one anew", found)
+    assert_refused(line, "data.tokenizer", "trains a new tokenizer", found)
     (files / "weights" / "tokenizer.json").unlink()
-    assert_refused(line, "data.tokenizer", "trains one anew", "give data.tokenizer=PATH")
+    assert_refused(line, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH")
 
 
 @pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])

@@ -154,7 +154,7 @@ KEYS_OF_SERVICES = {
 }
 
 
-@pytest.mark.parametrize("service", redaction.SHAPES)
+@pytest.mark.parametrize("service", redaction.API_KEY_PATTERNS)
 def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None:
     for key in KEYS_OF_SERVICES[service]:
         for form in (key, f"x={key}", f"'{key}'", f"https://host/{key}?x", f'{{"a":"{key}"}}'):
@@ -415,7 +415,7 @@ class TestConfig:
     def test_what_was_hidden_is_not_trained_with(self, compose: Callable[..., RunConfig]) -> None:
         recorded = dict(compose_lines(["seed=1"]).as_dict()["data"])  # type: ignore[call-overload]
         key = next(key for key, value in recorded.items() if key != "_target_")
-        with pytest.raises(ConfigError, match="was a secret, which is not written down"):
+        with pytest.raises(ConfigError, match="was a secret, which is not recorded"):
             parse_group("data", recorded | {key: f"https://{HIDDEN}@host"})
 
 

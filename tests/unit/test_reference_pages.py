@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import scalewise
-from scalewise.commands.usage import VERBS
+from scalewise.commands.usage import COMMANDS
 from scalewise.config import option_docs, paths
 
 HOOK = Path(__file__).parents[2] / "docs" / "hooks" / "reference.py"
@@ -81,8 +81,8 @@ def test_keys_have_type_default_and_unit() -> None:
 
 def test_the_cli_page_has_every_command() -> None:
     page = PAGES["reference/cli.md"]
-    assert all(f"## scalewise {command}\n" in page for command in VERBS)
-    assert page.count("```") == 2 * (1 + len(VERBS))
+    assert all(f"## scalewise {command}\n" in page for command in COMMANDS)
+    assert page.count("```") == 2 * (1 + len(COMMANDS))
 
 
 def test_the_api_page_has_every_name() -> None:

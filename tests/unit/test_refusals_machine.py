@@ -10,10 +10,10 @@ from scalewise.run_config import RunConfig
 pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
 MACHINE: list[Row] = [
-    (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
-    (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
-    (["precision.compute=fp16"], "precision.compute", "would compute in bf16", "bf16_mixed"),
-    (["resume=/no/where"], "resume", "there is no such checkpoint folder", "resume=null"),
+    (["hardware=h100"], "hardware", "requires a CUDA device", "hardware=auto"),
+    (["precision=fp16_mixed"], "precision", "silently uses bf16", "precision=bf16_mixed"),
+    (["precision.compute=fp16"], "precision.compute", "silently uses bf16", "bf16_mixed"),
+    (["resume=/no/where"], "resume", "no such checkpoint folder", "resume=null"),
     (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "fewer"),
 ]
 
@@ -59,8 +59,8 @@ def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
 @pytest.mark.parametrize(
     ("gpus", "overrides", "reason"),
     [
-        (("NVIDIA H100 80GB HBM3",), ["hardware=a100_80g"], "this machine has NVIDIA H100"),
-        (("NVIDIA H100",), ["parallelism=ddp", "parallelism.replicas=2"], "2 devices, this"),
+        (("NVIDIA H100 80GB HBM3",), ["hardware=a100_80g"], "this machine, which has NVIDIA H100"),
+        (("NVIDIA H100",), ["parallelism=ddp", "parallelism.replicas=2"], "2 devices; this"),
         (("Tesla V100-SXM2-32GB",), ["hardware=v100", "precision=bf16_mixed"], "no bf16"),
     ],
 )

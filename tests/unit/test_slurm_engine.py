@@ -256,7 +256,7 @@ def test_a_single_run_is_told_to_be_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="a single run runs here; add -m"):
+    with pytest.raises(ConfigError, match="a single run runs on this machine; add -m"):
         run_command(TrainCommand(()), ["hydra/launcher=slurm"])
     assert list(tmp_path.iterdir()) == []
 

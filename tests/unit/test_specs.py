@@ -11,7 +11,7 @@ import torch
 from scalewise import hardware
 from scalewise.config import paths
 from scalewise.hardware import (
-    EMULATED_FORMATS,
+    EMULATED_BF16_RATE,
     DeviceKind,
     Hardware,
     Machine,
@@ -59,7 +59,7 @@ class TestHardware:
     @pytest.mark.parametrize(
         ("flags", "fp32", "bf16"),
         [
-            ("avx2 fma", 32, 32 * EMULATED_FORMATS),
+            ("avx2 fma", 32, 32 * EMULATED_BF16_RATE),
             ("avx2 fma avx_ne_convert", 32, 32),
             ("avx2", 0, 0),
             ("avx2 fma avx512f", 64, 64),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_verbs() -> None:
-    assert list(cli.VERBS) == [
+    assert list(cli.COMMANDS) == [
         "train",
         "plan",
         "explain",

@@ -98,11 +98,11 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
             "is not trusted",
             "trusted_packages=[fixtures]",
         ),
-        ("objective.target=MyModule", "objective.target", "names no class", "package.module"),
+        ("objective.target=MyModule", "objective.target", "is not a class path", "package.module"),
         (
             "+objective.arguments.inner={_target_: os.getcwd}",
             "objective.arguments.inner",
-            "only a module itself",
+            "nested _target_ is not supported",
             "plain",
         ),
     ],

@@ -1,1 +1,1 @@
-"""One door per verb."""
+"""Subcommands of ``scalewise``, one module each."""

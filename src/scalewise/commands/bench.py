@@ -1,4 +1,4 @@
-"""``scalewise bench NAME``: measures this machine, or the suite on it."""
+"""``scalewise bench NAME``: benchmarks of this machine and of scalewise on it."""
 
 from __future__ import annotations
 
@@ -27,51 +27,63 @@ BENCHMARKS = {
     "slow_link": "slow_link",
     "sweep": "sweep",
 }
-"""Module of each benchmark in ``scalewise.bench``, by the name that users type."""
+"""Module in ``scalewise.bench`` by benchmark name."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one benchmark into a folder under runs/ and prints what it found; exit code 0."""
-    name, *words = arguments or [""]
+    """Run one benchmark, write its result below runs/ and print the paths; exit code 0."""
+    name, *bench_arguments = arguments or [""]
     if name not in BENCHMARKS:
         fix = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
-        raise ConfigError.for_key("", "", f"no benchmark {name!r}" if name else "no benchmark", fix)
-    words = _as_overrides(words)
-    if flags := [word for word in words if word.startswith("-")]:
-        raise ConfigError.for_key("", "", f"bench takes overrides, not {flags[0]}")
+        raise ConfigError.for_key(
+            "", "", f"unknown benchmark {name!r}" if name else "no benchmark given", fix
+        )
+    bench_arguments = _as_overrides(bench_arguments)
+    if flags := [argument for argument in bench_arguments if argument.startswith("-")]:
+        raise ConfigError.for_key(
+            "", "", f"{flags[0]} is not supported: bench accepts overrides only"
+        )
     with signals.raise_on_signals("while measuring"):
         benchmark = cast(Benchmark, import_module(f"scalewise.bench.{BENCHMARKS[name]}"))
-        options, overrides = split_options(words, benchmark.OPTIONS)
-        runs = {of: compose((*own, *overrides)) for of, own in benchmark.RUNS.items()}
-        worlds = getattr(benchmark, "WORLDS", {}).items()
-        runs |= {of: compose((*own, *overrides), here=False) for of, own in worlds}
+        options, overrides = split_options(bench_arguments, benchmark.OPTIONS)
+        runs = {
+            label: compose((*benchmark_overrides, *overrides))
+            for label, benchmark_overrides in benchmark.RUNS.items()
+        }
+        planned_runs = getattr(benchmark, "WORLDS", {}).items()
+        runs |= {
+            label: compose((*benchmark_overrides, *overrides), here=False)
+            for label, benchmark_overrides in planned_runs
+        }
         hardware = next(iter(runs.values())).hardware
-        kept = record.record_path(name, hardware) if options.record else None
-        planned = Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-        absent = missing_folders(planned)
-        folder = claim_folder(planned)
+        record_file = record.record_path(name, hardware) if options.record else None
+        proposed = Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        created_folders = missing_folders(proposed)
+        folder = claim_folder(proposed)
         try:
             result = benchmark.measure(runs, options, folder)
         except BaseException:
             shutil.rmtree(folder)
-            remove_empty(absent)
+            remove_empty(created_folders)
             raise
         content = record.build_record(result, command_line("bench", tuple(arguments)))
-        for path in (folder / f"{name}.json", *([kept] if kept else [])):
+        for path in (folder / f"{name}.json", *([record_file] if record_file else [])):
             record.write_record(path, content)
             print_lines(f"result {path}")
-        if kept:
+        if record_file:
             for document in readme_figures.documents(Path()):
                 readme_figures.update_figures(document, record.RECORDS)
     return 0
 
 
 def _as_overrides(arguments: Sequence[str]) -> list[str]:
-    """Returns ``--data FILE``, as many type it, as ``data=FILE``."""
+    """Rewrite ``--data FILE`` as ``data=FILE``."""
     joined: list[str] = []
-    for word in arguments:
+    for argument in arguments:
         if joined and joined[-1] == "--data":
-            joined[-1] = f"data={word}"
+            joined[-1] = f"data={argument}"
         else:
-            joined.append(word.removeprefix("--") if word.startswith("--data=") else word)
+            joined.append(
+                argument.removeprefix("--") if argument.startswith("--data=") else argument
+            )
     return joined

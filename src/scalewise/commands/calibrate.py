@@ -1,4 +1,4 @@
-"""``scalewise calibrate``: measures this machine into a hardware profile."""
+"""``scalewise calibrate``: measure this machine and write a hardware profile."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from scalewise.typed_override import format_override
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``conf/hardware/NAME.yaml`` here and prints how to use it; exit code 0.
+    """Write ``conf/hardware/NAME.yaml`` in the current folder; exit code 0.
 
-    ``learn=FOLDER`` adds to a profile what the runs of a folder tell of it.
+    ``learn=FOLDER`` adds the step scale of measured runs to a profile.
     """
-    if flags := [word for word in arguments if word.startswith("-")]:
-        raise ConfigError.for_key("", "", f"calibrate takes overrides, not {flags[0]}")
+    if flags := [argument for argument in arguments if argument.startswith("-")]:
+        raise ConfigError.for_key(
+            "", "", f"{flags[0]} is not supported: calibrate accepts overrides only"
+        )
     with signals.raise_on_signals("while measuring"):
-        given, overrides = split_options(arguments, calibrate.CalibrateOptions)
-        options = cast(calibrate.CalibrateOptions, given)
+        parsed, overrides = split_options(arguments, calibrate.CalibrateOptions)
+        options = cast(calibrate.CalibrateOptions, parsed)
         if options.learn is None:
             run = compose(("tracking=none", *overrides))
             calibrate.calibrate(run, options)
         else:
             _learn_step_scale(options.learn, options.file, overrides)
-    own = Path("conf").resolve() == (paths.project_root() / "conf").resolve()
-    where = "" if own else " -cd conf"
+    is_project_conf = Path("conf").resolve() == (paths.project_root() / "conf").resolve()
+    folder_flag = "" if is_project_conf else " -cd conf"
     print_lines(f"profile {options.file}")
     print_lines(
-        f"use it: scalewise plan{where} {format_override('hardware', options.file.stem)} ..."
+        f"use it: scalewise plan{folder_flag} {format_override('hardware', options.file.stem)} ..."
     )
     return 0
 
 
 def _learn_step_scale(folder: str, file: Path, overrides: Sequence[str]) -> None:
     if overrides:
-        raise ConfigError.for_key("", "", f"learn={folder} composes no run: {overrides[0]} is idle")
+        raise ConfigError.for_key(
+            "", "", f"{overrides[0]} is not supported with learn={folder}, which composes no run"
+        )
     scale = step_scale.learn_step_scale(Path(folder), file)
     print_lines(
-        f"steps take {scale.median:.3g} times what the profile foresees "
+        f"measured step time: {scale.median:.3g} times the predicted one "
         f"({scale.low * scale.median:.3g} to {scale.high * scale.median:.3g}, {scale.runs} runs)"
     )

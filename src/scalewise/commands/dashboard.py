@@ -1,4 +1,4 @@
-"""``scalewise dashboard NAME``: a saved W&B workspace of a project."""
+"""``scalewise dashboard NAME``: create or update a saved W&B workspace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from scalewise.config.compose import compose
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 
-LINE = "scalewise dashboard NAME [tracking.project=NAME] [tracking.entity=NAME]"
+USAGE = "scalewise dashboard NAME [tracking.project=NAME] [tracking.entity=NAME]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes or updates the dashboard and prints its address; exit code 0."""
+    """Create or update the workspace and print its URL; exit code 0."""
     name, *overrides = arguments or [""]
     if not name.strip() or "=" in name or name.startswith("-"):
-        raise ConfigError.for_key("", "", f"no name of a dashboard: {name!r}", LINE)
+        raise ConfigError.for_key("", "", f"{name!r} is not a dashboard name", USAGE)
     tracking = compose(overrides, here=False).tracking
     from scalewise.reports import workspace
 

@@ -1,4 +1,4 @@
-"""``scalewise doctor``: what this machine has, and what that means for a run."""
+"""``scalewise doctor``: devices, installed extras and tracking of this machine."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ EXTRAS = {
     "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf, .parquet files and SentencePiece tokenizers"),
-    "images": ("PIL", "pictures of data=captions but .npy"),
+    "images": ("PIL", "images of data=captions other than .npy"),
 }
-"""Extra: the package that tells whether it is installed, and what it is for."""
+"""Package and purpose of each optional dependency group (extra)."""
 
 BYTES_PER_PARAMETER = 16
-"""fp32 training with AdamW: parameter, gradient and two moments of 4 bytes each."""
+"""Memory of one parameter in fp32 training with AdamW: parameter, gradient and two moments."""
 
 Line = tuple[str, str, str]
+"""Line of the output: subject, state and consequence."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what there is and what it means; exit code 0."""
+    """Print the findings as a table; exit code 0."""
     if arguments:
-        raise ConfigError.for_key("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
-    found = list(finding_lines(this_machine()))
-    widths = [max(len(line[place]) for line in found) for place in (0, 1)]
-    for what, state, meaning in found:
-        print_lines(f"{what:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
+        raise ConfigError.for_key("", "", f"doctor accepts no arguments: {' '.join(arguments)}")
+    lines = list(finding_lines(this_machine()))
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    for subject, state, meaning in lines:
+        print_lines(f"{subject:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
     return 0
 
 
 def finding_lines(machine: Machine) -> Iterator[Line]:
-    """Yields one finding a line: what, its state, what follows."""
+    """Yield the lines of the output."""
     yield from _device_lines(machine)
     yield from _disk_line()
     yield "", "", ""
@@ -52,9 +53,9 @@ def finding_lines(machine: Machine) -> Iterator[Line]:
     yield "", "", ""
     yield from _tracking_lines()
     for extra, (package, purpose) in EXTRAS.items():
-        there = importlib.util.find_spec(package) is not None
-        fix = "" if there else f"; pip install 'scalewise[{extra}]'"
-        yield f"extra {extra}", "installed" if there else "absent", f"for {purpose}{fix}"
+        installed = importlib.util.find_spec(package) is not None
+        fix = "" if installed else f"; pip install 'scalewise[{extra}]'"
+        yield f"extra {extra}", "installed" if installed else "not installed", f"for {purpose}{fix}"
 
 
 def _device_lines(machine: Machine) -> Iterator[Line]:
@@ -66,19 +67,21 @@ def _device_lines(machine: Machine) -> Iterator[Line]:
     bf16 = "; bf16 is emulated, many times slower than fp32" if processor.emulates_bf16 else ""
     yield "processor", machine.processor, f"{machine.cores} cores{rate}{bf16}"
     largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
-    what = (
+    meaning_of_memory = (
         "" if machine.gpus else f"fp32 AdamW trains up to about {format_count(largest)} parameters"
     )
-    yield "memory", format_bytes(machine.memory_bytes), what
+    yield "memory", format_bytes(machine.memory_bytes), meaning_of_memory
     if not machine.gpus:
-        meaning = f"runs go to the CPU, at most {machine.max_cpu_ranks} ranks; no fp16"
+        meaning = f"runs use the CPU with at most {machine.max_cpu_ranks} ranks, without fp16"
         yield "CUDA", "no device", meaning
 
 
 def _disk_line() -> Iterator[Line]:
     free = shutil.disk_usage(Path.cwd()).free
-    room = format_count(free / (3 * 4))
-    meaning = f"one AdamW checkpoint of {room} parameters" if free > GIB else "nearly full"
+    num_parameters = format_count(free / (3 * 4))
+    meaning = (
+        f"holds an AdamW checkpoint of {num_parameters} parameters" if free > GIB else "nearly full"
+    )
     yield "free disk", format_bytes(free), meaning
 
 
@@ -87,13 +90,13 @@ def _tracking_lines() -> Iterator[Line]:
     from scalewise.tracking.connection import base_url, has_key
     from scalewise.tracking.wandb_session import choose_mode
 
-    if wrong := [str(issue) for issue in WandbConfig().validate_machine()]:
-        yield "W&B", "cannot run", "; ".join(wrong)
+    if issues := [str(issue) for issue in WandbConfig().validate_machine()]:
+        yield "W&B", "invalid settings", "; ".join(issues)
         return
     server = base_url()
     key = "logged in" if has_key(server) else "no key"
     mode = choose_mode(WandbConfig())
-    fix = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
+    fix = "" if has_key(server) else "; for online runs: wandb login, or set WANDB_API_KEY"
     meaning = (
         "runs are not tracked" if mode is WandbMode.disabled else f"runs are tracked {mode}{fix}"
     )

@@ -1,4 +1,4 @@
-"""``scalewise evaluate RUN``: how good a trained model is, on held-out text and to the eye."""
+"""``scalewise evaluate RUN``: evaluate a trained model on held-out data, or generate text."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ DEFAULTS = {
     "temperature": "0",
     "seed": "1",
 }
-LONGEST = 19
-"""Digits that a number of 64 bits may not have."""
+MAX_DIGITS = 19
+"""Numbers with this many digits may exceed int64."""
 RECORD = "evaluation.json"
-"""What was found, by step, in the run's folder."""
+"""File in the run folder with the metrics by step."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what it finds and keeps it in ``RUN/evaluation.json``; exit code 0."""
-    wrong = list(_option_issues({**DEFAULTS, **trained.parse_options(arguments)}))
-    folder, options = trained.read_arguments("evaluate", arguments, DEFAULTS, wrong)
-    told = trained.load_trained(
+    """Print the metrics and write them to ``RUN/evaluation.json``; exit code 0."""
+    issues = list(_option_issues({**DEFAULTS, **trained.parse_options(arguments)}))
+    folder, options = trained.read_arguments("evaluate", arguments, DEFAULTS, issues)
+    trained_run = trained.load_trained(
         folder, options["step"], options, untrained=options["step"] == "0", needs_data=True
     )
 
@@ -50,65 +50,74 @@ def main(arguments: Sequence[str]) -> int:
     from scalewise.evaluation.validation_metrics import ValidationMetrics
     from scalewise.models.base_module import ModelModule
 
-    device, splits = torch.device(this_machine().device.value), told.load_splits()
+    device, splits = torch.device(this_machine().device.value), trained_run.load_splits()
 
     def measure(module: ModelModule) -> Metrics:
         with console.get_console().status("evaluating") as status:
 
-            def tell(done: int) -> None:
-                status.update(f"{done} rows evaluated")
+            def show_progress(done: int) -> None:
+                status.update(f"{done} samples evaluated")
 
-            return evaluate_run.measure_run(told, module, splits, options["rows"], tell)
+            return evaluate_run.measure_run(
+                trained_run, module, splits, options["rows"], show_progress
+            )
 
-    with load_model.autocast_context(told, device):
-        module = load_model.load_model(told, device)
-        found = measure(module)
-        labels = f"{found.labels:,} labels of " if isinstance(found, ValidationMetrics) else ""
-        what = "pairs" if told.data.pairs else "rows"
-        averaged = ", averaged weights" * told.is_averaged
-        counts = f"{labels}{found.rows} held-out {what}"
-        print_lines(f"step {told.step} of {folder}{averaged}: {counts}")
-        print_lines(*str(found).split("\n"))
-        if isinstance(found, CaptionMetrics):
-            _print_captions(found, splits)
+    with load_model.autocast_context(trained_run, device):
+        module = load_model.load_model(trained_run, device)
+        metrics = measure(module)
+        labels = f"{metrics.labels:,} labels of " if isinstance(metrics, ValidationMetrics) else ""
+        noun = "pairs" if trained_run.data.pairs else "samples"
+        averaged = ", averaged weights" * trained_run.is_averaged
+        counts = f"{labels}{metrics.rows} held-out {noun}"
+        print_lines(f"step {trained_run.step} of {folder}{averaged}: {counts}")
+        print_lines(*str(metrics).split("\n"))
+        if isinstance(metrics, CaptionMetrics):
+            _print_captions(metrics, splits)
         costs: dict[str, float] = {}
-        for said, figures in evaluate_run.quantization_costs(told, device, found, measure):
-            print_lines(said)
+        for sentence, figures in evaluate_run.quantization_costs(
+            trained_run, device, metrics, measure
+        ):
+            print_lines(sentence)
             costs |= figures
-        _write_evaluation(folder / RECORD, told.step, found, costs)
+        _write_evaluation(folder / RECORD, trained_run.step, metrics, costs)
         if prompt := options["prompt"]:
-            drawing = SamplingOptions(
+            sampling = SamplingOptions(
                 int(options["tokens"]), float(options["temperature"]), int(options["seed"])
             )
             with console.get_console().status("writing"):
-                text = sample_text(told, module, splits, prompt, drawing)
+                text = sample_text(trained_run, module, splits, prompt, sampling)
             print_lines("", *text.split("\n"), "")
     print_lines(f"result {folder / RECORD}")
     return 0
 
 
 def _print_captions(metrics: CaptionMetrics, splits: DataSplits) -> None:
-    """Prints some captions as they were to be, and as they are written."""
+    """Print some reference captions next to the generated ones."""
     from scalewise.evaluation.evaluate_run import run_tokenizer
 
     tokenizer = run_tokenizer(splits)
-    for right, wrote in metrics.told:
-        print_lines(f"  {tokenizer.decode(right)!r} is written {tokenizer.decode(wrote)!r}")
+    for reference, generated in metrics.told:
+        texts = tokenizer.decode(reference), tokenizer.decode(generated)
+        print_lines("  reference {!r}, generated {!r}".format(*texts))
 
 
 def _option_issues(options: dict[str, str]) -> Iterator[ConfigIssue]:
-    for key, others in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
-        number = options[key].isdecimal() and len(options[key]) < LONGEST and int(options[key]) > 0
-        if options[key] not in others and not number:
+    for key, keywords in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
+        is_number = (
+            options[key].isdecimal() and len(options[key]) < MAX_DIGITS and int(options[key]) > 0
+        )
+        if options[key] not in keywords and not is_number:
             fix = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
-            yield ConfigIssue(key, options[key], "is no number of 1 or more", fix)
+            yield ConfigIssue(key, options[key], "must be an integer of 1 or more", fix)
     try:
         temperature = float(options["temperature"])
     except ValueError:
         temperature = -1.0
     if not (isfinite(temperature) and temperature >= 0):
-        fix = "set temperature=0 for the likeliest token"
-        yield ConfigIssue("temperature", options["temperature"], "is no number of 0 or more", fix)
+        fix = "set temperature=0 for greedy decoding"
+        yield ConfigIssue(
+            "temperature", options["temperature"], "must be a number of 0 or more", fix
+        )
 
 
 def _write_evaluation(
@@ -117,8 +126,8 @@ def _write_evaluation(
     from scalewise.evaluation.validation_metrics import ClassificationMetrics, ValidationMetrics
     from scalewise.tracking.run_files import read_json, write_json
 
-    more = {}
+    derived = {}
     if isinstance(metrics, ValidationMetrics) and not isinstance(metrics, ClassificationMetrics):
-        more = {"perplexity": metrics.perplexity}
-    record = {str(step): {**asdict(metrics), **more, **quantization_costs}}
+        derived = {"perplexity": metrics.perplexity}
+    record = {str(step): {**asdict(metrics), **derived, **quantization_costs}}
     write_json(path, read_json(path) | record)

@@ -17,13 +17,13 @@ PLACEHOLDERS = {"int": "NUMBER", "float": "NUMBER", "list": ["TEXT"], "mapping":
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the documentation of each key, group or option; exit code 0.
+    """Print the documentation of each key, group or option; exit code 0.
 
     Raises ``ConfigError`` with one issue per unknown argument.
     """
     if not arguments:
         fix = "scalewise explain optimizer.lr, scalewise explain optimizer=muon"
-        raise ConfigError.for_key("", "", "no key to explain", fix)
+        raise ConfigError.for_key("", "", "no key given", fix)
     if issues := [issue for argument in arguments for issue in _argument_issues(argument)]:
         raise ConfigError(issues)
     for number, argument in enumerate(arguments):
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def explain_lines(argument: str) -> list[str]:
-    """Returns the documentation of a known key, group or option, in lines of 80 columns."""
+    """Documentation of a known key, group or option, in lines of 80 columns."""
     group, is_option, option = argument.partition("=")
     if is_option:
         return list(_option_lines(_options_by_name(group)[option]))
@@ -42,14 +42,14 @@ def explain_lines(argument: str) -> list[str]:
 
 
 def completions(word: str) -> list[str]:
-    """Returns the arguments of ``scalewise explain`` that begin with a word."""
+    """Shell completions: arguments of ``scalewise explain`` that start with ``word``."""
     names = [*GROUP_NAMES, *_keys()]
     names += [f"{group}={name}" for group in GROUP_NAMES for name in _options_by_name(group)]
     return [name for name in names if name.startswith(word)]
 
 
 def _keys() -> list[str]:
-    """Returns every key that has documentation."""
+    """All documented keys."""
     keys = [entry.key for entry in option_docs.run_fields()]
     for group in GROUP_NAMES:
         options = option_docs.group_doc(group).options
@@ -73,7 +73,7 @@ def _argument_issues(argument: str) -> Iterator[ConfigIssue]:
     if name in keys:
         if is_option:
             fix = f"scalewise explain {shell_word(name)}"
-            yield ConfigIssue(name, option, "a key is explained without a value", fix)
+            yield ConfigIssue(name, option, "a key must be given without a value", fix)
         return
     group, _, leaf = name.rpartition(".")
     if same_leaf := [key for key in keys if key.rpartition(".")[2] == leaf]:
@@ -81,7 +81,7 @@ def _argument_issues(argument: str) -> Iterator[ConfigIssue]:
     else:
         within = [key for key in keys if key.startswith(f"{group}.")]
         fix = did_you_mean(name, within or [*GROUP_NAMES, *keys])
-    yield ConfigIssue("", "", f"no key, group or option {argument!r}", fix)
+    yield ConfigIssue("", "", f"unknown key, group or option {argument!r}", fix)
 
 
 def _key_lines(key: str) -> Iterator[str]:
@@ -90,9 +90,9 @@ def _key_lines(key: str) -> Iterator[str]:
     by_option = {
         option.name: entry for option in options for entry in option.fields if entry.key == key
     }
-    usual = option_docs.default_options().get(group, "")
-    chosen = usual
-    if by_option and usual not in by_option:
+    default_option = option_docs.default_options().get(group, "")
+    chosen = default_option
+    if by_option and default_option not in by_option:
         setting = [it.name for it in options if key.partition(".")[2] in it.sets]
         chosen = [*setting, *by_option][0]
     entry = by_option.get(chosen) or next(it for it in option_docs.run_fields() if it.key == key)
@@ -112,17 +112,17 @@ def _key_lines(key: str) -> Iterator[str]:
     else:
         texts = [f"{value} with {group}={', '.join(it)}" for value, it in defaults.items()]
         rows += _labeled("default", texts)
-    choice = [] if chosen == usual else [override(group, chosen)]
+    choice = [] if chosen == default_option else [override(group, chosen)]
     words = [*choice, override(key, example_value(entry))]
     rows.append(("example", f"scalewise train {' '.join(map(shell_word, words))}"))
     yield from table_lines(rows, 8)
 
 
 def example_value(entry: FieldDoc) -> object:
-    """Returns a value of a field for an example: another choice, the default or a placeholder."""
+    """Example value of a field: another choice, the default or a placeholder."""
     default = entry.default_text
-    if other := [name for name in entry.choices if name != default]:
-        return {"true": True, "false": False}.get(other[0], other[0])
+    if other_choices := [name for name in entry.choices if name != default]:
+        return {"true": True, "false": False}.get(other_choices[0], other_choices[0])
     if default == "auto":
         return 2
     if isinstance(entry.default, int | float | str) and entry.default != "" and "$" not in default:
@@ -131,19 +131,19 @@ def example_value(entry: FieldDoc) -> object:
 
 
 def _choice_texts(entry: FieldDoc) -> list[str]:
-    """Returns the allowed values: one text each if they are documented, else one for all."""
+    """Allowed values: one text each if they are documented, else one text for all."""
     if any(entry.choices.values()):
         return [f"{name}: {text}" for name, text in entry.choices.items()]
     return [", ".join(entry.choices)] if entry.choices else []
 
 
 def _labeled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns rows of a table with the label before the first."""
+    """Table rows with the label in the first row only."""
     return [("" if number else label, text) for number, text in enumerate(texts)]
 
 
 def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns the names that have each value."""
+    """Names grouped by their value."""
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
@@ -154,12 +154,12 @@ def _group_lines(group: GroupDoc) -> Iterator[str]:
     yield from wrap_text(f"{group.name}: {group.summary}")
     yield ""
     yield f"options of {group.name}=NAME"
-    usual = option_docs.default_options().get(group.name)
+    default_option = option_docs.default_options().get(group.name)
     yield from table_lines(
-        (option.name, option.summary + " (default)" * (option.name == usual))
+        (option.name, option.summary + " (default)" * (option.name == default_option))
         for option in group.options
     )
-    options = sorted(group.options, key=lambda it: it.name == usual)
+    options = sorted(group.options, key=lambda it: it.name == default_option)
     entries = {entry.key: entry for option in options for entry in option.fields}
     if entries:
         yield ""

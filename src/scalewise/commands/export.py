@@ -1,4 +1,4 @@
-"""``scalewise export RUN``: a trained model in the formats of Hugging Face."""
+"""``scalewise export RUN``: write a trained model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ DEFAULTS = {"to": "", "step": "last", "adapter": AdapterExport.merged.value}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``RUN/export``, or ``to=FOLDER``, and prints where it is; exit code 0."""
-    wrong = []
-    form = trained.parse_options(arguments).get("adapter", AdapterExport.merged)
-    if form not in set(AdapterExport):
+    """Write the model to ``RUN/export`` or ``to=FOLDER`` and print the path; exit code 0."""
+    issues = []
+    adapter_format = trained.parse_options(arguments).get("adapter", AdapterExport.merged)
+    if adapter_format not in set(AdapterExport):
         fix = f"choose one of adapter={', '.join(AdapterExport)}"
-        wrong.append(ConfigIssue("adapter", form, "is no form of an export", fix))
-    folder, options = trained.read_arguments("export", arguments, DEFAULTS, wrong)
-    to = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
+        issues.append(ConfigIssue("adapter", adapter_format, "is not an export format", fix))
+    folder, options = trained.read_arguments("export", arguments, DEFAULTS, issues)
+    target = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
     from scalewise.export import hf_export as exports
     from scalewise.export.staging import check_target_free
 
-    check_target_free(to)
-    told = trained.load_trained(folder, options["step"], options)
-    lacks = exports.write_export(told, to, AdapterExport(options["adapter"]))
-    for line in (f"exported step {told.step} of {folder}", *lacks, f"result {to}"):
+    check_target_free(target)
+    trained_run = trained.load_trained(folder, options["step"], options)
+    notes = exports.write_export(trained_run, target, AdapterExport(options["adapter"]))
+    for line in (f"exported step {trained_run.step} of {folder}", *notes, f"result {target}"):
         print_lines(line)
     return 0

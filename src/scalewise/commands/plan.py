@@ -9,7 +9,7 @@ from typing import cast
 
 from scalewise import console
 from scalewise.commands import show, show_plan, show_search
-from scalewise.config.app import Command, JobEnd, SweepJob, run_command
+from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
 from scalewise.console import print_lines
 from scalewise.data import padding
 from scalewise.errors import ConfigError
@@ -69,7 +69,7 @@ class PlanCommand(Command):
         folder: Path,
         question: str,
         launcher_options: Mapping[str, object],
-    ) -> list[JobEnd]:
+    ) -> list[JobOutcome]:
         """Prints a row a job; of a job with a search the best that it finds.
 
         Of a sweep that is to go on, jobs that ``train`` would not run again get no row.
@@ -84,7 +84,7 @@ class PlanCommand(Command):
             planned = [plan for _, plan in left]
             show_plan.print_totals(sum_plans(planned), _packed_makespan(planned, launcher_options))
         return [
-            JobEnd(
+            JobOutcome(
                 3 if plan.fit.status.is_out_of_memory and job not in kept else 0,
                 plan.step_time.seconds if plan.step_time else float(plan.fit.breakdown.peak),
             )

@@ -1,4 +1,4 @@
-"""``scalewise publish PATH...``: sends runs and sweeps to Weights & Biases, with their report."""
+"""``scalewise publish FOLDER...``: send runs, sweeps and their reports to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scalewise.tracking.run_files import read_json
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Sends each folder given; returns 0, or 1 where something of them was not to be sent."""
+    """Publish each folder; exit code 1 if something could not be sent."""
     folders = _check_folders(arguments)
     from scalewise.reports.publication import ReportPublication
     from scalewise.tracking.wandb_api import WandbServer, wandb_environment
@@ -22,20 +22,26 @@ def main(arguments: Sequence[str]) -> int:
     entity, project = (os.environ.get(f"WANDB_{name}") for name in ("ENTITY", "PROJECT"))
     with wandb_environment():
         server = WandbServer()
-        whole = [ReportPublication(server, folder, entity, project).publish() for folder in folders]
-    return 0 if all(whole) else 1
+        published = [
+            ReportPublication(server, folder, entity, project).publish() for folder in folders
+        ]
+    return 0 if all(published) else 1
 
 
 def after_training(folder: Path, results: Iterable[Path]) -> None:
-    """Publishes a run, job or sweep that was tracked online, from a process of its own.
+    """Publish a run, job or sweep that was tracked online, in a separate process.
 
-    ``results`` are the folders of its jobs. What is not to be sent is said, and costs nothing else.
+    Failures are printed and do not affect the exit code.
+
+    Args:
+        folder: Folder of the run, job or sweep.
+        results: Run folders of its jobs.
     """
-    told = (read_json(result / "status.json").get("wandb", {}) for result in results)
-    if any(facts.get("mode") == "online" for facts in told):
+    sessions = (read_json(result / "status.json").get("wandb", {}) for result in results)
+    if any(session.get("mode") == "online" for session in sessions):
         sys.stdout.flush()
         with report_errors("not published"):
-            subprocess.run(  # noqa: S603 (a list of our own words)
+            subprocess.run(  # noqa: S603 (a list without user input)
                 [sys.executable, "-P", "-m", "scalewise", "publish", str(folder)],
                 stdin=subprocess.DEVNULL,
                 check=False,
@@ -48,9 +54,9 @@ def _check_folders(arguments: Sequence[str]) -> list[Path]:
             "", "", "no folder given", "scalewise publish runs/NAME/TIMESTAMP"
         )
     folders = [Path(argument).expanduser().absolute() for argument in arguments]
-    fix = "give one that holds a status.json or a sweep.json"
+    fix = "name a folder with a status.json or a sweep.json"
     issues = [
-        ConfigIssue("", "", f"{argument} is no folder of a run or a sweep", fix)
+        ConfigIssue("", "", f"{argument} is not a folder of a run or a sweep", fix)
         for argument, folder in zip(arguments, folders, strict=True)
         if not (read_json(folder / "sweep.json") or read_json(folder / "status.json"))
     ]

@@ -1,4 +1,4 @@
-"""``scalewise report PATH...``: the reports of runs and sweeps, written again."""
+"""``scalewise report FOLDER...``: write the reports of runs and sweeps again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scalewise.tracking.sweep_record import release_reserved
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``report.html`` and ``report_spec.json`` into each folder given; prints the pages."""
+    """Write ``report.html`` and ``report_spec.json`` to each folder and print the paths."""
     if not arguments:
         raise ConfigError.for_key("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
     folders = [Path(argument).expanduser() for argument in arguments]
-    if absent := [str(folder) for folder in folders if not folder.is_dir()]:
-        raise ConfigError(ConfigIssue("", "", f"{name} is no folder") for name in absent)
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise ConfigError(ConfigIssue("", "", f"{name} is not a folder") for name in missing)
     for folder in folders:
         release_reserved(folder)
     pages = files.write_reports(folders)

@@ -1,4 +1,4 @@
-"""What a search prints: what it goes on with, what it refused, and what it found."""
+"""Terminal output of a hyperparameter search: start, rejected trials and results."""
 
 from __future__ import annotations
 
@@ -19,55 +19,57 @@ if TYPE_CHECKING:
 
     from scalewise.hpo.optuna_study import OptunaSearch
 
-SHOWN = 12
-"""Trials of a Pareto front that are shown."""
+MAX_TRIALS = 12
+"""Maximum number of trials in the output."""
 
 
 def print_search_start(optuna_search: OptunaSearch, reclaimed: Sequence[FrozenTrial]) -> None:
-    """Prints what there is to do, and what an earlier sweep has left."""
-    ended = len(optuna_search.finished_trials)
-    if ended or reclaimed:
+    """Print the number of remaining trials and the trials of an earlier sweep."""
+    finished = len(optuna_search.finished_trials)
+    if finished or reclaimed:
         print_lines(
-            f"study {optuna_search.study.study_name}: {ended} of "
-            f"{optuna_search.num_trials} trials are there"
+            f"study {optuna_search.study.study_name}: {finished} of "
+            f"{optuna_search.num_trials} trials are finished"
         )
     for trial in reclaimed:
-        print_lines(f"trial {trial.number} was under way when its sweep ended")
+        print_lines(f"trial {trial.number} was running when its sweep ended")
 
 
 def print_rejected_trial(number: int, params: Mapping[str, object], reason: str) -> None:
-    """Prints a trial that could not run."""
-    print_lines("", f"trial {number} refused  {_point_text(params)}", f"  {reason}")
+    """Print a trial whose configuration is rejected."""
+    print_lines("", f"trial {number} rejected  {_point_text(params)}", f"  {reason}")
 
 
 def print_search_result(record: Mapping[str, Any], folder: Path) -> None:
-    """Prints how the trials ended, the best of them, and the line that trains each."""
+    """Print the outcomes of the trials, the best trials and the command of each."""
     trials = {trial["number"]: trial for trial in record["trials"]}
     states = [trial["state"] for trial in trials.values()]
-    counted = [f"{states.count(s)} {s}" for s in dict.fromkeys(states)]
-    print_lines("", f"{record['study']}: {', '.join(counted)} of {record['wanted']} trials")
+    state_counts = [f"{states.count(s)} {s}" for s in dict.fromkeys(states)]
+    print_lines("", f"{record['study']}: {', '.join(state_counts)} of {record['wanted']} trials")
     best = [trials[number] for number in record["best"]]
     if not best:
-        print_lines("no trial is to be recommended: none was finished within the constraints")
+        print_lines("no best trial: no trial finished within the constraints")
         return
-    several = len(record["objectives"]) > 1
-    title = f"best in one of {len(record['objectives'])} objectives" if several else "best"
-    shown = Table(box=None, pad_edge=False, header_style="dim")
+    is_multi_objective = len(record["objectives"]) > 1
+    title = (
+        f"best in one of {len(record['objectives'])} objectives" if is_multi_objective else "best"
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("trial", *best[0]["params"], *record["objectives"]):
-        shown.add_column(name, justify="right")
-    for trial in best[:SHOWN]:
+        table.add_column(name, justify="right")
+    for trial in best[:MAX_TRIALS]:
         params = [_value_text(value) for value in trial["params"].values()]
         values = map(_measured_text, record["objectives"], trial["values"])
-        shown.add_row(str(trial["number"]), *params, *values)
+        table.add_row(str(trial["number"]), *params, *values)
     console = get_console()
-    console.print(styled_text((title, "bold"), f", {SHOWN} shown" * (len(best) > SHOWN)))
-    console.print(shown)
-    for trial in best[:SHOWN]:
+    console.print(styled_text((title, "bold"), f", first {MAX_TRIALS}" * (len(best) > MAX_TRIALS)))
+    console.print(table)
+    for trial in best[:MAX_TRIALS]:
         command = read_json(folder / str(trial["folder"]) / "status.json").get("command")
         console.print(str(command), soft_wrap=True, style="cyan")
     for key, shares in record["importance"].items():
-        said = ", ".join(f"{axis} {share:.0%}" for axis, share in shares.items())
-        console.print(f"what decided {key}: {said}")
+        importance = ", ".join(f"{axis} {share:.0%}" for axis, share in shares.items())
+        console.print(f"importance for {key}: {importance}")
 
 
 def _point_text(params: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""``scalewise status FOLDER...``: the jobs of sweeps and runs as they stand; live on a terminal."""
+"""``scalewise status FOLDER...``: progress of runs and sweeps; live on a terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from scalewise.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PAUSE = 2.0
-"""Seconds between two looks."""
-SILENCE = 60.0
-"""Seconds without a sign of a running job that are worth a word."""
+REFRESH_SECONDS = 2.0
+"""Seconds between two updates."""
+SILENT_SECONDS = 60.0
+"""Seconds without a heartbeat of a running job after which the output mentions it."""
 STYLES = {
     "ok": "green",
     "pruned": "green",
@@ -34,7 +34,7 @@ STYLES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints a table for each folder, again and again on a terminal until all jobs have ended."""
+    """Print a table for each folder; on a terminal, update it until all jobs have ended."""
     if not arguments:
         raise ConfigError.for_key("", "", "no folder given", "scalewise status runs/NAME/TIMESTAMP")
     folders = [Path(argument).expanduser() for argument in arguments]
@@ -48,48 +48,48 @@ def main(arguments: Sequence[str]) -> int:
 
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            table, under_way = status_tables(folders)
+            table, is_active = status_tables(folders)
             live.update(table, refresh=True)
-            if not under_way:
+            if not is_active:
                 break
-            time.sleep(PAUSE)
+            time.sleep(REFRESH_SECONDS)
     return 0
 
 
 def status_tables(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
-    """Returns the tables of these folders, and whether any of their jobs goes on."""
+    """Build the tables of these folders; also return whether any job is active."""
     from rich.console import Group
 
     from scalewise.plain_console import styled_text
 
     parts: list[RenderableType] = []
-    under_way = False
+    is_active = False
     for folder in folders:
         jobs = job_progress.read_progress(folder)
-        under_way = under_way or any(job.is_active for job in jobs)
+        is_active = is_active or any(job.is_active for job in jobs)
         counts = Counter(job.state for job in jobs)
-        said = ", ".join(f"{count} {state}" for state, count in counts.items())
-        parts += [styled_text(f"{folder}: {said}"), job_table(jobs)]
-    return Group(*parts), under_way
+        summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+        parts += [styled_text(f"{folder}: {summary}"), job_table(jobs)]
+    return Group(*parts), is_active
 
 
 def job_table(jobs: Sequence[JobProgress]) -> RenderableType:
-    """Returns one row a job: what it varies, how it stands, how far it is."""
+    """Table with one row per job: varied keys, status and progress."""
     from rich.table import Table
 
     from scalewise.plain_console import styled_text
 
-    grid = Table(box=None, pad_edge=False, header_style="dim")
-    grid.add_column("job", justify="right")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("job", justify="right")
     keys = list(dict.fromkeys(key for job in jobs for key in job.varied))
     for key in keys:
-        grid.add_column(key, overflow="fold")
-    grid.add_column("status")
+        table.add_column(key, overflow="fold")
+    table.add_column("status")
     for name in ("step", "loss", "left"):
-        grid.add_column(name, justify="right")
-    grid.add_column("", overflow="fold")
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
     for job in jobs:
-        grid.add_row(
+        table.add_row(
             MISSING if job.number is None else str(job.number),
             *(job.varied.get(key, "") for key in keys),
             styled_text((job.state, STYLES.get(job.state, "red"))),
@@ -98,14 +98,14 @@ def job_table(jobs: Sequence[JobProgress]) -> RenderableType:
             MISSING if job.seconds_left is None else format_seconds(job.seconds_left),
             job_remark(job),
         )
-    return grid
+    return table
 
 
 def job_remark(job: JobProgress) -> str:
-    """Returns what else there is to say of a job."""
-    words = [f"attempt {job.attempts}"] if job.attempts > 1 else []
-    if job.seconds_silent is not None and job.seconds_silent > SILENCE:
-        words.append(f"silent for {format_seconds(job.seconds_silent)}")
+    """Remark on a job: attempts, silence and failure reason."""
+    remarks = [f"attempt {job.attempts}"] if job.attempts > 1 else []
+    if job.seconds_silent is not None and job.seconds_silent > SILENT_SECONDS:
+        remarks.append(f"silent for {format_seconds(job.seconds_silent)}")
     if job.reason and job.state != "running":
-        words.append(job.reason)
-    return "; ".join(words)
+        remarks.append(job.reason)
+    return "; ".join(remarks)

@@ -1,4 +1,4 @@
-"""``scalewise train``: one job or a sweep of them, each ending in a report."""
+"""``scalewise train``: train one run or the jobs of a sweep, and write their reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scalewise.commands import publish, show
 from scalewise.commands.fit import resolve_auto, resolve_auto_all
-from scalewise.config.app import Command, JobEnd, SweepJob, run_command
+from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
 from scalewise.config.compose import changed_from_defaults
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
@@ -24,7 +24,7 @@ from scalewise.typed_override import command_line
 
 
 class TrainCommand(Command):
-    """Runs jobs and writes their reports."""
+    """Command that trains runs and writes their reports."""
 
     remote_launchers = executors.REMOTE_LAUNCHERS
     produces_measurements = True
@@ -38,53 +38,53 @@ class TrainCommand(Command):
         self._lock: FolderLock | None = None
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
-        """Runs a single job."""
+        """Train a single run."""
         if self._resume_request is not None:
             self._resume_request.reject_single_run()
         with signals.raise_on_signals("outside of training"):
-            fit, sizing = resolve_auto(run)
+            resolved, micro_batch_choice = resolve_auto(run)
             if external_launcher.is_leader():
-                show.print_auto_choices(run, fit, sizing)
-            order = JobSpec(
-                fit,
+                show.print_auto_choices(run, resolved, micro_batch_choice)
+            job_spec = JobSpec(
+                resolved,
                 self._command,
-                changed=tuple(changed_from_defaults(fit)),
-                micro_batch_choice=sizing,
+                changed=tuple(changed_from_defaults(resolved)),
+                micro_batch_choice=micro_batch_choice,
             )
             if external_launcher.is_leader():
-                show.print_heading(order)
-            result = execute(order, folder)
+                show.print_heading(job_spec)
+            result = execute(job_spec, folder)
             if external_launcher.is_leader():
                 show.finish_job(result)
                 publish.after_training(result.folder, [result.folder])
             return result.exit_code
 
     def choose_sweep_folder(self, folder: Path) -> Path:
-        """Returns the sweep's folder: a new one, or that of the sweep to go on with.
+        """Choose the folder of a new sweep, or of the sweep to resume.
 
-        Refuses a sweep among ranks that somebody else started.
-
-        A process that has been a rank cannot be one of the next job: of a job that failed it keeps
-        the process group, the memory limit and the collectives under way, and the next may want
-        another number of ranks.
+        Raises ``ConfigError`` for ranks of an external launcher such as torchrun. Such a process
+        cannot run several jobs: a failed job leaves its process group, memory limit and pending
+        collectives behind, and the next job may need another number of ranks.
         """
         if external_launcher.is_external_rank():
             external_launcher.exit_if_not_rank_0()
             raise ConfigError.for_key(
                 "",
                 "",
-                "a sweep starts the ranks of each job itself; here torchrun or srun started them",
-                f"without them run: {self._command}",
+                "a sweep is not supported with torchrun or srun: it starts the ranks of each job",
+                f"run without torchrun and srun: {self._command}",
             )
         if self._resume_request is None or self._lock is not None:
             return folder
-        found = sweep_resume.resumed_folder(self._resume_request.sweep, folder)
-        self._lock = sweep_resume.lock_sweep("resume_sweep", self._resume_request.sweep, found)
-        self._earlier_jobs = sweep_resume.earlier_jobs(found, self._resume_request.retry)
-        return found
+        resumed_folder = sweep_resume.resumed_folder(self._resume_request.sweep, folder)
+        self._lock = sweep_resume.lock_sweep(
+            "resume_sweep", self._resume_request.sweep, resumed_folder
+        )
+        self._earlier_jobs = sweep_resume.earlier_jobs(resumed_folder, self._resume_request.retry)
+        return resumed_folder
 
     def claim_sweep_folder(self, folder: Path, *, user_named: bool) -> Path:
-        """Makes and locks the folder of a new sweep; a search goes on in a folder that is given."""
+        """Create and lock the folder of a new sweep; a search resumes in a folder of the user."""
         if self._lock is None:
             if self.is_search and user_named and folder.is_dir():
                 self._lock = sweep_resume.lock_sweep("hydra.sweep.dir", str(folder), folder)
@@ -93,7 +93,7 @@ class TrainCommand(Command):
         return self._lock.folder
 
     def release_sweep_folder(self) -> None:
-        """Lets other processes drive the sweep."""
+        """Release the lock of the sweep folder."""
         if self._lock is not None:
             self._lock.release()
 
@@ -103,14 +103,14 @@ class TrainCommand(Command):
         folder: Path,
         question: str,
         launcher_options: Mapping[str, object],
-    ) -> list[JobEnd]:
-        """Runs the jobs of a sweep, then writes the sweep's report."""
-        wandb_session.clear_run_id(os.environ)  # jobs inherit it, on this machine and from Slurm
-        away = launcher_options["engine"] in self.remote_launchers
-        untried = "not tried, as its jobs run on other machines" * away
-        fits = resolve_auto_all([job.run for job in jobs], no_probe_reason=untried)
-        for job, (run, sizing) in zip(jobs, fits, strict=True):
-            show.print_auto_choices(job.run, run, sizing)
+    ) -> list[JobOutcome]:
+        """Run the jobs of a sweep, then write its report."""
+        wandb_session.clear_run_id(os.environ)  # jobs would inherit it
+        is_remote = launcher_options["engine"] in self.remote_launchers
+        no_probe_reason = "not measured, because the jobs run on other machines" * is_remote
+        resolved_jobs = resolve_auto_all([job.run for job in jobs], no_probe_reason=no_probe_reason)
+        for job, (run, micro_batch_choice) in zip(jobs, resolved_jobs, strict=True):
+            show.print_auto_choices(job.run, run, micro_batch_choice)
         tasks = [
             SweepTask(
                 job.number,
@@ -120,16 +120,16 @@ class TrainCommand(Command):
                     varied=job.varied,
                     changed=tuple(changed_from_defaults(run)),
                     sweep=f"{folder.parent.name}/{folder.name}",
-                    micro_batch_choice=sizing,
+                    micro_batch_choice=micro_batch_choice,
                 ),
                 job.folder,
             )
-            for job, (run, sizing) in zip(jobs, fits, strict=True)
+            for job, (run, micro_batch_choice) in zip(jobs, resolved_jobs, strict=True)
         ]
-        kept: dict[int, Result] = {}
+        earlier_results: dict[int, Result] = {}
         if self._resume_request is not None and not self.is_search:
-            tasks, kept = sweep_resume.renumber_tasks(tasks, self._earlier_jobs, folder)
-            show.print_resume_summary(len(tasks), len(kept), folder)
+            tasks, earlier_results = sweep_resume.renumber_tasks(tasks, self._earlier_jobs, folder)
+            show.print_resume_summary(len(tasks), len(earlier_results), folder)
         results = execute_all(
             tasks,
             folder,
@@ -138,24 +138,24 @@ class TrainCommand(Command):
             question=question,
             on_start=show.print_job_start,
             on_end=_report_outcome,
-            kept_results=kept,
+            kept_results=earlier_results,
         )
-        with report_errors("no table of the jobs"):
+        with report_errors("no job table"):
             show.print_job_table(tasks, results)
         show.finish_sweep(results, folder)
         publish.after_training(folder, [result.folder for result in results])
-        return [JobEnd(result.exit_code, result.objective) for result in results]
+        return [JobOutcome(result.exit_code, result.objective) for result in results]
 
 
 def _report_outcome(task: SweepTask, result: Result) -> None:
-    """Says how a job ended; W&B hears at once of one that ended badly."""
+    """Print the outcome of a job; publish a failed one immediately."""
     show.print_job_outcome(task, result)
     if result.exit_code:
         publish.after_training(result.folder, [result.folder])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of ``scalewise train ARGUMENTS``."""
+    """Run ``scalewise train ARGUMENTS`` and return its exit code."""
     with signals.raise_on_signals("before there was a run"):
-        resumption, rest = sweep_resume.parse_resume_request(arguments)
-        return run_command(TrainCommand(rest, resumption), rest)
+        resume_request, overrides = sweep_resume.parse_resume_request(arguments)
+        return run_command(TrainCommand(overrides, resume_request), overrides)

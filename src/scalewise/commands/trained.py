@@ -1,4 +1,4 @@
-"""What ``export`` and ``evaluate`` are given: the folder of a run, and words of ``key=value``."""
+"""Arguments of ``export`` and ``evaluate`` (run folder, ``key=value``) and run loading."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ if TYPE_CHECKING:
 def read_arguments(
     command: str, arguments: Sequence[str], defaults: Mapping[str, str], issues: list[ConfigIssue]
 ) -> tuple[Path, dict[str, str]]:
-    """Returns a run's folder and the options; raises ``ConfigError`` with all that is wrong.
+    """Parse the run folder and the options of a command.
 
-    ``issues`` holds what the caller has found already, by ``options``.
+    Args:
+        command: Name of the subcommand, for the usage message.
+        arguments: Arguments of the command line.
+        defaults: Default of each option.
+        issues: Issues that the caller has found in the options.
+
+    Raises:
+        ConfigError: The arguments are rejected; the error also contains ``issues``.
     """
-    folders = [word for word in arguments if "=" not in word or os.path.isdir(word)]
+    folders = [argument for argument in arguments if "=" not in argument or os.path.isdir(argument)]
     issues = [
         *(
             ConfigIssue(key, value, "no such key", did_you_mean(key, list(defaults)))
@@ -36,7 +43,7 @@ def read_arguments(
         *issues,
     ]
     if len(folders) != 1:
-        reason = f"one run at a time, not {len(folders)}" if folders else "no folder given"
+        reason = f"requires one run folder, not {len(folders)}" if folders else "no folder given"
         issues.append(ConfigIssue("", "", reason, f"scalewise {command} runs/NAME/TIMESTAMP"))
     if issues:
         raise ConfigError(issues)
@@ -44,9 +51,9 @@ def read_arguments(
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns what was typed as ``key=value``."""
-    words = (word for word in arguments if "=" in word and not os.path.isdir(word))
-    return dict(word.split("=", 1) for word in words)
+    """Parse the ``key=value`` arguments."""
+    pairs = (argument for argument in arguments if "=" in argument and not os.path.isdir(argument))
+    return dict(argument.split("=", 1) for argument in pairs)
 
 
 def load_trained(
@@ -57,11 +64,17 @@ def load_trained(
     untrained: bool = False,
     needs_data: bool = False,
 ) -> TrainedRun:
-    """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
+    """Load the configuration of a run and choose a checkpoint.
 
-    ``options``: options, among them paths of the run's inputs where they have moved. ``untrained``:
-    whether step 0 is asked for, of which no checkpoint is kept. ``needs_data``: whether the caller
-    reads the data, which need not be there otherwise.
+    Args:
+        folder: Run folder.
+        step: ``last``, ``best`` or a step number.
+        options: Options of the command; paths of moved input files among them are used.
+        untrained: Whether to use the initial model of step 0, which has no checkpoint.
+        needs_data: Whether the data must be available.
+
+    Raises:
+        ConfigError: The run or the checkpoint cannot be loaded.
     """
     from scalewise.checkpoints import trained
 
@@ -69,50 +82,50 @@ def load_trained(
         trained.read_resolved(folder), folder, _path_options(options or {})
     )
     try:
-        parts = [parse_group(group, values[group]) for group in trained.CONFIG_GROUPS]
+        configs = [parse_group(group, values[group]) for group in trained.CONFIG_GROUPS]
     except ConfigError as error:
         raise _record_error(folder, error.issues) from None
-    if any(isinstance(spec, UserModule) for spec in parts):
-        reason, fix = "is of a module of yours", "load its checkpoint in code of your own"
+    if any(isinstance(spec, UserModule) for spec in configs):
+        reason = "is a run of a user-defined module"
+        fix = "load its checkpoint in your own code"
         raise ConfigError.for_key("", "", f"{folder} {reason}", fix)
-    named = zip(trained.CONFIG_GROUPS, parts, strict=True)
+    configs_by_group = zip(trained.CONFIG_GROUPS, configs, strict=True)
     issues = [
         issue
-        for group, spec in named
+        for group, spec in configs_by_group
         if needs_data or group != "data"
         for issue in config_issues(group, spec)
     ]
     if issues:
         raise _record_error(folder, issues)
-    told = trained.TrainedRun(folder, None, int(values["seed"]), *parts)
+    trained_run = trained.TrainedRun(folder, None, int(values["seed"]), *configs)
     if untrained:
-        return told
-    return replace(told, checkpoint=trained.choose_checkpoint(folder, step, told.tensor_folders))
+        return trained_run
+    return replace(
+        trained_run, checkpoint=trained.choose_checkpoint(folder, step, trained_run.tensor_folders)
+    )
 
 
 def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
-    """Returns the error of values in ``resolved.yaml``, which names that file.
-
-    Paths of inputs are left as they are: the file is whole where these have moved.
-    """
+    """Build an error that names ``resolved.yaml``, except for issues of input paths."""
     file = folder / "resolved.yaml"
     return ConfigError(
         issue
         if issue.key in inputs.READERS
-        else ConfigIssue("", "", f"{file}: {issue}", "put a copy of it back")
+        else ConfigIssue("", "", f"{file}: {issue}", "restore it from a copy")
         for issue in issues
     )
 
 
 def _path_options(options: Mapping[str, str]) -> dict[str, object]:
-    """Returns the options that are paths of inputs, with values as Hydra reads them."""
-    found: dict[str, object] = {}
+    """Options that are input paths, with values parsed by Hydra."""
+    paths: dict[str, object] = {}
     for key in inputs.READERS:
         if key in options:
             value = parse_value(key, options[key], f"set {key}=FILE")
-            several = key.endswith("paths")
-            found[key] = [str(it) for it in _option_list(value)] if several else str(value)
-    return found
+            is_list = key.endswith("paths")
+            paths[key] = [str(it) for it in _option_list(value)] if is_list else str(value)
+    return paths
 
 
 def _option_list(value: object) -> list[object]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 WIDTH = 80
 """Columns of every help text."""
 MAX_NAME_WIDTH = 28
-"""Columns of the names of a table; the text of a longer name begins on the next line."""
+"""Maximum width of a name column; the text of a longer name starts on the next line."""
 
-VERBS = {
+COMMANDS = {
     "train": "train a model and write its report; -m or sweep=NAME for several runs",
     "plan": "predict memory, step time and cost of a run before it starts",
     "explain": "print the documentation of a config key, group or option",
@@ -25,7 +25,7 @@ VERBS = {
     "wandb-sweep": "write the axes of a sweep for W&B Sweeps, or create the sweep there",
     "doctor": "print what this machine has and which features work on it",
 }
-"""Every subcommand and what it does; the names are a part of the frozen surface."""
+"""Description of each subcommand; the names are a stable interface."""
 
 EXAMPLES = (
     ("a small model on this machine, in seconds", "scalewise train experiment=smoke"),
@@ -125,23 +125,31 @@ FLAGS = (
     ("-cd DIR", "add a folder with config groups, experiments and sweeps of your own"),
     ("--hydra-help", "list every flag of Hydra"),
 )
-"""Flags of Hydra that the composing subcommands accept."""
+"""Flags of Hydra that ``COMPOSING`` subcommands accept."""
 
 COMPOSING = ("train", "plan", "wandb-sweep")
-"""Subcommands that compose a run from overrides of every group."""
+"""Subcommands that compose a run from overrides."""
 
 
 def general_help() -> list[str]:
-    """Returns the text of ``scalewise --help``."""
+    """Text of ``scalewise --help``."""
     lines = ["usage: scalewise COMMAND [overrides] [flags]", "", "commands"]
-    lines += [*table_lines(VERBS.items()), "", *_group_lines(), "", *_flag_lines(), ""]
-    lines += [*_example_lines(EXAMPLES), "", "scalewise COMMAND --help prints more of one."]
+    lines += [*table_lines(COMMANDS.items()), "", *_group_lines(), "", *_flag_lines(), ""]
+    lines += [
+        *_example_lines(EXAMPLES),
+        "",
+        "scalewise COMMAND --help prints the help of one command.",
+    ]
     return [*lines, 'Completion: eval "$(scalewise -sc install=bash)"']
 
 
 def command_help(command: str) -> list[str]:
-    """Returns the text of ``scalewise VERB --help``."""
-    lines = [*wrap_text(f"scalewise {command}: {VERBS[command]}"), "", *table_lines(FORMS[command])]
+    """Text of ``scalewise COMMAND --help``."""
+    lines = [
+        *wrap_text(f"scalewise {command}: {COMMANDS[command]}"),
+        "",
+        *table_lines(FORMS[command]),
+    ]
     if command in COMPOSING:
         lines += ["", *_group_lines(), "", *_flag_lines()]
     examples = [row for row in EXAMPLES if row[1].startswith(f"scalewise {command} ")]
@@ -149,7 +157,7 @@ def command_help(command: str) -> list[str]:
 
 
 def wrap_text(text: str, indent: int = 0) -> list[str]:
-    """Returns a paragraph as lines of ``WIDTH`` columns, without the marks of code."""
+    """Wrap a paragraph to ``WIDTH`` columns, without backticks."""
     margin = " " * indent
     return textwrap.wrap(
         text.replace("`", ""),
@@ -162,22 +170,22 @@ def wrap_text(text: str, indent: int = 0) -> list[str]:
 
 
 def table_lines(rows: Iterable[tuple[str, str]], name_width: int = 12) -> Iterator[str]:
-    """Yields a table of names and texts as lines of ``WIDTH`` columns."""
+    """Yield a table of names and texts as lines of ``WIDTH`` columns."""
     rows = list(rows)
     width = max([name_width, *(len(name) for name, _ in rows if len(name) <= MAX_NAME_WIDTH)])
     margin = width + 4
     for name, text in rows:
-        first, *rest = wrap_text(text, margin) or [""]
+        first, *continuation = wrap_text(text, margin) or [""]
         if len(name) > width:
             yield f"  {name}"
             yield first
         else:
             yield f"  {name:<{width}}  {first[margin:]}".rstrip()
-        yield from rest
+        yield from continuation
 
 
 def _group_lines() -> Iterator[str]:
-    """Yields the config groups with their summaries and options."""
+    """Yield the config groups with their summaries and options."""
     from scalewise.config import option_docs, paths
 
     yield "groups: choose an option by GROUP=OPTION, set a key by GROUP.KEY=VALUE"
@@ -191,14 +199,14 @@ def _flag_lines() -> Iterator[str]:
 
 
 def _example_lines(examples: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields examples; a long command continues after a backslash, so that it can be pasted."""
+    """Yield examples; a long command continues after a backslash, so that it can be pasted."""
     yield "examples"
-    for what, line in examples:
-        yield f"  # {what}"
-        first, *rest = textwrap.wrap(
+    for title, line in examples:
+        yield f"  # {title}"
+        first, *continuation = textwrap.wrap(
             line, WIDTH - 4, break_long_words=False, break_on_hyphens=False
         )
-        for part in rest:
+        for part in continuation:
             yield f"  {first} \\"
             first = f"  {part}"
         yield f"  {first}"

@@ -1,4 +1,4 @@
-"""``scalewise wandb-sweep``: the axes of a line as a W&B sweep, for agents anywhere."""
+"""``scalewise wandb-sweep``: convert the axes of a sweep to a W&B sweep."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from scalewise.tracking.wandb_session import choose_mode
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the configuration of a W&B sweep or, online, creates it; exit code 0.
+    """Print the configuration of a W&B sweep or, if online, create the sweep; exit code 0.
 
-    Takes the line that ``train`` takes. What W&B has no place for is said on stderr.
+    The arguments are those of ``train``. Settings that W&B does not support are listed on stderr.
     """
     with signals.raise_on_signals("before there was a sweep"):
-        asked = preview_search(arguments)
-        search = wandb_sweeps.sweeper_search(asked.sweeper, asked.sweeper_name)
-        question = asked.run.question
+        preview = preview_search(arguments)
+        search = wandb_sweeps.sweeper_search(preview.sweeper, preview.sweeper_name)
+        question = preview.run.question
         config = wandb_sweeps.wandb_sweep_config(
-            search, asked.space, asked.fixed_overrides, asked.name, question
+            search, preview.space, preview.fixed_overrides, preview.name, question
         )
         for reason in wandb_sweeps.unsupported_settings(search):
-            print_lines(f"left out: {reason}", stderr=True)
-        tracking = asked.run.tracking
+            print_lines(f"omitted: {reason}", stderr=True)
+        tracking = preview.run.tracking
         if choose_mode(tracking) is not WandbMode.online:
             print_lines(*yaml.safe_dump(config, sort_keys=False).splitlines())
             return 0
         with wandb_environment():
-            known = WandbServer().create_sweep(config, tracking.entity, tracking.project)
-        print_lines(f"sweep {known}", f"wandb agent {known}")
+            sweep_id = WandbServer().create_sweep(config, tracking.entity, tracking.project)
+        print_lines(f"sweep {sweep_id}", f"wandb agent {sweep_id}")
         return 0

@@ -1,1 +1,1 @@
-"""All of the suite's Hydra code: overrides in, a Run or every complaint out."""
+"""Config composition: all code that imports Hydra or OmegaConf."""

@@ -1,7 +1,7 @@
-"""The way from a command line through Hydra to Runs: one, or the jobs of a multirun.
+"""Hydra application: composes and validates the runs of a command line.
 
-Hydra composes, this file validates, and only then does a verb hear of a Run. All of a multirun's
-jobs are validated before the first starts.
+A command receives validated runs only. All jobs of a multirun are validated before the first one
+starts.
 """
 
 import gc
@@ -40,56 +40,64 @@ from scalewise.run_config import RunConfig
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a multirun, validated and not yet started."""
+    """Validated job of a multirun."""
 
     number: int
+    """Job number, from 0."""
     run: RunConfig
+    """Resolved run of the job."""
     folder: Path
+    """Run folder; it does not exist yet."""
     varied: Mapping[str, str]
-    """What this job's overrides set otherwise than its neighbours'."""
+    """Overrides in which the jobs of the multirun differ: value by key."""
 
 
 @dataclass(frozen=True)
-class JobEnd:
-    """How one job ended: its exit code and the number that a sweeper minimises."""
+class JobOutcome:
+    """Outcome of one job."""
 
     exit_code: int
+    """Exit code, a value of ``EXIT_CODES``."""
     objective: float
+    """Value that the sweeper minimizes."""
 
 
 class Command:
-    """What a verb does with a Run, and with the jobs of a multirun."""
+    """Base class of subcommands that handle a single run or the jobs of a multirun."""
 
     checks_machine = True
-    """Whether runs must be able to run on the present machine."""
+    """Whether runs are also validated against this machine."""
     is_search = False
-    """Whether a search hands it jobs, which keeps account of them itself."""
+    """Whether a hyperparameter search submits the jobs; the search records them itself."""
     produces_measurements = False
-    """Whether its jobs leave folders with measurements, which a search goes by."""
+    """Whether jobs write measurements, which a search needs."""
     remote_launchers: Collection[str] = ()
-    """Launchers whose jobs run on other machines."""
+    """Launchers that run jobs on other machines."""
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
-        """Runs a single job into ``folder`` and returns the exit code."""
+        """Run a single job in ``folder`` and return its exit code."""
         raise NotImplementedError
 
     def choose_sweep_folder(self, folder: Path) -> Path:
-        """Returns the folder of a multirun, which need not exist, for the ``folder`` proposed.
+        """Choose the folder of a multirun; ``folder`` is the configured one. It need not exist.
 
-        Raises ``ConfigError`` where no multirun can run.
+        Raises ``ConfigError`` if a multirun is not possible.
         """
         return folder
 
     def claim_sweep_folder(self, folder: Path, *, user_named: bool) -> Path:
-        """Returns the folder of a multirun whose jobs are valid; called once, before ``run_sweep``.
+        """Create or lock the folder of a multirun and return it.
 
-        ``folder`` is what ``choose_sweep_folder`` returned; ``user_named``: whether the user named
-        it.
+        Called once, before ``run_sweep``, if all jobs are valid.
+
+        Args:
+            folder: Result of ``choose_sweep_folder``.
+            user_named: Whether the user named the folder.
         """
         return folder
 
     def release_sweep_folder(self) -> None:
-        """Gives up what ``claim_sweep_folder`` holds; called at the end of every multirun."""
+        """Release the lock of ``claim_sweep_folder``; called at the end of every multirun."""
 
     def run_sweep(
         self,
@@ -97,74 +105,81 @@ class Command:
         folder: Path,
         question: str,
         launcher_options: Mapping[str, object],
-    ) -> list[JobEnd]:
-        """Runs a batch of a multirun into ``folder`` and returns how each job ended.
+    ) -> list[JobOutcome]:
+        """Run a batch of jobs in ``folder`` and return the outcome of each job.
 
-        ``launcher_options`` names what runs the jobs, and its options: those of ``hydra/launcher``.
+        Args:
+            jobs: Validated jobs.
+            folder: Sweep folder.
+            question: Question of the sweep, the title of its report.
+            launcher_options: Options of ``hydra/launcher``; ``engine`` names the executor.
         """
         raise NotImplementedError
 
 
 @dataclass
 class CommandContext:
-    """A verb on its way through Hydra."""
+    """State of one command while Hydra composes and runs it."""
 
     command: Command
+    """Subcommand of the command line."""
     config_folder: Path | None = None
-    """The folder of ``-cd``."""
+    """Folder of ``-cd``."""
     cli_overrides: Sequence[str] = ()
-    """Overrides of the command line; those of a job may come from files."""
+    """Overrides of the command line; jobs also have overrides of sweep files."""
     exit_codes: list[int] = field(default_factory=list)
-    """Exit codes of its jobs so far."""
+    """Exit codes of the jobs so far."""
     run: RunConfig | None = None
-    """The run of a command without ``-m``, once it is valid."""
+    """Validated run of a command without ``-m``."""
     exceptions: list[Exception] = field(default_factory=list)
-    """What the verb itself raised."""
+    """Exceptions that the subcommand raised."""
     sweep_folder: Path | None = None
-    """The folder of a multirun."""
+    """Folder of the multirun."""
     new_folders: list[Path] = field(default_factory=list)
-    """That folder and its parents as far as they were not there before, the innermost first."""
+    """Folders created for the multirun, innermost first."""
     folder_is_user_named: bool = False
-    """Whether that folder was named by the user, and not by the time of day."""
+    """Whether the user named the sweep folder; by default it is named by the time."""
     folder_is_claimed: bool = False
-    """Whether the folder belongs to this multirun."""
+    """Whether the command has claimed the sweep folder."""
     varied_keys: Sequence[str] = ()
-    """Keys that a search varies, though the jobs of one batch may not differ in them."""
+    """Keys that a search varies, even if they are equal in one batch."""
     file_overrides: Sequence[str] = ()
-    """The axes that a sweep's file adds to what was typed."""
+    """Overrides that a sweep file adds to the command line."""
 
 
 _contexts: list[CommandContext] = []
 
 
 def run_command(command: Command, arguments: Sequence[str]) -> int:
-    """Returns the exit code of ``scalewise VERB ARGUMENTS``.
+    """Run ``scalewise COMMAND ARGUMENTS`` and return its exit code.
 
-    Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
+    Raises ``ConfigError`` with every config issue; in this case no folder remains.
     """
     arguments = overrides_first(arguments)
     flags = split_flags(arguments)
     if flags.hydra_help:
         console.print_lines(*flag_help())
         return 0
-    away = any(f"hydra/launcher={name}" in flags.overrides for name in command.remote_launchers)
-    made: list[Path] = []
-    own = Path(flags.config_dir).absolute() if flags.config_dir else None
-    context = CommandContext(command, own, tuple(flags.overrides))
-    if unreadable := list(diagnostics.unparsable_overrides(flags.overrides)):
-        raise ConfigError(unreadable)
-    typed = [line.partition("=") for line in flags.overrides]
-    launchers = [name for key, _, name in typed if key == "hydra/launcher"]
-    if foreign := [c for name in launchers for c in launcher_issues(name)]:
-        raise ConfigError(foreign)
+    is_remote = any(
+        f"hydra/launcher={name}" in flags.overrides for name in command.remote_launchers
+    )
+    created_folders: list[Path] = []
+    user_folder = Path(flags.config_dir).absolute() if flags.config_dir else None
+    context = CommandContext(command, user_folder, tuple(flags.overrides))
+    if syntax_issues := list(diagnostics.unparsable_overrides(flags.overrides)):
+        raise ConfigError(syntax_issues)
+    pairs = [line.partition("=") for line in flags.overrides]
+    launchers = [name for key, _, name in pairs if key == "hydra/launcher"]
+    if plugin_issues := [c for name in launchers for c in launcher_issues(name)]:
+        raise ConfigError(plugin_issues)
 
     def validate(config: DictConfig) -> None:
-        HydraConfig.instance().set_config(config)  # for interpolations of ${hydra:...}
+        HydraConfig.instance().set_config(config)  # resolves interpolations of ${hydra:...}
         with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
             config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
         try:
             context.run = _single_run(config, context)
-        except Exception as error:  # Hydra would hide which error it was
+        except Exception as error:  # Hydra wraps it otherwise
             context.exceptions.append(error)
             raise
 
@@ -176,23 +191,23 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
             context.exit_codes.append(
                 command.run_single(context.run, Path(HydraConfig.get().runtime.output_dir))
             )
-        except Exception as error:  # Hydra would print about it
+        except Exception as error:  # Hydra prints it otherwise
             context.exceptions.append(error)
-        finally:  # a signal is no Exception
-            remove_empty(made)
+        finally:  # also after a signal, which raises a BaseException
+            remove_empty(created_folders)
 
     _contexts.append(context)
     program = hydra.main(
         version_base="1.3", config_path=str(paths.project_root() / "conf"), config_name="config"
     )(task)
-    argv, errors = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["scalewise", *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
-    gc.disable()  # until what the line says is composed: see the import of a verb
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of exit
+    gc.disable()  # until the config is composed; see the import of a command in cli.py
     try:
         prepare()
         with (
-            record_hydra_folders(made),
+            record_hydra_folders(created_folders),
             before_each_run(validate),
             shared_composition_cache(),
             hydra_policy.enforce_policy(),
@@ -205,16 +220,16 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
         if not (error.code and flags.package):
             raise
         reason, fix = (
-            "is no part of the config",
+            "is not a key of the config",
             did_you_mean(flags.package, paths.GROUPS, "--package "),
         )
         raise ConfigError.for_key("--package", flags.package, reason, fix) from None
-    except Exception as error:  # whatever Hydra made of it is translated below
+    except Exception as error:  # errors of Hydra are translated below
         if error in context.exceptions or (isinstance(error, ConfigError) and not error.__cause__):
             raise
         lines = [*context.file_overrides, *flags.overrides]
         raise diagnostics.translate_hydra_error(
-            error, lines, check_machine=command.checks_machine and not away
+            error, lines, check_machine=command.checks_machine and not is_remote
         ) from error
     finally:
         gc.enable()
@@ -223,18 +238,19 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
         _contexts.remove(context)
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
-        if errors is not None:
-            os.environ["HYDRA_FULL_ERROR"] = errors
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
     return _exit_code(context.exit_codes)
 
 
 def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
-    """Returns the validated Run of a command without ``-m``; raises ``ConfigError``."""
+    """Parse and validate the run of a command without ``-m``; raises ``ConfigError``."""
     if (
         launcher := config.hydra.runtime.choices["hydra/launcher"]
     ) in context.command.remote_launchers:
-        fix = "add -m: a sweep of one job"
-        raise ConfigError.for_key("hydra/launcher", launcher, "a single run runs here", fix)
+        fix = "add -m for a sweep of one job"
+        reason = "requires -m: a single run runs on this machine"
+        raise ConfigError.for_key("hydra/launcher", launcher, reason, fix)
     return parse_run(
         config,
         _typed_overrides(config.hydra),
@@ -244,29 +260,29 @@ def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
 
 
 def _may_switch_to_multirun(flags: Namespace) -> bool:
-    """Returns whether a file or a setting, where there is no ``-m``, can make a multirun of it."""
+    """Return whether a config file or an override can enable multirun without ``-m``."""
     if flags.multirun:
         return False
     keys = {line.lstrip("+~").partition("=")[0] for line in flags.overrides}
-    named = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
-    return bool(named or flags.config_dir or flags.config_name)
+    selects_preset = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
+    return bool(selects_preset or flags.config_dir or flags.config_name)
 
 
 @contextmanager
 def _skip_mode_composition() -> Iterator[None]:
-    """Spares a whole composition, a quarter of a plan's start: Hydra's, to read ``hydra.mode``."""
-    asks = Hydra.get_mode
-    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]  # Hydra has no switch
+    """Skip Hydra's composition to read ``hydra.mode``: 1/4 of the startup time of a plan."""
+    get_mode = Hydra.get_mode
+    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]  # no option of Hydra
     try:
         yield
     finally:
-        Hydra.get_mode = asks  # type: ignore[method-assign]  # puts Hydra's own back
+        Hydra.get_mode = get_mode  # type: ignore[method-assign]  # restores the method
 
 
 def prepare() -> None:
-    """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
+    """Register schemas, resolvers, experiments and sweeps with Hydra; idempotent."""
     bound_omegaconf()
-    Plugins.instance()  # whatever is installed has its names by now: one has a joblib too
+    Plugins.instance()  # loads plugins first: our launchers replace others of a name
     schemas.store_schemas()
     search_path.mount_configs(_contexts[-1].config_folder if _contexts else None)
     run_naming.register_resolvers()
@@ -279,32 +295,39 @@ def launch(
     first_number: int,
     options: Callable[[], Mapping[str, object]],
 ) -> list[JobReturn]:
-    """Returns the results of a batch of jobs, numbered from ``first_number``; for Hydra's launcher.
+    """Validate and run a batch of jobs for the Hydra launcher, and return their results.
 
-    ``options``: those of the launcher, some of which name the folder of the multirun.
+    Args:
+        loader: Hydra's config loader.
+        config: Composed config of the multirun.
+        job_overrides: Overrides of each job.
+        first_number: Number of the first job.
+        options: Function that resolves the launcher options; some contain the sweep folder.
     """
     gc.enable()
     context = _contexts[-1]
-    proposed = context.sweep_folder or current_sweep_folder(config)
-    here = (
+    proposed_folder = context.sweep_folder or current_sweep_folder(config)
+    check_machine = (
         context.command.checks_machine
         and options()["engine"] not in context.command.remote_launchers
     )
-    jobs = _validate_jobs(loader, config, job_overrides, first_number, proposed, check_machine=here)
+    jobs = _validate_jobs(
+        loader, config, job_overrides, first_number, proposed_folder, check_machine=check_machine
+    )
     folder = claimed_sweep_folder(config)
-    jobs = [_relocated(job, proposed, folder) for job in jobs]
-    engine = options()
+    jobs = [_relocated(job, proposed_folder, folder) for job in jobs]
+    launcher_options = options()
     try:
-        ends = context.command.run_sweep(jobs, folder, jobs[0].run.question, engine)
-    except Exception as error:  # Hydra would hide which error it was
+        outcomes = context.command.run_sweep(jobs, folder, jobs[0].run.question, launcher_options)
+    except Exception as error:  # Hydra wraps it otherwise
         context.exceptions.append(error)
         raise
-    context.exit_codes.extend(end.exit_code for end in ends)
-    return [_job_return(end) for end in ends]
+    context.exit_codes.extend(outcome.exit_code for outcome in outcomes)
+    return [_job_return(outcome) for outcome in outcomes]
 
 
 def current_sweep_folder(config: DictConfig) -> Path:
-    """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
+    """Choose the folder of the current multirun and store it in the context."""
     setup_globals()
     sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     if _contexts[-1].sweep_folder is None and isinstance(sweep, dict):
@@ -315,7 +338,7 @@ def current_sweep_folder(config: DictConfig) -> Path:
 
 
 def claimed_sweep_folder(config: DictConfig) -> Path:
-    """Returns the folder of the multirun under way once it is its own: a colliding one moves."""
+    """Claim the folder of the current multirun; a folder in use is replaced by a new one."""
     context = _contexts[-1]
     assert context.sweep_folder is not None
     if not context.folder_is_claimed:
@@ -334,7 +357,7 @@ def _set_sweep_folder(config: DictConfig, folder: Path) -> Path:
         config.hydra.sweep.dir = str(folder)
     context = _contexts[-1]
     context.new_folders = [*missing_folders(folder), *context.new_folders]
-    if context.sweep_folder not in (None, folder):  # a new one beside that which was proposed
+    if context.sweep_folder not in (None, folder):  # another folder than the configured one
         context.new_folders.insert(0, folder)
     context.sweep_folder = folder
     return folder
@@ -347,29 +370,29 @@ def _relocated(job: SweepJob, proposed_folder: Path, folder: Path) -> SweepJob:
 
 
 def has_measurements() -> bool:
-    """Returns whether the verb under way leaves measurements that a search can go by."""
+    """Return whether the jobs of the current command write measurements for a search."""
     return _contexts[-1].command.produces_measurements
 
 
-def begin_search() -> None:
-    """Tells the verb under way that a search will hand it jobs, batch by batch."""
+def mark_search() -> None:
+    """Mark the current command as run by a search, which submits jobs in batches."""
     _contexts[-1].command.is_search = True
 
 
-def note_varied(keys: Sequence[str]) -> None:
-    """Notes the keys that the multirun under way varies from batch to batch."""
+def set_varied_keys(keys: Sequence[str]) -> None:
+    """Record the keys that the current multirun varies between batches."""
     _contexts[-1].varied_keys = tuple(keys)
 
 
-def count_rejected(error: ConfigError) -> None:
-    """Counts a job of the multirun under way that a search left out, as one that was refused."""
+def record_rejected(error: ConfigError) -> None:
+    """Record the exit code of a job that the search rejected."""
     _contexts[-1].exit_codes.append(error.exit_code)
 
 
 def rejection_reason(
     loader: ConfigLoader, config: DictConfig, overrides: Sequence[str]
 ) -> ConfigError | None:
-    """Returns why a job with these overrides could not run; None where it can."""
+    """Return the config error of a job with these overrides; None if it is valid."""
     try:
         _validate_jobs(
             loader,
@@ -384,8 +407,8 @@ def rejection_reason(
     return None
 
 
-def remember_sweep_axes(overrides: Sequence[str]) -> None:
-    """Keeps the axes of a sweep's file in mind, for complaints about them; for Hydra's sweeper."""
+def set_file_overrides(overrides: Sequence[str]) -> None:
+    """Store the axes of a sweep file for error messages; called by the Hydra sweeper."""
     _contexts[-1].file_overrides = overrides
 
 
@@ -401,73 +424,82 @@ def _validate_jobs(
     varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
     jobs: list[SweepJob] = []
     issues: dict[str, ConfigIssue] = {}
-    failed: Exception | None = None
-    checking = console.show_progress(job_overrides, "checking", "jobs")
-    for number, overrides in enumerate(checking, start=first_number):
+    composition_error: Exception | None = None
+    progress = console.show_progress(job_overrides, "checking", "jobs")
+    for number, overrides in enumerate(progress, start=first_number):
         try:
-            composed = loader.load_sweep_config(config, list(overrides))
-        except Exception as error:  # Hydra's: the whole line is looked at again, all jobs of it
-            failed = error
+            job_config = loader.load_sweep_config(config, list(overrides))
+        except Exception as error:  # run_command diagnoses all overrides again
+            composition_error = error
             break
-        with open_dict(composed):
-            composed.hydra.job.id = composed.hydra.job.num = number
+        with open_dict(job_config):
+            job_config.hydra.job.id = job_config.hydra.job.num = number
         try:
-            # Alone, a job is its own overrides: the axes would make it a sweep again.
-            lines = [
-                line for line in _typed_overrides(composed.hydra) if not line.startswith("sweep=")
+            # The overrides of one job must not select the sweep again.
+            typed_overrides = [
+                line for line in _typed_overrides(job_config.hydra) if not line.startswith("sweep=")
             ]
             run = parse_run(
-                composed, lines, _contexts[-1].cli_overrides, check_machine=check_machine
+                job_config,
+                typed_overrides,
+                _contexts[-1].cli_overrides,
+                check_machine=check_machine,
             )
         except ConfigError as error:
             issues |= {str(issue): issue for issue in error.issues}
             continue
-        subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir"))
+        subdir = str(OmegaConf.select(job_config, "hydra.sweep.subdir"))
         if not _is_inside(subdir):
-            fix = "give the name of a folder in it: 'hydra.sweep.subdir=${hydra.job.num}'"
-            reason = "leads out of the sweep's folder"
+            fix = "set 'hydra.sweep.subdir=${hydra.job.num}'"
+            reason = "is outside of the sweep folder"
             raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, fix)
-        own = folder / subdir
-        jobs.append(SweepJob(number, run, own, varied[number - first_number]))
+        job_folder = folder / subdir
+        jobs.append(SweepJob(number, run, job_folder, varied[number - first_number]))
     if issues:
-        raise ConfigError(issues.values()) from failed
-    if failed is not None:
-        raise failed
+        raise ConfigError(issues.values()) from composition_error
+    if composition_error is not None:
+        raise composition_error
     return jobs
 
 
 def _is_inside(path: str) -> bool:
-    """Returns whether a relative path names something within the folder that it starts from."""
+    """Return whether a relative path stays inside of its start folder."""
     first = Path(os.path.normpath(path)).parts[:1]
     return not os.path.isabs(path) and first not in ((), ("..",))
 
 
 def _typed_overrides(hydra_config: DictConfig) -> list[str]:
-    """Returns the overrides as they were typed: an interpolation in one is not resolved there."""
-    lines = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
-    assert isinstance(lines, list)
-    return [str(line) for line in lines]
+    """Overrides as typed, with interpolations unresolved."""
+    overrides = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return [str(line) for line in overrides]
 
 
 def _varied_values(
     job_overrides: Sequence[Sequence[str]], varied_keys: Sequence[str]
 ) -> list[dict[str, str]]:
-    tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides]
-    keys = dict.fromkeys(key for table in tables for key in table)
-    varying = [
-        key for key in keys if key in varied_keys or len({table.get(key) for table in tables}) > 1
+    job_values = [
+        dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides
     ]
-    return [{key.lstrip("+"): table[key] for key in varying if key in table} for table in tables]
+    keys = dict.fromkeys(key for values in job_values for key in values)
+    varying = [
+        key
+        for key in keys
+        if key in varied_keys or len({values.get(key) for values in job_values}) > 1
+    ]
+    return [
+        {key.lstrip("+"): values[key] for key in varying if key in values} for values in job_values
+    ]
 
 
-def _job_return(job_end: JobEnd) -> JobReturn:
+def _job_return(outcome: JobOutcome) -> JobReturn:
     result = JobReturn()
     result.status = JobStatus.COMPLETED
-    result.return_value = job_end.objective
+    result.return_value = outcome.objective
     return result
 
 
 def _exit_code(exit_codes: Sequence[int]) -> int:
-    """Returns 0, the code that all unsuccessful jobs share, or 1 where they differ."""
-    bad = set(exit_codes) - {0}
-    return bad.pop() if len(bad) == 1 else int(bool(bad))
+    """Exit code of several jobs: 0, the code of all unsuccessful jobs, or 1 if they differ."""
+    error_codes = set(exit_codes) - {0}
+    return error_codes.pop() if len(error_codes) == 1 else int(bool(error_codes))

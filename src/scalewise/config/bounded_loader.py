@@ -1,4 +1,4 @@
-"""Bounds on the YAML files that Hydra reads."""
+"""Size limits of the YAML files that Hydra reads."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from scalewise.bounded_yaml import check_bounds
 
 
 def bound_omegaconf() -> None:
-    """Makes ``OmegaConf.load``, by which Hydra reads files, check each document first."""
+    """Patch the YAML loader of OmegaConf, which Hydra uses, to check size limits first."""
     loader: Any = _utils.get_yaml_loader()
     if issubclass(loader, _BoundedStream):
         return
@@ -17,9 +17,9 @@ def bound_omegaconf() -> None:
 
 
 class _BoundedStream:
-    """Reads a stream whole and checks it before the parser sees it."""
+    """Mixin of a YAML loader that checks the text of a stream before parsing it."""
 
     def __init__(self, stream: Any) -> None:
         text = stream if isinstance(stream, str) else stream.read()
         check_bounds(text if isinstance(text, str) else text.decode("utf-8"))
-        super().__init__(text)  # type: ignore[call-arg]  # of the loader behind it
+        super().__init__(text)  # type: ignore[call-arg]  # constructor of the YAML loader

@@ -1,4 +1,4 @@
-"""Composition from Python: overrides in, a Run out."""
+"""Composition of a run from Hydra overrides in Python."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,29 +14,35 @@ from scalewise.run_config import RunConfig
 
 
 def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
-    """Returns the ``Run`` of a command line: ``scalewise train OVERRIDES``.
+    """Compose and validate the run of ``scalewise train OVERRIDES``.
 
-    ``overrides`` are Hydra overrides: ``["model=llama_160m", "optimizer.lr=1e-3"]``. With
-    ``here=False`` the run may need devices that this machine lacks. Raises ``ConfigError`` with
-    every config issue.
+    Args:
+        overrides: Hydra overrides: ``["model=llama_160m", "optimizer.lr=1e-3"]``.
+        here: Whether the run is also validated against this machine; False for the plan of a run
+            on other devices.
+
+    Raises:
+        ConfigError: The configuration is rejected; the error contains every config issue.
     """
-    lines = [overrides] if isinstance(overrides, str) else list(overrides)
+    override_list = [overrides] if isinstance(overrides, str) else list(overrides)
     app.prepare()
-    if unreadable := list(diagnostics.unparsable_overrides(lines)):
-        raise ConfigError(unreadable)
+    if syntax_issues := list(diagnostics.unparsable_overrides(override_list)):
+        raise ConfigError(syntax_issues)
     with hydra_session():
         try:
-            config = hydra.compose("config", overrides=lines, return_hydra_config=True)
-        except ConfigError:  # the check of the hydra node
+            config = hydra.compose("config", overrides=override_list, return_hydra_config=True)
+        except ConfigError:  # raised by the policy of the hydra node
             raise
-        except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
-            raise diagnostics.translate_hydra_error(error, lines, check_machine=here) from error
-        return parse_run(config, lines, lines, check_machine=here)
+        except Exception as error:  # Hydra raises many types for malformed overrides
+            raise diagnostics.translate_hydra_error(
+                error, override_list, check_machine=here
+            ) from error
+        return parse_run(config, override_list, override_list, check_machine=here)
 
 
 @cache
 def _compose_unresolved(*overrides: str) -> RunConfig:
-    """Returns the unsettled run of these overrides, before it is asked what is wrong."""
+    """Compose a run without resolving or validating it."""
     app.prepare()
     with hydra_session():
         config = hydra.compose("config", overrides=[*overrides], return_hydra_config=True)
@@ -45,49 +51,49 @@ def _compose_unresolved(*overrides: str) -> RunConfig:
 
 @cache
 def _option_defaults(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
-    """Returns the values of these options as their files give them, flat.
+    """Default values of these options, by dotted key.
 
-    Each option is composed once: no file of ours sets what belongs to another group.
+    Each option is composed by itself, because no option file sets keys of another group.
     """
-    usual = _compose_unresolved()
+    default_run = _compose_unresolved()
     parts = {
         group: getattr(_compose_unresolved(f"{group}={choice}"), group)
         for group, choice in choices
-        if choice != usual.choices.get(group)
+        if choice != default_run.choices.get(group)
     }
-    return flatten(replace(usual, **parts).resolve().as_dict())
+    return flatten(replace(default_run, **parts).resolve().as_dict())
 
 
 @cache
 def _option_names(group: str) -> frozenset[str]:
-    """Returns the suite's own options of a group."""
+    """Options of a group that scalewise defines."""
     return frozenset(paths.option_names(group))
 
 
 def changed_from_defaults(run: RunConfig) -> list[dict[str, object]]:
-    """Returns where a run differs from the defaults: ``key``, ``default``, ``value``.
+    """Differences of a run from the defaults, each with ``key``, ``default`` and ``value``.
 
-    First the options chosen, then the fields that differ from what those options give.
+    First the chosen options, then the fields that differ from the defaults of these options.
     """
-    usual = _compose_unresolved().choices
+    default_choices = _compose_unresolved().choices
     chosen = {group: run.choices[group] for group in paths.CLOSED_GROUPS if group in run.choices}
-    ours = {group: name for group, name in chosen.items() if name in _option_names(group)}
-    strange = tuple(f"{group}." for group in chosen if group not in ours)  # of a user's folder
-    rows: list[dict[str, object]] = [
-        {"key": group, "default": usual.get(group), "value": choice}
+    builtin = {group: name for group, name in chosen.items() if name in _option_names(group)}
+    user_prefixes = tuple(f"{group}." for group in chosen if group not in builtin)
+    changes: list[dict[str, object]] = [
+        {"key": group, "default": default_choices.get(group), "value": choice}
         for group, choice in chosen.items()
-        if choice != usual.get(group)
+        if choice != default_choices.get(group)
     ]
-    before = _option_defaults(tuple(ours.items()))
-    after = flatten(run.as_dict())
-    skipped = ("choices.", "overrides", "name", "hardware.", *strange)
-    rows += [
-        {"key": key, "default": before.get(key), "value": value}
-        for key, value in after.items()
-        if value != before.get(key) and not key.startswith(skipped) and key != "callbacks"
+    defaults = _option_defaults(tuple(builtin.items()))
+    current = flatten(run.as_dict())
+    skipped = ("choices.", "overrides", "name", "hardware.", *user_prefixes)
+    changes += [
+        {"key": key, "default": defaults.get(key), "value": value}
+        for key, value in current.items()
+        if value != defaults.get(key) and not key.startswith(skipped) and key != "callbacks"
     ]
-    dropped = {".".join(key.split(".")[:2]) for key in before if key.startswith("callbacks.")}
-    return rows + [
+    dropped = {".".join(key.split(".")[:2]) for key in defaults if key.startswith("callbacks.")}
+    return changes + [
         {"key": key, "default": "on", "value": "off"}
         for key in sorted(dropped)
         if key.split(".")[1] not in run.callbacks
@@ -95,15 +101,15 @@ def changed_from_defaults(run: RunConfig) -> list[dict[str, object]]:
 
 
 def flatten(nested: object, prefix: str = "") -> dict[str, object]:
-    """Returns nested mappings as one, with dotted keys; sequences stay values."""
+    """Flatten nested mappings into one with dotted keys; sequences stay values."""
     if not isinstance(nested, dict) or (not nested and prefix):
         return {prefix: nested}
-    joined: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in nested.items():
-        joined |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return joined
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
 
 
 def group_choices(groups: Sequence[str] = paths.GROUPS) -> dict[str, list[str]]:
-    """Returns the options of each group."""
+    """Options by config group."""
     return {group: paths.option_names(group) for group in groups}

@@ -1,9 +1,9 @@
-"""Shares what Hydra composes between the jobs of one command.
+"""Cache of Hydra compositions, shared by the jobs of one command.
 
-Hydra composes every job of a multirun from its files, in a tenth of a second. Where the defaults
-lists of two jobs agree in all entries that set a key of the root, so do the composed nodes of that
-key: each is composed once and copied. The values of the command line are applied to the copy, which
-is what Hydra itself does last. Files are read once.
+Hydra composes every job of a multirun from files, which takes 0.1 s per job. The composed node of a
+root key depends only on the entries of the defaults list that set this key. Such a node is composed
+once and copied. Overrides of the command line are then applied to the copy, as Hydra does last.
+Files are read once.
 """
 
 import copy
@@ -25,9 +25,9 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.base import Metadata
 
 SEARCH_PATH = "hydra.searchpath"
-"""The one value that decides where files are looked for."""
-CACHED = 1000
-"""Nodes that are kept at once; the 25 of a config take about a megabyte."""
+"""Override that changes the search path of config files."""
+MAX_CACHED_NODES = 1000
+"""Maximum number of cached nodes; the 25 nodes of a config take about 1 MB."""
 
 _parse = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
 _compose = ConfigLoaderImpl._compose_config_from_defaults_list
@@ -39,9 +39,9 @@ _follow = Node._dereference_node_impl
 
 @contextmanager
 def shared_composition_cache() -> Iterator[None]:
-    """Makes Hydra's loaders share what they compose within the block.
+    """Context manager in which Hydra's loaders share compositions.
 
-    The files of the search path must not change meanwhile.
+    The files of the search path must not change within the block.
     """
     loader: Any = ConfigLoaderImpl
     impl: Any = config_loader_impl
@@ -50,9 +50,9 @@ def shared_composition_cache() -> Iterator[None]:
         yield
         return
     shared = _CompositionCache()
-    loader._parse_overrides_and_create_caching_repo = lambda *given: shared.parse(*given)
-    loader._compose_config_from_defaults_list = lambda *given, **named: shared.compose(
-        *given, **named
+    loader._parse_overrides_and_create_caching_repo = lambda *args: shared.parse(*args)
+    loader._compose_config_from_defaults_list = lambda *args, **kwargs: shared.compose(
+        *args, **kwargs
     )
     impl.create_defaults_list = shared.list_defaults
     lists._create_interpolation_map = _map_choices_for_interpolations
@@ -66,7 +66,7 @@ def shared_composition_cache() -> Iterator[None]:
 
 
 class _CompositionCache:
-    """What the compositions of one command have in common."""
+    """Parsed overrides, defaults lists and composed nodes of one command."""
 
     def __init__(self) -> None:
         self._parsed: dict[str, Override] = {}
@@ -75,25 +75,25 @@ class _CompositionCache:
         self._roots: dict[object, tuple[Metadata, Sequence[object]]] = {}
         """Metadata and keys of composed configs."""
         self._nodes: dict[object, Node] = {}
-        """Nodes of their keys, by the entries that they are composed of."""
+        """Composed node of each root key, by the defaults list entries that set it."""
 
     def parse(
         self, loader: ConfigLoaderImpl, config_name: str | None, overrides: Sequence[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        """Returns overrides, each parsed once, and the files read so far."""
+        """Parse overrides, each once, and return them with the shared repository of files."""
         parser = OverridesParser.create()
         for text in overrides:
             if text not in self._parsed:
                 (self._parsed[text],) = parser.parse_overrides([text])
-        found = [self._parsed[text] for text in overrides]
-        places = (override.input_line for override in found if _is_search_path(override))
-        searched = ((source.provider, source.path) for source in loader.get_sources())
-        key = (*searched, config_name, *places)
+        parsed = [self._parsed[text] for text in overrides]
+        search_paths = (override.input_line for override in parsed if _is_search_path(override))
+        sources = ((source.provider, source.path) for source in loader.get_sources())
+        key = (*sources, config_name, *search_paths)
         if key not in self._repositories:
             repository: Any = _parse(loader, config_name, list(overrides))[1]
-            repository.group_exists = cache(repository.group_exists)  # else it asks the disk
+            repository.group_exists = cache(repository.group_exists)  # accesses the disk
             self._repositories[key] = repository
-        return found, self._repositories[key]
+        return parsed, self._repositories[key]
 
     def list_defaults(
         self,
@@ -103,55 +103,57 @@ class _CompositionCache:
         prepend_hydra: bool,
         skip_missing: bool,
     ) -> DefaultsList:
-        """Returns the defaults list of the options chosen, with the values that follow it."""
-        own = Overrides(repo=repo, overrides_list=overrides_list)
-        values = {id(override) for override in own.config_overrides}
+        """Defaults list of the chosen options, with the value overrides of this job."""
+        job_overrides = Overrides(repo=repo, overrides_list=overrides_list)
+        values = {id(override) for override in job_overrides.config_overrides}
         chosen = (o.input_line for o in overrides_list if id(o) not in values)
         key = (repo, config_name, prepend_hydra, skip_missing, *chosen)
         if key not in self._lists:
             self._lists[key] = _list_defaults(
                 repo, config_name, overrides_list, prepend_hydra, skip_missing
             )
-        kept = self._lists[key]
-        return DefaultsList(kept.defaults, kept.defaults_tree, own.config_overrides, kept.overrides)
+        cached = self._lists[key]
+        return DefaultsList(
+            cached.defaults, cached.defaults_tree, job_overrides.config_overrides, cached.overrides
+        )
 
     def compose(
         self, loader: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
-        """Returns the config that a defaults list gives.
+        """Compose the config of a defaults list from cached nodes.
 
-        An entry sets the key that its package begins with, or any key where that is the root. No
-        other entry changes a key's node, unless merging copies what an interpolation refers to.
+        An entry sets the first key of its package, or any key if its package is the root. No other
+        entry changes the node of a key, unless a merge copies the target of an interpolation.
         """
         entries = [
             (re.split(r"[.[]", entry.package or "")[0], (entry.config_path, entry.package))
             for entry in defaults
         ]
-        shape = (repo, *dict.fromkeys(key or entry for key, entry in entries))
+        structure = (repo, *dict.fromkeys(key or entry for key, entry in entries))
 
         def origin(name: object) -> object:
             return (repo, name, *(entry for key, entry in entries if key in ("", name)))
 
-        if shape not in self._roots or any(
-            origin(name) not in self._nodes for name in self._roots[shape][1]
+        if structure not in self._roots or any(
+            origin(name) not in self._nodes for name in self._roots[structure][1]
         ):
             with _cross_node_references() as references:
                 composed = _compose(loader, defaults, cast(Any, _CopyingRepository(repo)))
             if references:
                 return composed
-            if len(self._nodes) >= CACHED:
+            if len(self._nodes) >= MAX_CACHED_NODES:
                 self._nodes.clear()
             nodes = dict(cast(Mapping[Any, Node], composed._content))
-            self._roots[shape] = composed._metadata, tuple(nodes)
+            self._roots[structure] = composed._metadata, tuple(nodes)
             for name, node in nodes.items():
-                node._set_parent(None)  # else one node keeps the whole config
+                node._set_parent(None)  # a parent reference keeps the config alive
                 self._nodes[origin(name)] = node
-        metadata, names = self._roots[shape]
+        metadata, names = self._roots[structure]
         return _merge_copies(metadata, {name: self._nodes[origin(name)] for name in names})
 
 
 def _merge_copies(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
-    """Returns a config of copies of these nodes."""
+    """Build a config from copies of these nodes."""
     config = OmegaConf.create()
     copies = {name: copy.deepcopy(node) for name, node in nodes.items()}
     for node in copies.values():
@@ -162,25 +164,25 @@ def _merge_copies(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfi
 
 @contextmanager
 def _cross_node_references() -> Iterator[list[Node]]:
-    """Yields the interpolations followed within the block that may lead to nodes of other keys.
+    """Collect the interpolations resolved within the block that may copy nodes of other keys.
 
-    One within a longer text gives a text, wherever it leads.
+    An interpolation within a longer string yields a string and copies no node.
     """
-    found: list[Node] = []
+    references: list[Node] = []
 
-    def follow(node: Node, *given: Any, **named: Any) -> Node | None:
+    def follow(node: Node, *args: Any, **kwargs: Any) -> Node | None:
         if node._is_interpolation() and (text := str(node._value())).endswith("}"):
-            own = re.escape(node._get_full_key(None).partition(".")[0])
-            if text.startswith("${") and not re.fullmatch(rf"\$\{{{own}\.[\w.]+\}}", text):
-                found.append(node)
-        return _follow(node, *given, **named)
+            own_key = re.escape(node._get_full_key(None).partition(".")[0])
+            if text.startswith("${") and not re.fullmatch(rf"\$\{{{own_key}\.[\w.]+\}}", text):
+                references.append(node)
+        return _follow(node, *args, **kwargs)
 
-    loose: Any = Node
-    loose._dereference_node_impl = follow
+    node_class: Any = Node
+    node_class._dereference_node_impl = follow
     try:
-        yield found
+        yield references
     finally:
-        loose._dereference_node_impl = _follow
+        node_class._dereference_node_impl = _follow
 
 
 def _is_search_path(override: Override) -> bool:
@@ -188,25 +190,25 @@ def _is_search_path(override: Override) -> bool:
 
 
 class _CopyingRepository:
-    """A repository that gives copies of its configs: composing moves their nodes elsewhere."""
+    """Repository that returns copies of its configs, because composition moves their nodes."""
 
     def __init__(self, repo: IConfigRepository) -> None:
         self._repo = repo
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Returns a copy of a config; None: there is none."""
-        found = self._repo.load_config(config_path)
-        return None if found is None else copy.deepcopy(found)
+        """Load a copy of a config; None if it does not exist."""
+        config = self._repo.load_config(config_path)
+        return None if config is None else copy.deepcopy(config)
 
     def get_schema_source(self) -> ConfigSource:
-        """Returns the source of the schemas that Hydra itself keeps."""
+        """Source of the schemas in Hydra's ConfigStore."""
         return self._repo.get_schema_source()
 
 
 def _map_choices_for_interpolations(
     overrides: Overrides, children: list[InputDefault], self_added: bool
 ) -> DictConfig:
-    """Returns the options chosen so far, if any child interpolates them: a config is slow."""
+    """Config of the options chosen so far; empty unless a child interpolates them."""
     if any(child.is_interpolation() for child in children):
         return _map_choices(overrides, children, self_added)
     return _NO_CHOICES

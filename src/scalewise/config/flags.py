@@ -1,4 +1,4 @@
-"""Hydra's command-line flags and launchers, and the overrides next to them."""
+"""Hydra's command-line flags: parsing, accepted flags and launchers."""
 
 import io
 from argparse import Namespace
@@ -23,57 +23,58 @@ ACCEPTED = (
     "run",
     "shell_completion",
 )
-"""Flags of Hydra that a command passes on; each other one is rejected before a file is opened."""
+"""Flags of Hydra that commands accept."""
 REJECTED = {
     "config_path": (
-        "takes the place of the suite's configs, without which there is no run",
-        "add a folder to them: -cd DIR",
+        "replaces the configs of scalewise, which every run requires",
+        "add a folder with -cd DIR",
     ),
     "experimental_rerun": (
-        "unpickles a file, which runs whatever code is in it",
-        "repeat a run by its overrides: report.html and status.json name its command",
+        "unpickles a file, which runs arbitrary code",
+        "repeat a run with its command, which is in report.html and status.json",
     ),
-    "version": ("--version of Hydra is not passed on", "scalewise --version"),
+    "version": ("--version of Hydra is not supported", "scalewise --version"),
 }
-"""Why a flag is not accepted, and what to do."""
-UNUSED = ("is not a flag of this command", "leave it out")
+"""Reason and fix of each rejected flag."""
+UNUSED = ("is not a flag of this command", "remove it")
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Returns the overrides, then Hydra's flags with their values.
+    """Reorder arguments: overrides first, then Hydra's flags with their values.
 
-    Hydra takes overrides in one piece alone: a flag between two of them makes the rest unknown.
+    Hydra does not accept overrides after a flag that follows other overrides.
     """
-    words = [_IdentityStr(argument) for argument in arguments]
-    for place, word in enumerate(words):
-        if word in ("--info", "-i") and words[place + 1 : place + 2] and "=" in words[place + 1]:
-            words[place] = _IdentityStr("--info=all")  # else Hydra reads an override as its value
-    overrides = split_flags(words).overrides
-    flags = [word for word in words if not any(word is override for override in overrides)]
+    tokens = [_IdentityStr(argument) for argument in arguments]
+    for index, token in enumerate(tokens):
+        if token in ("--info", "-i") and tokens[index + 1 : index + 2] and "=" in tokens[index + 1]:
+            # Otherwise Hydra parses the next override as the value of --info.
+            tokens[index] = _IdentityStr("--info=all")
+    overrides = split_flags(tokens).overrides
+    flags = [token for token in tokens if not any(token is override for override in overrides)]
     return [*map(str, overrides), *map(str, flags)]
 
 
 class _IdentityStr(str):
-    """An argument that is told from an equal one by its identity."""
+    """Argument that is compared by identity."""
 
     __slots__ = ()
 
 
 def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) -> Namespace:
-    """Returns Hydra's flags and the overrides, in any order.
+    """Parse Hydra's flags and the overrides, in any order.
 
-    Raises ``ConfigError`` for a flag that Hydra lacks, and for each that is not ``accepted``.
+    Raises ``ConfigError`` for unknown flags and for flags that are not in ``accepted``.
     """
     parser = get_args_parser()
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stderr(said), redirect_stdout(said):
+        with redirect_stderr(output), redirect_stdout(output):
             flags = parser.parse_intermixed_args(list(arguments))
     except SystemExit as error:
-        if not error.code:  # Hydra's own version, by a shortened flag
+        if not error.code:  # an abbreviated --version
             raise ConfigError.for_key("", "", *REJECTED["version"]) from error
-        reason = said.getvalue().strip().rpartition("error: ")[2]
-        fix = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
+        reason = output.getvalue().strip().rpartition("error: ")[2]
+        fix = "use -m, --cfg job, --info, -cd DIR or another flag of --hydra-help"
         raise ConfigError.for_key("", "", reason, fix) from error
     issues = [
         ConfigIssue(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
@@ -81,7 +82,7 @@ def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) 
         if name not in ("overrides", *accepted) and value != parser.get_default(name)
     ]
     if flags.package is not None and not flags.cfg:
-        reason, fix = "shows a part of the config, without --cfg", "add --cfg job"
+        reason, fix = "requires --cfg", "add --cfg job"
         issues.append(ConfigIssue("--package", flags.package, reason, fix))
     if issues:
         raise ConfigError(issues)
@@ -89,7 +90,7 @@ def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) 
 
 
 def flag_help() -> list[str]:
-    """Returns a line for each flag that may be given, with what Hydra says about it."""
+    """Help lines of the accepted flags, with Hydra's descriptions."""
     return [
         f"{','.join(action.option_strings):<24} {str(action.help).splitlines()[0]}"
         for action in get_args_parser()._actions
@@ -98,13 +99,11 @@ def flag_help() -> list[str]:
 
 
 def launcher_issues(launcher: str) -> Iterator[ConfigIssue]:
-    """Yields a launcher of others, whose jobs would be neither validated nor recorded."""
+    """Yield an issue for a launcher of another package, which skips validation and records."""
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
     if launcher not in LAUNCHERS:
-        reason = (
-            "is not the suite's: no check before the first job starts, no record of how they end"
-        )
+        reason = "is not a launcher of scalewise: it neither validates nor records jobs"
         fix = did_you_mean(launcher, LAUNCHERS, "hydra/launcher=")
         if not fix.startswith("did you mean"):
             fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"

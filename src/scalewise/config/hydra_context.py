@@ -1,4 +1,4 @@
-"""Hydra's compose API on the suite's tree, also inside a Hydra application."""
+"""Context of Hydra's compose API, also usable inside a Hydra application."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from scalewise.config import hydra_policy, paths
 
 @contextmanager
 def hydra_session() -> Iterator[ConfigLoader]:
-    """Yields the loader over conf/; a Hydra that was initialized before is put back."""
+    """Initialize Hydra on conf/ and yield its loader; restore the previous Hydra on exit."""
     state = GlobalHydra.instance()
-    held, state.hydra = state.hydra, None
+    previous, state.hydra = state.hydra, None
     try:
         with (
             warnings.catch_warnings(),
@@ -25,4 +25,4 @@ def hydra_session() -> Iterator[ConfigLoader]:
             warnings.filterwarnings("error", message="provider=.* is not available")
             yield state.config_loader()
     finally:
-        GlobalHydra.instance().hydra = held  # Hydra has put another instance in its place
+        GlobalHydra.instance().hydra = previous  # Hydra has replaced the instance

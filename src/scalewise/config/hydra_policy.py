@@ -1,8 +1,9 @@
-"""Checks of the ``hydra`` node of a composed config, before Hydra instantiates any part of it.
+"""Security policy for the ``hydra`` node of a composed config.
 
-Hydra calls every ``_target_`` below ``hydra.callbacks``, ``hydra.launcher`` and ``hydra.sweeper``,
-every factory of its logging configs, and imports packages on its search path. A config file must
-not run code that way, so only the suite's own launchers and sweepers are accepted.
+Hydra instantiates every ``_target_`` below ``hydra.callbacks``, ``hydra.launcher`` and
+``hydra.sweeper``, calls the factories of its logging configs and imports packages of its search
+path. The policy keeps config files from running code in these ways: it is checked before Hydra
+instantiates anything and accepts the launchers and sweepers of scalewise only.
 """
 
 import os
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from scalewise.config import registry
-from scalewise.config.parse import WOULD_REVEAL
+from scalewise.config.parse import LEAK_REASON
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.redaction import HIDDEN, redact, reveals_secret
 from scalewise.typed_override import shell_word
@@ -33,7 +34,7 @@ PLUGINS = {
         "hydra_plugins.scalewise_screen.ScreenSweeper",
     ),
 }
-"""Classes that ``hydra.launcher._target_`` and ``hydra.sweeper._target_`` may name."""
+"""Allowed values of ``hydra.launcher._target_`` and ``hydra.sweeper._target_``."""
 
 LOG_CLASSES = (
     "logging.FileHandler",
@@ -41,23 +42,25 @@ LOG_CLASSES = (
     "logging.NullHandler",
     "logging.StreamHandler",
 )
-"""Classes that a logging config may name."""
+"""Allowed classes in a logging config."""
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+"""Allowed streams in a logging config."""
 _JOB_LOG = r"\$\{hydra\.job\.name\}\.log"
 _LOG_FILE = re.compile(
     rf"\$\{{hydra\.runtime\.output_dir\}}/(?:\w[\w.-]*|{_JOB_LOG})|hydra-{_JOB_LOG}"
 )
 _JOB_NAME = re.compile(r"\w[\w.-]*")
 
-FOREIGN_TARGET = "would call code that is not the suite's"
-LEAVE_OUT = "leave it out"
+FOREIGN_TARGET = "calls code outside of scalewise, which a config must not do"
+REMOVE = "remove it"
 
 
 @contextmanager
 def enforce_policy() -> Iterator[None]:
-    """Checks every config that Hydra composes within the block, and its search path.
+    """Context manager that checks every config and search path that Hydra loads.
 
-    Interpolations cannot read secrets of the environment there, and what Hydra saves holds none.
+    Within the block, interpolations cannot read secrets of the environment, and files that Hydra
+    saves are redacted.
     """
     load, append = ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append
     if getattr(load, "checks_hydra_node", False):
@@ -94,7 +97,7 @@ def enforce_policy() -> Iterator[None]:
 
 
 def policy_issues(config: DictConfig) -> Iterator[ConfigIssue]:
-    """Yields each entry of ``config.hydra`` that would call or load foreign code."""
+    """Yield an issue for each entry of ``config.hydra`` that calls or loads foreign code."""
     raw: Any = OmegaConf.to_container(config.hydra, resolve=False)
     for name, value in raw.items():
         key = f"hydra.{name}"
@@ -106,61 +109,60 @@ def policy_issues(config: DictConfig) -> Iterator[ConfigIssue]:
             yield from _logging_issues(key, value)
         elif name == "job":
             yield from _job_issues(value)
-        elif name != "overrides":  # the lines as typed, which Hydra only records
+        elif name != "overrides":  # overrides as typed, which Hydra only records
             yield from _nested_targets(key, value)
 
 
 def _environment_value(name: str, *default: Any) -> Any:
-    """Returns what ``oc.env`` does, but raises ``ValueError`` for a secret, however it is named."""
+    """Resolver ``oc.env`` that raises ``ValueError`` for secrets."""
     if reveals_secret(name, os.environ.get(name, "")):
-        raise ValueError(WOULD_REVEAL)
+        raise ValueError(LEAK_REASON)
     return oc.env(name, *default)
 
 
 def _search_path_issues(provider: str, path: str) -> Iterator[ConfigIssue]:
-    """Yields that a package would be imported to look for configs in it."""
-    typed = provider == "main" or provider.startswith("hydra.searchpath")
-    if not typed or not path.startswith("pkg://"):
+    """Yield an issue for a search path entry that imports an unregistered package."""
+    is_user_entry = provider == "main" or provider.startswith("hydra.searchpath")
+    if not is_user_entry or not path.startswith("pkg://"):
         return
-    known = {
+    registered = {
         "scalewise",
         *(e.value.split(".")[0] for e in entry_points(group=registry.ENTRY_POINTS)),
     }
-    if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in known:
-        fix = "give the folder: 'hydra.searchpath=[file:///path/to/its/conf]'"
-        reason = "would import a package that offers no options to the suite"
+    if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in registered:
+        fix = "set 'hydra.searchpath=[file:///path/to/its/conf]'"
+        reason = "imports a package that registers no options"
         yield ConfigIssue("hydra.searchpath", path, reason, fix)
 
 
 def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
-    """Yields a launcher or sweeper that is not the suite's, and targets in its options.
+    """Yield issues for a foreign launcher or sweeper, and for targets in its options.
 
-    ``_recursive_`` is false in the suite's own, so a target that an interpolation brings in later
-    stays plain data.
+    ``_recursive_`` must be false, so that a target from an interpolation is not instantiated.
     """
-    key, given = f"hydra.{name}", options if isinstance(options, Mapping) else {}
-    if (target := given.get("_target_")) not in PLUGINS[name]:
-        own = {"launcher": "scalewise", "sweeper": "basic"}[name]
-        fix = f"set hydra/{name}={own} instead"
+    key, entries = f"hydra.{name}", options if isinstance(options, Mapping) else {}
+    if (target := entries.get("_target_")) not in PLUGINS[name]:
+        builtin = {"launcher": "scalewise", "sweeper": "basic"}[name]
+        fix = f"set hydra/{name}={builtin}"
         yield ConfigIssue(f"{key}._target_", target, FOREIGN_TARGET, fix)
-    elif (recursive := given.get("_recursive_")) is not False:
-        yield ConfigIssue(f"{key}._recursive_", recursive, FOREIGN_TARGET, LEAVE_OUT)
-    for option, value in given.items():
+    elif (recursive := entries.get("_recursive_")) is not False:
+        yield ConfigIssue(f"{key}._recursive_", recursive, FOREIGN_TARGET, REMOVE)
+    for option, value in entries.items():
         if option in ("_args_", "_partial_"):
-            yield ConfigIssue(f"{key}.{option}", value, FOREIGN_TARGET, LEAVE_OUT)
+            yield ConfigIssue(f"{key}.{option}", value, FOREIGN_TARGET, REMOVE)
         yield from _nested_targets(f"{key}.{option}", value)
 
 
 def _callback_issues(value: object) -> Iterator[ConfigIssue]:
-    """Yields every callback of Hydra's; the suite has none."""
+    """Yield an issue for every Hydra callback; scalewise has none."""
     entries = value if isinstance(value, Mapping) else {"": value} if value else {}
-    fix = "leave it out; a Lightning callback goes under callbacks.NAME._target_"
+    fix = "remove it; configure a Lightning callback with callbacks.NAME._target_"
     for name, entry in entries.items():
         yield ConfigIssue(f"hydra.callbacks.{name}".rstrip("."), entry, FOREIGN_TARGET, fix)
 
 
 def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
-    """Yields what a logging config would construct, import or open beside Hydra's defaults."""
+    """Yield issues for classes, imports and files of a logging config that are not allowed."""
     if isinstance(value, list):
         for number, entry in enumerate(value):
             yield from _logging_issues(f"{key}.{number}", entry)
@@ -169,12 +171,12 @@ def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
         if isinstance(value, str) and (
             "${" in value or "cfg://" in value or ("ext://" in value and value not in LOG_STREAMS)
         ):
-            yield ConfigIssue(key, value, "may not be looked up in a logging config", LEAVE_OUT)
+            yield ConfigIssue(key, value, "is not allowed in a logging config", REMOVE)
         return
     for name, entry in value.items():
         inner = f"{key}.{name}"
         if name in ("()", "factory", "_target_", "."):
-            yield ConfigIssue(inner, entry, FOREIGN_TARGET, LEAVE_OUT)
+            yield ConfigIssue(inner, entry, FOREIGN_TARGET, REMOVE)
         elif name == "class":
             if entry not in LOG_CLASSES:
                 yield ConfigIssue(
@@ -183,24 +185,24 @@ def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
         elif name == "filename":
             if not (isinstance(entry, str) and _LOG_FILE.fullmatch(entry)):
                 fix = "set " + shell_word(f"{inner}='${{hydra.runtime.output_dir}}/run.log'")
-                yield ConfigIssue(inner, entry, "is no file of the run's own folder", fix)
+                yield ConfigIssue(inner, entry, "is not a file in the run folder", fix)
         else:
             yield from _logging_issues(inner, entry)
 
 
 def _job_issues(job: Mapping[str, Any]) -> Iterator[ConfigIssue]:
-    """Yields a job name that leads out of a folder, and variables of the environment.
+    """Yield issues for an unsafe job name and for environment variables.
 
-    Some variables name libraries that are loaded.
+    Some variables make the dynamic loader load libraries.
     """
     if not _JOB_NAME.fullmatch(str(job.get("name"))):
-        yield ConfigIssue("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
+        yield ConfigIssue("hydra.job.name", job["name"], "is not a valid file name", REMOVE)
     for name, value in (job.get("env_set") or {}).items():
         if reveals_secret(str(name), str(value)):
-            yield ConfigIssue(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
-        elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
-            fix = "leave it out, and export it in the shell"
-            reason = "is a variable of the environment, which no config may set"
+            yield ConfigIssue(f"hydra.job.env_copy.{name}", HIDDEN, LEAK_REASON, REMOVE)
+        elif value != os.environ.get(str(name)):  # env_set also has the entries of env_copy
+            fix = "remove it, and export the variable in the shell"
+            reason = "sets an environment variable, which a config must not do"
             yield ConfigIssue(f"hydra.job.env_set.{name}", value, reason, fix)
 
 
@@ -208,7 +210,7 @@ def _nested_targets(key: str, value: object) -> Iterator[ConfigIssue]:
     if isinstance(value, Mapping):
         for name, entry in value.items():
             if name == "_target_":
-                yield ConfigIssue(f"{key}._target_", entry, FOREIGN_TARGET, LEAVE_OUT)
+                yield ConfigIssue(f"{key}._target_", entry, FOREIGN_TARGET, REMOVE)
             else:
                 yield from _nested_targets(f"{key}.{name}", entry)
     elif isinstance(value, list | tuple):

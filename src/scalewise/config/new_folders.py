@@ -1,4 +1,4 @@
-"""Folders that a command makes, so that a command that is rejected takes away those alone."""
+"""Bookkeeping of created folders, so that a rejected command removes only its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scalewise.errors import ConfigError
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Returns the folder and its parents as far as they do not exist, the innermost first.
+    """List the folder and its parents that do not exist, innermost first.
 
-    ``new/../there`` exists where ``there`` does, though ``new`` would be made on the way.
+    ``new/../existing`` counts as existing, although ``mkdir`` creates ``new``.
     """
     path = folder.absolute()
     paths = (p for p in (path, *path.parents) if p.name != "..")
@@ -26,7 +26,7 @@ def missing_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Removes those of the folders that exist and are empty, in their order."""
+    """Remove the folders that exist and are empty, in this order."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -34,36 +34,36 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def record_hydra_folders(new_folders: list[Path]) -> Iterator[None]:
-    """Adds to ``new_folders`` the folders that Hydra makes within the block, the innermost first.
+    """Add the folders that Hydra creates within the block to ``new_folders``, innermost first.
 
-    Raises ``ConfigError`` there for one that cannot be made.
+    A folder that cannot be created raises ``ConfigError``.
     """
-    kind: Any = type(Path())
+    path_class: Any = type(Path())
 
-    class Recorded(kind):  # type: ignore[misc]  # the class of this system's paths
-        """A path that notes what it makes."""
+    class RecordingPath(path_class):  # type: ignore[misc]  # the path class of this platform
+        """Path that records the folders it creates."""
 
         def mkdir(self, *args: Any, **kwargs: Any) -> None:
-            absent = missing_folders(Path(self))
+            missing = missing_folders(Path(self))
             try:
                 super().mkdir(*args, **kwargs)
             except OSError as error:
-                reason = f"cannot be made: {error.strerror}"
-                fix = "give hydra.run.dir=DIR where you may write"
+                reason = f"cannot be created: {error.strerror}"
+                fix = "set hydra.run.dir=DIR to a writable folder"
                 raise ConfigError.for_key("hydra.run.dir", str(self), reason, fix) from None
             finally:
-                new_folders.extend(absent)
+                new_folders.extend(missing)
 
-    before, utils.Path = utils.Path, Recorded  # type: ignore[attr-defined]  # imported there
+    original, utils.Path = utils.Path, RecordingPath  # type: ignore[attr-defined]  # imported there
     try:
         yield
     finally:
-        utils.Path = before  # type: ignore[attr-defined]  # imported there
+        utils.Path = original  # type: ignore[attr-defined]  # imported there
 
 
 @contextmanager
 def before_each_run(callback: Callable[[DictConfig], None]) -> Iterator[None]:
-    """Calls ``callback`` with the config of a single run, before Hydra makes the run's folder."""
+    """Call ``callback`` with the config of a single run, before Hydra creates the run folder."""
     application: Any = hydra_application
     run_job = application.run_job
 
@@ -71,7 +71,7 @@ def before_each_run(callback: Callable[[DictConfig], None]) -> Iterator[None]:
         callback(kwargs["config"])
         return run_job(**kwargs)
 
-    application.run_job = checked  # Hydra has no hook of its own there
+    application.run_job = checked  # Hydra has no hook at this point
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Documentation of config groups, options and fields: the one source of every reference page.
+"""Documentation of config groups, options and fields; source of the reference pages.
 
 A field is documented by the string literal below it, a class by its docstring, an option by the
-comment at the head of its YAML file. All are read from the source by ``ast``, so that nothing of
-PyTorch is imported. A field's unit is part of its text: "Memory of one device, in GiB."
+comment at the head of its YAML file. ``ast`` reads them from the source, so that PyTorch is not
+imported. The unit of a field is part of its text: "Memory of one device, in GiB."
 """
 
 import ast
@@ -25,12 +25,12 @@ from scalewise.training.callbacks import callback_args
 from scalewise.typed_override import override
 
 GROUP_NAMES = (*paths.GROUPS, "experiment", "sweep")
-"""Groups that a command line chooses from, in the order of the defaults list."""
+"""Groups of the command line, in the order of the defaults list."""
 PRESET_SUMMARIES = {
     "experiment": "Question and the overrides that answer it.",
     "sweep": "Axes of a multirun.",
 }
-"""Summaries of the groups that are no field of a run."""
+"""Summaries of the groups that are not fields of a run."""
 UNITS = (
     "GiB",
     "MiB",
@@ -53,9 +53,9 @@ UNITS = (
     "US dollars per hour",
     "watts",
 )
-"""Units that a field's text may name, after ", in"."""
+"""Units in field texts, after ", in"."""
 REQUIRED = dataclasses.MISSING
-"""Default of a field that has none."""
+"""Marker of a field without a default."""
 _UNIT = re.compile(rf", in ({'|'.join(UNITS)})(?=[\s.,;:])")
 _SCHEMA = re.compile(r"/schema/(\w+)/(\w+)@")
 _TYPE_NAMES = {type(None): "null", Any: "any value", object: "any value"}
@@ -79,12 +79,12 @@ class FieldDoc:
     @property
     def unit(self) -> str:
         """Unit of the value; empty for a number without one."""
-        found = _UNIT.search(self.text)
-        return found[1] if found else ""
+        match = _UNIT.search(self.text)
+        return match[1] if match else ""
 
     @property
     def default_text(self) -> str:
-        """Default as an override spells it; an interpolation as the config file has it."""
+        """Default in override syntax; an interpolation as in the config file."""
         if self.default is REQUIRED:
             return "required"
         text = str(self.default)
@@ -123,20 +123,20 @@ class GroupDoc:
     """Options in alphabetical order."""
 
     def options_with(self, key: str) -> tuple[OptionDoc, ...]:
-        """Returns the options that have a field of this override key."""
+        """Options that have a field of this override key."""
         return tuple(it for it in self.options if key in (entry.key for entry in it.fields))
 
 
 @cache
 def group_summaries() -> Mapping[str, str]:
-    """Returns the summary of each group, in the order of the defaults list."""
+    """Summary of each group, in the order of the defaults list."""
     texts = {name: field_texts(RunConfig).get(name, "") for name in paths.GROUPS}
     return texts | PRESET_SUMMARIES
 
 
 @cache
 def group_doc(name: str) -> GroupDoc:
-    """Returns the documentation of a config group."""
+    """Documentation of a config group."""
     registry.import_options()
     options = tuple(_option_doc(name, option) for option in paths.option_names(name))
     return GroupDoc(name, group_summaries()[name], options)
@@ -144,7 +144,7 @@ def group_doc(name: str) -> GroupDoc:
 
 @cache
 def run_fields() -> tuple[FieldDoc, ...]:
-    """Returns the fields of a run that belong to no group and that an override can set."""
+    """Fields of a run that belong to no group and that an override can set."""
     sets = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
     fields = class_fields(RunConfig, "", sets)
     return tuple(entry for entry in fields if entry.key not in (*paths.GROUPS, *_RECORDED))
@@ -155,10 +155,10 @@ _RECORDED = ("choices", "overrides")
 
 
 def default_options() -> Mapping[str, str]:
-    """Returns the option that conf/config.yaml chooses in each group; of callbacks the first."""
-    listed = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
+    """Default option of each group in conf/config.yaml; the first one for callbacks."""
+    config = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
     chosen = {
-        key: value for it in listed["defaults"] if isinstance(it, dict) for key, value in it.items()
+        key: value for it in config["defaults"] if isinstance(it, dict) for key, value in it.items()
     }
     return {
         group: name[0] if isinstance(name, list) else name
@@ -168,12 +168,12 @@ def default_options() -> Mapping[str, str]:
 
 
 def schema_fields(group: str, schema: str) -> tuple[FieldDoc, ...]:
-    """Returns the fields of a registered class, with its own defaults."""
+    """Fields of a registered class, with the defaults of the class."""
     return class_fields(registry.OPTIONS[group][schema], f"{group}.", {})
 
 
 def class_fields(cls: type, prefix: str, sets: Mapping[str, object]) -> tuple[FieldDoc, ...]:
-    """Returns the fields of a config class; ``sets`` has values that replace its defaults."""
+    """Fields of a config class; values in ``sets`` replace the defaults of the class."""
     texts, hints = field_texts(cls), typing.get_type_hints(cls)
     return tuple(
         FieldDoc(
@@ -188,7 +188,7 @@ def class_fields(cls: type, prefix: str, sets: Mapping[str, object]) -> tuple[Fi
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Returns the documentation of each field, a subclass's own before that of its base."""
+    """Documentation by field; a subclass overrides the texts of its base class."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ != "builtins":
@@ -197,9 +197,9 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def type_text(hint: Any) -> str:
-    """Returns a type in words: ``int or null``, ``list of str``, ``bool``."""
+    """Describe a type in words: ``int or null``, ``list of str``, ``bool``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if set(arguments) == {int, str}:  # the one word that such a field takes
+    if set(arguments) == {int, str}:  # int | str fields accept this word only
         return "int or auto"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_text, arguments))
@@ -213,7 +213,7 @@ def type_text(hint: Any) -> str:
 
 
 def head_comment(text: str) -> list[str]:
-    """Returns the lines of the comment at the head of a YAML file, less Hydra's own."""
+    """Lines of the comment at the head of a YAML file, without ``@package``."""
     lines: list[str] = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -238,14 +238,14 @@ def _option_doc(group: str, name: str) -> OptionDoc:
 
 
 def _file_values(file: Path, group: str) -> tuple[str, dict[str, object]]:
-    """Returns the schema that a file is based on and the values that it sets over it."""
+    """Schema that a file extends, and the values that it sets."""
     content = load_yaml(file.read_text("utf-8")) or {}
     schema, sets = "", dict[str, object]()
     for entry in content.pop("defaults", []):
         if not isinstance(entry, str) or entry == "_self_":
             continue
-        if found := _SCHEMA.match(entry):
-            schema = found[2]
+        if match := _SCHEMA.match(entry):
+            schema = match[2]
         elif "/" not in entry:  # another option of the group
             schema, sets = _file_values(file.with_name(f"{entry}.yaml"), group)
     return schema, sets | content
@@ -274,7 +274,7 @@ def _default(entry: "dataclasses.Field[Any]") -> object:
 
 
 def _choices(hint: Any) -> Mapping[str, str]:
-    """Returns the allowed values of an enum, or of a bool, with the documentation of each."""
+    """Allowed values of an enum or a bool, with the documentation of each."""
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
         if kind is bool:
             return {"true": "", "false": ""}
@@ -286,12 +286,12 @@ def _choices(hint: Any) -> Mapping[str, str]:
 
 @cache
 def _literals(file: str) -> Mapping[str, Mapping[str, str]]:
-    """Returns the string literals below the fields of each class of a file, as one paragraph."""
-    found: dict[str, dict[str, str]] = {}
+    """String literals below the fields of each class of a file, each as one paragraph."""
+    texts: dict[str, dict[str, str]] = {}
     for node in ast.parse(Path(file).read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = dict(_field_literals(node.body))
-    return found
+            texts[node.name] = dict(_field_literals(node.body))
+    return texts
 
 
 def _field_literals(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""From a composed DictConfig to a Run: past this file nobody sees OmegaConf."""
+"""Parser of a composed ``DictConfig`` into a run of plain dataclasses."""
 
 import dataclasses
 import re
@@ -25,8 +25,8 @@ from scalewise.typed_override import format_override
 TRUSTED = "trusted_packages"
 _PLAIN = ("name", "seed", "question", "resume", TRUSTED)
 _ENVIRONMENT = re.compile(r"oc\.env\s*:\s*['\"]?([^,}'\"]*)")
-WOULD_REVEAL = "would write a secret of the environment into the run's folder"
-LEAVE_OUT = "leave it out: what needs it reads it from the environment"
+LEAK_REASON = "writes a secret of the environment to the run folder"
+LEAK_FIX = "remove it; libraries read the secret from the environment"
 
 
 def parse_run(
@@ -36,14 +36,19 @@ def parse_run(
     *,
     check_machine: bool = True,
 ) -> RunConfig:
-    """Returns the settled Run of a composed config that still holds its ``hydra`` node.
+    """Parse, resolve and validate the run of a composed config.
 
-    ``cli_overrides``: the overrides of the command line alone, which may trust packages.
+    An interpolation may read environment variables, but no secrets, because the resolved config is
+    written to the run folder and sent to W&B.
 
-    Raises ``ConfigError`` with every complaint; those about the present machine only if
-    ``check_machine``.
-    An interpolation may read the environment, but not what is named like a secret there: the
-    resolved config is written to the run's folder and sent to the tracker.
+    Args:
+        config: Composed config with its ``hydra`` node.
+        overrides: Overrides to record in the run.
+        cli_overrides: Overrides of the command line, the only ones that may trust packages.
+        check_machine: Whether the run is also validated against this machine.
+
+    Raises:
+        ConfigError: The config is rejected; the error contains every config issue.
     """
     issues: list[ConfigIssue] = []
     run = compose_unresolved(config, overrides, issues).resolve()
@@ -59,9 +64,9 @@ def parse_run(
 def compose_unresolved(
     config: DictConfig, overrides: Iterable[str], issues: list[ConfigIssue]
 ) -> RunConfig:
-    """Returns the Run as composed, before its parts are asked what is wrong; adds unknown keys.
+    """Parse a composed config without resolving or validating it; add issues to ``issues``.
 
-    Raises ``ConfigError`` where there is no Run: a part is unknown, a value cannot be had.
+    Raises ``ConfigError`` if an option is unknown or a value cannot be resolved.
     """
     choices = {
         group: str(choice)
@@ -77,7 +82,7 @@ def compose_unresolved(
     plain = {key: _convert_to_declared(hints[key], key, values[key], issues) for key in _PLAIN}
     callbacks = values["callbacks"]
     if not isinstance(callbacks, Mapping):
-        issues.append(ConfigIssue("callbacks", callbacks, "is no mapping of names to callbacks"))
+        issues.append(ConfigIssue("callbacks", callbacks, "is not a mapping of names to callbacks"))
         callbacks = {}
     for callback in callbacks.values():
         if isinstance(callback, dict) and callback.get("_target_") in RENAMED_TARGETS:
@@ -94,18 +99,18 @@ def compose_unresolved(
 def untrusted_packages(
     packages: Sequence[str], cli_overrides: Iterable[str]
 ) -> Iterator[ConfigIssue]:
-    """Yields packages that only a file trusts: it would run code of its own by itself."""
+    """Yield an issue for packages that only a config file trusts, because it can run code."""
     if not packages:
         return
     trusted = {package for line in cli_overrides for package in _trusted_by(line)}
     if any(package not in trusted for package in packages):
         reason = "is set by a file; only the command line may trust packages"
-        fix = f"if you trust them, type {typed_override.format_override(TRUSTED, packages)}"
+        fix = f"if you trust them, add {typed_override.format_override(TRUSTED, packages)}"
         yield ConfigIssue(TRUSTED, list(packages), reason, fix)
 
 
 def _trusted_by(override_text: str) -> Iterator[str]:
-    """Yields the packages that an override of the command line trusts, in any job of a sweep."""
+    """Yield the packages that an override trusts, in any job of a sweep."""
     try:
         override = OverridesParser.create().parse_override(override_text)
     except HydraException:
@@ -116,28 +121,30 @@ def _trusted_by(override_text: str) -> Iterator[str]:
         return
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
     for value in values:
-        if isinstance(value, str):  # a list that a sweep yields as text
+        if isinstance(value, str):  # a sweep yields lists as strings
             value = OverridesParser.create().parse_override(f"{TRUSTED}={value}").value()
         yield from map(str, value if isinstance(value, list) else ())
 
 
 def parse_group(group: str, recorded_values: Mapping[str, object]) -> Any:
-    """Returns the spec that ``resolved.yaml`` holds of a closed group.
+    """Parse the config of one group in ``resolved.yaml``.
 
-    Raises ``ConfigError`` where it is none of ours, or of a version with other fields.
+    Raises ``ConfigError`` if its class is not registered or its fields are of another version.
     """
     registry.import_options()
     issues: list[ConfigIssue] = []
     target = str(recorded_values.get("_target_"))
-    known = registry.registered_targets().get(target)
+    cls = registry.registered_targets().get(target)
     values: object = dict(recorded_values)
-    if hidden := [key for key, value in recorded_values.items() if HIDDEN in str(value)]:
-        reason = "was a secret, which is not written down"
-        fix = "train again without it: what needs it reads it from the environment"
-        raise ConfigError.for_key(f"{group}.{hidden[0]}", recorded_values[hidden[0]], reason, fix)
-    if known is not None:
+    if redacted := [key for key, value in recorded_values.items() if HIDDEN in str(value)]:
+        reason = "was a secret, which is not recorded"
+        fix = "train again without it; libraries read the secret from the environment"
+        raise ConfigError.for_key(
+            f"{group}.{redacted[0]}", recorded_values[redacted[0]], reason, fix
+        )
+    if cls is not None:
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(schema_mirror(known)), values)
+            merged = OmegaConf.merge(OmegaConf.structured(schema_mirror(cls)), values)
             values = _plain(merged)
         except OmegaConfBaseException as error:
             reason = f"is of another version: {str(error).splitlines()[0]}"
@@ -147,47 +154,47 @@ def parse_group(group: str, recorded_values: Mapping[str, object]) -> Any:
         converted = OmegaConf.to_container(merged, enum_to_str=True)
         assert isinstance(converted, dict)
         for key, value in recorded_values.items():
-            if converted[key] != value:  # what a run has written is of the declared type
-                reason = f"{key} is {format_value(value)}, not of the type of that field"
+            if converted[key] != value:  # a run records values of the declared type
+                reason = f"{key}={format_value(value)} is not of the declared type"
                 raise ConfigError.for_key(group, target, reason)
-    found = _parse_part(group, values, issues)
+    config = _parse_part(group, values, issues)
     if issues:
         raise ConfigError(issues)
-    return found
+    return config
 
 
 def parse_value(key: str, text: str, fix: str) -> object:
-    """Returns the value of an override as Hydra reads it; raises ``ConfigError`` with ``fix``."""
+    """Parse the value of an override with Hydra; raises ``ConfigError`` with ``fix``."""
     try:
         return OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException as error:
-        reason = f"cannot be read: {str(error).splitlines()[0]}"
+        reason = f"cannot be parsed: {str(error).splitlines()[0]}"
         raise ConfigError.for_key(key, text, reason, fix) from error
 
 
 def _resolved_values(config: DictConfig) -> dict[str, Any]:
-    """Returns the config without its ``hydra`` node, resolved while that is still there."""
-    known = (*_PLAIN, *paths.GROUPS)
+    """Resolve the config and return it without its ``hydra`` node."""
+    keys = (*_PLAIN, *paths.GROUPS)
     nodes = config.items_ex(resolve=False)
     raw = {str(key): _unresolved_entry(node) for key, node in nodes if key != "hydra"}
     issues = [
-        ConfigIssue(key, value, "no such key", did_you_mean(key, known))
+        ConfigIssue(key, value, "no such key", did_you_mean(key, keys))
         for key, value in raw.items()
-        if key not in known
+        if key not in keys
     ]
     issues += [
-        ConfigIssue(key, None, "cannot be left out", f"give it another value: {key}=VALUE")
-        for key in known
+        ConfigIssue(key, None, "cannot be deleted", f"set {key}=VALUE")
+        for key in keys
         if key not in raw
     ]
-    issues += _entry_issues(config, {key: raw[key] for key in known if key in raw}, "")
+    issues += _entry_issues(config, {key: raw[key] for key in keys if key in raw}, "")
     if issues:
         raise ConfigError(issues)
-    plain = {key: _plain(config[key]) if "${" in str(raw[key]) else raw[key] for key in known}
+    plain = {key: _plain(config[key]) if "${" in str(raw[key]) else raw[key] for key in keys}
     texts = list(_iter_strings(plain, ""))
     if contains_secret("\n".join(text for _, text in texts)):  # one search: each costs 0.1 ms
         issues = [
-            ConfigIssue(key, text, WOULD_REVEAL, LEAVE_OUT)
+            ConfigIssue(key, text, LEAK_REASON, LEAK_FIX)
             for key, text in texts
             if contains_secret(text)
         ]
@@ -197,7 +204,7 @@ def _resolved_values(config: DictConfig) -> dict[str, Any]:
 
 
 def _iter_strings(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yields each text of a plain config, names of entries too, with the key that it is under."""
+    """Yield each string of a plain config, keys included, with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -210,7 +217,7 @@ def _iter_strings(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _unresolved_entry(node: Any) -> object:
-    """Returns an entry as it was written, nothing resolved."""
+    """Entry with interpolations unresolved."""
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
 
 
@@ -219,13 +226,13 @@ def _plain(value: object) -> object:
 
 
 def _entry_issues(config: Any, raw_values: Any, prefix: str) -> Iterator[ConfigIssue]:
-    """Yields the entries that are missing, tell a secret or refer to what does not exist."""
+    """Yield issues for missing values, secrets and interpolations that cannot be resolved."""
     for name, value in (
         raw_values.items() if isinstance(raw_values, dict) else enumerate(raw_values)
     ):
         key = f"{prefix}{name}"
         if value == "???":
-            yield ConfigIssue(key, "???", "must be given", f"add {key}=VALUE")
+            yield ConfigIssue(key, "???", "is required", f"set {key}=VALUE")
         elif isinstance(value, str) and "${" in value and OmegaConf.is_interpolation(config, name):
             yield from _interpolation_issue(config, name, key, str(value))
         elif isinstance(value, dict | list):
@@ -234,7 +241,7 @@ def _entry_issues(config: Any, raw_values: Any, prefix: str) -> Iterator[ConfigI
 
 def _interpolation_issue(config: Any, name: Any, key: str, raw_value: str) -> Iterator[ConfigIssue]:
     if any("${" in name for name in _ENVIRONMENT.findall(raw_value)):
-        yield ConfigIssue(key, raw_value, WOULD_REVEAL, LEAVE_OUT)
+        yield ConfigIssue(key, raw_value, LEAK_REASON, LEAK_FIX)
         return
     try:
         _plain(config[name])
@@ -243,41 +250,41 @@ def _interpolation_issue(config: Any, name: Any, key: str, raw_value: str) -> It
 
 
 def unresolved_issue(key: str, raw_value: object, error: Exception) -> ConfigIssue:
-    """Returns the complaint about an interpolation that raised ``error`` as it was resolved."""
-    said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
+    """Config issue of an interpolation that raised ``error``."""
+    reason = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
     if "recursi" in str(error).lower():
-        said = "refers to itself"
-    fix = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
-    if WOULD_REVEAL in said:
-        said, fix = WOULD_REVEAL, LEAVE_OUT
-    return ConfigIssue(key, raw_value, said.strip('"'), fix)
+        reason = "refers to itself"
+    fix = "add a default: ${oc.env:NAME,default}" if "Environment variable" in reason else ""
+    if LEAK_REASON in reason:
+        reason, fix = LEAK_REASON, LEAK_FIX
+    return ConfigIssue(key, raw_value, reason.strip('"'), fix)
 
 
 @cache
 def _field_types(cls: type) -> Mapping[str, Any]:
-    """Returns the declared types of a class's fields: looking them up takes longer than a part."""
+    """Declared types of the fields of a class, cached because the lookup is slow."""
     return typing.get_type_hints(cls)
 
 
 def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
-    given = values.get("_target_") if isinstance(values, Mapping) else None
-    cls = registry.registered_targets().get(str(given))
+    target = values.get("_target_") if isinstance(values, Mapping) else None
+    cls = registry.registered_targets().get(str(target))
     if cls is None or cls not in registry.OPTIONS.get(group, {}).values():
         issues.append(
             ConfigIssue(
-                f"{group}._target_" if given else group,
-                given if given else values,
-                f"is no registered option of {group}",
+                f"{group}._target_" if target else group,
+                target if target else values,
+                f"is not a registered option of {group}",
                 f"choose one of {group}={', '.join(paths.option_names(group))}",
             )
         )
         return None
     assert isinstance(values, Mapping)
     keys = [entry.name for entry in dataclasses.fields(cls)]
-    if lacking := [key for key in keys if key not in values]:
-        reason = f"has other keys than the option chosen: {', '.join(lacking[:3])}"
+    if missing := [key for key in keys if key not in values]:
+        reason = f"has keys that the chosen option lacks: {', '.join(missing[:3])}"
         fix = f"choose one of {group}={', '.join(paths.option_names(group))}"
-        issues.append(ConfigIssue(f"{group}._target_", given, reason, fix))
+        issues.append(ConfigIssue(f"{group}._target_", target, reason, fix))
         return None
     unknown = [str(key) for key in values if key not in ("_target_", *keys)]
     issues += [
@@ -298,11 +305,11 @@ def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
 def _convert_to_declared(
     declared_type: Any, key: str, value: Any, issues: list[ConfigIssue]
 ) -> Any:
-    """Returns a value of the composed config as a spec holds it: its lists are tuples of texts."""
+    """Convert a value of the composed config to its declared type: lists become tuples."""
     if typing.get_origin(declared_type) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        fix = f"write {format_override(key, ['TEXT'])}"
-        issues.append(ConfigIssue(key, value, "is not a list of texts", fix))
+        fix = f"set {format_override(key, ['TEXT'])}"
+        issues.append(ConfigIssue(key, value, "is not a list of strings", fix))
         return ()
     return tuple(value)

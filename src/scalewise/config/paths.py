@@ -1,4 +1,4 @@
-"""Where conf/, experiments/ and sweeps/ are: inside the installed package, else in the checkout."""
+"""Paths of conf/, experiments/ and sweeps/, in the installed package or the source checkout."""
 
 from functools import cache
 from pathlib import Path
@@ -25,28 +25,30 @@ GROUPS = (
     "plan",
     "callbacks",
 )
-"""Config groups in the order of the defaults list; a part of the frozen surface."""
+"""Config groups in the order of the defaults list; a stable interface."""
 
 CLOSED_GROUPS = tuple(group for group in GROUPS if group != "callbacks")
-"""Groups whose choice must be one of the registered specs."""
+"""Groups whose options must be registered classes."""
 
 
 @cache
 def project_root() -> Path:
-    """Returns the folder that holds ``conf``, ``experiments`` and ``sweeps``."""
+    """Folder of ``conf``, ``experiments`` and ``sweeps``."""
     package = Path(__file__).resolve().parents[1]
     candidates = (package / "_tree", package.parents[1])
     for candidate in candidates:
         if (candidate / "conf" / "config.yaml").is_file():
             return candidate
-    looked = " or ".join(str(candidate) for candidate in candidates)
-    raise ConfigError.for_key("", "", f"no conf/config.yaml in {looked}", "install scalewise again")
+    searched = " or ".join(str(candidate) for candidate in candidates)
+    raise ConfigError.for_key("", "", f"no conf/config.yaml in {searched}", "reinstall scalewise")
 
 
 def option_names(group: str, schema: str = "") -> list[str]:
-    """Returns the options of a group, of ``experiment`` or of ``sweep``, by file name.
+    """Options of a group, of ``experiment`` or of ``sweep``, in alphabetical order.
 
-    ``schema``: of those alone that stand on that spec.
+    Args:
+        group: Config group, ``experiment`` or ``sweep``.
+        schema: Registered class name; only options that extend it are listed.
     """
     folder = option_folder(group)
     files = sorted(folder.rglob("*.yaml"))
@@ -56,6 +58,6 @@ def option_names(group: str, schema: str = "") -> list[str]:
 
 
 def option_folder(group: str) -> Path:
-    """Returns the folder with the YAML files of a group, of ``experiment`` or of ``sweep``."""
+    """Folder with the YAML files of a group, of ``experiment`` or of ``sweep``."""
     folders = {"experiment": "experiments", "sweep": "sweeps"}
     return project_root() / folders.get(group, f"conf/{group}")

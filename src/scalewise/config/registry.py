@@ -1,6 +1,6 @@
-"""The table of specs: ``@option("optimizer", "adamw")`` puts a frozen dataclass into a group.
+"""Registry of config classes: ``@register_option("optimizer", "adamw")`` on a frozen dataclass.
 
-Importing this module costs nothing (no Hydra, no torch), so that every spec may use it.
+This module imports neither Hydra nor torch, so that every config module may import it.
 """
 
 import importlib
@@ -11,25 +11,26 @@ from typing import TypeVar
 
 from scalewise.config.renamed_targets import RENAMED_TARGETS
 
-Spec = TypeVar("Spec", bound=type)
+ConfigClass = TypeVar("ConfigClass", bound=type)
 OPTIONS: dict[str, dict[str, type]] = {}
+"""Registered classes by group and name."""
 
 ENTRY_POINTS = "scalewise.options"
-"""Entry points of packages that register options."""
+"""Entry point group of packages that register options."""
 
 
-def register_option(group: str, name: str) -> Callable[[Spec], Spec]:
-    """Returns a class decorator that registers a spec as ``/schema/GROUP/NAME``.
+def register_option(group: str, name: str) -> Callable[[ConfigClass], ConfigClass]:
+    """Class decorator that registers a config class as ``/schema/GROUP/NAME``.
 
-    The files of ``conf/GROUP/`` stand on it by ``defaults: [/schema/GROUP/NAME@_here_]``.
-    Raises ``ValueError`` where two classes ask for one name.
+    Files of ``conf/GROUP/`` extend it with ``defaults: [/schema/GROUP/NAME@_here_]``.
+    Raises ``ValueError`` if the name is already taken by another class.
     """
 
-    def register(cls: Spec) -> Spec:
-        taken = OPTIONS.setdefault(group, {}).setdefault(name, cls)
-        if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+    def register(cls: ConfigClass) -> ConfigClass:
+        registered = OPTIONS.setdefault(group, {}).setdefault(name, cls)
+        if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"{group}/{name} is {target_name(taken)} already, not {target_name(cls)}"
+                f"{group}/{name}: {target_name(cls)} conflicts with {target_name(registered)}"
             )
         return cls
 
@@ -37,7 +38,7 @@ def register_option(group: str, name: str) -> Callable[[Spec], Spec]:
 
 
 def option_name(config: object) -> str:
-    """Name of the first option that the class of ``config`` registers, else the class's name."""
+    """Name of the first option registered for the class of ``config``, else the class name."""
     for options in OPTIONS.values():
         for name, cls in options.items():
             if cls is type(config):
@@ -46,21 +47,21 @@ def option_name(config: object) -> str:
 
 
 def target_name(cls: type) -> str:
-    """Returns the ``_target_`` that names a spec."""
+    """Import path of a config class, its ``_target_``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def registered_targets() -> dict[str, type]:
-    """Option classes by ``_target_``, their former paths included; closed groups take no other."""
-    found = {target_name(cls): cls for specs in OPTIONS.values() for cls in specs.values()}
-    return found | {old: found[new] for old, new in RENAMED_TARGETS.items() if new in found}
+    """Registered classes by ``_target_``, former paths included."""
+    targets = {target_name(cls): cls for classes in OPTIONS.values() for cls in classes.values()}
+    return targets | {old: targets[new] for old, new in RENAMED_TARGETS.items() if new in targets}
 
 
 def import_options() -> None:
-    """Imports every module that registers a spec, here and in ``scalewise.options`` entry points.
+    """Import every module that registers options, in scalewise and in its entry points.
 
-    A module is imported when its text says ``@register_option(``; modules that import torch
-    do not say it.
+    A module of scalewise is imported if its text contains ``@register_option(``; such modules do
+    not import torch.
     """
     for name in _config_modules():
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Paths that classes had in version 0.1.0; run folders and users' files name them."""
+"""Import paths of config classes in version 0.1.0, as run folders and user files name them."""
 
 from __future__ import annotations
 
@@ -70,12 +70,13 @@ _RENAMED = {
 }
 
 RENAMED_TARGETS = {f"scalewise.{old}": f"scalewise.{new}" for old, new in _RENAMED.items()}
-"""Path of each class by its path in version 0.1.0."""
+"""Current path of each class by its path in version 0.1.0."""
 FORMER_TARGETS = {new: old for old, new in RENAMED_TARGETS.items()}
+"""Path in version 0.1.0 of each class by its current path."""
 
 
 def rename_targets(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A copy of a resolved config whose ``_target_`` entries are replaced by ``names``."""
+    """Copy a resolved config, with ``_target_`` entries replaced as in ``names``."""
     return {
         key: rename_targets(value, names)
         if isinstance(value, Mapping)

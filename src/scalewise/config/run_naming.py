@@ -1,4 +1,4 @@
-"""Readable names: the parts of a run and its learning rate, or the sweep's experiment."""
+"""Default names of runs and sweeps, composed from the chosen options."""
 
 from math import isfinite
 from pathlib import PurePath
@@ -12,7 +12,7 @@ from scalewise.config import paths
 
 
 def register_resolvers() -> None:
-    """Registers the resolvers that conf/config.yaml uses for names, and experiments for folders."""
+    """Register the OmegaConf resolvers of conf/config.yaml for names and folders."""
     for name, function in (
         ("run_name", build_run_name),
         ("sweep_name", build_sweep_name),
@@ -22,7 +22,7 @@ def register_resolvers() -> None:
 
 
 def build_run_name(*, _root_: Any) -> str:
-    """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``, ``MyModule-fsdp-bf16_mixed``."""
+    """Run name, e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``, ``MyModule-fsdp-bf16_mixed``."""
     choices = _choices(_root_)
     if choices.get("objective") == "module":
         target = str(OmegaConf.select(_root_, "objective.target") or "module")
@@ -32,23 +32,23 @@ def build_run_name(*, _root_: Any) -> str:
         parts[0] = (
             PurePath(str(_value_or_none(_root_, "model.path") or "hf")).name.lstrip(".") or "hf"
         )
-    named = "-".join(str(part).replace("/", "-") for part in parts if part)
-    return f"{named}-lr{rate_text(_value_or_none(_root_, 'optimizer.lr'))}"
+    joined = "-".join(str(part).replace("/", "-") for part in parts if part)
+    return f"{joined}-lr{rate_text(_value_or_none(_root_, 'optimizer.lr'))}"
 
 
 def _choices(root: Any) -> Any:
-    """Returns the options chosen; ``--cfg job`` has taken the ``hydra`` node out of the config."""
+    """Chosen options; ``--cfg job`` removes the ``hydra`` node from the config."""
     node = root.hydra if "hydra" in root else HydraConfig.get()
     return node.runtime.choices
 
 
 def folder_in_experiments(name: str) -> str:
-    """Returns the path of a folder that lies among the experiments, wherever these are."""
+    """Path of a folder in experiments/."""
     return str(paths.project_root() / "experiments" / name)
 
 
 def _value_or_none(root: Any, key: str) -> Any:
-    """Returns a value, or None where it cannot be had: the reader complains under its own key."""
+    """Value of a key, or None if it cannot be resolved; the parser reports the issue."""
     try:
         return OmegaConf.select(root, key)
     except (OmegaConfBaseException, RecursionError):
@@ -56,18 +56,18 @@ def _value_or_none(root: Any, key: str) -> Any:
 
 
 def build_sweep_name(*, _root_: Any) -> str:
-    """Returns the name that all jobs share, or the experiment and the sweep, or the model."""
-    own = OmegaConf.to_container(_root_, resolve=False)["name"]  # type: ignore[index,call-overload]  # a mapping
-    if isinstance(own, str) and "${" not in own:
-        return own
+    """Sweep name: the common run name, the experiment and the sweep, or the model."""
+    name = OmegaConf.to_container(_root_, resolve=False)["name"]  # type: ignore[index,call-overload]  # a mapping
+    if isinstance(name, str) and "${" not in name:
+        return name
     choices = _choices(_root_)
-    given = [choices.get(key) for key in ("experiment", "sweep")]
-    parts = [str(part).replace("/", "-") for part in dict.fromkeys(given) if part]
+    presets = [choices.get(key) for key in ("experiment", "sweep")]
+    parts = [str(part).replace("/", "-") for part in dict.fromkeys(presets) if part]
     return "-".join(parts) or f"{choices.get('model')}-sweep"
 
 
 def rate_text(rate: object) -> str:
-    """Returns a learning rate as people write it: ``3e-4``."""
+    """Format a learning rate: ``3e-4``."""
     if not isinstance(rate, float | int) or not isfinite(rate):
         return str(rate)
     digits, exponent = f"{rate:.6e}".split("e")

@@ -1,7 +1,7 @@
-"""Schema twins: what Hydra checks overrides against, derived from the specs.
+"""Schemas that Hydra checks overrides against, derived from the registered config classes.
 
-A frozen dataclass would become a read-only config and a structured node refuses ``_target_``, so
-each spec gets a writable twin with ``_target_`` as its first field.
+OmegaConf makes a frozen dataclass read-only, and a structured node rejects ``_target_``. Therefore
+each config class gets a writable mirror class with ``_target_`` as its first field.
 """
 
 import dataclasses
@@ -19,32 +19,32 @@ from scalewise.run_config import RunConfig
 
 @cache
 def store_schemas() -> None:
-    """Puts the twins and the launchers' options into Hydra's ConfigStore, once."""
+    """Store the schemas and the launcher options in Hydra's ConfigStore, once."""
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
     registry.import_options()
     configs = ConfigStore.instance()
     configs.store(group="schema", name="run", node=_run_schema_mirror(), provider="scalewise")
-    twins, launchers = configs.repo["schema"], configs.repo["hydra"]["launcher"]
-    for group, specs in registry.OPTIONS.items():
-        for name, cls in specs.items():
-            made = DeferredNode(f"schema/{group}", f"{name}.yaml", partial(schema_mirror, cls))
-            twins.setdefault(group, {})[made.name] = made
+    schemas, launchers = configs.repo["schema"], configs.repo["hydra"]["launcher"]
+    for group, classes in registry.OPTIONS.items():
+        for name, cls in classes.items():
+            node = DeferredNode(f"schema/{group}", f"{name}.yaml", partial(schema_mirror, cls))
+            schemas.setdefault(group, {})[node.name] = node
     for name, options in LAUNCHERS.items():
-        made = DeferredNode("hydra/launcher", f"{name}.yaml", options)
-        launchers[made.name] = made
+        node = DeferredNode("hydra/launcher", f"{name}.yaml", options)
+        launchers[node.name] = node
     configs.repo = _SharedSchemas(configs.repo)
 
 
 class _SharedSchemas(dict[str, Any]):
-    """What is stored, to be read alone: Hydra copies it all each time that it composes."""
+    """Read-only store; Hydra copies the whole store in each composition."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class DeferredNode(ConfigNode):
-    """A stored node, made when it is first asked for: a line names few of the options."""
+    """Node of the ConfigStore that is built on first use, because few options are used."""
 
     def __init__(self, group: str, name: str, factory: Callable[[], object]) -> None:
         self.group, self.name, self.package, self.provider = group, name, None, "scalewise"
@@ -52,16 +52,16 @@ class DeferredNode(ConfigNode):
 
     @cached_property
     def node(self) -> DictConfig:  # type: ignore[override]  # Hydra's is an attribute
-        """Returns the config that Hydra loads, and gives away copies of."""
-        made: DictConfig = OmegaConf.structured(self.factory())
-        return made
+        """Structured config that Hydra loads and copies."""
+        config: DictConfig = OmegaConf.structured(self.factory())
+        return config
 
     def __copy__(self) -> ConfigNode:
         return ConfigNode(self.name, self.node, self.group, self.package, self.provider)
 
 
 def schema_mirror(cls: type) -> type:
-    """Returns the writable dataclass that mirrors a spec's fields."""
+    """Writable dataclass with the fields of a config class and ``_target_``."""
     hints = typing.get_type_hints(cls)
     entries: list[tuple[str, Any, Any]] = [
         ("_target_", str, dataclasses.field(default=registry.target_name(cls)))
@@ -86,26 +86,26 @@ def _run_schema_mirror() -> type:
 
 
 def _make_mirror(cls: type, entries: list[tuple[str, Any, Any]]) -> type:
-    """Returns a dataclass that OmegaConf reads fields of; methods would take a plan's time."""
-    told = {"__doc__": cls.__doc__}  # else made of a signature
+    """Build a dataclass with fields only; generating its methods is slow."""
+    namespace = {"__doc__": cls.__doc__}  # the default docstring is a slow signature
     return dataclasses.make_dataclass(
-        cls.__name__, entries, init=False, repr=False, eq=False, namespace=told
+        cls.__name__, entries, init=False, repr=False, eq=False, namespace=namespace
     )
 
 
 def _open_type(declared_type: Any) -> Any:
     if typing.get_origin(declared_type) is tuple:
-        return list[typing.get_args(declared_type)[0]]  # type: ignore[misc]  # made at run time
+        return list[typing.get_args(declared_type)[0]]  # type: ignore[misc]  # built at run time
     if typing.get_origin(declared_type) is Mapping:
-        return dict[typing.get_args(declared_type)]  # type: ignore[misc]  # made at run time
+        return dict[typing.get_args(declared_type)]  # type: ignore[misc]  # built at run time
     return declared_type
 
 
 def _writable_type(entry: "dataclasses.Field[Any]") -> Any:
     if entry.default is not dataclasses.MISSING:
         if isinstance(entry.default, tuple):
-            held = list(entry.default)
-            return dataclasses.field(default_factory=lambda: list(held))
+            values = list(entry.default)
+            return dataclasses.field(default_factory=lambda: list(values))
         return dataclasses.field(default=entry.default)
     if entry.default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=entry.default_factory)

@@ -1,21 +1,21 @@
-"""What lies outside of conf/, experiments and sweeps and a folder of the user's, for Hydra."""
+"""Config files outside of conf/ that Hydra finds: experiments, sweeps and a user folder."""
 
 from pathlib import Path
 
 from scalewise.config import paths
 
 MOUNTED_FILES: dict[str, Path] = {}
-"""Files by the path under which Hydra asks for them: ``experiment/a/b.yaml``."""
+"""Files by their path in Hydra's search path: ``experiment/a/b.yaml``."""
 
 USER_FOLDERS: list[Path] = []
-"""The folder of ``-cd``, if one was given."""
+"""Folder of ``-cd``; empty without the flag."""
 
 
 def mount_configs(user_folder: Path | None = None) -> None:
-    """Mounts the files of the tree and, over them, those of ``user_folder``, a folder of the
-    user's.
+    """Register the experiments and sweeps of scalewise and of ``user_folder``.
 
-    There they lie in ``experiments/``, as in the tree, or in ``experiment/``, as its groups do.
+    Files of ``user_folder`` override those of scalewise. They are in ``experiments/`` or
+    ``experiment/``, and in ``sweeps/`` or ``sweep/``.
     """
     MOUNTED_FILES.clear()
     USER_FOLDERS[:] = [user_folder] if user_folder else []

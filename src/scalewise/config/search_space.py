@@ -1,4 +1,4 @@
-"""From overrides in the grammar of a sweep to the axes of a search."""
+"""Parser of sweep overrides into the axes of a search space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis
 
 
 def read_axes(overrides: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str]]:
-    """Returns the axes among overrides, and the others; the last word on a key counts."""
+    """Split overrides into axes and fixed overrides; the last override of a key wins."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     last = {override.get_key_element(): override for override in parsed}
     space = [_axis(key, o) for key, o in last.items() if o.is_sweep_override()]

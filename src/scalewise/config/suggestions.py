@@ -1,4 +1,4 @@
-"""What somebody probably meant, for the cure of a complaint."""
+"""Suggestions of similar names, for the fixes of config issues."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,23 +9,24 @@ EXPECTED_OPTIONS = {
     ("optimizer", "deepspeed_cpu"): "parallelism=deepspeed_zero2_offload",
     ("optimizer", "paged"): "optimizer=adamw_paged",
 }
-"""What does here what goes by another name elsewhere: of a group and an option."""
+"""Override to suggest for an option name of other libraries, by group and option."""
 MAX_LISTED = 12
-"""So many names are listed where none is close; of more, only the first."""
+"""Maximum number of names to list if none is similar."""
 
 
 def suggested_option(group: str, option: str, options: Iterable[str]) -> str:
-    """Returns what to choose in place of an option that a group has not."""
+    """Suggest a replacement of an unknown option of a group."""
     expected = EXPECTED_OPTIONS.get((group, option))
     return f"set {expected} instead" if expected else did_you_mean(option, options)
 
 
 def did_you_mean(text: str, options: Iterable[str], prefix: str = "") -> str:
-    """Returns ``did you mean PREFIXoption?``, or which options there are where none is close."""
+    """Return ``did you mean PREFIXoption?``, or a list of the options if none is similar."""
     names = sorted(options)
     close = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {prefix}{close[0]}?"
     listed = ", ".join(f"{prefix}{name}" for name in names[:MAX_LISTED])
-    rest = len(names) - MAX_LISTED
-    return f"there is {listed}" + (f" and {rest} more" if rest > 0 else "") if names else ""
+    remaining = len(names) - MAX_LISTED
+    more = f" and {remaining} more" if remaining > 0 else ""
+    return f"available: {listed}{more}" if names else ""

@@ -1,4 +1,4 @@
-"""The axes of a sweep: from lines with several values each to the lines of every job."""
+"""Grid of a sweep: expands overrides with several values into the overrides of each job."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,24 @@ from scalewise.hpo.space import job_count_issues
 
 
 def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) -> list[str]:
-    """Returns the axes of a sweep's file as they would be typed.
+    """Convert the axes of a sweep file to overrides.
 
-    ``params`` are crossed, ``zipped`` go together. Raises ``ConfigError`` for a key in both, and
-    for values that are no text or number.
+    Args:
+        params: Axes of the grid, combined with each other.
+        zipped: Axes that vary together.
+
+    Raises:
+        ConfigError: A key is in both, or its values are not a string or a number.
     """
     issues = [
-        ConfigIssue(f"zip.{key}", zipped[key], "is in params too", "leave one of the two out")
+        ConfigIssue(f"zip.{key}", zipped[key], "is also in params", "remove one of the two")
         for key in zipped
         if key in params
     ]
     for key, values in (*params.items(), *zipped.items()):
         if not isinstance(values, str | int | float):
-            fix = "write its values as one text: 'a,b,c'"
-            issues.append(ConfigIssue(key, values, "is no text of values", fix))
+            fix = "write the values as one string: 'a,b,c'"
+            issues.append(ConfigIssue(key, values, "is not a string of values", fix))
     if issues:
         raise ConfigError(issues)
     return [f"{key}={values}" for key, values in (*params.items(), *zipped.items())]
@@ -39,90 +43,99 @@ def expand_jobs(
     zipped_keys: Sequence[str],
     loader: ConfigLoader,
 ) -> list[list[str]]:
-    """Returns the overrides of every job, in order: the last axis varies fastest.
+    """Expand a grid into the overrides of each job; the last axis varies fastest.
 
-    ``file_overrides`` are the lines of the sweep's file, ``cli_overrides`` those of the command
-    line, which take
-    the place of a filed line of the same key. Of the filed, the keys in ``zipped_keys`` vary
-    together,
-    value by value. Raises ``ConfigError`` for an axis without values, or pairs that do not match.
+    Args:
+        file_overrides: Overrides of the sweep file.
+        cli_overrides: Overrides of the command line; they replace file overrides of the same key.
+        zipped_keys: Keys of ``file_overrides`` whose values vary together.
+        loader: Hydra's config loader.
+
+    Raises:
+        ConfigError: An axis has no values, or zipped axes have different lengths.
     """
     parser = OverridesParser.create(config_loader=loader)
-    own = {
+    file_axes = {
         override.get_key_element(): override
         for override in parser.parse_overrides([*file_overrides])
     }
-    given = {
+    cli_axes = {
         override.get_key_element(): override
         for override in parser.parse_overrides([*cli_overrides])
     }
-    together = [key for key in own if key in zipped_keys and key not in given]
+    zipped = [key for key in file_axes if key in zipped_keys and key not in cli_axes]
     issues: list[ConfigIssue] = []
-    counts = {key: bounded_count(override) for key, override in {**own, **given}.items()}
-    crossed = prod(n for key, n in counts.items() if key not in together)
-    crossed *= max((counts[key] for key in together), default=1)
-    if issues := list(job_count_issues("", "", crossed)):
+    counts = {key: bounded_count(override) for key, override in {**file_axes, **cli_axes}.items()}
+    num_jobs = prod(n for key, n in counts.items() if key not in zipped)
+    num_jobs *= max((counts[key] for key in zipped), default=1)
+    if issues := list(job_count_issues("", "", num_jobs)):
         raise ConfigError(issues)
-    values = {key: _sweep_override(override, issues) for key, override in {**own, **given}.items()}
-    if not issues and together:
-        issues += _unequal_zip_issues({key: values[key] for key in together})
+    values = {
+        key: _sweep_override(override, issues)
+        for key, override in {**file_axes, **cli_axes}.items()
+    }
+    if not issues and zipped:
+        issues += _unequal_zip_issues({key: values[key] for key in zipped})
     if issues:
         raise ConfigError(issues)
-    axes = [[[line] for line in found] for key, found in values.items() if key not in together]
-    if together:
-        rows = zip(*(values[key] for key in together), strict=True)
+    axes = [
+        [[line] for line in overrides] for key, overrides in values.items() if key not in zipped
+    ]
+    if zipped:
+        rows = zip(*(values[key] for key in zipped), strict=True)
         axes.append([list(row) for row in rows])
     return [list(itertools.chain(*parts)) for parts in itertools.product(*axes)]
 
 
 def count(override: Override) -> int:
-    """Returns how many values a sweep gives a key, which are not listed for it.
+    """Number of values of an override, without listing them.
 
-    Raises ``ConfigError`` for a range that never ends.
+    Raises ``ConfigError`` for an infinite range.
     """
     value = override.value() if override.is_sweep_override() else None
     if isinstance(value, ChoiceSweep):
         return len(value.list)
     if not isinstance(value, RangeSweep):
-        return 1  # a glob has as many as there are files
-    key, shown = override.get_key_element(), override.get_value_string()
+        return 1  # the length of a glob is not known here
+    key, value_text = override.get_key_element(), override.get_value_string()
     start, stop, step = (Decimal(number or 0) for number in (value.start, value.stop, value.step))
     if not (start.is_finite() and stop.is_finite() and step.is_finite() and step):
         fix = "write range(first,end,step) with a step other than 0"
-        raise ConfigError.for_key(key, shown, "is a range that never ends", fix)
+        raise ConfigError.for_key(key, value_text, "is an infinite range", fix)
     return max(0, ceil((stop - start) / step))
 
 
 def bounded_count(override: Override) -> int:
-    """Returns :func:`count`; raises ``ConfigError`` for more values than a sweep has jobs."""
-    found = count(override)
+    """Like :func:`count`, but raises ``ConfigError`` for more values than a sweep may have jobs."""
+    number = count(override)
     if issues := list(
-        job_count_issues(override.get_key_element(), override.get_value_string(), found)
+        job_count_issues(override.get_key_element(), override.get_value_string(), number)
     ):
         raise ConfigError(issues)
-    return found
+    return number
 
 
 def _sweep_override(override: Override, issues: list[ConfigIssue]) -> list[str]:
-    """Returns an override with each of its values, as lines."""
+    """List an override once per value."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    key, shown = override.get_key_element(), override.get_value_string()
+    key, value_text = override.get_key_element(), override.get_value_string()
     if not override.is_discrete_sweep():
-        reason, fix = "is no list of values", "write a,b,c or range(first,end,step)"
-        issues.append(ConfigIssue(key, shown, reason, fix))
+        reason, fix = "is not a list of values", "write a,b,c or range(first,end,step)"
+        issues.append(ConfigIssue(key, value_text, reason, fix))
         return []
-    found = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    if not found:
-        issues.append(ConfigIssue(key, shown, "names no value", "write a,b,c"))
-    return found
+    overrides = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    if not overrides:
+        issues.append(ConfigIssue(key, value_text, "has no values", "write a,b,c"))
+    return overrides
 
 
 def _unequal_zip_issues(values: Mapping[str, Sequence[str]]) -> list[ConfigIssue]:
-    """Returns a complaint where the keys of a zip have unlike numbers of values."""
-    counts = {key: len(found) for key, found in values.items()}
+    """Config issue of zipped axes with different lengths."""
+    counts = {key: len(key_values) for key, key_values in values.items()}
     if len(set(counts.values())) == 1:
         return []
-    told = ", ".join(f"{key} {count}" for key, count in counts.items())
-    reason = f"paired values need equal numbers: {told}"
-    return [ConfigIssue("hydra.sweeper.zip", list(counts), reason, "give each key as many")]
+    lengths = ", ".join(f"{key} {count}" for key, count in counts.items())
+    reason = f"zipped axes have different lengths: {lengths}"
+    fix = "give each key the same number of values"
+    return [ConfigIssue("hydra.sweeper.zip", list(counts), reason, fix)]

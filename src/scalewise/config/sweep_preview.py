@@ -1,4 +1,4 @@
-"""What a line searches, without running it: its axes, its sweeper's options, what stays fixed."""
+"""Preview of a sweep or search without running it: axes, fixed overrides, sweeper options."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from scalewise.run_config import RunConfig
 
 @dataclass(frozen=True)
 class SearchPreview:
-    """A line for many jobs, taken apart."""
+    """Parts of a sweep command line."""
 
     run: RunConfig
-    """The run at rest: no axis of it is set."""
+    """Run with the defaults of all axes."""
     name: str
-    """The sweep's, as its folder would be called."""
+    """Name of the sweep and of its folder."""
     space: Sequence[Axis]
+    """Axes of the sweep."""
     fixed_overrides: Sequence[str]
-    """What was typed and holds for every job; neither the sweep nor options of Hydra."""
+    """Overrides of every job, without ``sweep=`` and options of Hydra."""
     sweeper: Mapping[str, Any]
-    """``hydra.sweeper``."""
+    """Options in ``hydra.sweeper``."""
     sweeper_name: str
-    """The name of that sweeper."""
+    """Option of ``hydra/sweeper``."""
 
 
 MAX_CHECKED = 200
-"""Jobs of a grid that are validated one by one; of more, each value is checked by its type."""
+"""Maximum number of jobs that are validated; in larger grids only value types are checked."""
 
 
 def _check_values(
@@ -50,7 +51,7 @@ def _check_values(
     overrides: Sequence[str],
     cli_overrides: Sequence[str],
 ) -> None:
-    """Raises ``ConfigError`` for values with which a job could not run."""
+    """Raise ``ConfigError`` if a value of an axis is rejected."""
     grid = [
         [f"{axis.key}={v}" for v in axis.values] for axis in space if isinstance(axis, ChoiceAxis)
     ]
@@ -73,42 +74,48 @@ def _check_values(
 
 
 def preview_search(arguments: Sequence[str]) -> SearchPreview:
-    """Returns what ``scalewise train ARGUMENTS`` would search; raises ``ConfigError``."""
+    """Parse the sweep of ``scalewise train ARGUMENTS``; raises ``ConfigError``."""
     flags = split_flags(arguments, ("config_dir", "multirun"))
     app.prepare()
-    own = [Path(flags.config_dir).absolute()] if flags.config_dir else []
-    search_path.mount_configs(*own)
-    if unreadable := list(diagnostics.unparsable_overrides(flags.overrides)):
-        raise ConfigError(unreadable)
+    user_folders = [Path(flags.config_dir).absolute()] if flags.config_dir else []
+    search_path.mount_configs(*user_folders)
+    if syntax_issues := list(diagnostics.unparsable_overrides(flags.overrides)):
+        raise ConfigError(syntax_issues)
     with shared_composition_cache(), hydra_session() as loader:
         try:
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(flags.overrides)
-            typed = list(zip(parsed, flags.overrides, strict=True))
-            single = [line for override, line in typed if not override.is_sweep_override()]
-            swept = [line for override, line in typed if override.is_sweep_override()]
-            config = hydra.compose("config", overrides=single, return_hydra_config=True)
+            pairs = list(zip(parsed, flags.overrides, strict=True))
+            single_overrides = [
+                line for override, line in pairs if not override.is_sweep_override()
+            ]
+            sweep_overrides = [line for override, line in pairs if override.is_sweep_override()]
+            config = hydra.compose("config", overrides=single_overrides, return_hydra_config=True)
             options = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
             sweeper = cast(dict[str, Any], options)
-            lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-            own_lines = [
+            file_overrides = [
+                f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()
+            ]
+            fixed_overrides = [
                 line
-                for override, line in typed
-                if line in single
+                for override, line in pairs
+                if line in single_overrides
                 and not override.is_hydra_override()
                 and override.key_or_group != "sweep"
             ]
-            space, fixed = search_space.read_axes([*lines, *own_lines, *swept], loader)
+            space, fixed = search_space.read_axes(
+                [*file_overrides, *fixed_overrides, *sweep_overrides], loader
+            )
             if str(sweeper["_target_"]).endswith(".ScalewiseSweeper"):
-                stepped = [a for a in space if isinstance(a, ChoiceAxis) or a.step is not None]
-                if issues := list(job_count_issues("", "", grid_size(stepped))):
+                discrete = [a for a in space if isinstance(a, ChoiceAxis) or a.step is not None]
+                if issues := list(job_count_issues("", "", grid_size(discrete))):
                     raise ConfigError(issues)
             run = parse_run(config, fixed, flags.overrides, check_machine=False)
-            _check_values(space, single, fixed, flags.overrides)
+            _check_values(space, single_overrides, fixed, flags.overrides)
             name = Path(config.hydra.sweep.dir).parent.name
             option = str(config.hydra.runtime.choices["hydra/sweeper"])
-        except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
+        except Exception as error:  # Hydra raises many types for malformed overrides
             raise diagnostics.translate_hydra_error(
                 error, flags.overrides, check_machine=False
             ) from error
-    flagged = ["-cd", str(own[0])] if own else []
-    return SearchPreview(run, name, space, [*flagged, *fixed], sweeper, option)
+    flags_of_folder = ["-cd", str(user_folders[0])] if user_folders else []
+    return SearchPreview(run, name, space, [*flags_of_folder, *fixed], sweeper, option)

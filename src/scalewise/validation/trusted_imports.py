@@ -1,4 +1,4 @@
-"""What the open groups of a run may name: callbacks, and modules of the user's."""
+"""Validation of import paths in a config: callbacks and user-defined modules."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
-"""Packages whose callables an open group may name without the user's say-so."""
+"""Packages that a config may import from by default."""
 
 
 def module_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields targets of a user's module and data that name no class of a trusted package."""
+    """Yield issues for user-defined modules and data outside of trusted packages."""
     for group, spec in (("objective", run.objective), ("data", run.data)):
         if not isinstance(spec, UserModule | UserDataModule):
             continue
-        path, given = spec.target, spec.arguments
+        path, arguments = spec.target, spec.arguments
         if "." not in path and (path or group == "objective"):
-            fix = f"give {group}.target=package.module.Class"
-            yield ConfigIssue(f"{group}.target", path or "''", "names no class", fix)
+            fix = f"set {group}.target=package.module.Class"
+            yield ConfigIssue(f"{group}.target", path or "''", "is not a class path", fix)
         elif path:
             yield from _untrusted_issue(run, f"{group}.target", path)
-        if nested := [key for key, value in given.items() if _names_target(value)]:
-            key, reason = nested[0], "only a module itself is built, not its arguments"
-            fix = "give it plain values"
-            yield ConfigIssue(f"{group}.arguments.{key}", given[key], reason, fix)
+        if nested := [key for key, value in arguments.items() if _names_target(value)]:
+            key, reason = nested[0], "nested _target_ is not supported in arguments"
+            fix = "use plain values"
+            yield ConfigIssue(f"{group}.arguments.{key}", arguments[key], reason, fix)
 
 
 def _untrusted_issue(run: RunConfig, key: str, path: str) -> Iterator[ConfigIssue]:
@@ -45,10 +45,10 @@ def _untrusted_issue(run: RunConfig, key: str, path: str) -> Iterator[ConfigIssu
 
 
 def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields callbacks that are none, come of a package that is not trusted, or could not act."""
+    """Yield issues for callbacks that are malformed, not trusted or without effect."""
     if "_target_" in run.callbacks:
-        reason = "stands at the top of callbacks, where each callback has a name of its own"
-        fix = "put it below a name in its file: my_callback: {_target_: package.module.Class}"
+        reason = "is at the top level of callbacks, where each callback requires a name"
+        fix = "move it below a name in its file: my_callback: {_target_: package.module.Class}"
         yield ConfigIssue("callbacks._target_", run.callbacks["_target_"], reason, fix)
         return
     for name, callback in run.callbacks.items():
@@ -57,11 +57,11 @@ def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(
                 f"callbacks.{name}",
                 callback,
-                "names no callback",
+                "is not a callback",
                 f"write ++callbacks.{name}._target_=package.module.Class instead",
             )
         elif nested := [key for key, value in callback.items() if _names_target(value)]:
-            reason = "only a callback itself is built, not its arguments"
+            reason = "nested _target_ is not supported in arguments"
             yield ConfigIssue(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
         elif untrusted := list(_untrusted_issue(run, f"callbacks.{name}._target_", path)):
             yield from untrusted
@@ -70,25 +70,25 @@ def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             if path == own_callbacks.EMA:
                 yield from _averaging_issues(name, run)
         elif path.endswith(".EarlyStopping") and run.trainer.validate_every is None:
-            reason = "could never act: nothing is validated"
-            fix = "set trainer.validate_every=100, or leave it out"
+            reason = "requires validation"
+            fix = "set trainer.validate_every=100, or remove it"
             yield ConfigIssue("trainer.validate_every", None, f"callbacks.{name} {reason}", fix)
 
 
 def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields why the weights of a run cannot be averaged by a callback."""
-    key, found = f"callbacks.{name}", []
+    """Yield issues for weight averaging by a callback."""
+    key, conflicts = f"callbacks.{name}", []
     if conflict := run.parallelism.averaging_conflict:
-        found.append(conflict)
+        conflicts.append(conflict)
     if not run.objective.is_user_defined and run.optimizer.averages_weights:
-        reason = "would average once more what this optimizer averages by itself"
-        found.append((reason, "set optimizer=adamw"))
-    for reason, fix in found:
+        reason = "is not supported with this optimizer, which averages the weights itself"
+        conflicts.append((reason, "set optimizer=adamw"))
+    for reason, fix in conflicts:
         yield ConfigIssue(key, own_callbacks.EMA, reason, f"remove it, or {fix}")
 
 
 def _names_target(value: object) -> bool:
-    """Returns whether a container holds a ``_target_`` at any depth."""
+    """Return whether a container has a ``_target_`` at any depth."""
     if isinstance(value, Mapping):
         return "_target_" in value or any(_names_target(entry) for entry in value.values())
     return isinstance(value, list | tuple) and any(_names_target(entry) for entry in value)
