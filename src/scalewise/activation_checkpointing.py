@@ -1,4 +1,4 @@
-"""What a block keeps of its forward pass for the backward one, and what it computes again."""
+"""Configs of activation checkpointing and activation offload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 OFFLOAD_MIN_BYTES = 1024
-"""Bytes of the smallest tensor that is offloaded: less is not worth the way."""
+"""Smallest storage that is offloaded, in bytes: a transfer of less costs more than it saves."""
 
 
 class Recompute(StrEnum):
@@ -35,42 +35,46 @@ class Recompute(StrEnum):
 
 
 class ActivationCheckpointing(ABC):
-    """Activation checkpointing, block by block; ``offload``: whether what is kept goes away."""
+    """Base class: what the backward pass of each layer recomputes."""
 
     offload: bool = False
+    """Whether stored activations are offloaded until the backward pass."""
 
     @abstractmethod
     def recompute_for_layer(self, layer: int) -> Recompute:
-        """Returns what backward computes a second time of a layer of the whole model."""
+        """What the backward pass recomputes in a layer; ``layer``: index in the full model."""
 
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what cannot be."""
+        """Yield issues with values of the options."""
 
     @abstractmethod
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what does not go with the rest of a run."""
+        """Yield issues with other parts of the run."""
 
     def count_by_recompute(self, layers: int) -> Counter[Recompute]:
-        """Returns the layers of a whole model by what backward computes a second time."""
+        """Number of layers of the full model by what the backward pass recomputes."""
         return Counter(map(self.recompute_for_layer, range(layers)))
 
     def describe(self, layers: int) -> str:
-        """Returns it in words: ``full``, ``8 full, 24 selective``, ``full, offloaded``."""
-        found = self.count_by_recompute(layers)
-        told = ", ".join(f"{count} {recompute}" for recompute, count in found.items())
-        if len(found) == 1:
-            told = min(found).value
-        return f"{told}, offloaded" if self.offload else told
+        """Short text for tables: ``full``, ``8 full, 24 selective``, ``full, offloaded``."""
+        counts = self.count_by_recompute(layers)
+        text = ", ".join(f"{count} {recompute}" for recompute, count in counts.items())
+        if len(counts) == 1:
+            text = min(counts).value
+        return f"{text}, offloaded" if self.offload else text
 
     def recompute_per_layer(self, stage_slices: tuple[StageSlice, ...]) -> tuple[Recompute, ...]:
-        """Returns the same of each layer of some parts, in order."""
+        """What the backward pass recomputes in each layer of some stages, in order."""
         return tuple(
-            self.recompute_for_layer(layer) for part in stage_slices for layer in part.layers
+            self.recompute_for_layer(layer) for stage in stage_slices for layer in stage.layers
         )
 
     def apply(self, module: ModelModule, stage: StageSlice) -> None:
-        """Makes the blocks of ``stage`` forget, in place; names and weights stay as they are."""
+        """Apply activation checkpointing and offload to the blocks of ``stage``, in place.
+
+        Names and parameters do not change.
+        """
         from scalewise.strategies.activation_checkpointing import checkpoint_block
         from scalewise.strategies.activation_offload import offload_block
 
@@ -100,19 +104,19 @@ class FixedCheckpointing(ActivationCheckpointing):
     disk."""
 
     def recompute_for_layer(self, layer: int) -> Recompute:
-        """Returns what backward computes a second time of a layer of the whole model."""
+        """What the backward pass recomputes in a layer; ``layer``: index in the full model."""
         return self.recompute if layer % self.every < 1 else self.otherwise
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a number of blocks that there cannot be."""
+        """Yield an issue if ``every`` is less than 1."""
         if not self.every >= 1:
-            reason = "is one block in so many; 1 means every block"
+            reason = "must be 1 or more; 1 is every block"
             yield ConfigIssue("memory.every", self.every, reason, "set memory.every=2")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields compiled blocks, which keep what is known to their compiler alone."""
+        """Yield an issue if blocks are compiled: their saved tensors cannot be offloaded."""
         if self.offload and run.compile.scope is not CompileScope.none:
-            reason = "does not reach into compiled blocks"
+            reason = "is not supported with compiled blocks"
             yield ConfigIssue("memory.offload", True, reason, "set compile=none")
 
 
@@ -125,20 +129,20 @@ class AutoCheckpointing(ActivationCheckpointing):
     """Memory that the fullest rank may allocate, in GiB; null: all memory of its device."""
 
     def recompute_for_layer(self, layer: int) -> Recompute:
-        """Returns that nothing is computed a second time: nothing is chosen yet."""
+        """``Recompute.nothing``, until the planner has chosen."""
         return Recompute.nothing
 
     def apply(self, module: ModelModule, stage: StageSlice) -> None:
-        """Raises ``RuntimeError``: what nobody has chosen would be left out in silence."""
-        raise RuntimeError("memory=auto is chosen before a module is built (plan.budget.settled)")
+        """Raise ``RuntimeError``: ``memory=auto`` has to be resolved first."""
+        raise RuntimeError("memory=auto has to be resolved before a module is built")
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a budget that is none."""
+        """Yield an issue if the budget is not positive."""
         if self.budget_gib is not None and not self.budget_gib > 0:
             yield ConfigIssue("memory.budget_gib", self.budget_gib, "must be positive")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields a search, which chooses by itself."""
+        """Yield an issue with ``plan.search``, which chooses activation checkpointing as well."""
         if run.plan.search is not PlanSearch.none:
-            reason, fix = "is chosen by plan.search itself", "leave it out"
+            reason, fix = "conflicts with plan.search, which chooses memory itself", "leave it out"
             yield ConfigIssue("memory", "auto", reason, fix)

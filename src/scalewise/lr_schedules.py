@@ -1,4 +1,4 @@
-"""How the learning rate moves over a run: a factor of the peak, by step."""
+"""Learning-rate schedules: factors of the peak learning rate by optimizer step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ScheduleConfig(ABC):
     """Length of the linear warm-up from 0 to the peak learning rate, in optimizer steps."""
 
     decays = True
-    """Whether the rate is lower at the end than at its peak."""
+    """Whether the learning rate at the end is lower than the peak."""
 
     @abstractmethod
     def factor_after_warmup(self, progress: float) -> float:
-        """Returns the factor of the peak at ``progress`` in [0, 1] of the steps after warm-up."""
+        """Factor of the peak at ``progress``, in [0, 1], through the steps after the warm-up."""
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the factor of the peak rate for ``step`` (from 0) of ``steps``."""
+        """Factor of the peak at ``step``, counted from 0, of ``steps``."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return self.factor_after_warmup(
@@ -38,16 +38,16 @@ class ScheduleConfig(ABC):
         )
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields numbers out of range."""
+        """Yield an issue for each value out of range."""
         if self.warmup_steps < 0:
             yield ConfigIssue("schedule.warmup_steps", self.warmup_steps, "must be 0 or more")
         for key in ("final", "decay"):
             value = getattr(self, key, 0.0)
             if not 0 <= value <= 1:
-                yield ConfigIssue(f"schedule.{key}", value, "is a fraction, from 0 to 1")
+                yield ConfigIssue(f"schedule.{key}", value, "must be a fraction in [0, 1]")
 
     def build(self, optimizer: optim.Optimizer, steps: int) -> optim.lr_scheduler.LambdaLR:
-        """Returns the torch scheduler, to be stepped once per optimizer step."""
+        """Build the torch scheduler; it is stepped once per optimizer step."""
         from torch.optim.lr_scheduler import LambdaLR
 
         return LambdaLR(optimizer, lambda step: self.lr_factor(step, steps))
@@ -64,7 +64,7 @@ class ConstantConfig(ScheduleConfig):
     decays = False
 
     def factor_after_warmup(self, progress: float) -> float:
-        """Returns 1."""
+        """1.0."""
         return 1.0
 
 
@@ -77,7 +77,7 @@ class CosineConfig(ScheduleConfig):
     """Learning rate at the last step, as a fraction of the peak."""
 
     def factor_after_warmup(self, progress: float) -> float:
-        """Returns the cosine's value."""
+        """Half a period of a cosine, from 1 to ``final``."""
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
 
 
@@ -90,7 +90,7 @@ class LinearConfig(ScheduleConfig):
     """Learning rate at the last step, as a fraction of the peak."""
 
     def factor_after_warmup(self, progress: float) -> float:
-        """Returns the line's value."""
+        """Line from 1 to ``final``."""
         return 1 - (1 - self.final) * progress
 
 
@@ -105,7 +105,7 @@ class WarmupStableDecayConfig(ScheduleConfig):
     """Learning rate at the last step, as a fraction of the peak."""
 
     def factor_after_warmup(self, progress: float) -> float:
-        """Returns 1 until the decay begins, then the line's value."""
+        """1 until the decay starts, then a line to ``final``."""
         start = 1 - self.decay
         if progress <= start:
             return 1.0

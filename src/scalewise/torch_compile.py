@@ -1,4 +1,4 @@
-"""Whether torch compiles the model, and in what pieces."""
+"""Config of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ class Compile:
     """Whether shapes may change without a recompilation."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields nothing: every pair can be had."""
+        """Yield nothing: all combinations are supported."""
         yield from ()
 
     def apply(self, module: ModelModule) -> None:
-        """Compiles a module in place; it happens when the module first runs.
+        """Compile a module, or each of its blocks, in place; compilation is lazy.
 
-        Their ``forward`` and no more: ``Module.compile`` gives blocks up that recompute.
+        Only ``forward`` is compiled: ``Module.compile`` falls back to eager mode for blocks with
+        activation checkpointing.
         """
         import torch
 
-        parts = {
+        modules = {
             CompileScope.none: [],
             CompileScope.block: module.layers(),
             CompileScope.whole: [module],
         }[self.scope]
-        for part in parts:
-            part.forward = torch.compile(
-                part.forward, backend=self.backend.value, dynamic=self.dynamic
+        for target in modules:
+            target.forward = torch.compile(
+                target.forward, backend=self.backend.value, dynamic=self.dynamic
             )

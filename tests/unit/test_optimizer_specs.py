@@ -77,10 +77,10 @@ def test_factors_multiply() -> None:
 @pytest.mark.parametrize(
     ("override", "key", "said"),
     [
-        ("+optimizer.lr_factors={embeding: 0.1}", "optimizer.lr_factors", "is found in no name"),
+        ("+optimizer.lr_factors={embeding: 0.1}", "optimizer.lr_factors", "matches no name"),
         ("+optimizer.lr_factors={embedding: -1.0}", "lr_factors.embedding", "must be 0 or more"),
-        ("optimizer.no_decay=['(']", "optimizer.no_decay", "is no pattern"),
-        ("optimizer.no_decay=[nothing]", "optimizer.no_decay", "is found in no name"),
+        ("optimizer.no_decay=['(']", "optimizer.no_decay", "is not a valid regular"),
+        ("optimizer.no_decay=[nothing]", "optimizer.no_decay", "matches no name"),
         ("+optimizer.lr_factors.embedding=fast", "optimizer", "fast"),
         ("optimizer.lr_factors.embedding=0.1", "lr_factors.embedding", "+optimizer.lr_factors."),
         ("optimizer.lr_factors={embedding: 0.1}", "optimizer.lr_factors", "+optimizer.lr_factors="),

@@ -35,19 +35,19 @@ LAYOUTS: list[Row] = [
     (
         ["quantization=nf4", "adapter=lora", "parallelism=tensor"],
         "parallelism.tensor",
-        "would cut the matrices that quantization=nf4 packs whole",
+        "would shard the matrices that quantization=nf4 packs",
         "parallelism=fsdp",
     ),
     (
         ["precision=fp8", "parallelism=tensor"],
         "parallelism.tensor",
-        "would give every rank's part of a row a scale of its own in fp8",
+        "would compute fp8 scales per rank",
         "parallelism=fsdp",
     ),
     (
         ["precision=fp8", "parallelism=context"],
         "parallelism.context",
-        "would give every rank's part of a row a scale of its own in fp8",
+        "would compute fp8 scales per rank",
         "parallelism=fsdp",
     ),
     (
@@ -59,19 +59,19 @@ LAYOUTS: list[Row] = [
     (
         ["quantization=qat_8da4w", "parallelism=tensor"],
         "parallelism.tensor",
-        "would give every rank's part of a row a scale of its own in qat_8da4w",
+        "would compute quantization scales per rank",
         "parallelism=fsdp",
     ),
     (
         ["quantization=qat_int4", "parallelism=deepspeed_zero3"],
         "parallelism",
-        "has no place in its ledger for what quantization=qat_int4 rounds",
+        "is not supported with quantization=qat_int4",
         "set parallelism=fsdp",
     ),
     (
         ["quantization=nf4", "adapter=lora", "parallelism=deepspeed_zero2"],
         "parallelism",
-        "makes numbers of its own format of what quantization=nf4 packs",
+        "casts the parameters that quantization=nf4 packs",
         "set parallelism=fsdp",
     ),
     (
@@ -265,7 +265,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
 @pytest.mark.parametrize(
     ("line", "key", "reason"),
     [
-        (["hardware=a100_80g"], "precision", "A100 has no fp8 products"),
+        (["hardware=a100_80g"], "precision", "A100 has no fp8 matmuls"),
         (["hardware=h100", "precision.compute=fp16"], "precision.compute", "not scaled for it"),
     ],
 )

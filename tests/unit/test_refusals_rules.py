@@ -9,11 +9,11 @@ pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 HEAD = ("model.classes=2", "model.tied=false")
 
 RULES: list[Row] = [
-    (["memory.every=0.5"], "memory.every", "is one block in so many", "memory.every=2"),
+    (["memory.every=0.5"], "memory.every", "must be 1 or more", "memory.every=2"),
     (
         ["optimizer.in_backward=true"],
         "optimizer.in_backward",
-        "before the norm of the whole gradient",
+        "before the gradient norm is known",
         "trainer.clip_norm=null",
     ),
     (
@@ -30,7 +30,7 @@ RULES: list[Row] = [
             "schedule=constant",
         ],
         "optimizer.in_backward",
-        "count the steps",
+        "optimizers that average weights",
         "optimizer=adamw",
     ),
     (
@@ -42,11 +42,11 @@ RULES: list[Row] = [
     (
         ["memory=offload_activations", "compile=block"],
         "memory.offload",
-        "does not reach into compiled blocks",
+        "is not supported with compiled blocks",
         "compile=none",
     ),
     (["memory=auto", "memory.budget_gib=0"], "memory.budget_gib", "must be positive", ""),
-    (["memory=auto", "plan.search=all"], "memory", "chosen by plan.search", "leave it out"),
+    (["memory=auto", "plan.search=all"], "memory", "conflicts with plan.search", "leave it out"),
     (["trainer.micro_batch=some"], "trainer.micro_batch", "must be positive, or auto", ""),
     (
         ["trainer.micro_batch=auto"],
@@ -152,7 +152,7 @@ RULES: list[Row] = [
     (
         ["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"],
         "optimizer.nesterov",
-        "needs momentum",
+        "requires momentum",
         "optimizer.momentum=0.9",
     ),
     (["seed=-1"], "seed", "[0, 2**32)", ""),
@@ -256,7 +256,7 @@ RULES: list[Row] = [
     (
         ["adapter=lora", "adapter.trained=[.*down]", "quantization=nf4"],
         "adapter.trained",
-        "describes feedforward.down, which quantization=nf4 packs",
+        "matches feedforward.down, which quantization=nf4 packs",
         "quantization=none",
     ),
     (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
@@ -271,13 +271,13 @@ RULES: list[Row] = [
     (
         ["quantization=qat_int4", "quantization.group=12"],
         "quantization.group",
-        "is no multiple of 8",
+        "must be a multiple of 8",
         "set quantization.group=32",
     ),
     (
         ["quantization=qat_int4", "model.feedforward=176"],
         "quantization.group",
-        "does not divide 176, the features that a linear layer reads",
+        "does not divide 176, the number of input features",
         "set quantization.group=16",
     ),
     (
@@ -289,37 +289,37 @@ RULES: list[Row] = [
     (
         ["quantization=qat_8da4w", "model.norm=layernorm"],
         "model.norm",
-        "is not Llama's, whose form quantization=qat_8da4w is exported in",
+        "differs from Llama, whose format quantization=qat_8da4w is exported in",
         "set model.norm=rmsnorm",
     ),
     (
         ["quantization=qat_8da4w", "adapter=lora"],
         "adapter",
-        "freezes the matrices that quantization=qat_8da4w is to train",
+        "freezes the matrices that quantization=qat_8da4w trains",
         "set adapter=none",
     ),
     (
         ["quantization=qat_8da4w", "precision=fp8"],
         "precision",
-        "rounds to floating-point numbers",
+        "casts to fp8 the operands",
         "set precision=bf16_mixed",
     ),
     (
         ["quantization=int8", "adapter=pissa"],
         "adapter",
-        "is made of whole matrices, which quantization=int8 packs",
+        "is initialized from matrices that quantization=int8 packs",
         "set adapter=lora",
     ),
     (
         ["quantization=int8", "quantization.threshold=-1", "adapter=lora"],
         "quantization.threshold",
-        "is below zero",
+        "must be 0 or more",
         "threshold=6.0",
     ),
     (
         ["quantization=fp4", "adapter=lora", "compile=block"],
         "compile",
-        "bitsandbytes, which unpacks for quantization=fp4, is not compiled",
+        "is not supported with bitsandbytes, which unpacks for quantization=fp4",
         "set compile=none",
     ),
     (["objective.loss_chunk=0"], "objective.loss_chunk", "1 or more, or null", ""),
@@ -436,7 +436,7 @@ RULES: list[Row] = [
     (
         ["precision.parameters=bf16", "precision.compute=fp32"],
         "precision.parameters",
-        "cannot be held while computing in fp32",
+        "is not supported with precision.compute=fp32",
         "bf16/bf16",
     ),
     (["hardware.memory_gib=-1"], "hardware.memory_gib", "must be positive", ""),

@@ -27,7 +27,7 @@ from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.safetensors_files import SINGLE
 from scalewise.quantization.fake import WEIGHTS
-from scalewise.quantization.qat import FP32, PER_WORD
+from scalewise.quantization.qat import CODES_PER_WORD, FP32_BYTES
 
 BITS = 4
 FORMAT = "pack-quantized"
@@ -74,7 +74,7 @@ def to_torchao(weight: Tensor, group_size: int) -> Any:
 
 def pack_int4(values: Tensor) -> Tensor:
     """Pack 4-bit integers, eight per 32-bit word."""
-    nibbles = (values.int() - WEIGHTS.low).view(len(values), -1, PER_WORD)
+    nibbles = (values.int() - WEIGHTS.low).view(len(values), -1, CODES_PER_WORD)
     return (nibbles << _bit_offsets(values)).sum(-1, dtype=torch.int32)
 
 
@@ -85,7 +85,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def _bit_offsets(tensor: Tensor) -> Tensor:
-    return torch.arange(0, BITS * PER_WORD, BITS, dtype=torch.int32, device=tensor.device)
+    return torch.arange(0, BITS * CODES_PER_WORD, BITS, dtype=torch.int32, device=tensor.device)
 
 
 def load_compressed(folder: Path, trained_run: TrainedRun, device: torch.device) -> ModelModule:
@@ -140,7 +140,7 @@ def measure_compressed(
     record: dict[str, float] = {
         "layers": len(trained_run.fake_quantized_weights),
         "disk_bytes": (folder / SINGLE).stat().st_size,
-        "disk_bytes_in_fp32": FP32 * trained_run.model.num_parameters,
+        "disk_bytes_in_fp32": FP32_BYTES * trained_run.model.num_parameters,
     }
     if validation_data is None:
         return record

@@ -1,4 +1,4 @@
-"""How weights move, as specs: what is held for each weight, and the optimizer itself."""
+"""Optimizer configs and optimizers: state per parameter, parameter groups, update rules."""
 
 from scalewise.optimizers.adam import AdamWConfig
 from scalewise.optimizers.base import OptimizerConfig

@@ -1,4 +1,4 @@
-"""Adam, in full and in fewer bits."""
+"""Configs of AdamW: by torch, with paged state, and with quantized state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scalewise.optimizers.base import FixedStateOptimizerConfig, OptimizerConfig
 if TYPE_CHECKING:
     from torch import optim
 
-SMALLEST = 4096
-"""Numbers below which torchao keeps a weight's state as it is."""
-FP32 = 4
-SEARCHED = 24
-"""Bytes for each number while its code is searched for: moments and weight in fp32, and indices."""
+MIN_QUANTIZED_ELEMENTS = 4096
+"""Elements of the smallest parameter whose state torchao quantizes."""
+FP32_BYTES = 4
+QUANTIZE_BYTES = 24
+"""Temporary bytes per element while codes are computed: moments, parameter in fp32, indices."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdamBase(OptimizerConfig):
     """Constant added to the root of the second moment."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates and decays out of range."""
+        """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
         yield from betas_issues(self, "beta1", "beta2")
         if not self.epsilon > 0:
@@ -54,11 +54,11 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
 
     @property
     def state_slots(self) -> int:
-        """Returns 2: both moments."""
+        """2: both moments."""
         return 2
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's AdamW, or one that steps in host memory."""
+        """Build torch's AdamW, or one that updates in host memory."""
         from torch import optim
 
         betas = (self.beta1, self.beta2)
@@ -84,13 +84,14 @@ class PagedAdamWConfig(AdamBase):
     pages_state = True
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of both moments, in fp32 whatever the format of the weight."""
-        return 2 * weight.shard_numel(shards) * FP32
+        """Bytes of both moments, in fp32 for parameters of any data type."""
+        return 2 * weight.shard_numel(shards) * FP32_BYTES
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's AdamW stepping by bitsandbytes' kernel.
+        """Build AdamW with bitsandbytes' kernel.
 
-        What that makes on the CPU, some 12 bytes for each number of one weight, nobody counts.
+        Its temporary tensors on the CPU, about 12 bytes per element of one parameter, are not
+        modeled.
         """
         from scalewise.optimizers import paged
 
@@ -111,36 +112,36 @@ class _LowBitAdamWConfig(AdamBase):
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Returns the bits of a number of state."""
+        """Bits per element of a moment."""
 
     @property
     @abstractmethod
     def block(self) -> int:
-        """Returns the numbers that share a scale in fp32."""
+        """Elements per fp32 scale."""
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of two moments' codes, scales and tables; small ones stay whole."""
-        numbers = weight.shard_numel(shards)
-        if not self._is_quantized(numbers):
-            return 2 * numbers * element_bytes
-        table = FP32 << self.bits
-        return 2 * (numbers * self.bits // 8 + numbers // self.block * FP32 + table)
+        """Bytes of codes, scales and code tables of both moments; small parameters stay in full."""
+        numel = weight.shard_numel(shards)
+        if not self._is_quantized(numel):
+            return 2 * numel * element_bytes
+        table = FP32_BYTES << self.bits
+        return 2 * (numel * self.bits // 8 + numel // self.block * FP32_BYTES + table)
 
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of what torchao makes on its way to codes, uncompiled, as measured."""
-        numbers = weight.shard_numel(shards)
-        cast = FP32 if element_bytes < FP32 else 0
-        return numbers * (SEARCHED + cast) if self._is_quantized(numbers) else 0
+        """Bytes of torchao's temporary tensors while it quantizes, uncompiled; measured."""
+        numel = weight.shard_numel(shards)
+        cast_bytes = FP32_BYTES if element_bytes < FP32_BYTES else 0
+        return numel * (QUANTIZE_BYTES + cast_bytes) if self._is_quantized(numel) else 0
 
     def _is_quantized(self, numel: int) -> bool:
-        return numel >= SMALLEST and numel % self.block == 0
+        return numel >= MIN_QUANTIZED_ELEMENTS and numel % self.block == 0
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torchao's AdamW."""
+        """Build torchao's AdamW."""
         from scalewise.optimizers import low_bit_adam
 
-        kind = low_bit_adam.AdamW8bit if self.bits == 8 else low_bit_adam.AdamW4bit
-        return kind(
+        optimizer_class = low_bit_adam.AdamW8bit if self.bits == 8 else low_bit_adam.AdamW4bit
+        return optimizer_class(
             groups,
             lr=self.lr,
             betas=(self.beta1, self.beta2),

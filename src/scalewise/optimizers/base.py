@@ -1,4 +1,4 @@
-"""What every optimizer answers: the state it holds for a weight, and how it treats each."""
+"""Base class of optimizer configs: optimizer state, parameter groups and validation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerConfig(ABC):
-    """An optimizer as a spec."""
+    """Config of an optimizer."""
 
     lr: float = 3e-4
     """Peak learning rate."""
@@ -39,81 +39,82 @@ class OptimizerConfig(ABC):
     decay."""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """What it needs beside torch."""
+    """Packages that the optimizer requires besides torch."""
     elementwise = True
-    """Whether it moves every number by itself, so that weights may come flattened and cut."""
+    """Whether each element is updated by itself, so that parameters may be flattened and
+    partitioned."""
     averages_weights = False
-    """Whether it trains at one place and is judged at another, an average of its way."""
+    """Whether validation uses an average of the trained weights."""
     uses_whole_weights = False
-    """Whether it looks at matrices as such, so that a rank must have them whole."""
+    """Whether updates depend on whole matrices, so that a rank needs them unsharded."""
     gathers_shards = False
-    """Whether it gathers those from their shards by itself."""
+    """Whether the optimizer gathers sharded matrices itself."""
     offload = False
-    """Whether its state lies in host memory, where it steps."""
+    """Whether state is stored, and parameters updated, in host memory."""
     pages_state = False
-    """Whether its state goes to host memory, piece by piece, where the device has no room."""
+    """Whether state is paged to host memory when the device is full."""
 
     @abstractmethod
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of state for what one of ``shards`` ranks has of a weight.
+        """Bytes of optimizer state for the shard of a parameter on one of ``shards`` ranks.
 
-        ``element_bytes``: bytes of a number of the weight.
+        ``element_bytes``: bytes per element of the parameter.
         """
 
     def gathers_update(self, weight: Weight) -> bool:
-        """Returns whether it gathers a weight's update from the shards of it."""
+        """Whether the optimizer all-gathers the sharded update of a parameter."""
         return False
 
     def average_weights(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the weights to judge, of those trained and the state, both by name."""
+        """Weights for evaluation, from the trained weights and the state, all by name."""
         return dict(weights)
 
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes that stepping a weight takes on the CPU for as long as it lasts.
+        """Bytes of temporary tensors on the CPU during the update of a parameter.
 
-        0 stands for less than the gradients take that backward has just made.
+        0: less than the gradients that the backward pass has just freed.
         """
         return 0
 
     @abstractmethod
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns the torch optimizer over parameter groups."""
+        """Build the torch optimizer over parameter groups."""
 
     def build(self, named_weights: Iterable[tuple[Weight, nn.Parameter]]) -> optim.Optimizer:
-        """Returns the torch optimizer over the parameters that require a gradient."""
+        """Build the torch optimizer over the parameters that require a gradient."""
         return self.build_from_groups(self.build_parameter_groups(named_weights))
 
     def build_parameter_groups(
         self, named_weights: Iterable[tuple[Weight, nn.Parameter]]
     ) -> list[dict[str, Any]]:
-        """Returns parameter groups, one for all weights of the same settings.
+        """Parameter groups, one for all parameters with the same settings.
 
-        Stepped in backward, each weight is one of its own.
+        With ``in_backward``, one per parameter.
         """
-        alike: dict[tuple[object, ...], list[nn.Parameter]] = {}
-        settings: dict[tuple[object, ...], dict[str, object]] = {}
+        parameters: dict[tuple[object, ...], list[nn.Parameter]] = {}
+        settings_by_key: dict[tuple[object, ...], dict[str, object]] = {}
         for weight, parameter in named_weights:
             if parameter.requires_grad:
-                found = self.group_settings(weight)
-                key = (*found.items(), weight.name * self.in_backward)
-                alike.setdefault(key, []).append(parameter)
-                settings[key] = found
-        return [{"params": alike[key], **settings[key]} for key in alike]
+                settings = self.group_settings(weight)
+                key = (*settings.items(), weight.name * self.in_backward)
+                parameters.setdefault(key, []).append(parameter)
+                settings_by_key[key] = settings
+        return [{"params": parameters[key], **settings_by_key[key]} for key in parameters]
 
     def group_settings(self, weight: Weight) -> dict[str, object]:
-        """Returns what a weight's group says: its rate and its decay."""
-        spared = any(re.search(pattern, weight.name) for pattern in self.no_decay)
-        decays = len(weight.shape) >= 2 and weight.role != "scale" and not spared
+        """Settings of the group of a parameter: learning rate and weight decay."""
+        is_excluded = any(re.search(pattern, weight.name) for pattern in self.no_decay)
+        decays = len(weight.shape) >= 2 and weight.role != "scale" and not is_excluded
         factor = 1.0
-        for pattern, by in self.lr_factors.items():
+        for pattern, pattern_factor in self.lr_factors.items():
             if re.search(pattern, weight.name):
-                factor *= by
+                factor *= pattern_factor
         return {"lr": self.lr * factor, "weight_decay": self.weight_decay if decays else 0.0}
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates that cannot train and patterns that cannot be read."""
+        """Yield an issue for each value out of range and each invalid pattern."""
         if not (isfinite(self.lr) and self.lr > 0):
             yield ConfigIssue("optimizer.lr", self.lr, "must be a positive number")
         if not (isfinite(self.weight_decay) and self.weight_decay >= 0):
@@ -123,16 +124,20 @@ class OptimizerConfig(ABC):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    yield ConfigIssue(f"optimizer.{key}", pattern, f"is no pattern: {error}")
+                    yield ConfigIssue(
+                        f"optimizer.{key}", pattern, f"is not a valid regular expression: {error}"
+                    )
         for pattern, factor in self.lr_factors.items():
             if not (isfinite(factor) and factor >= 0):
                 key = f"optimizer.lr_factors.{pattern}"
-                yield ConfigIssue(key, factor, "must be 0 or more", "leave the weights out of it")
+                yield ConfigIssue(
+                    key, factor, "must be 0 or more", "set it to 0 or more, or remove the pattern"
+                )
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields patterns that no trained weight bears, and what a step in backward comes before.
+        """Yield issues for patterns without a trained parameter, and for ``in_backward``.
 
-        A layout says for itself whether a gradient is whole by then.
+        A parallelism strategy checks for itself whether gradients are reduced by then.
         """
         if self.in_backward:
             yield from self._validate_in_backward(run)
@@ -140,51 +145,53 @@ class OptimizerConfig(ABC):
         for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
             for pattern in patterns:
                 if not any(re.search(pattern, name) for name in names):
-                    reason = "is found in no name of a trained weight"
-                    fix = f"the first are {', '.join(names[:3])}" if names else ""
+                    reason = "matches no name of a trained parameter"
+                    fix = f"trained parameters include {', '.join(names[:3])}" if names else ""
                     yield ConfigIssue(f"optimizer.{key}", pattern, reason, fix)
 
     def _validate_in_backward(self, run: RunConfig) -> Iterator[ConfigIssue]:
         key = "optimizer.in_backward"
         if run.accumulation > 1:
-            reason = f"steps before the gradients of {run.accumulation} micro batches are summed up"
+            reason = (
+                f"steps before the gradients of {run.accumulation} micro-batches are accumulated"
+            )
             fix = f"set trainer.global_batch={run.samples_per_forward}"
             yield ConfigIssue(key, True, reason, fix)
         if run.trainer.clip_norm is not None:
-            reason = "steps before the norm of the whole gradient is known"
+            reason = "steps before the gradient norm is known"
             yield ConfigIssue(key, True, reason, "set trainer.clip_norm=null")
         if run.precision.compute is FloatFormat.fp16:
             reason = "steps before a scaled gradient is known to be finite"
             yield ConfigIssue(key, True, reason, "set precision=bf16_mixed")
         if self.averages_weights:
-            reason = "would count the steps of weights that have none"
+            reason = "is not supported with optimizers that average weights"
             yield ConfigIssue(key, True, reason, "set optimizer=adamw")
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields packages that are not installed."""
+        """Yield an issue for each missing package."""
         for package in self.packages:
             if find_spec(package) is None:
-                reason = f"needs {package}, which is not installed"
+                reason = f"requires {package}, which is not installed"
                 fix = "pip install 'scalewise[optimizers]'"
                 yield ConfigIssue("optimizer", type(self).__name__, reason, fix)
 
 
 @dataclass(frozen=True)
 class FixedStateOptimizerConfig(OptimizerConfig):
-    """An optimizer that holds whole numbers of state for each number of a weight."""
+    """Config of an optimizer with a fixed number of state elements per parameter element."""
 
     @property
     @abstractmethod
     def state_slots(self) -> int:
-        """Returns how many numbers of state are held for each parameter."""
+        """State elements per parameter element."""
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of ``state_slots`` numbers in the format of the weight."""
+        """Bytes of the state, in the data type of the parameter."""
         return self.state_slots * weight.shard_numel(shards) * element_bytes
 
 
 def betas_issues(optimizer: OptimizerConfig, *keys: str) -> Iterator[ConfigIssue]:
-    """Yields decays of moments that are not in [0, 1)."""
+    """Yield an issue for each decay rate that is not in [0, 1)."""
     for key in keys:
         value = getattr(optimizer, key)
         if not 0 <= value < 1:

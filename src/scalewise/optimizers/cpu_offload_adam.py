@@ -1,4 +1,4 @@
-"""AdamW whose moments lie in host memory."""
+"""AdamW with moments in host memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ HOST = torch.device("cpu")
 
 
 class CPUOffloadAdamW(AdamW):
-    """Steps weight by weight on the host: it comes there with its gradient, and goes back.
+    """AdamW that updates parameters one by one on the host (Ren et al., 2021, ZeRO-Offload).
 
-    The next is on its way while one is stepped. ZeRO-Offload steps there as well, and keeps the
-    weights in fp32 there too (Ren et al., 2021).
+    Each parameter is copied to the host with its gradient, and back. The transfer of the next one
+    overlaps with the update. Unlike ZeRO-Offload, no copy of the parameters in fp32 is stored.
     """
 
-    state_place = HOST
+    state_device = HOST
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the closure, then the step; returns what the closure returned."""
+        """Evaluate the closure, update all parameters, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        coming = (
+        transfers = (
             PendingTransfer(parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         )
-        for one, _ in pairwise(chain(coming, (None,))):
-            assert one is not None
-            self._step_parameter(one)
+        for transfer, _ in pairwise(chain(transfers, (None,))):
+            assert transfer is not None
+            self._step_parameter(transfer)
         return loss
 
     def _step_parameter(self, transfer: PendingTransfer) -> None:
@@ -69,7 +69,7 @@ class CPUOffloadAdamW(AdamW):
 
 
 class PendingTransfer:
-    """A weight and its gradient on their way to the host, where they may be already."""
+    """Asynchronous copy of a parameter and its gradient to the host."""
 
     def __init__(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
@@ -83,7 +83,7 @@ class PendingTransfer:
             self._event = torch.cuda.current_stream(parameter.device).record_event()
 
     def wait(self) -> None:
-        """Returns when both are there."""
+        """Wait until both copies are complete."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -91,5 +91,5 @@ class PendingTransfer:
 def _start_transfer(tensor: Tensor) -> Tensor:
     if tensor.device == HOST:
         return tensor
-    there = torch.empty_like(tensor, device=HOST, pin_memory=True)
-    return there.copy_(tensor, non_blocking=True)
+    host_tensor = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    return host_tensor.copy_(tensor, non_blocking=True)

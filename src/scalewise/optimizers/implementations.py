@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have."""
+"""Optimizers that torch lacks, or lacks for sharded parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon, Optimizer
-from torch.optim._muon import _adjust_lr as adjusted
-from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
+from torch.optim._muon import _adjust_lr as adjust_lr
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
 
 def _with_closure(closure: Callable[[], Any] | None) -> Any:
@@ -22,9 +22,10 @@ def _with_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 class Lion(Optimizer):
-    """Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+    """Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
-    Weight by weight: all at once would take a copy of every weight to hold the updates.
+    Parameters are updated one by one: updates of all at once would take the memory of all
+    parameters.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves every number by the rate, whatever its gradient's size."""
+        """Update every element by the learning rate, in the direction of the momentum's sign."""
         loss = _with_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -52,16 +53,16 @@ class Lion(Optimizer):
 
 
 class ShardedMuon(Muon):
-    """torch's Muon, of shards too: every rank orthogonalizes whole updates and keeps its rows."""
+    """torch's Muon for sharded parameters: ranks orthogonalize gathered updates."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves every matrix by its orthogonalized momentum."""
+        """Update every matrix by its orthogonalized momentum."""
         loss = _with_closure(closure)
         for group in self.param_groups:
-            held: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-            self._init_group(group, *held)
-            for parameter, gradient, momentum in zip(*held, strict=True):
+            group_tensors: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *group_tensors)
+            for parameter, gradient, momentum in zip(*group_tensors, strict=True):
                 self._update_parameter(parameter, gradient, momentum, group)
         return loss
 
@@ -70,29 +71,31 @@ class ShardedMuon(Muon):
     ) -> None:
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        turned = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        full_update = update.full_tensor() if isinstance(update, DTensor) else update
+        orthogonal = orthogonalize(
+            full_update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
         if isinstance(update, DTensor):
             mesh, placements = update.device_mesh, update.placements
-            turned = distribute_tensor(turned, mesh, placements, src_data_rank=None)
-        rate = adjusted(group["lr"], group["adjust_lr_fn"], parameter.shape)
+            orthogonal = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
+        rate = adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(turned, alpha=-rate)
+        parameter.add_(orthogonal, alpha=-rate)
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers that step as one; their groups and state are the one's."""
+    """Several optimizers as one, with their parameter groups and their state."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
         self.state = defaultdict(dict)
         for part in parts:
-            part.state = self.state  # as its groups are the very ones of the whole
+            part.state = self.state  # shared, as the groups are
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps each."""
+        """Step each optimizer."""
         loss = _with_closure(closure)
         for part in self.parts:
             part.step()

@@ -1,4 +1,4 @@
-"""torchao's AdamW with moments of few bits, which does not compile its step on the CPU."""
+"""torchao's AdamW with quantized moments; on the CPU, its step is not compiled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchao.optim import AdamW8bit as Codes8
 from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
-CHUNK = 1 << 20
-"""Numbers whose codes are looked for at once, some 40 bytes each."""
-LAST_PLACES = (0, 1, -1, 2, -2)
-"""Distances in units in the last place at which a block's scale is looked for."""
+CHUNK_ELEMENTS = 1 << 20
+"""Elements whose codes are searched for at once, with about 40 bytes each."""
+SCALE_ULPS = (0, 1, -1, 2, -2)
+"""Distances at which a block's scale is searched for, in units in the last place."""
 
 
 class LowBitAdamBase(Optimizer):
-    """What the two below add to torchao's."""
+    """Additions to torchao's optimizers: uncompiled steps on the CPU, and resuming."""
 
     _new_buffer: Callable[[Tensor, bool], Tensor]
 
@@ -31,9 +31,9 @@ class LowBitAdamBase(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the closure, then the step; returns what the closure returned.
+        """Evaluate the closure, update all parameters, and return the closure's result.
 
-        A model that is compiled stays so in the closure.
+        A compiled model stays compiled in the closure.
         """
         loss = None
         if closure is not None:
@@ -43,28 +43,28 @@ class LowBitAdamBase(Optimizer):
             super().step()
         return loss
 
-    state_format = torch.float32  # in bf16 the numbers of a checkpoint would lose their codes
+    state_dtype = torch.float32  # bf16 would not reproduce the codes
 
     @torch.no_grad()
     def encode(self, parameter: nn.Parameter) -> None:
-        """Encodes the moments that a checkpoint holds as numbers.
+        """Quantize the moments that a checkpoint stores in fp32.
 
-        Blocks that were decoded from codes get codes that stand for the very same numbers, so a
-        resumed run goes on bit by bit. Blocks that another sharding cut differently are rounded.
+        Blocks that were dequantized get codes with the same values, so that a resumed run is
+        identical bitwise. Blocks that another sharding has divided differently are rounded.
         """
         state = self.state[parameter]
         for slot, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            numbers, state[slot] = state[slot], self._new_buffer(parameter, signed)
-            state[slot].copy_(numbers)
-            _restore_scales(_local_tensor(state[slot]), _local_tensor(numbers))
+            moments, state[slot] = state[slot], self._new_buffer(parameter, signed)
+            state[slot].copy_(moments)
+            _restore_scales(_local_tensor(state[slot]), _local_tensor(moments))
 
 
 class AdamW8bit(LowBitAdamBase, Codes8):  # type: ignore[misc]  # torchao is not typed
-    """AdamW with moments of 8 bits."""
+    """AdamW with 8-bit moments."""
 
 
 class AdamW4bit(LowBitAdamBase, Codes4):  # type: ignore[misc]  # torchao is not typed
-    """AdamW with moments of 4 bits."""
+    """AdamW with 4-bit moments."""
 
 
 def _local_tensor(tensor: Tensor) -> Any:
@@ -72,36 +72,38 @@ def _local_tensor(tensor: Tensor) -> Any:
 
 
 def _restore_scales(encoded: Any, moments: Tensor) -> None:
-    """Finds the scale of each block that decodes to other numbers than those it was made from.
+    """Correct the scale of each block whose codes do not reproduce ``moments``.
 
     torchao scales a block so that its largest magnitude becomes 1. The codes of signed moments
-    reach 1 but not -1: a block whose largest magnitude was negative decodes to one that is
-    smaller, and would shrink each time it is encoded. Its scale is that magnitude over the lowest
-    code, up to a rounding in the last places.
+    reach 1 but not -1: a block whose largest magnitude was negative is dequantized to a smaller
+    one, and would shrink at each quantization. Its scale is that magnitude divided by the lowest
+    code, up to a rounding of the last bits.
     """
     if not (hasattr(encoded, "codes") and encoded.signed):
         return
     bits, size = (8 if isinstance(encoded, OptimState8bit) else 4), encoded.block_size
     quantize = quantize_8bit_with_qmap if bits == 8 else quantize_4bit_with_qmap
-    wanted = moments.reshape(-1, size)
+    blocks = moments.reshape(-1, size)
     decoded = encoded.dequantize(torch.float32).reshape(-1, size)
     codes = encoded.codes.view(-1, size * bits // 8)
-    for rows in (decoded != wanted).any(1).nonzero()[:, 0].split(CHUNK // size):
-        for places in LAST_PLACES:
-            block = wanted[rows]
-            nearby = (block.abs().amax(1) / -encoded.qmap[0]).view(torch.int32) + places
-            scale = nearby.view(torch.float32)
-            found = quantize(block / scale[:, None], encoded.qmap)
-            same = (encoded.qmap[found.int()] * scale[:, None] == block).all(1)
-            done, found = rows[same], found[same]
-            encoded.scale[done] = scale[same]
-            codes[done] = found if bits == 8 else (found[:, ::2] << 4) | found[:, 1::2]
-            rows = rows[~same]
+    for rows in (decoded != blocks).any(1).nonzero()[:, 0].split(CHUNK_ELEMENTS // size):
+        for ulps in SCALE_ULPS:
+            block = blocks[rows]
+            scale_bits = (block.abs().amax(1) / -encoded.qmap[0]).view(torch.int32) + ulps
+            scale = scale_bits.view(torch.float32)
+            block_codes = quantize(block / scale[:, None], encoded.qmap)
+            matches = (encoded.qmap[block_codes.int()] * scale[:, None] == block).all(1)
+            matched_rows, block_codes = rows[matches], block_codes[matches]
+            encoded.scale[matched_rows] = scale[matches]
+            codes[matched_rows] = (
+                block_codes if bits == 8 else (block_codes[:, ::2] << 4) | block_codes[:, 1::2]
+            )
+            rows = rows[~matches]
 
 
 @contextmanager
 def _uncompiled_step(parameter: Tensor) -> Iterator[None]:
-    """Runs torchao's step as it is on the CPU: a kernel for each shape would take minutes there."""
+    """Run torchao's step uncompiled on the CPU, where a kernel per shape takes minutes."""
     if parameter.device.type == "cpu":
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -1,4 +1,4 @@
-"""Optimizers that look at a matrix as such: at its rows and columns, or at its spectrum."""
+"""Configs of optimizers whose updates depend on whole matrices: Adafactor and Muon."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scalewise.optimizers.base import OptimizerConfig, betas_issues
 if TYPE_CHECKING:
     from torch import optim
 
-BF16 = 2
-"""Bytes of a number of an update while it is orthogonalized."""
-HIDDEN = ("attention", "feedforward")
+BF16_BYTES = 2
+"""Bytes per element of an update during orthogonalization."""
+HIDDEN_ROLES = ("attention", "feedforward")
 """Roles of the matrices that Muon orthogonalizes."""
 
 
@@ -41,23 +41,23 @@ class AdafactorConfig(OptimizerConfig):
     uses_whole_weights = True
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of a row's and a column's means, or of a vector's squares."""
+        """Bytes of row and column means of a matrix, or of the second moment of a vector."""
         if len(weight.shape) < 2:
             return weight.shard_numel(shards) * element_bytes
         *batch, rows, columns = weight.shape
-        each = rows + columns
+        numel = rows + columns
         for size in batch:
-            each *= size
-        return each * element_bytes
+            numel *= size
+        return numel * element_bytes
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates out of range."""
+        """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
         if not self.beta2_decay <= 0:
             yield ConfigIssue("optimizer.beta2_decay", self.beta2_decay, "must be 0 or less")
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's Adafactor."""
+        """Build torch's Adafactor."""
         from torch import optim
 
         return optim.Adafactor(groups, lr=self.lr, beta2_decay=self.beta2_decay)
@@ -88,54 +88,60 @@ class MuonConfig(OptimizerConfig):
     gathers_shards = True
 
     def is_hidden(self, weight: Weight) -> bool:
-        """Returns whether a weight is orthogonalized: a matrix of a block."""
-        return weight.role in HIDDEN and len(weight.shape) == 2
+        """Whether a weight is a matrix of a block, which is orthogonalized."""
+        return weight.role in HIDDEN_ROLES and len(weight.shape) == 2
 
     def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of a momentum for hidden matrices, of two moments for the rest."""
+        """Bytes of the momentum of hidden matrices, or of both moments of other parameters."""
         return (1 if self.is_hidden(weight) else 2) * weight.shard_numel(shards) * element_bytes
 
     def gathers_update(self, weight: Weight) -> bool:
-        """Returns whether a weight is orthogonalized, for which all of its update is needed."""
+        """Whether a weight is orthogonalized, which requires its unsharded update."""
         return self.is_hidden(weight)
 
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
-        """Returns the bytes of an update that is gathered, and of what it becomes."""
-        return weight.numel * (element_bytes + BF16) if shards > 1 and self.is_hidden(weight) else 0
+        """Bytes of a gathered update and of its orthogonalization."""
+        return (
+            weight.numel * (element_bytes + BF16_BYTES)
+            if shards > 1 and self.is_hidden(weight)
+            else 0
+        )
 
     def group_settings(self, weight: Weight) -> dict[str, object]:
-        """Returns rate, decay, and whether the weight is orthogonalized."""
+        """Learning rate, weight decay, and whether the weight is orthogonalized."""
         return {**super().group_settings(weight), "hidden": self.is_hidden(weight)}
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates and decays out of range."""
+        """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
         yield from betas_issues(self, "momentum", "beta1", "beta2")
         if not self.epsilon > 0:
             yield ConfigIssue("optimizer.epsilon", self.epsilon, "must be positive")
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns Muon and torch's AdamW as one optimizer; of one kind of group, that one."""
+        """Build Muon and torch's AdamW as one optimizer, or the only one that has groups."""
         from torch import optim
 
         from scalewise.optimizers.implementations import CombinedOptimizer, ShardedMuon
 
-        kinds: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        groups_by_hidden: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
-            kinds[group.pop("hidden")].append(group)
-        parts: list[optim.Optimizer] = []
-        if kinds[True]:
-            parts.append(
+            groups_by_hidden[group.pop("hidden")].append(group)
+        optimizers: list[optim.Optimizer] = []
+        if groups_by_hidden[True]:
+            optimizers.append(
                 ShardedMuon(
-                    kinds[True],
+                    groups_by_hidden[True],
                     lr=self.lr,
                     momentum=self.momentum,
                     nesterov=self.nesterov,
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
-        if kinds[False]:
+        if groups_by_hidden[False]:
             betas = (self.beta1, self.beta2)
-            rest = optim.AdamW(kinds[False], lr=self.lr, betas=betas, eps=self.epsilon, fused=True)
-            parts.append(rest)
-        return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
+            adamw = optim.AdamW(
+                groups_by_hidden[False], lr=self.lr, betas=betas, eps=self.epsilon, fused=True
+            )
+            optimizers.append(adamw)
+        return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)

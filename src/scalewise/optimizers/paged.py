@@ -1,4 +1,4 @@
-"""AdamW whose moments lie in memory that CUDA's driver moves to the host and back."""
+"""AdamW with moments in CUDA unified memory, which the driver pages to the host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.optim import AdamW
 
 
 class PagedAdamW(AdamW):
-    """Steps weight by weight with bitsandbytes' kernel (Dettmers et al., 2023, QLoRA, section 3).
+    """AdamW with bitsandbytes' kernel, one parameter at a time (Dettmers et al., 2023, section 3).
 
-    Moments are in fp32 whatever the format of a weight. On the CPU they are tensors like others.
+    Moments are in fp32 for parameters of any data type. On the CPU, nothing is paged.
     """
 
-    state_place = torch.device("cpu")  # what is paged is a tensor of the host's to torch
-    state_format = torch.float32
+    state_device = torch.device("cpu")  # torch treats paged tensors as host tensors
+    state_dtype = torch.float32
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the closure, then the step; returns what the closure returned."""
+        """Evaluate the closure, update all parameters, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -34,7 +34,7 @@ class PagedAdamW(AdamW):
                     self._step(parameter, parameter.grad, group)
                     devices.add(parameter.device)
         for device in devices:
-            if device.type == "cuda":  # the host would read what is on its way
+            if device.type == "cuda":  # the host may read pages that the kernel still writes
                 torch.cuda.synchronize(device)
         return loss
 
@@ -62,14 +62,14 @@ class PagedAdamW(AdamW):
 
     @torch.no_grad()
     def encode(self, parameter: nn.Parameter) -> None:
-        """Puts the moments that a checkpoint held where they are paged."""
+        """Move the moments of a checkpoint to paged memory."""
         state = self.state[parameter]
         for slot in ("exp_avg", "exp_avg_sq"):
             state[slot] = allocate_moment(parameter).copy_(state[slot])
 
 
 def allocate_moment(parameter: nn.Parameter) -> Tensor:
-    """Returns a moment of a weight that has not moved yet."""
+    """Moment of a parameter before the first step, in paged memory on CUDA."""
     if not parameter.is_cuda:
         return torch.zeros_like(parameter, dtype=torch.float32)
     paged: Tensor = functional.get_paged(*parameter.shape, device=parameter.device)

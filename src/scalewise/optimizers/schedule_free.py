@@ -1,4 +1,4 @@
-"""AdamW that needs no schedule: it averages where it has been."""
+"""Config of schedule-free AdamW."""
 
 from __future__ import annotations
 
@@ -41,34 +41,38 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
 
     @property
     def state_slots(self) -> int:
-        """Returns 2: the place it steps from, and the second moment."""
+        """2: the iterate z, and the second moment."""
         return 2
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields a schedule that falls, and shared state."""
+        """Yield issues with a decaying schedule and with sharded state."""
         yield from super().validate_with(run)
         if run.schedule.decays:
-            chosen = run.choices.get("schedule", type(run.schedule).__name__.lower())
-            reason = "lowers a rate that schedule_free averages over"
-            yield ConfigIssue("schedule", chosen, reason, "set schedule=constant")
+            option = run.choices.get("schedule", type(run.schedule).__name__.lower())
+            reason = (
+                "decays the learning rate, which optimizer=schedule_free requires to be constant"
+            )
+            yield ConfigIssue("schedule", option, reason, "set schedule=constant")
         if self.shard:
-            reason = "is for optimizers that train where they are judged"
+            reason = "is not supported with optimizers that average weights"
             yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")
 
     def average_weights(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the average x, of which ``weights`` y = beta1 x + (1 - beta1) z are a part."""
+        """Average x, computed from the weights y = beta1 x + (1 - beta1) z and the state z."""
         import torch
 
-        away = 1 - 1 / self.beta1
+        z_weight = 1 - 1 / self.beta1
         return {
-            name: torch.lerp(y, state[f"z/{name}"].to(y.dtype), away) if f"z/{name}" in state else y
+            name: torch.lerp(y, state[f"z/{name}"].to(y.dtype), z_weight)
+            if f"z/{name}" in state
+            else y
             for name, y in weights.items()
         }
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns the authors' AdamW, in training mode."""
+        """Build the authors' AdamW, in training mode."""
         from schedulefree import AdamWScheduleFree
 
         optimizer: Any = AdamWScheduleFree(
@@ -76,7 +80,7 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
             lr=self.lr,
             betas=(self.beta1, self.beta2),
             eps=self.epsilon,
-            foreach=False,  # all at once would take a copy of every weight
+            foreach=False,  # foreach would take a copy of every parameter
         )
         optimizer.train()
         return cast("optim.Optimizer", optimizer)

@@ -1,4 +1,4 @@
-"""Optimizers that hold one number for each parameter, or none."""
+"""Configs of optimizers with at most one state element per parameter element: SGD and Lion."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class SGDConfig(FixedStateOptimizerConfig):
 
     @property
     def state_slots(self) -> int:
-        """Returns 1 with momentum, else 0."""
+        """1 with momentum, else 0."""
         return 1 if self.momentum else 0
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates out of range and Nesterov without momentum."""
+        """Yield issues with values out of range, and with Nesterov without momentum."""
         yield from super().validate()
         yield from betas_issues(self, "momentum")
         if self.nesterov and not self.momentum:
             yield ConfigIssue(
-                "optimizer.nesterov", True, "needs momentum", "set optimizer.momentum=0.9"
+                "optimizer.nesterov", True, "requires momentum", "set optimizer.momentum=0.9"
             )
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's SGD."""
+        """Build torch's SGD."""
         from torch import optim
 
         return optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
@@ -66,16 +66,16 @@ class LionConfig(FixedStateOptimizerConfig):
 
     @property
     def state_slots(self) -> int:
-        """Returns 1: the momentum."""
+        """1: the momentum."""
         return 1
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields rates and decays out of range."""
+        """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
         yield from betas_issues(self, "beta1", "beta2")
 
     def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns a Lion."""
+        """Build Lion."""
         from scalewise.optimizers import implementations
 
         return implementations.Lion(groups, lr=self.lr, betas=(self.beta1, self.beta2))

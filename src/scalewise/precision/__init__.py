@@ -1,4 +1,4 @@
-"""In which number format weights are held and arithmetic is done."""
+"""Numeric precision: data types of parameters and of computation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FloatFormat(StrEnum):
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of one number."""
+        """Bytes per element."""
         return 4 if self is FloatFormat.fp32 else 2
 
 
@@ -56,42 +56,42 @@ class Precision:
     """Whether fp32 matmuls may run as TF32 on CUDA (10 mantissa bits)."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a pair of formats that no Lightning precision plugin runs."""
+        """Yield an issue if Lightning has no precision plugin for the combination."""
         if (self.parameters, self.compute) not in _LIGHTNING:
-            known = ", ".join(f"{held}/{used}" for held, used in _LIGHTNING)
+            supported = ", ".join(f"{parameters}/{compute}" for parameters, compute in _LIGHTNING)
             yield ConfigIssue(
                 "precision.parameters",
                 self.parameters.value,
-                f"cannot be held while computing in {self.compute}",
-                f"parameters/compute may be {known}",
+                f"is not supported with precision.compute={self.compute}",
+                f"supported pairs (parameters/compute) are {supported}",
             )
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what the formats do not go with."""
+        """Yield issues with other parts of the run."""
         yield from ()
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields packages that are not installed."""
+        """Yield an issue for each missing package."""
         yield from ()
 
     def fp8_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the linear layers that multiply in 8 bits, by name within a block: none."""
+        """Names, within a block, of the linear layers with fp8 matmuls: none."""
         return ()
 
     def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
-        """Puts layers that multiply in 8 bits in the place of others: none."""
+        """Replace layers by fp8 layers, in place: none."""
 
     @property
     def peak_kind(self) -> str:
-        """Returns which peak of a hardware profile a matrix product runs against."""
+        """Key of a hardware profile's peak FLOP/s for matmuls."""
         return "tf32" if self.compute is FloatFormat.fp32 and self.tf32 else self.compute.value
 
     def lightning_precision(self) -> LightningPrecision:
-        """Returns the name by which Lightning's Trainer knows this precision."""
+        """``precision`` argument of Lightning's Trainer."""
         return _LIGHTNING[self.parameters, self.compute]
 
     def set_matmul_precision(self) -> None:
-        """Sets how this process multiplies fp32 matrices on CUDA."""
+        """Set the precision of fp32 matmuls on CUDA in this process."""
         import torch
 
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")

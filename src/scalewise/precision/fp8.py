@@ -1,4 +1,4 @@
-"""Linear layers whose operands are cast to 8 bits (torchao), as a spec."""
+"""Config of fp8 training: linear layers whose operands are cast to 8 bits, by torchao."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 DIM_MULTIPLE = 16
-"""What divides every size of a product of 8-bit numbers on CUDA."""
+"""Divisor of every dimension of an fp8 matmul on CUDA."""
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of the first devices that have such products."""
+"""Lowest compute capability of devices with fp8 matmuls."""
 
 
 class ScalingRecipe(StrEnum):
@@ -51,48 +51,51 @@ class Float8(Precision):
     """Which elements share a scale."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields formats that do not go together."""
+        """Yield issues with combinations of data types."""
         yield from super().validate()
         if self.compute is FloatFormat.fp16:
-            reason = "has no room for gradients beside those of 8 bits, which are not scaled for it"
+            reason = "is not supported with fp8, whose gradients have no loss scale"
             yield ConfigIssue("precision.compute", "fp16", reason, "set precision.compute=bf16")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields devices, shapes and layouts that torchao's layers do not go with."""
-        layout, chosen = run.parallelism, run.choices.get("precision", "fp8")
+        """Yield issues with devices, shapes and strategies that torchao's layers do not support."""
+        parallelism, option = run.parallelism, run.choices.get("precision", "fp8")
         if run.hardware.fp8_tflops == 0:
-            reason = f"{run.hardware.match or 'the device'} has no fp8 products"
-            yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
+            reason = f"{run.hardware.match or 'the device'} has no fp8 matmuls"
+            yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
         if run.data.sequence % DIM_MULTIPLE:
-            reason = f"is not divisible by {DIM_MULTIPLE}, and fp8 products sum over tokens"
+            reason = f"is not divisible by {DIM_MULTIPLE}, which fp8 matmuls over tokens require"
             fix = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
             yield ConfigIssue("data.sequence", run.data.sequence, reason, fix)
         if not self.fp8_layers(run.model):
-            reason = f"no linear layer of the model has features that {DIM_MULTIPLE} divides"
-            yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
+            reason = f"the model has no linear layer with dimensions divisible by {DIM_MULTIPLE}"
+            yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
         if run.has_frozen_weights:
             adapter = run.choices.get("adapter", option_name(run.adapter))
-            reason = "freezes matrices, whose gradients torchao's fp8 layers make all the same"
+            reason = "freezes matrices, whose gradients torchao's fp8 layers compute all the same"
             yield ConfigIssue("adapter", adapter, reason, "set precision=bf16_mixed")
-        if isinstance(layout, MeshConfig):
+        if isinstance(parallelism, MeshConfig):
             for axis in ("tensor", "context"):
-                if (ranks := layout.sizes.get(axis, 1)) > 1:
-                    reason = "would give every rank's part of a row a scale of its own in fp8"
+                if (ranks := parallelism.sizes.get(axis, 1)) > 1:
+                    reason = "would compute fp8 scales per rank instead of per tensor or row"
                     fix = f"set parallelism=fsdp parallelism.{axis}=1"
                     yield ConfigIssue(f"parallelism.{axis}", ranks, reason, fix)
-        if isinstance(layout, DeepSpeedConfig):
-            option = run.choices.get("parallelism", "deepspeed")
-            reason = "casts weights by itself, and knows nothing of fp8"
-            yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
+        if isinstance(parallelism, DeepSpeedConfig):
+            parallelism_option = run.choices.get("parallelism", "deepspeed")
+            reason = "casts parameters itself and does not support fp8"
+            yield ConfigIssue("parallelism", parallelism_option, reason, "set parallelism=fsdp")
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields that torchao is not installed."""
+        """Yield an issue if torchao is not installed."""
         if find_spec("torchao") is None:
-            reason, fix = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
+            reason, fix = (
+                "requires torchao, which is not installed",
+                "pip install 'scalewise[quant]'",
+            )
             yield ConfigIssue("precision", "fp8", reason, fix)
 
     def fp8_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the linear layers of a block whose features can be multiplied in 8 bits."""
+        """Names, within a block, of the linear layers whose dimensions fp8 matmuls support."""
         linear = target_modules.linear_layers(model)
         blocks = (weight for weight in model.weight_census() if weight.layer is not None)
         sizes = {target_modules.layer_name(weight): weight.shape for weight in blocks}
@@ -101,15 +104,15 @@ class Float8(Precision):
         )
 
     def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
-        """Has torchao convert the layers, emulated on the CPU.
+        """Convert the layers with torchao, in place; on the CPU, fp8 matmuls are emulated.
 
-        Raises ``ConfigError`` where the CUDA device has no products in 8 bits.
+        Raises ``ConfigError`` if the CUDA device has no fp8 matmuls.
         """
         import torch
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
-            reason = f"{torch.cuda.get_device_name()} has no fp8 products"
+            reason = f"{torch.cuda.get_device_name()} has no fp8 matmuls"
             raise ConfigError.for_key("precision", "fp8", reason, "set precision=bf16_mixed")
         names = self.fp8_layers(model)
         recipe = Float8LinearConfig.from_recipe_name(self.recipe.value)

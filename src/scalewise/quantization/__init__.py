@@ -1,4 +1,4 @@
-"""Matrices in few bits: frozen ones that lie packed, and trained ones that are rounded."""
+"""Quantization: packed frozen weights (QLoRA) and quantization-aware training."""
 
 from scalewise.quantization.config import NoQuantizationConfig, QuantizationConfig
 

@@ -1,4 +1,4 @@
-"""Matrices that bitsandbytes packs, as specs: 4 bits scaled by blocks, 8 bits scaled by rows."""
+"""Configs of packed matrices by bitsandbytes: 4 bits per block, 8 bits per row."""
 
 from __future__ import annotations
 
@@ -25,102 +25,105 @@ if TYPE_CHECKING:
     from scalewise.quantization.packed_linear import PackedLinear
     from scalewise.run_config import RunConfig
 
-BLOCK = 64
-"""Numbers that share a scale."""
-SCALES = 256
-"""Scales that share one of their own."""
-FP32 = 4
+BLOCK_ELEMENTS = 64
+"""Elements per scale."""
+SCALES_PER_BLOCK = 256
+"""Scales per second-level scale."""
+FP32_BYTES = 4
 
 
 class BitsAndBytesConfig(QuantizationConfig):
-    """Packs the linear layers of all blocks; embeddings, norms and the head stay as they are."""
+    """Packs the linear layers of all blocks, but not embeddings, norms and head."""
 
     def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns every linear layer of a block."""
+        """Names, within a block, of all linear layers."""
         return target_modules.linear_layers(model)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what trains, cuts or reads the matrices themselves."""
+        """Yield issues with parts that train, shard or read the packed matrices."""
         name = run.choices.get("quantization", option_name(self))
-        layout = run.parallelism
+        parallelism = run.parallelism
         if not run.has_frozen_weights:
-            reason = "packed matrices cannot be trained, and nothing else would be"
+            reason = "packs matrices, which cannot be trained without an adapter"
             yield ConfigIssue("quantization", name, reason, "add adapter=lora")
         elif run.adapter.reads_base_weights:
-            chosen = run.choices.get("adapter", option_name(run.adapter))
-            reason = f"is made of whole matrices, which quantization={name} packs"
-            yield ConfigIssue("adapter", chosen, reason, "set adapter=lora")
-        if both := {*run.adapter.fully_trained_modules(run.model)} & {
+            option = run.choices.get("adapter", option_name(run.adapter))
+            reason = f"is initialized from matrices that quantization={name} packs"
+            yield ConfigIssue("adapter", option, reason, "set adapter=lora")
+        if conflicting := {*run.adapter.fully_trained_modules(run.model)} & {
             *self.packed_layers(run.model)
         }:
-            reason = f"describes {min(both)}, which quantization={name} packs"
+            reason = f"matches {min(conflicting)}, which quantization={name} packs"
             fix = "leave it out, or set quantization=none"
             yield ConfigIssue("adapter.trained", run.adapter.trained, reason, fix)
-        if isinstance(layout, MeshConfig) and layout.sizes.get("tensor", 1) > 1:
-            reason = f"would cut the matrices that quantization={name} packs whole"
+        if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
+            reason = f"would shard the matrices that quantization={name} packs"
             fix = "set parallelism=fsdp parallelism.tensor=1"
-            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, fix)
-        if isinstance(layout, DeepSpeedConfig):
-            chosen = run.choices.get("parallelism", "deepspeed")
-            reason = f"makes numbers of its own format of what quantization={name} packs"
-            yield ConfigIssue("parallelism", chosen, reason, "set parallelism=fsdp")
+            yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
+        if isinstance(parallelism, DeepSpeedConfig):
+            option = run.choices.get("parallelism", "deepspeed")
+            reason = f"casts the parameters that quantization={name} packs"
+            yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
         if run.compile.scope is not CompileScope.none:
-            reason = f"bitsandbytes, which unpacks for quantization={name}, is not compiled"
+            reason = f"is not supported with bitsandbytes, which unpacks for quantization={name}"
             yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields that bitsandbytes is not installed."""
+        """Yield an issue if bitsandbytes is not installed."""
         if find_spec("bitsandbytes") is None:
-            reason, fix = "needs bitsandbytes, which is not installed", "pip install bitsandbytes"
+            reason, fix = (
+                "requires bitsandbytes, which is not installed",
+                "pip install bitsandbytes",
+            )
             yield ConfigIssue("quantization", option_name(self), reason, fix)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Puts layers that pack what is put into them in the place of the linear ones.
+        """Replace linear layers by packed ones, in place, on the meta device.
 
-        Raises ``ConfigError`` without bitsandbytes.
+        Raises ``ConfigError`` if bitsandbytes is not installed.
         """
         if issues := [*self.validate_machine()]:
             raise ConfigError(issues)
 
-        def packing(held: nn.Linear) -> nn.Module:
-            out, into = held.weight.shape
-            return self.build_layer(into, out, bias=held.bias is not None)
+        def build_packed(layer: nn.Linear) -> nn.Module:
+            out_features, in_features = layer.weight.shape
+            return self.build_layer(in_features, out_features, bias=layer.bias is not None)
 
-        replace_layers(module, self.packed_layers(model), packing)
+        replace_layers(module, self.packed_layers(model), build_packed)
 
     @abstractmethod
     def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Returns a layer on the meta device."""
+        """Build a packed layer on the meta device."""
 
     def unpack_state_dict(
         self, state: Mapping[str, Tensor], model: ModelConfig
     ) -> dict[str, Tensor]:
-        """Returns the tensors of a checkpoint with every matrix whole, in fp32 where packed."""
-        found = dict(state)
+        """Tensors of a checkpoint with packed matrices dequantized to fp32."""
+        unpacked = dict(state)
         for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
             layer = self._build_layer_like(weight)
-            held = {
-                part.name.rpartition(".")[2]: found.pop(part.name)
+            parts = {
+                part.name.rpartition(".")[2]: unpacked.pop(part.name)
                 for part in self.packed_parts(weight)
             }
-            layer.load_state_dict(held, assign=True)
-            found[weight.name] = _full_weight(layer)
-        return found
+            layer.load_state_dict(parts, assign=True)
+            unpacked[weight.name] = _full_weight(layer)
+        return unpacked
 
     def round_state_dict(
         self, state: Mapping[str, Tensor], model: ModelConfig
     ) -> dict[str, Tensor]:
-        """Returns a model's tensors as packing leaves them, in fp32 where packed."""
-        found = dict(state)
+        """Tensors of a model with matrices quantized and dequantized to fp32."""
+        rounded = dict(state)
         for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
-            layer = self._build_layer_like(weight).to_empty(device=found[weight.name].device)
-            layer.pack(found[weight.name])
-            found[weight.name] = _full_weight(layer)
-        return found
+            layer = self._build_layer_like(weight).to_empty(device=rounded[weight.name].device)
+            layer.pack(rounded[weight.name])
+            rounded[weight.name] = _full_weight(layer)
+        return rounded
 
     def _build_layer_like(self, weight: Weight) -> PackedLinear:
-        out, into = weight.shape
-        return self.build_layer(into, out, bias=False)
+        out_features, in_features = weight.shape
+        return self.build_layer(in_features, out_features, bias=False)
 
 
 def _full_weight(layer: PackedLinear) -> Tensor:
@@ -137,31 +140,31 @@ class FourBitConfig(BitsAndBytesConfig):
     """Whether the scales are quantized to 8 bits too: 4.13 instead of 4.5 bits per parameter."""
 
     code = ""
-    """What bitsandbytes calls the 16 values."""
+    """bitsandbytes' name of the 16 code values."""
 
     @property
-    def scale_bytes(self) -> float:  # type: ignore[override]  # of a dataclass
-        """Returns the bytes of a number: unpacked scales, and those before their mean is added."""
-        return 2 * FP32 / BLOCK if self.double else 0.0
+    def scale_bytes(self) -> float:  # type: ignore[override]  # read only
+        """Temporary bytes per element: fp32 scales, before and after their mean is added."""
+        return 2 * FP32_BYTES / BLOCK_ELEMENTS if self.double else 0.0
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
-        """Returns the codes, their scales and, of scales that are packed, theirs and the mean."""
-        stem = weight.name.removesuffix("weight")
-        scales = ceil(weight.numel / BLOCK)
-        of_scales = (ceil(scales / SCALES) + 1, FP32)
+        """Codes, scales and, with ``double``, the scales and the mean of the scales."""
+        prefix = weight.name.removesuffix("weight")
+        num_scales = ceil(weight.numel / BLOCK_ELEMENTS)
+        second_level = (ceil(num_scales / SCALES_PER_BLOCK) + 1, FP32_BYTES)
         shapes: dict[str, tuple[int, ...]] = {
             "weight": (ceil(weight.numel / 2),),
-            "scale": (scales,) if self.double else (scales, FP32),
+            "scale": (num_scales,) if self.double else (num_scales, FP32_BYTES),
         }
         if self.double:
-            shapes["scale_of_scales"] = of_scales
+            shapes["scale_of_scales"] = second_level
         return tuple(
-            replace(weight, name=f"{stem}{kind}", shape=shape, element_bytes=1)
+            replace(weight, name=f"{prefix}{kind}", shape=shape, element_bytes=1)
             for kind, shape in shapes.items()
         )
 
     def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Returns a layer on the meta device."""
+        """Build a packed layer on the meta device."""
         from scalewise.quantization.packed_linear import FourBitLinear
 
         return FourBitLinear(
@@ -195,22 +198,22 @@ class Int8Config(BitsAndBytesConfig):
     outliers."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Yield an issue if the threshold is negative."""
         if not self.threshold >= 0:
             fix = "set quantization.threshold=6.0, or 0"
-            yield ConfigIssue("quantization.threshold", self.threshold, "is below zero", fix)
+            yield ConfigIssue("quantization.threshold", self.threshold, "must be 0 or more", fix)
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
-        """Returns the numbers and the scale of each row."""
-        stem = weight.name.removesuffix("weight")
-        shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32)}
+        """Integers, and the scale of each row."""
+        prefix = weight.name.removesuffix("weight")
+        shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32_BYTES)}
         return tuple(
-            replace(weight, name=f"{stem}{kind}", shape=shape, element_bytes=1)
+            replace(weight, name=f"{prefix}{kind}", shape=shape, element_bytes=1)
             for kind, shape in shapes.items()
         )
 
     def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Returns a layer on the meta device."""
+        """Build a packed layer on the meta device."""
         from scalewise.quantization.packed_linear import Int8Linear
 
         return Int8Linear(in_features, out_features, bias=bias, threshold=self.threshold)

@@ -1,4 +1,4 @@
-"""Matrices that are trained to be integers (Jacob et al., 2018, section 3), as specs."""
+"""Configs of quantization-aware training (Jacob et al., 2018, section 3)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
-PER_WORD = 8
-"""Integers of 4 bits that are exported in one of 32."""
-FP32 = 4
-"""Bytes of a scale, and of such an integer."""
+CODES_PER_WORD = 8
+"""4-bit codes per exported 32-bit word."""
+FP32_BYTES = 4
+"""Bytes of a scale, and of a word."""
 
 
 @register_option("quantization", "qat_int4")
@@ -45,85 +45,101 @@ class QATInt4Config(QuantizationConfig):
     """Number of consecutive elements of a weight that share a scale, in elements."""
 
     def fake_quantized_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns every linear layer of a block."""
+        """Names, within a block, of all linear layers."""
         return target_modules.linear_layers(model)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields groups that do not fill the integers in which they are exported."""
-        if self.group < PER_WORD or self.group % PER_WORD:
-            reason = f"is no multiple of {PER_WORD}, the integers that one of 32 bits holds"
-            if not self.group % PER_WORD:
-                reason = f"must be {PER_WORD} or more"
+        """Yield an issue if groups do not fill the words in which they are exported."""
+        if self.group < CODES_PER_WORD or self.group % CODES_PER_WORD:
+            reason = f"must be a multiple of {CODES_PER_WORD}, the 4-bit codes per 32-bit word"
+            if not self.group % CODES_PER_WORD:
+                reason = f"must be {CODES_PER_WORD} or more"
             yield ConfigIssue("quantization.group", self.group, reason, "set quantization.group=32")
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what trains something else, or cuts what shares a scale."""
+        """Yield issues with parts that freeze matrices, or shard elements with a common scale."""
         name = run.choices.get("quantization", option_name(self))
-        layout, model = run.parallelism, run.model
+        parallelism, model = run.parallelism, run.model
         if isinstance(model, DecoderConfig):
             yield from self._validate_field(model, name)
         yield from self._validate_groups(model)
         if run.has_frozen_weights:
-            chosen = run.choices.get("adapter", option_name(run.adapter))
-            reason = f"freezes the matrices that quantization={name} is to train"
+            option = run.choices.get("adapter", option_name(run.adapter))
+            reason = f"freezes the matrices that quantization={name} trains"
             fix = "set adapter=none, or quantization=nf4"
-            yield ConfigIssue("adapter", chosen, reason, fix)
+            yield ConfigIssue("adapter", option, reason, fix)
         if run.precision.fp8_layers(model):
-            chosen = run.choices.get("precision", "fp8")
-            reason = f"rounds to floating-point numbers what quantization={name} rounds to integers"
-            yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
-        if isinstance(layout, MeshConfig) and layout.sizes.get("tensor", 1) > 1:
-            reason = f"would give every rank's part of a row a scale of its own in {name}"
+            option = run.choices.get("precision", "fp8")
+            reason = f"casts to fp8 the operands that quantization={name} rounds to integers"
+            yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
+        if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
+            reason = f"would compute quantization scales per rank instead of per group in {name}"
             fix = "set parallelism=fsdp parallelism.tensor=1"
-            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, fix)
-        if isinstance(layout, DeepSpeedConfig):
-            chosen = run.choices.get("parallelism", "deepspeed")
-            reason = f"has no place in its ledger for what quantization={name} rounds"
-            yield ConfigIssue("parallelism", chosen, reason, "set parallelism=fsdp")
+            yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
+        if isinstance(parallelism, DeepSpeedConfig):
+            option = run.choices.get("parallelism", "deepspeed")
+            reason = f"is not supported with quantization={name}"
+            yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
 
     def _validate_field(self, model: DecoderConfig, name: str) -> Iterator[ConfigIssue]:
-        for field, wanted in LLAMA_SHAPE.items():
-            if (held := getattr(model, field)) != wanted:
-                reason = f"is not Llama's, whose form quantization={name} is exported in"
-                fix = f"set {format_override(f'model.{field}', wanted)}"
-                yield ConfigIssue(f"model.{field}", held, reason, fix)
+        for field, llama_value in LLAMA_SHAPE.items():
+            if (value := getattr(model, field)) != llama_value:
+                reason = f"differs from Llama, whose format quantization={name} is exported in"
+                fix = f"set {format_override(f'model.{field}', llama_value)}"
+                yield ConfigIssue(f"model.{field}", value, reason, fix)
 
     def _validate_groups(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        rounded = (
+        weights = (
             weight for weight in model.weight_census() if self.is_fake_quantized(weight, model)
         )
-        read = {weight.shape[1] for weight in rounded}
-        if undivided := sorted(size for size in read if size % self.group):
-            reason = f"does not divide {undivided[0]}, the features that a linear layer reads"
-            fitting = (n for n in (128, 64, 32, 16, 8) if n <= self.group and not gcd(*read) % n)
-            smaller = next(fitting, None)
-            fix = f"set quantization.group={smaller}" if smaller else "set quantization=none"
+        input_sizes = {weight.shape[1] for weight in weights}
+        if indivisible := sorted(size for size in input_sizes if size % self.group):
+            reason = (
+                f"does not divide {indivisible[0]}, the number of input features of a linear layer"
+            )
+            divisors = (
+                divisor
+                for divisor in (128, 64, 32, 16, 8)
+                if divisor <= self.group and not gcd(*input_sizes) % divisor
+            )
+            group = next(divisors, None)
+            fix = f"set quantization.group={group}" if group else "set quantization=none"
             yield ConfigIssue("quantization.group", self.group, reason, fix)
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields that torchao is not installed."""
+        """Yield an issue if torchao is not installed."""
         if find_spec("torchao") is None:
-            reason, fix = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
+            reason, fix = (
+                "requires torchao, which is not installed",
+                "pip install 'scalewise[quant]'",
+            )
             yield ConfigIssue("quantization", option_name(self), reason, fix)
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
-        """Returns the integers, eight in one of 32 bits, and the scale of each group, in fp32."""
-        out, into = weight.shape
-        sizes = {"packed": into // PER_WORD, "scale": into // self.group}
+        """Packed integers, eight per 32-bit word, and fp32 scales of groups."""
+        out_features, in_features = weight.shape
+        sizes = {"packed": in_features // CODES_PER_WORD, "scale": in_features // self.group}
         return tuple(
-            replace(weight, name=f"{weight.name}_{kind}", shape=(out, size), element_bytes=FP32)
+            replace(
+                weight,
+                name=f"{weight.name}_{kind}",
+                shape=(out_features, size),
+                element_bytes=FP32_BYTES,
+            )
             for kind, size in sizes.items()
         )
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Puts layers that round in the place of the linear ones."""
+        """Replace linear layers by layers with fake quantization, in place."""
         from scalewise.quantization.fake import FakeQuantizedLinear
 
-        def rounding(held: nn.Linear) -> nn.Module:
-            out, into = held.weight.shape
-            return FakeQuantizedLinear(into, out, self.group, rounds_inputs=self.rounds_inputs)
+        def build_fake_quantized(layer: nn.Linear) -> nn.Module:
+            out_features, in_features = layer.weight.shape
+            return FakeQuantizedLinear(
+                in_features, out_features, self.group, rounds_inputs=self.rounds_inputs
+            )
 
-        replace_layers(module, self.fake_quantized_layers(model), rounding)
+        replace_layers(module, self.fake_quantized_layers(model), build_fake_quantized)
 
 
 @register_option("quantization", "qat_8da4w")

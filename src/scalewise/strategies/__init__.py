@@ -1,1 +1,1 @@
-"""Layouts alive: Lightning strategies that build, cut, step, clip and save a model."""
+"""Lightning strategies: they build, shard, step, clip and checkpoint a model."""

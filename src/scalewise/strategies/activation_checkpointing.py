@@ -1,4 +1,4 @@
-"""Activation checkpointing of one block: what it forgets after forward, backward makes again."""
+"""Activation checkpointing of one block: activations are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 aten = torch.ops.aten
-PRODUCTS = frozenset(
+SAVED_OPS = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
@@ -30,14 +30,15 @@ PRODUCTS = frozenset(
         torch.ops._c10d_functional.all_to_all_single.default,
     }
 )
-"""What is dear to compute, or to send, a second time."""
+"""Operators whose results selective checkpointing stores: costly to repeat."""
 
 
 def checkpoint_block(block: nn.Module, *, save_matmuls: bool) -> None:
-    """Makes a block run forward a second time when backward comes to it, in place.
+    """Wrap the forward of a block in ``torch.utils.checkpoint``, in place.
 
-    ``save_matmuls``: the results of matrix products, attention and messages are kept instead.
-    Hooks around the block, which gather its weights, run once.
+    ``save_matmuls``: results of matmuls, attention and collectives are stored and not recomputed
+    (selective checkpointing). Module hooks, such as FSDP's, lie outside of the wrapper and run
+    once.
     """
     contexts: dict[str, Any] = {}
     if save_matmuls:
@@ -49,4 +50,4 @@ def checkpoint_block(block: nn.Module, *, save_matmuls: bool) -> None:
 def _selective_policy(
     context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Activation offload: what a block keeps for backward leaves the device until it is read."""
+"""Activation offload: saved tensors of a block leave the device until the backward pass."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Restore = Callable[[], Tensor]
 
 
 def offload_block(block: nn.Module) -> None:
-    """Makes a block hand over what it keeps for backward, in place: to the host, or to the disk.
+    """Offload the tensors that a block saves for the backward pass, in place.
 
-    From a CUDA device to pinned memory of its host, and from the CPU to a file without a name, in
-    ``TMPDIR``. Weights stay where they are, and so does what other blocks read too.
+    A CUDA device offloads to pinned host memory, the CPU to an unnamed file in ``TMPDIR``.
+    Parameters and tensors that other blocks read as well stay where they are.
     """
     forward: Callable[..., Any] = block.forward
 
-    def handing_over(x_BTW: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def offloading_forward(x_BTW: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(x_BTW, *arguments, **keywords)
-        shared = [it for it in tree_leaves((arguments, keywords)) if isinstance(it, Tensor)]
-        away = OffloadedStorages(block, shared)
-        with saved_tensors_hooks(away.pack, away.unpack):
-            return forward(x_BTW, *arguments, **keywords)
+            return forward(x_BTW, *args, **kwargs)
+        shared = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+        offloaded = OffloadedStorages(block, shared)
+        with saved_tensors_hooks(offloaded.pack, offloaded.unpack):
+            return forward(x_BTW, *args, **kwargs)
 
-    block.forward = handing_over
+    block.forward = offloading_forward
 
 
 class OffloadedStorages:
-    """What one pass of a block has handed over: each storage once, however many views are kept."""
+    """Storages that one forward pass of a block has offloaded, each of them once."""
 
     def __init__(self, block: nn.Module, shared: list[Tensor]) -> None:
         self._block, self._shared = block, storage_keys(shared)
@@ -50,14 +50,14 @@ class OffloadedStorages:
         self._file: IO[bytes] | None = None
 
     def pack(self, tensor: Tensor) -> Any:
-        """Returns what ``unpack`` makes the tensor of again."""
+        """Pack hook of ``saved_tensors_hooks``: a handle that ``unpack`` restores from."""
         if isinstance(tensor, AsyncCollectiveTensor):
-            tensor = tensor.wait()  # its numbers may still be on their way
-        if is_traceable_wrapper_subclass(around := cast(Any, tensor)):
-            names, context = around.__tensor_flatten__()
-            parts = {name: getattr(around, name) for name in names}
+            tensor = tensor.wait()  # its collective may be in flight
+        if is_traceable_wrapper_subclass(wrapper := cast(Any, tensor)):
+            names, context = wrapper.__tensor_flatten__()
+            parts = {name: getattr(wrapper, name) for name in names}
             inner = {n: self.pack(p) if isinstance(p, Tensor) else p for n, p in parts.items()}
-            return _WrappedTensor(type(around), inner, context, tensor.size(), around.stride())
+            return _WrappedTensor(type(wrapper), inner, context, tensor.size(), wrapper.stride())
         storage = tensor.untyped_storage()
         if storage.nbytes() < OFFLOAD_MIN_BYTES or storage._cdata in self._resident_storages():
             return tensor
@@ -65,13 +65,13 @@ class OffloadedStorages:
         if key not in self._offloaded:
             self._offloaded[key] = _OffloadedStorage(self._offload(storage))
             weakref.finalize(storage, self._offloaded.pop, key, None)
-        kept = self._offloaded[key]
-        kept.pending_uses += 1
+        offloaded = self._offloaded[key]
+        offloaded.pending_uses += 1
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return _StorageView(kept, tensor.dtype, view)
+        return _StorageView(offloaded, tensor.dtype, view)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Returns a tensor like the one that was ``packed``."""
+        """Unpack hook of ``saved_tensors_hooks``: the tensor that was packed."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, _WrappedTensor):
@@ -81,56 +81,61 @@ class OffloadedStorages:
                 else part
                 for name, part in packed.inner.items()
             }
-            made = packed.kind.__tensor_unflatten__(
+            tensor = packed.kind.__tensor_unflatten__(
                 inner, packed.context, packed.size, packed.stride
             )
-            return cast(Tensor, made)
-        whole = packed.storage.take_bytes()
-        rest = len(whole) % packed.dtype.itemsize
-        found: Tensor = whole[: len(whole) - rest].view(packed.dtype).as_strided(*packed.view)
-        return found
+            return cast(Tensor, tensor)
+        storage_bytes = packed.storage.take_bytes()
+        remainder = len(storage_bytes) % packed.dtype.itemsize
+        restored: Tensor = (
+            storage_bytes[: len(storage_bytes) - remainder]
+            .view(packed.dtype)
+            .as_strided(*packed.view)
+        )
+        return restored
 
     def _resident_storages(self) -> set[int]:
-        """Returns the storages of weights, wherever they have been gathered, and of the shared."""
+        """Storages of parameters, as gathered now, and of shared inputs."""
         return storage_keys([*self._block.parameters(), *self._block.buffers()]) | self._shared
 
     @torch.no_grad()
     def _offload(self, storage: UntypedStorage) -> Restore:
         device, size = storage.device, storage.nbytes()
-        if device.type == "meta":  # no memory is behind it, and a plan runs it
+        if device.type == "meta":  # plans run on the meta device
             return lambda: torch.empty(size, dtype=torch.uint8)
-        whole = _bytes_tensor(storage)
+        storage_bytes = _bytes_tensor(storage)
         if device.type == "cuda":
-            host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
-            host.copy_(whole, non_blocking=True)
+            host = torch.empty(storage_bytes.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(storage_bytes, non_blocking=True)
             return lambda: host.to(device, non_blocking=True)
         if self._file is None:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this)
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the finalizer)
             weakref.finalize(self, self._file.close)
         begin = self._file.seek(0, SEEK_END)
-        self._file.write(whole.numpy().data)
+        self._file.write(storage_bytes.numpy().data)
         return lambda: self._read_file(begin, size)
 
     def _read_file(self, begin: int, size: int) -> Tensor:
-        back = torch.empty(size, dtype=torch.uint8)
+        restored = torch.empty(size, dtype=torch.uint8)
         assert self._file is not None
         self._file.seek(begin)
-        self._file.readinto(back.numpy().data)  # type: ignore[attr-defined]  # IO lacks it
-        return back
+        self._file.readinto(restored.numpy().data)  # type: ignore[attr-defined]  # IO lacks it
+        return restored
 
 
 @dataclass(frozen=True)
 class _StorageView:
-    """A tensor of a storage that is away: its format, and size, stride and offset."""
+    """Handle of a tensor in an offloaded storage."""
 
     storage: _OffloadedStorage
     dtype: torch.dtype
     view: tuple[torch.Size, tuple[int, ...], int]
+    """Size, stride and storage offset."""
 
 
 @dataclass(frozen=True)
 class _WrappedTensor:
-    """A tensor around others, as of a mesh, and what is needed to put it around them again."""
+    """Handle of a tensor subclass, such as DTensor, with packed inner tensors."""
 
     kind: Any
     inner: dict[str, Any]
@@ -144,15 +149,15 @@ def _bytes_tensor(storage: UntypedStorage) -> Tensor:
 
 
 class _OffloadedStorage:
-    """A storage that is away, until the last that needs it has been given it."""
+    """Offloaded storage that is restored once and freed after its last use."""
 
     def __init__(self, restore: Restore) -> None:
         self.pending_uses, self._restore = 0, restore
         self._bytes: Tensor | None = None
 
     def take_bytes(self) -> Tensor:
-        """Returns what the storage holds, brought back by the first who asks."""
-        whole = self._restore() if self._bytes is None else self._bytes
+        """Bytes of the storage, restored at the first call; counts one use."""
+        restored = self._restore() if self._bytes is None else self._bytes
         self.pending_uses -= 1
-        self._bytes = whole if self.pending_uses else None
-        return whole
+        self._bytes = restored if self.pending_uses else None
+        return restored

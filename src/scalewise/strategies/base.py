@@ -1,4 +1,4 @@
-"""What the training module asks of every layout, and how every layout saves and loads."""
+"""Base class of parallelism strategies, with checkpoint reading and writing."""
 
 from __future__ import annotations
 
@@ -31,44 +31,43 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ScaledLoss:
-    """The summed loss of a micro batch, times a factor."""
+    """Summed loss of a micro-batch, multiplied by ``factor``."""
 
     objective: ObjectiveConfig
     factor: Tensor | float = 1.0
 
     @property
     def computed_in_module(self) -> bool:
-        """Returns whether a module takes the sums over tokens itself."""
+        """Whether the module computes the sums over tokens itself (chunked loss)."""
         return self.objective.loss_chunk is not None
 
     def compute(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Returns the loss of a batch."""
-        reads = self.computed_in_module or self.objective.needs_encoder_decoder
-        labels = batch["labels"] if reads else None
+        """Loss of a batch, with its forward pass through ``module``."""
+        passes_labels = self.computed_in_module or self.objective.needs_encoder_decoder
+        labels = batch["labels"] if passes_labels else None
         return self(module(batch["inputs"], labels, batch.get("places")), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> Tensor:
-        """Returns the loss from what a module returned: logits, or the sums that it took."""
-        summed = (
+        """Loss from the output of a module: logits, or sums over tokens."""
+        loss_sum = (
             output
             if self.computed_in_module
             else self.objective.sum_over_tokens(output, batch["labels"])
         )
-        return self.objective.loss(grad_norm.local_tensor(summed), batch) * self.factor
+        return self.objective.loss(grad_norm.local_tensor(loss_sum), batch) * self.factor
 
 
 class ParallelStrategy(Strategy):
-    """A Lightning strategy that also builds the model and knows who holds what of it.
+    """Lightning strategy that also builds the model and shards its parameters.
 
-    ``has_sharded_state``: whether ranks hold different tensors, so that all of them write
-    checkpoints.
-    ``fuses_forward_backward``: whether forward and backward are one call, so that none can time
-    them.
+    Subclasses combine it with one of Lightning's strategies.
     """
 
     writer: BackgroundWriter
     has_sharded_state = False
+    """Whether ranks store different tensors, so that all of them write checkpoints."""
     fuses_forward_backward = False
+    """Whether one call runs forward and backward, so that they cannot be timed apart."""
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
     _resume_path: Path | None = None
@@ -76,9 +75,9 @@ class ParallelStrategy(Strategy):
     _saves_group_settings = False
 
     def build(self, run: RunConfig) -> nn.Module:
-        """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
-        whole = StageSlice(range(run.model.layers))
-        module = run.model.build_meta(whole)
+        """Build the model, or this rank's shards of it, and initialize it from ``run.seed``."""
+        all_layers = StageSlice(range(run.model.layers))
+        module = run.model.build_meta(all_layers)
         run.quantization.apply(module, run.model)
         run.precision.apply(module, run.model, run.hardware.device)
         run.adapter.apply(module, run.model)
@@ -86,19 +85,19 @@ class ParallelStrategy(Strategy):
         run.model.init_weights(module, run.seed)
         run.adapter.init_or_load_weights(module, run.model, run.seed)
         run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
-        run.memory.apply(module, whole)
+        run.memory.apply(module, all_layers)
         run.compile.apply(module)
         return module
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
-        """Makes a module of the user's, built and whole, one of this layout, before it is set up.
+        """Adapt a user-defined module, complete but not yet set up, to this strategy.
 
-        What its optimizer's groups say is kept in checkpoints from then on.
+        From then on, checkpoints store the settings of its optimizer's parameter groups.
         """
         self._saves_group_settings = True
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
-        """Returns the run's optimizer over what this rank holds of the model."""
+        """Build the optimizer of the run over the parameters of this rank."""
         optimizer = run.optimizer.build(self.iter_weights(run, module))
         if run.optimizer.in_backward:
             self._optimizer_in_backward = OptimizerInBackward(optimizer, self.root_device)
@@ -107,74 +106,80 @@ class ParallelStrategy(Strategy):
     def iter_weights(
         self, run: RunConfig, module: nn.Module
     ) -> Iterator[tuple[Weight, nn.Parameter]]:
-        """Yields each parameter of a module with the weight of the whole model that it is of."""
-        known = {weight.name: weight for weight in run.weight_census()}
+        """Parameters of a module, each with its entry in the model's weight census."""
+        weights_by_name = {weight.name: weight for weight in run.weight_census()}
         for name, parameter in module.named_parameters():
-            yield known[self.canonical_name(f"model.{name}").removeprefix("model.")], parameter
+            full_name = self.canonical_name(f"model.{name}").removeprefix("model.")
+            yield weights_by_name[full_name], parameter
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Returns this rank's piece of the rows it reads: all of them unless tokens are shared."""
+        """Part of a batch that this rank processes: all of it unless tokens are sharded."""
         return batch
 
     def loss_context(self) -> AbstractContextManager[None]:
-        """Returns the context in which losses and their gradients are taken."""
+        """Context in which losses and their gradients are computed."""
         return nullcontext()
 
     def compute_train_loss(
         self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool
     ) -> Tensor:
-        """Returns the loss of a micro batch on this rank, ready for backward.
+        """Compute the loss of a micro-batch on this rank, ready for the backward pass.
 
-        ``last``: no other follows before the optimizer steps.
+        ``last``: no other micro-batch follows before the optimizer step.
         """
         batch = self.shard_batch(batch)
         with self.loss_context():
             return loss.compute(module, batch)
 
     def compute_validation_loss(self, module: nn.Module, batch: Batch, loss: ScaledLoss) -> Tensor:
-        """Returns the loss of a micro batch on this rank, without gradients."""
+        """Compute the loss of a micro-batch on this rank, without gradients."""
         return self.compute_train_loss(module, batch, loss, last=False)
 
     @torch.no_grad()
     def call_no_grad(self, method: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Returns what a method of the module gives without gradients, called as its steps are."""
+        """Call a method of the module without gradients, through the strategy's wrapper."""
         assert self.lightning_module is not None
         with self.precision_plugin.forward_context():
             if self.model is self.lightning_module:
                 return method(*args)
-            through: Any = self._forward_redirection
-            found = through(self.model, self.lightning_module, method.__name__, *args)
-            return cast(Tensor, found)
+            redirection: Any = self._forward_redirection
+            output = redirection(self.model, self.lightning_module, method.__name__, *args)
+            return cast(Tensor, output)
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
-        """Scales the whole gradient down to the norm ``max_norm``; returns the norm it had."""
+        """Clip the gradient over all ranks to ``max_norm``, in place.
+
+        Returns its norm before clipping.
+        """
         if self._optimizer_in_backward is not None:
             return self._optimizer_in_backward.take_grad_norm()
-        held = [p for p in module.parameters() if p.grad is not None]
-        norm = grad_norm.tensors_norm([p.grad for p in held if p.grad is not None])
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        norm = grad_norm.tensors_norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(held, max_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called before each backward pass that Lightning does not see: none
-        here."""
+        """Register a callback for backward passes that Lightning does not run.
+
+        Only pipeline schedules have such passes.
+        """
 
     def reshard(self) -> None:
-        """Drops gathered copies of shards, which have changed outside of the optimizer."""
+        """Free gathered parameters, whose shards were changed outside of the optimizer."""
 
     @property
     def resume_path(self) -> Path:
-        """Returns the checkpoint that training goes on from, once it is being loaded."""
+        """Checkpoint that training resumes from; set when it is loaded."""
         assert self._resume_path is not None
         return self._resume_path
 
     def strategy_buffers(self) -> StrategyBuffers:
-        """Returns what this rank holds of the model beside the module's own tensors."""
+        """Tensors of the model on this rank outside of the module."""
         return StrategyBuffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the tensors that a checkpoint holds of the model: this rank's, not copied."""
+        """Model tensors of this rank for a checkpoint; not copied."""
         assert self.lightning_module is not None
         return {
             self.canonical_name(name): tensor.detach()
@@ -182,20 +187,20 @@ class ParallelStrategy(Strategy):
         }
 
     def canonical_name(self, name: str) -> str:
-        """Returns the name that a tensor of the module has in the whole model, adapted or not."""
+        """Name of a tensor in the full model without adapter."""
         return name.replace(".base_layer.", ".")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what an optimizer counts; tensors go in by name, settings are the run's.
+        """Optimizer counters for a checkpoint; state tensors are stored by name.
 
-        Those of a user's module are its own: all that its groups say.
+        For a user-defined module, all settings of the parameter groups.
         """
         if self._saves_group_settings:
             return {"groups": optimizer_state_dict.group_settings(optimizer)}
         return optimizer_state_dict.step_counts(optimizer)
 
     def setup_checkpoint_writer(self, checkpoint: CheckpointConfig) -> None:
-        """Says how checkpoints are written; every rank calls it, once training is set up."""
+        """Create the checkpoint writer; all ranks call this after setup."""
         self.writer = BackgroundWriter(
             background=checkpoint.background,
             device=self.root_device,
@@ -205,7 +210,7 @@ class ParallelStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint folder; every rank must call it."""
+        """Write a checkpoint folder; all ranks must call this."""
         model = checkpoint.pop("state_dict")
         average = checkpoint.pop(store.AVERAGE, None)
         if not (self.has_sharded_state or self.is_global_zero):
@@ -215,41 +220,44 @@ class ParallelStrategy(Strategy):
         if average:
             parts[store.AVERAGE] = average
         tensors = self.writer.stage(parts)
-        path, rest, group = Path(filepath), store.pack_state(checkpoint), self.writer.group
-        self.writer.submit(lambda: store.save_checkpoint(path, tensors, rest, group))
+        path, state, group = Path(filepath), store.pack_state(checkpoint), self.writer.group
+        self.writer.submit(lambda: store.save_checkpoint(path, tensors, state, group))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads the weights into the module; returns the rest of a checkpoint folder."""
+        """Read the parameters of a checkpoint folder into the module.
+
+        Returns the rest of the checkpoint.
+        """
         self._resume_path = Path(checkpoint_path)
         checkpoint = store.load_state(self._resume_path)
-        checkpoint["state_dict"] = held = self.lightning_module_state_dict()
-        store.read_into(self._resume_path, "model", held)
+        checkpoint["state_dict"] = weights = self.lightning_module_state_dict()
+        store.read_into(self._resume_path, "model", weights)
         assert self.lightning_module is not None
-        module = self.lightning_module.state_dict()
-        if len(module) > len(held):  # a folded pipeline has both ends of a tied weight
+        module_tensors = self.lightning_module.state_dict()
+        if len(module_tensors) > len(weights):  # two copies of a tied weight in a V-shaped pipeline
             with torch.no_grad():
-                for name, tensor in module.items():
+                for name, tensor in module_tensors.items():
                     grad_norm.local_tensor(tensor).copy_(
-                        grad_norm.local_tensor(held[self.canonical_name(name)])
+                        grad_norm.local_tensor(weights[self.canonical_name(name)])
                     )
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Copies what a callback put in the place of the weights that are already read."""
-        held = self.lightning_module_state_dict()
+        """Copy tensors that a callback has replaced in the loaded state dict."""
+        weights = self.lightning_module_state_dict()
         with torch.no_grad():
             for name, tensor in checkpoint["state_dict"].items():
-                if tensor is not held[name]:
-                    held[name].copy_(tensor)
+                if tensor is not weights[name]:
+                    weights[name].copy_(tensor)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Reads the optimizer's tensors."""
+        """Read the optimizer state."""
         assert self._resume_path is not None
-        known = store.tensor_shapes(self._resume_path, "optimizer")
+        shapes = store.tensor_shapes(self._resume_path, "optimizer")
         states = optimizer_state_dict.allocate_state(
-            self.optimizers, self._parameter_names(), known
+            self.optimizers, self._parameter_names(), shapes
         )
         store.read_into(self._resume_path, "optimizer", states)
         optimizer_state_dict.put_state(self.optimizers, self._parameter_names(), states)
@@ -258,5 +266,5 @@ class ParallelStrategy(Strategy):
 
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         assert self.lightning_module is not None
-        named = self.lightning_module.named_parameters()
-        return {parameter: self.canonical_name(name) for name, parameter in named}
+        named_parameters = self.lightning_module.named_parameters()
+        return {parameter: self.canonical_name(name) for name, parameter in named_parameters}

@@ -1,7 +1,7 @@
-"""Context parallelism: ranks share the tokens of each row out, and attention reaches across.
+"""Context parallelism: ranks share the tokens of each sequence; attention communicates.
 
-Shape suffixes: B rows, T tokens of a rank, S of a row, N context ranks, H query heads, K key heads,
-D features.
+Shape suffixes: B sequences, T tokens of a rank, S tokens of a sequence, N context ranks, H query
+heads, K key heads, D features.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from torch.nn import functional as F
 
 from scalewise.parallelism.mesh import ContextAttention
 
-_NEW_NAME = "all_gather_single_autograd"  # since torch 2.13, which warns of the old one
-gather: Any = getattr(collectives, _NEW_NAME, None) or collectives.all_gather_tensor_autograd
+_GATHER_NAME = "all_gather_single_autograd"  # since torch 2.13, which deprecates the old name
+gather: Any = getattr(collectives, _GATHER_NAME, None) or collectives.all_gather_tensor_autograd
 
 Batch = dict[str, Tensor]
 
 
 class SequenceSharding:
-    """Which tokens of a row each rank holds.
+    """Assignment of the tokens of a sequence to context ranks.
 
-    ``balanced``: a row is cut into 2N pieces, of which rank r holds r and 2N - 1 - r, so that
-    causal attention costs every rank the same; else into N.
+    ``balanced``: a sequence is divided into 2N chunks; rank r stores chunks r and 2N - 1 - r, so
+    that causal attention costs every rank the same. Otherwise it is divided into N chunks.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: int, *, balanced: bool) -> None:
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.group = mesh.get_group()
-        pieces = (2 if balanced else 1) * self.ranks
-        self.chunk_tokens = sequence // pieces
-        held = [[rank, pieces - 1 - rank] if balanced else [rank] for rank in range(self.ranks)]
-        self.chunk_indices = held[self.rank]
-        places = torch.arange(sequence, device="cpu").view(pieces, self.chunk_tokens)
-        self.order_T = torch.cat([places[pieces_of_rank].flatten() for pieces_of_rank in held])
-        """Places in the row of all ranks' tokens, rank after rank."""
-        self.places_T = places[self.chunk_indices].flatten()
-        """Places in the row of this rank's tokens."""
+        num_chunks = (2 if balanced else 1) * self.ranks
+        self.chunk_tokens = sequence // num_chunks
+        chunks_of_ranks = [
+            [rank, num_chunks - 1 - rank] if balanced else [rank] for rank in range(self.ranks)
+        ]
+        self.chunk_indices = chunks_of_ranks[self.rank]
+        positions = torch.arange(sequence, device="cpu").view(num_chunks, self.chunk_tokens)
+        self.order_T = torch.cat([positions[chunks].flatten() for chunks in chunks_of_ranks])
+        """Positions in the sequence of all ranks' tokens, in rank order."""
+        self.positions_T = positions[self.chunk_indices].flatten()
+        """Positions in the sequence of this rank's tokens."""
         self.inverse_T = torch.argsort(self.order_T)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Returns the tokens and labels of this rank; the places of packed rows stay whole."""
+        """Tokens and labels of this rank; positions of packed sequences stay unsharded."""
         return {
-            name: x[:, self.places_T.to(x.device)] if name in ("inputs", "labels") else x
+            name: x[:, self.positions_T.to(x.device)] if name in ("inputs", "labels") else x
             for name, x in batch.items()
         }
 
@@ -55,7 +57,7 @@ class SequenceSharding:
 def build_attention(
     kind: ContextAttention, sharding: SequenceSharding, dropout: float
 ) -> nn.Module:
-    """Returns the attention that takes the place of ``CausalMix``."""
+    """Attention module that replaces ``CausalMix`` under context parallelism."""
     kinds = {
         ContextAttention.ulysses: UlyssesAttention,
         ContextAttention.gather: AllGatherAttention,
@@ -64,7 +66,7 @@ def build_attention(
 
 
 class UlyssesAttention(nn.Module):
-    """Whole rows of some heads on each rank, by all-to-all there and back (DeepSpeed-Ulysses)."""
+    """Attention over full sequences of some heads per rank, by all-to-all (DeepSpeed-Ulysses)."""
 
     def __init__(self, sharding: SequenceSharding, dropout: float) -> None:
         super().__init__()
@@ -73,16 +75,16 @@ class UlyssesAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Returns ``mixed_BTHD`` of this rank's tokens."""
-        split = self.sharding
+        """``mixed_BTHD`` of this rank's tokens."""
+        sharding = self.sharding
         heads, keys = query_BTHD.shape[2], key_BTKD.shape[2]
-        if keys % split.ranks:  # too few to share out: each query head brings its own
+        if keys % sharding.ranks:  # too few key heads to shard: repeat them per query head
             key_BTKD, value_BTKD = (
                 x.repeat_interleave(heads // keys, dim=2) for x in (key_BTKD, value_BTKD)
             )
-        inverse = split.inverse_T.to(query_BTHD.device)
+        inverse = sharding.inverse_T.to(query_BTHD.device)
         query, key, value = (
-            all_to_all_dims(x, 2, 1, split.group)[:, inverse]
+            all_to_all_dims(x, 2, 1, sharding.group)[:, inverse]
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
         mixed_BHTD = F.scaled_dot_product_attention(
@@ -94,12 +96,12 @@ class UlyssesAttention(nn.Module):
             is_causal=mask_B1SS is None,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        ordered = mixed_BHTD.transpose(1, 2)[:, split.order_T.to(query_BTHD.device)]
-        return all_to_all_dims(ordered, 1, 2, split.group)
+        ordered = mixed_BHTD.transpose(1, 2)[:, sharding.order_T.to(query_BTHD.device)]
+        return all_to_all_dims(ordered, 1, 2, sharding.group)
 
 
 class AllGatherAttention(nn.Module):
-    """All keys and values on each rank, for its own queries (Llama 3, section 3.3.2)."""
+    """Attention of local queries to all-gathered keys and values (Llama 3, section 3.3.2)."""
 
     def __init__(self, sharding: SequenceSharding, dropout: float) -> None:
         super().__init__()
@@ -108,40 +110,45 @@ class AllGatherAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Returns ``mixed_BTHD`` of this rank's tokens, a piece at a time against what it sees."""
-        split = self.sharding
-        both = torch.stack((key_BTKD, value_BTKD))
-        both = gather(both, 2, split.group)
-        both = both[:, :, split.inverse_T.to(both.device)]
-        mixed = []
-        for number, query in enumerate(torch.split(query_BTHD, split.chunk_tokens, dim=1)):
-            first = split.chunk_indices[number] * split.chunk_tokens
-            key, value = both[:, :, : first + split.chunk_tokens].unbind(0)
+        """``mixed_BTHD`` of this rank's tokens, one chunk of queries at a time."""
+        sharding = self.sharding
+        keys_values = torch.stack((key_BTKD, value_BTKD))
+        keys_values = gather(keys_values, 2, sharding.group)
+        keys_values = keys_values[:, :, sharding.inverse_T.to(keys_values.device)]
+        outputs = []
+        for index, query in enumerate(torch.split(query_BTHD, sharding.chunk_tokens, dim=1)):
+            first = sharding.chunk_indices[index] * sharding.chunk_tokens
+            key, value = keys_values[:, :, : first + sharding.chunk_tokens].unbind(0)
             if mask_B1SS is None:
-                rows = torch.arange(split.chunk_tokens, device=query.device)[:, None] + first
-                seen = (
-                    torch.arange(first + split.chunk_tokens, device=query.device)[None, :] <= rows
+                query_positions = (
+                    torch.arange(sharding.chunk_tokens, device=query.device)[:, None] + first
+                )
+                mask = (
+                    torch.arange(first + sharding.chunk_tokens, device=query.device)[None, :]
+                    <= query_positions
                 )
             else:
-                seen = mask_B1SS[
-                    :, :, first : first + split.chunk_tokens, : first + split.chunk_tokens
+                mask = mask_B1SS[
+                    :, :, first : first + sharding.chunk_tokens, : first + sharding.chunk_tokens
                 ]
             mixed_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
-                attn_mask=seen,
+                attn_mask=mask,
                 dropout_p=self.dropout if self.training else 0.0,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
-            mixed.append(mixed_BHTD.transpose(1, 2))
-        return torch.cat(mixed, dim=1)
+            outputs.append(mixed_BHTD.transpose(1, 2))
+        return torch.cat(outputs, dim=1)
 
 
 def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns ``x`` with dim ``split_dim`` shared out over the ranks and dim ``concat_dim`` whole
-    again."""
+    """``x`` with dimension ``split_dim`` sharded and dimension ``concat_dim`` gathered.
+
+    The inverse is the same call with both dimensions exchanged.
+    """
     ranks = group.size()
-    sent = torch.stack(x.chunk(ranks, split_dim)).flatten(0, 1)
-    received = collectives.all_to_all_single_autograd(sent, None, None, group)
-    return torch.cat(received.chunk(ranks), concat_dim)
+    send_buffer = torch.stack(x.chunk(ranks, split_dim)).flatten(0, 1)
+    receive_buffer = collectives.all_to_all_single_autograd(send_buffer, None, None, group)
+    return torch.cat(receive_buffer.chunk(ranks), concat_dim)

@@ -1,4 +1,4 @@
-"""Replicas, with what travels between them compressed or delayed where asked."""
+"""DDP strategy, with communication hooks, local SGD and sharded optimizer state."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 
-_NEW_NAME = "forward_sync_buffers"  # since torch 2.13
-_KNOWN = _NEW_NAME in signature(DistributedDataParallel).parameters
-CONSTANT_BUFFERS: dict[str, Any] = {_NEW_NAME if _KNOWN else "broadcast_buffers": False}
-"""Buffers are functions of the model's shape: DDP need not send them at each forward."""
+_BUFFERS_NAME = "forward_sync_buffers"  # since torch 2.13
+_HAS_NEW_NAME = _BUFFERS_NAME in signature(DistributedDataParallel).parameters
+CONSTANT_BUFFERS: dict[str, Any] = {_BUFFERS_NAME if _HAS_NEW_NAME else "broadcast_buffers": False}
+"""Disables the broadcast of buffers at each forward pass: they depend on shapes alone."""
 
 
 class DataParallelStrategy(ParallelStrategy, DDPStrategy):
-    """Lightning's DDP, with hooks on every device: Lightning leaves them out on the CPU."""
+    """Lightning's DDP strategy, with communication hooks on every device.
+
+    Lightning registers them on CUDA only.
+    """
 
     spec: DDPConfig
 
@@ -51,22 +54,22 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
         self._averager: PeriodicModelAverager | None = None
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
-        """Has buffers sent at each forward, as DDP does by itself: a user's may change."""
+        """Broadcast buffers at each forward pass, as torch's default: they may change."""
         super().prepare_user_module(run, module)
         for name in CONSTANT_BUFFERS:
             del self._ddp_kwargs[name]
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
-        """Returns the run's optimizer, its state shared out over the ranks where asked."""
+        """Optimizer of the run; ``optimizer.shard`` partitions its state over ranks (ZeRO-1)."""
         if not run.optimizer.shard:
             return super().build_optimizer(run, module)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # torch's own use
+            warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # raised within torch
             from torch.distributed.optim import ZeroRedundancyOptimizer
         self.has_sharded_state = True
         groups = run.optimizer.build_parameter_groups(self.iter_weights(run, module))
-        over: Any = run.optimizer.build_from_groups  # it asks for a class, and calls it
-        return ZeroRedundancyOptimizer(groups, over)
+        optimizer_class: Any = run.optimizer.build_from_groups  # typed as a class, but only called
+        return ZeroRedundancyOptimizer(groups, optimizer_class)
 
     def _register_ddp_hooks(self) -> None:
         hook = self.spec.comm_hook
@@ -74,9 +77,10 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
             return
         assert isinstance(self.model, DistributedDataParallel)
         if hook is CommHook.post_local_sgd:
-            # torch annotates neither of the two.
-            own, _ = dist.new_subgroups(group_size=1)
-            state: Any = post_localSGD_hook.PostLocalSGDState(None, own, self.spec.lossless_steps)
+            local_group, _ = dist.new_subgroups(group_size=1)
+            state: Any = post_localSGD_hook.PostLocalSGDState(
+                None, local_group, self.spec.lossless_steps
+            )
             self._averager = PeriodicModelAverager(
                 self.spec.averaging_period, warmup_steps=self.spec.lossless_steps
             )
@@ -95,7 +99,7 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Saves the average of the weights where ranks train on their own."""
+        """Write a checkpoint; with local SGD, average the parameters over ranks first."""
         if self._averager is not None:
             world = dist.group.WORLD
             assert world is not None
@@ -110,7 +114,7 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
         model: LightningModule | Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps, and averages the weights where ranks train on their own."""
+        """Step; with local SGD, also average the parameters when it is due."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._averager is not None:
             assert self.lightning_module is not None

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine in the suite: its ZeRO and offload, our weights, losses and checkpoints."""
+"""DeepSpeed's ZeRO and offload, with scalewise's initialization, losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy, on the CPU as well, which Lightning refuses."""
+    """Lightning's DeepSpeed strategy, extended to the CPU, which Lightning rejects."""
 
     spec: DeepSpeedConfig
     run: RunConfig
@@ -47,19 +47,19 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         self._grad_norm = torch.zeros(())
 
     def setup_environment(self) -> None:
-        """Joins the ranks."""
-        # DeepSpeed calls collectives by the names that torch 2.13 has replaced, at every step.
+        """Initialize the process group."""
+        # At every step, DeepSpeed calls collectives by names that torch 2.13 has deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """Joins the ranks as DDP does, and tells DeepSpeed."""
+        """Initialize the process group as DDP does, and DeepSpeed with it."""
         import deepspeed
 
         super(DeepSpeedStrategy, self).setup_distributed()
         self._set_node_environment_variables()
         if self._device is DeviceKind.cpu:
-            # No shared-memory collectives: gloo's are as exact, and need no compiler.
+            # Gloo instead of DeepSpeed's shared-memory collectives, which need a compiler.
             deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(self._process_group_backend)
         for name in self.spec.native_extensions:
@@ -67,13 +67,13 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Does nothing: ``build`` shares weights out layer by layer."""
+        """Do nothing: ``build`` partitions parameters layer by layer."""
         yield
 
     def build(self, run: RunConfig) -> nn.Module:
-        """Returns the model, in stage 3 with the shards of this rank.
+        """Build the model, in stage 3 with this rank's partition of every parameter.
 
-        No more than one layer is held whole at any time in stage 3.
+        In stage 3, at most one layer is unpartitioned at any time.
         """
         self.run = run
         folder = str(self._swap_folder.open()) if self._swap_folder else ""
@@ -86,14 +86,17 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         return zero3_init.build_zero3_sharded(run, self.config, self.root_device)
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
-        """Notes the run: DeepSpeed shares a user's module out itself, when it is set up."""
+        """Store the run; DeepSpeed partitions a user-defined module in ``setup``."""
         super().prepare_user_module(run, module)
-        held = [*module.parameters()]
-        counts = sum(p.numel() for p in held), sum(p.numel() for p in held if p.requires_grad)
+        parameters = [*module.parameters()]
+        counts = (
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
+        )
         self.run, self.config = run, self.spec.build_config(run, "", *counts)
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
-        """Returns the run's optimizer; where its state is on the host, DeepSpeed's for the CPU."""
+        """Build the optimizer; with offloaded state, DeepSpeed's CPU Adam."""
         if self.spec.offload_optimizer is OffloadTarget.none:
             return super().build_optimizer(run, module)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -111,7 +114,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         return optimizer
 
     def setup(self, trainer: Trainer) -> None:
-        """Makes DeepSpeed's engine around the module."""
+        """Wrap the module in DeepSpeed's engine."""
         import deepspeed
 
         assert self.accelerator is not None
@@ -123,51 +126,59 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         )
         self.model, self.optimizers = engine, [zero]
         self.lr_scheduler_configs = [schedule] if schedule else []
-        cut = self.run.precision.parameters is not self.run.precision.compute
-        if cut and not self._saves_group_settings:
+        has_rounded_masters = self.run.precision.parameters is not self.run.precision.compute
+        if has_rounded_masters and not self._saves_group_settings:
             self._init_masters()
         self.barrier()
 
     def _init_masters(self) -> None:
-        """Gives the masters the weights as drawn: DeepSpeed made them of weights cut to bf16."""
+        """Set the master weights to the initial values in fp32.
+
+        DeepSpeed has copied them from parameters that were rounded to bf16.
+        """
         from scalewise.strategies import zero_state_dict
 
-        drawn: dict[str, Tensor] = {}
-        pieces = zero3_init.iter_layers(self.run, self.root_device)
+        layer_tensors: dict[str, Tensor] = {}
+        layers = zero3_init.iter_layers(self.run, self.root_device)
 
-        def read(name: str, whole: Tensor) -> None:
-            own = name.removeprefix("model.")
-            while own not in drawn:
-                drawn.clear()
-                named = next(pieces).named_parameters()
-                drawn.update((self.canonical_name(name), parameter) for name, parameter in named)
-            whole.copy_(drawn[own].detach())
+        def read(name: str, tensor: Tensor) -> None:
+            model_name = name.removeprefix("model.")
+            while model_name not in layer_tensors:
+                layer_tensors.clear()
+                named_parameters = next(layers).named_parameters()
+                layer_tensors.update(
+                    (self.canonical_name(name), parameter) for name, parameter in named_parameters
+                )
+            tensor.copy_(layer_tensors[model_name].detach())
 
         zero_state_dict.load_weights(self.optimizers[0], self._parameter_names(), read)
 
     def compute_train_loss(
         self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool
     ) -> Tensor:
-        """Returns the loss of a micro batch; DeepSpeed is told whether a step follows."""
+        """Compute the loss of a micro-batch; ``last`` sets DeepSpeed's accumulation boundary."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(last)
         return super().compute_train_loss(module, batch, loss, last=last)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Does nothing: ``compute_train_loss`` has told DeepSpeed."""
+        """Do nothing: ``compute_train_loss`` sets the accumulation boundary."""
         yield
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Returns False: Lightning divides by the micro batches, and steps after the last."""
+        """False: Lightning divides the loss and steps after the last micro-batch."""
         return False
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Goes backward, dividing by nothing."""
+        """Run the backward pass without DeepSpeed's division by accumulation steps."""
         return super().backward(closure_loss, *args, **kwargs, scale_wrt_gas=False)
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
-        """Returns the norm, to be filled in by the step: DeepSpeed takes it and clips there."""
+        """Gradient norm, as a tensor that ``optimizer_step`` fills in.
+
+        DeepSpeed computes the norm and clips to it in its step.
+        """
         self._grad_norm = torch.zeros((), dtype=torch.float32, device=self.root_device)
         return self._grad_norm
 
@@ -178,7 +189,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         model: LightningModule | Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps; a gradient that is not finite has an infinite norm, and moves nothing."""
+        """Step and store the gradient norm.
+
+        With a gradient that is not finite, DeepSpeed skips the step; the norm is then infinite.
+        """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         engine = self.deepspeed_engine
         skipped = engine.optimizer.overflow
@@ -186,26 +200,29 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         return output
 
     def strategy_buffers(self) -> StrategyBuffers:
-        """Returns the masters, shards and reduced gradients of ZeRO's optimizer."""
+        """Master weights, partitions and reduced gradients of the ZeRO optimizer."""
         from scalewise.strategies import zero_state_dict
 
         return zero_state_dict.ZeroPartition(self.optimizers[0], self._parameter_names())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the masters, whole, on rank 0 alone; every rank must ask."""
+        """Unpartitioned master weights, on rank 0 only; all ranks must call this."""
         from scalewise.strategies import zero_state_dict
 
-        whole = {}
+        weights = {}
         for parameter, name in self._parameter_names().items():
             master = zero_state_dict.full_weight(parameter)
             if self.is_global_zero:
-                whole[name] = master.cpu()
-        return whole
+                weights[name] = master.cpu()
+        return weights
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes one file of weights and one of state, by name: nothing of DeepSpeed's own."""
+        """Write parameters and optimizer state by name; all ranks must call this.
+
+        Checkpoints contain no file in a format of DeepSpeed's.
+        """
         from scalewise.strategies import zero_state_dict
 
         model = checkpoint.pop("state_dict")
@@ -215,14 +232,17 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
                 states[key] = state.cpu()
         if self.is_global_zero:
             tensors = self.writer.stage({"model": model, "optimizer": states})
-            path, rest = Path(filepath), store.pack_state(checkpoint)
-            self.writer.submit(lambda: store.save_checkpoint(path, tensors, rest))
+            path, packed_state = Path(filepath), store.pack_state(checkpoint)
+            self.writer.submit(lambda: store.save_checkpoint(path, tensors, packed_state))
         self.barrier()
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads the masters of any layout's checkpoint; returns the rest of it."""
+        """Read the master weights from a checkpoint of any parallelism strategy.
+
+        Returns the rest of the checkpoint.
+        """
         from scalewise.strategies import zero_state_dict
 
         self._resume_path = path = Path(checkpoint_path)
@@ -230,15 +250,15 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         zero_state_dict.load_weights(
             self.optimizers[0],
             self._parameter_names(),
-            lambda name, whole: store.read_into(path, "model", {name: whole}),
+            lambda name, tensor: store.read_into(path, "model", {name: tensor}),
         )
         return {**checkpoint, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Does nothing: the weights are read already."""
+        """Do nothing: ``load_checkpoint`` has read the parameters."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Reads the optimizer's tensors."""
+        """Read the optimizer state."""
         from scalewise.strategies import zero_state_dict
 
         assert self._resume_path is not None
@@ -247,11 +267,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             self.optimizers[0],
             self._parameter_names(),
             store.tensor_shapes(path, "optimizer"),
-            lambda key, whole: store.read_into(path, "optimizer", {key: whole}),
+            lambda key, tensor: store.read_into(path, "optimizer", {key: tensor}),
         )
 
     def teardown(self) -> None:
-        """Lets go of the engine, and of what it left on a disk."""
+        """Release the engine and remove its NVMe folder."""
         super().teardown()
         if self._swap_folder:
             self._swap_folder.close()

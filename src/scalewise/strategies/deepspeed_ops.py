@@ -1,8 +1,8 @@
-"""DeepSpeed's native code: compiled once for a machine, loaded without its compiler and its locks.
+"""DeepSpeed's native extensions: compiled once per machine, loaded without DeepSpeed's lock.
 
-Left to itself DeepSpeed compiles when a rank first needs it, and a process that is killed then
-leaves a lock that every later one waits for. Here it is compiled before there are ranks, into a
-folder that is complete or absent.
+DeepSpeed compiles an extension when a rank first needs it; a process that is killed meanwhile
+leaves a lock for which all later processes wait. Here, extensions are compiled before ranks start,
+into a folder that is complete or absent.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from scalewise.data.build_cache import build_cached, is_cached
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 
-WATCH_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
-"""DeepSpeed's class that knows the sources, by the name of what it builds."""
+"""DeepSpeed's op builder of each extension."""
 
-SECONDS = {"cpu_adam": 40, "async_io": 120}
-"""How long compiling takes on two cores."""
+COMPILE_SECONDS = {"cpu_adam": 40, "async_io": 120}
+"""Compile time on two cores."""
 
-CURES = {
+FIXES = {
     "cpu_adam": "install g++ and ninja, or set parallelism.offload_optimizer=none",
     "async_io": "apt-get install libaio-dev g++, or offload to cpu instead of nvme",
 }
 
 
 def build_extension(name: str, device: DeviceKind) -> Path:
-    """Returns the folder of an extension's libraries; the first to ask compiles, others wait.
+    """Folder of an extension's libraries, compiled by the first process that needs it.
 
-    It is keyed by what the code is compiled against and for. Raises ``ConfigError`` with the
-    compiler's last word.
+    Other processes wait for it. The cache key contains all versions and the target processor.
+    Raises ``ConfigError`` with the compiler's last line.
     """
     key = {
         "deepspeed": version("deepspeed"),
@@ -54,24 +54,24 @@ def build_extension(name: str, device: DeviceKind) -> Path:
         "device": device.value,
     }
     if not is_cached(name, key, subfolder="extensions"):
-        print_lines(f"compiling DeepSpeed's {name}, once: about {SECONDS[name]} s")
+        print_lines(f"compiling DeepSpeed's {name}, once: about {COMPILE_SECONDS[name]} s")
     return build_cached(
         name, key, lambda folder: _build_in_process(name, device, folder), subfolder="extensions"
     )
 
 
 def load_extension(name: str, device: DeviceKind) -> None:
-    """Gives DeepSpeed an extension of ours, so that it neither compiles nor locks."""
+    """Register a compiled extension with DeepSpeed, so that it neither compiles nor locks."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     libraries = {library.stem: library for library in build_extension(name, device).glob("*.so")}
-    for part in sorted(libraries, key=name.__eq__):  # what it links to comes first
+    for part in sorted(libraries, key=name.__eq__):  # libraries that it links to come first
         if part not in OpBuilder._loaded_ops:
             OpBuilder._loaded_ops[part] = _import_library(part, libraries[part])
             if part == "pin_memory":
                 from deepspeed.ops.op_builder import PinMemoryBuilder
 
-                PinMemoryBuilder().load()  # makes its symbols global
+                PinMemoryBuilder().load()  # loads its symbols globally
 
 
 def _import_library(name: str, library: Path) -> object:
@@ -84,9 +84,9 @@ def _import_library(name: str, library: Path) -> object:
 
 
 def _build_in_process(name: str, device: DeviceKind, folder: Path) -> None:
-    """Compiles in a process of its own, which takes its compilers along when it has to end."""
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = {**os.environ, "DS_ACCELERATOR": device.value, "PATH": tools}
+    """Compile in a subprocess; its compilers end with it."""
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "DS_ACCELERATOR": device.value, "PATH": search_path}
     process = subprocess.Popen(  # noqa: S603 (this very module)
         [sys.executable, "-P", "-m", __name__, name, str(folder), str(os.getpid())],
         stdout=subprocess.PIPE,
@@ -96,32 +96,32 @@ def _build_in_process(name: str, device: DeviceKind, folder: Path) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     except BaseException:
         _end_tree(psutil.Process(process.pid))
         process.wait()
         raise
     if process.returncode:
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+        last_line = next((line for line in reversed(output.splitlines()) if line.strip()), "")
         raise ConfigError.for_key(
-            "parallelism", name, f"DeepSpeed's code does not compile: {last}", CURES[name]
+            "parallelism", name, f"DeepSpeed's code does not compile: {last_line}", FIXES[name]
         )
 
 
 def end_with_parent(parent: int) -> None:
-    """Waits until this process has another parent, then ends it and its compilers.
+    """Wait until the parent process ends, then end this process and its compilers.
 
-    Whoever takes the lock after a killed builder has the machine for its own.
+    The next holder of the build lock then has no compilers beside its own.
     """
     while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
+        time.sleep(POLL_SECONDS)
     for child in psutil.Process().children():
         _end_tree(child)
     os._exit(1)
 
 
 def _end_tree(process: psutil.Process) -> None:
-    """Ends a process and all below it; ninja's compilers are in process groups of their own."""
+    """End a process and its descendants; ninja's compilers have process groups of their own."""
     with suppress(psutil.NoSuchProcess):
         process.suspend()  # so that it starts nothing more while its children are listed
         for child in process.children():
@@ -130,14 +130,14 @@ def _end_tree(process: psutil.Process) -> None:
 
 
 def _compile(name: str, folder: Path) -> None:
-    """Puts an extension's libraries, and those that it links to, into ``folder``."""
-    # A folder of its own: what is left of a killed builder lies where nobody looks.
-    with tempfile.TemporaryDirectory(dir=folder) as room:
-        os.environ["TORCH_EXTENSIONS_DIR"] = room
+    """Copy an extension's libraries, and those that it links to, to ``folder``."""
+    # A temporary folder: files of a killed build are never used.
+    with tempfile.TemporaryDirectory(dir=folder) as build_folder:
+        os.environ["TORCH_EXTENSIONS_DIR"] = build_folder
         from deepspeed.ops import op_builder
 
         getattr(op_builder, BUILDERS[name])().load(verbose=False)
-        for library in Path(room).rglob("*.so"):
+        for library in Path(build_folder).rglob("*.so"):
             shutil.copy2(library, folder)
 
 

@@ -1,4 +1,4 @@
-"""The norm of a gradient, also where its pieces lie on several ranks."""
+"""Gradient norm over all ranks, and clipping to it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-ROW = 1024
-"""Numbers whose squares are added up one after the other on the CPU."""
+ROW_ELEMENTS = 1024
+"""Elements whose squares are added one after the other on the CPU."""
 
 
 def tensors_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the 2-norm of all ``tensors`` together, a scalar.
+    """2-norm of all ``tensors`` together, a scalar.
 
-    On the CPU torch adds squares up in a row: 16 million of them lose 6e-4 of the norm in fp32,
-    and pieces of them less, so that layouts would clip differently. Rows of few lose nothing.
+    On the CPU, torch adds squares one after the other: 16 million elements lose 6e-4 of the norm in
+    fp32, and shards of them lose less, so that parallelism strategies would clip differently. Norms
+    of short rows, combined, do not have this error.
     """
     return nn.utils.get_total_norm([part for tensor in tensors for part in _row_norms(tensor)])
 
@@ -26,53 +27,58 @@ def tensors_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _row_norms(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.device.type != "cpu":
         return (tensor,)
-    if tensor.numel() <= ROW:
+    if tensor.numel() <= ROW_ELEMENTS:
         return (tensor.float(),)
     flat = tensor.reshape(-1)
-    rows = flat[: len(flat) // ROW * ROW].view(-1, ROW)
-    whole = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-    return (*_row_norms(whole), flat[rows.numel() :].float())
+    rows = flat[: len(flat) // ROW_ELEMENTS * ROW_ELEMENTS].view(-1, ROW_ELEMENTS)
+    row_norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return (*_row_norms(row_norms), flat[rows.numel() :].float())
 
 
 def global_grad_norm(gradients: Iterable[Tensor], stages: int, device: torch.device) -> Tensor:
-    """Returns the 2-norm of all ``gradients`` together, a scalar that is equal on every rank.
+    """2-norm of all ``gradients`` together, a scalar that is equal on every rank.
 
-    Each of ``stages`` pipeline ranks has its own. Every rank adds the squares of what it holds,
-    divided by the number of ranks that hold the same, and one sum over all ranks joins them.
+    Each of ``stages`` pipeline stages has other gradients. Every rank adds the squares of its local
+    shards, divided by the number of ranks with the same shards; one all-reduce adds the sums.
     """
-    holders: dict[int, list[Tensor]] = {}
+    gradients_by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         copies = dist.get_world_size() // (stages * _num_shards(gradient))
-        holders.setdefault(copies, []).append(local_tensor(gradient))
+        gradients_by_copies.setdefault(copies, []).append(local_tensor(gradient))
     square = torch.zeros((), dtype=torch.float32, device=device)
-    for copies, held in holders.items():
-        square += tensors_norm(held).to(device).float() ** 2 / copies
+    for copies, local_gradients in gradients_by_copies.items():
+        square += tensors_norm(local_gradients).to(device).float() ** 2 / copies
     dist.all_reduce(square)
     return square.sqrt()
 
 
 def squared_grad_norm(gradient: Tensor) -> Tensor:
-    """Returns this rank's part of the square of a gradient's 2-norm: ranks add theirs up."""
+    """This rank's term of the squared 2-norm of a gradient; the sum over ranks is the square."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return tensors_norm([local_tensor(gradient)]) ** 2 / (ranks // _num_shards(gradient))
 
 
 def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place so that their norm, ``norm`` now, is ``max_norm`` at the most."""
+    """Scale gradients in place to a 2-norm of at most ``max_norm``.
+
+    ``norm``: their 2-norm before.
+    """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    held = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if held:
-        torch._foreach_mul_(held, factor.to(held[0].device))
+    local_gradients = [
+        local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
+    if local_gradients:
+        torch._foreach_mul_(local_gradients, factor.to(local_gradients[0].device))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor."""
+    """Local shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_shards(gradient: Tensor) -> int:
-    """Returns into how many pieces a gradient is cut."""
+    """Number of shards of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
-    placed = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return prod(size for size, placement in placed if not isinstance(placement, Replicate))
+    mesh_placements = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return prod(size for size, placement in mesh_placements if not isinstance(placement, Replicate))

@@ -1,4 +1,4 @@
-"""One strategy for every product of pipeline, replicate, shard, context and tensor parallelism."""
+"""N-dimensional parallelism over one mesh: pipeline, replication, sharding, context and tensor."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ if TYPE_CHECKING:
 
 
 class FSDPBuffers(StrategyBuffers):
-    """The whole weights that FSDP gathers into storage that it resizes, and whole gradients."""
+    """Unsharded parameters and gradients of FSDP, and receive buffers of a pipeline."""
 
     def __init__(self, module: nn.Module, receive_buffers: Callable[[], list[Tensor]]) -> None:
         self._module, self._receive_buffers = module, receive_buffers
 
     def resizable(self) -> list[Tensor]:
-        """Returns them, in whatever size they have now, and a pipeline's buffers."""
-        held = self._fsdp_parameters()
-        gathered = [tensor for parameter in held for tensor in parameter.all_gather_outputs]
+        """All-gather outputs at their current size, and receive buffers of the pipeline."""
+        parameters = self._fsdp_parameters()
+        gathered = [tensor for parameter in parameters for tensor in parameter.all_gather_outputs]
         return [*gathered, *self._receive_buffers()]
 
     def gradients(self) -> list[Tensor]:
-        """Returns the whole gradients of micro batches whose reduction is put off."""
-        found: list[Tensor | None] = []
+        """Unsharded gradients that wait for the last micro-batch to be reduced."""
+        gradients: list[Tensor | None] = []
         for parameter in self._fsdp_parameters():
-            found.append(parameter.unsharded_accumulated_grad)
+            gradients.append(parameter.unsharded_accumulated_grad)
             if hasattr(parameter, "_unsharded_param"):
-                found.append(parameter._unsharded_param.grad)
-        return [gradient for gradient in found if gradient is not None]
+                gradients.append(parameter._unsharded_param.grad)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _fsdp_parameters(self) -> list[Any]:
-        parts = [part for part in self._module.modules() if isinstance(part, FSDPModule)]
-        groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
+        fsdp_modules = [
+            module for module in self._module.modules() if isinstance(module, FSDPModule)
+        ]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules]
         return [parameter for group in groups if group for parameter in group.fsdp_params]
 
 
@@ -65,10 +67,10 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         self._pipeline: PipelineRunner | None = None
 
     def setup_environment(self) -> None:
-        """Joins the ranks and lays the mesh over them."""
+        """Initialize the process group and the device mesh."""
         self._setup_distributed()
         sizes = self.spec.sizes
-        # FSDP shards over the context ranks as well: to the model's mesh the two are one axis.
+        # FSDP also shards over the context ranks: in the model's mesh both are one axis.
         shape = {**sizes, "shards": sizes["shards"] * sizes["context"]}
         names = tuple(axis for axis in AXES if axis != "context")
         self._device_mesh = self._build_mesh(shape, names)
@@ -81,46 +83,50 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def axis_mesh(self, name: str) -> DeviceMesh | None:
-        """Returns the ranks that differ from this one along an axis alone; None for size 1."""
+        """One-dimensional submesh of this rank along an axis; None: the axis has size 1."""
         mesh = self._full_mesh if name == "context" else self.device_mesh
         return mesh[name] if self.spec.sizes[name] > 1 else None
 
     def build(self, run: RunConfig) -> nn.Module:
-        """Returns this rank's shards, made without ever holding the whole model."""
+        """Build this rank's shards; the full model is never materialized."""
         context = self.axis_mesh("context")
         if context is not None:
             self._sequence_sharding = SequenceSharding(
                 context, run.data.sequence, balanced=self.spec.balanced
             )
-        parts = run.model.split_stages(self.spec.num_stages, run.data.sequence)
-        mine = self.spec.stage_indices(self.global_rank)
+        stage_slices = run.model.split_stages(self.spec.num_stages, run.data.sequence)
+        stage_indices = self.spec.stage_indices(self.global_rank)
         stages = [
-            parallelize.build_sharded(run, parts[index], self, self._sequence_sharding)
-            for index in mine
+            parallelize.build_sharded(run, stage_slices[index], self, self._sequence_sharding)
+            for index in stage_indices
         ]
         if self.axis_mesh("pipeline") is None:
             return stages[0]
-        # torch's pipelining takes longer to import than a small model to build.
+        # Imported here: torch's pipelining takes longer to import than a small model to build.
         from scalewise.strategies.pipeline_parallel import PipelineRunner
 
-        self._pipeline = PipelineRunner(self.spec, self.device_mesh["pipeline"], mine, stages, run)
+        self._pipeline = PipelineRunner(
+            self.spec, self.device_mesh["pipeline"], stage_indices, stages, run
+        )
         self.fuses_forward_backward = True
-        return nn.ModuleDict({f"stage{index}": s for index, s in zip(mine, stages, strict=True)})
+        return nn.ModuleDict(
+            {f"stage{index}": s for index, s in zip(stage_indices, stages, strict=True)}
+        )
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
-        """Shards a user's module once it is whole, where Lightning asks for it."""
+        """Shard a user-defined module at the end of its ``configure_model``."""
         super().prepare_user_module(run, module)
-        whole = module.configure_model
+        configure_full_model = module.configure_model
 
         def configure_model() -> None:
-            whole()
+            configure_full_model()
             if not isinstance(module, FSDPModule):
                 parallelize.shard_user_module(module, run, self)
 
-        module.configure_model = configure_model  # type: ignore[method-assign]  # of this one alone
+        module.configure_model = configure_model  # type: ignore[method-assign]  # of this instance
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
-        """Returns the run's optimizer over this rank's shards, which are final by now."""
+        """Build the optimizer over this rank's shards, which are final at this point."""
         if self.axis_mesh("tensor") is not None:
             tensor_parallel.keep_gradients_sharded(module)
         if self._pipeline is not None:
@@ -128,28 +134,28 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         return super().build_optimizer(run, module)
 
     def reshard(self) -> None:
-        """Reshards what a forward pass without a backward has left unsharded."""
+        """Reshard modules that a forward pass without a backward pass has left unsharded."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def canonical_name(self, name: str) -> str:
-        """Returns a tensor's name in the whole model: no stage is part of it."""
-        head, *rest = name.split(".")
-        if rest and rest[0].startswith("stage") and self._pipeline is not None:
-            name = ".".join([head, *rest[1:]])
+        """Name of a tensor in the full model, without its pipeline stage."""
+        root, *path = name.split(".")
+        if path and path[0].startswith("stage") and self._pipeline is not None:
+            name = ".".join([root, *path[1:]])
         return super().canonical_name(name)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Returns this context rank's tokens of every row."""
+        """Tokens of this context rank, of every sequence."""
         return (
             batch if self._sequence_sharding is None else self._sequence_sharding.shard_batch(batch)
         )
 
     @contextmanager
     def loss_context(self) -> Iterator[None]:
-        """Lets the loss read logits that are cut along the vocabulary."""
+        """Context in which the loss reads logits sharded along the vocabulary."""
         if self.axis_mesh("tensor") is not None and self.spec.loss_parallel:
             with loss_parallel():
                 yield
@@ -159,21 +165,24 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
     def compute_train_loss(
         self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool
     ) -> Tensor:
-        """Returns the loss of a micro batch; a pipeline has gone backward by then as well."""
+        """Compute the loss of a micro-batch; a pipeline also runs the backward pass."""
         if self._pipeline is None:
             return super().compute_train_loss(module, batch, loss, last=last)
         with self.loss_context():
             return self._pipeline.compute_train_loss(self.shard_batch(batch), loss, last=last)
 
     def compute_validation_loss(self, module: nn.Module, batch: Batch, loss: ScaledLoss) -> Tensor:
-        """Returns the loss of a micro batch, without gradients."""
+        """Compute the loss of a micro-batch, without gradients."""
         if self._pipeline is None:
             return self.compute_train_loss(module, batch, loss, last=False)
         with self.loss_context():
             return self._pipeline.compute_validation_loss(self.shard_batch(batch), loss)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Goes backward; in a pipeline the schedule has done so, and callbacks hear of the end."""
+        """Run the backward pass.
+
+        A pipeline schedule has run it already; only the callbacks for its end are called.
+        """
         if self._pipeline is not None:
             assert self.lightning_module is not None
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -181,36 +190,46 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
             return super().backward(closure_loss, *args, **kwargs)
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called before a stage of a pipeline takes a piece backward."""
+        """Register a callback before each backward pass of a pipeline micro-batch."""
         if self._pipeline is not None:
             self._pipeline.before_backward = callback
 
     def strategy_buffers(self) -> StrategyBuffers:
-        """Returns the tensors into which FSDP gathers weights."""
+        """Buffers of FSDP and of the pipeline."""
         assert self.model is not None
-        received = self._pipeline.receive_buffers if self._pipeline is not None else list
-        return FSDPBuffers(self.model, received)
+        receive_buffers = self._pipeline.receive_buffers if self._pipeline is not None else list
+        return FSDPBuffers(self.model, receive_buffers)
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
-        """Scales the whole gradient, wherever its pieces are; returns the norm it had."""
+        """Clip the gradient over all ranks to ``max_norm``, in place.
+
+        Returns its norm before clipping.
+        """
         if self._optimizer_in_backward is not None:
             return self._optimizer_in_backward.take_grad_norm()
-        owned = self._pipeline.is_owned if self._pipeline is not None else lambda parameter: True
-        gradients = [p.grad for p in module.parameters() if p.grad is not None and owned(p)]
+        is_owned = self._pipeline.is_owned if self._pipeline is not None else lambda parameter: True
+        gradients = [p.grad for p in module.parameters() if p.grad is not None and is_owned(p)]
         norm = grad_norm.global_grad_norm(gradients, self.spec.sizes["pipeline"], self.root_device)
         if max_norm is not None:
             grad_norm.clip_to_norm(module.parameters(), max_norm, norm)
         return norm
 
     def model_to_device(self) -> None:
-        """Leaves the shards where they were made: on the device, or on the host if offloaded."""
+        """Do nothing: shards are created on their device."""
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keeps gradients whole until the last micro batch, if asked to."""
+        """Disable gradient reduction until the last micro-batch.
+
+        Has no effect with ``reduce_each_micro_batch``.
+        """
         assert self.model is not None
-        kept = not self.spec.reduce_each_micro_batch
-        roots = [part for part in self.model.modules() if kept and isinstance(part, FSDPModule)]
+        delays_reduction = not self.spec.reduce_each_micro_batch
+        roots = [
+            module
+            for module in self.model.modules()
+            if delays_reduction and isinstance(module, FSDPModule)
+        ]
         for root in roots:
             root.set_requires_gradient_sync(False, recurse=False)
         yield

@@ -1,4 +1,4 @@
-"""The optimizer's step in backward: no gradient waits for the others."""
+"""Optimizer steps during the backward pass: gradients are not stored together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scalewise.strategies import grad_norm
 
 
 class OptimizerInBackward:
-    """Steps each parameter as soon as its gradient is there, and drops the gradient.
+    """Steps each parameter when its gradient is accumulated, then frees the gradient.
 
-    Each parameter is a group of its own (``Optimizer.groups``). When the optimizer is asked to
-    step after backward, it finds nothing to do.
+    Each parameter is a parameter group of its own. The regular optimizer step finds no gradients
+    and does nothing.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class OptimizerInBackward:
                 parameter.register_post_accumulate_grad_hook(partial(self._step, part, group))
 
     def take_grad_norm(self) -> Tensor:
-        """Returns the 2-norm of all gradients since the last call, on every rank."""
+        """2-norm of all gradients since the last call, equal on every rank; resets it."""
         square = self._squared_norm.clone()
         self._squared_norm.zero_()
         if dist.is_initialized():
@@ -42,7 +42,7 @@ class OptimizerInBackward:
         self._squared_norm += grad_norm.squared_grad_norm(parameter.grad).to(
             self._squared_norm.device
         )
-        every, optimizer.param_groups = optimizer.param_groups, [group]
+        all_groups, optimizer.param_groups = optimizer.param_groups, [group]
         optimizer.step()
-        optimizer.param_groups = every
+        optimizer.param_groups = all_groups
         parameter.grad = None

@@ -1,4 +1,7 @@
-"""An optimizer's state as tensors by name, which no layout changes: ``exp_avg/blocks.0.weight``."""
+"""Optimizer state as named tensors, such as ``exp_avg/blocks.0.weight``.
+
+Names are the same for every parallelism strategy.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-COUNTED = ("k", "weight_sum", "lr_max", "train_mode")
-"""What schedule-free AdamW counts in its groups."""
+COUNTER_KEYS = ("k", "weight_sum", "lr_max", "train_mode")
+"""Counters that schedule-free AdamW stores in its parameter groups."""
 
 Names = Mapping[nn.Parameter, str]
 
 
 def state_tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Tensor]:
-    """Returns every tensor of state that this rank holds; scalars as one element."""
+    """State tensors of this rank by name; scalars have one element."""
     return {
         f"{slot}/{names[parameter]}": _unsharded_state(value)
         for optimizer, parameter in _parameters_and_optimizers(optimizers)
@@ -29,40 +32,42 @@ def state_tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Te
 def allocate_state(
     optimizers: Iterable[Optimizer], names: Names, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Returns room for the state of this rank's parameters, of which ``shapes`` gives the
-    shapes."""
+    """Tensors of zeros for the state of this rank's parameters, by name.
+
+    ``shapes``: shapes of the checkpoint's state tensors, by name.
+    """
     slots: dict[str, list[str]] = {}
     for key in shapes:
         slot, _, name = key.partition("/")
         slots.setdefault(name, []).append(slot)
-    room = {}
+    states = {}
     for optimizer, parameter in _parameters_and_optimizers(optimizers):
-        name, place = names[parameter], getattr(optimizer, "state_place", None)
-        kind = getattr(optimizer, "state_format", None)
+        name, state_device = names[parameter], getattr(optimizer, "state_device", None)
+        state_dtype = getattr(optimizer, "state_dtype", None)
         for slot in slots.get(name, []):
             key = f"{slot}/{name}"
-            alike = shapes[key] == parameter.shape
-            room[key] = (
-                torch.zeros_like(parameter, device=place, dtype=kind)
-                if alike
+            has_parameter_shape = shapes[key] == parameter.shape
+            states[key] = (
+                torch.zeros_like(parameter, device=state_device, dtype=state_dtype)
+                if has_parameter_shape
                 else torch.zeros(shapes[key])
             )
-    return room
+    return states
 
 
 def put_state(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str, Tensor]) -> None:
-    """Gives the optimizers the tensors that ``allocate`` made room for."""
-    held: dict[str, dict[str, Tensor]] = {}
+    """Set the optimizer state to the tensors that ``allocate_state`` has allocated."""
+    states_by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in states.items():
         slot, _, name = key.partition("/")
-        held.setdefault(name, {})[slot] = value
-    given: set[str] = set()
+        states_by_name.setdefault(name, {})[slot] = value
+    restored_names: set[str] = set()
     for optimizer, parameter in _parameters_and_optimizers(optimizers):
         name = names[parameter]
-        state = held.get(name, {})
-        if name in given:  # a folded pipeline has both ends of a tied weight, stepped apart
+        state = states_by_name.get(name, {})
+        if name in restored_names:  # second copy of a tied weight in a V-shaped pipeline
             state = {slot: value.clone() for slot, value in state.items()}
-        given.add(name)
+        restored_names.add(name)
         if state:
             optimizer.state[parameter] = {
                 slot: value.reshape(()) if _is_scalar(value, parameter) else value
@@ -73,45 +78,50 @@ def put_state(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str
 
 
 def step_counts(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what an optimizer counts as it goes, alike for all of its groups."""
+    """Counters of an optimizer, which are equal in all parameter groups."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    return {key: group[key] for key in COUNTED if key in group}
+    return {key: group[key] for key in COUNTER_KEYS if key in group}
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns all that each group says beside its parameters."""
+    """Settings of each parameter group."""
     groups = optimizer.param_groups
     return [{key: value for key, value in g.items() if key != "params"} for g in groups]
 
 
 def set_counts_or_settings(optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
-    """Gives the groups what ``counts`` or ``settings`` returned."""
-    for group, said in zip(optimizer.param_groups, settings.get("groups", ()), strict=False):
-        group.update(said)
+    """Restore the result of ``step_counts`` or ``group_settings``."""
+    for group, group_setting in zip(
+        optimizer.param_groups, settings.get("groups", ()), strict=False
+    ):
+        group.update(group_setting)
     for group in optimizer.param_groups:
         group.update({key: value for key, value in settings.items() if key in group})
 
 
 def _unsharded_state(value: Tensor) -> Tensor:
-    """Returns a state as numbers in the shape of its weight; a scalar as one element."""
+    """State in the shape of its parameter, dequantized; a scalar has one element."""
     if value.ndim == 0:
         return value.detach().reshape(1)
     if isinstance(value, DTensor):
         local = value.to_local()
-        plain = _unsharded_state(local)
-        if plain is local:
+        unsharded = _unsharded_state(local)
+        if unsharded is local:
             return value
         return DTensor.from_local(
-            plain, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+            unsharded, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
         )
-    encoded: Any = value
-    return encoded.dequantize(torch.float32) if hasattr(value, "codes") else value  # torchao's
+    quantized: Any = value
+    return quantized.dequantize(torch.float32) if hasattr(value, "codes") else value  # torchao
 
 
 def _parameters_and_optimizers(
     optimizers: Iterable[Optimizer],
 ) -> Iterator[tuple[Optimizer, nn.Parameter]]:
-    """Yields each parameter with the optimizer that holds its state: ZeRO's holds a part."""
+    """Parameters, each with the optimizer that stores its state.
+
+    ``ZeroRedundancyOptimizer`` wraps an optimizer over the parameters of this rank.
+    """
     for optimizer in optimizers:
         inner = getattr(optimizer, "optim", optimizer)
         for group in inner.param_groups:

@@ -1,4 +1,8 @@
-"""The order: context, packing, adapter, tensor, recompute, compile, shard; then the weights."""
+"""Transforms that parallelize a model: their order for scalewise's models, FSDP for other modules.
+
+Parameters stay on the meta device until all transforms are applied, so that no rank ever stores the
+full model.
+"""
 
 from __future__ import annotations
 
@@ -33,43 +37,60 @@ if TYPE_CHECKING:
 def build_sharded(
     run: RunConfig, stage: StageSlice, strategy: MeshStrategy, sharding: SequenceSharding | None
 ) -> ModelModule:
-    """Returns this rank's shards of a part of the model, on its device."""
+    """Build one pipeline stage and shard it over the mesh of ``strategy``.
+
+    ``sharding``: assignment of tokens to context ranks; None: no context parallelism. Parameters
+    lie on the rank's device, or in host memory with CPU offload.
+    """
     spec = strategy.spec
     with torch.device("meta"):
         module = run.model.build_meta(stage)
+
     if sharding is not None:
         module.replace_attention(
             partial(context_parallel.build_attention, spec.attention, sharding)
         )
+
+    # Before the adapter: its layers wrap the quantized ones as their base layers.
     run.quantization.apply(module, run.model)
     run.precision.apply(module, run.model, run.hardware.device)
     run.adapter.apply(module, run.model)
+
+    # After the adapter, whose parameters are sharded as well; before FSDP, which shards DTensors.
     tensor_mesh = strategy.axis_mesh("tensor")
     if tensor_mesh is not None:
         tensor_parallel.apply_tensor_parallel(
             module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
         )
     run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
+
+    # Before torch.compile, which then compiles the recomputation too.
     run.memory.apply(module, stage)
+
+    # Before FSDP, whose hooks would break the graph of a block.
     run.compile.apply(module)
+
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
         shard_blocks(module, module.layers(), run, strategy)
+
+    # After FSDP: only shards are allocated.
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else strategy.root_device)
     run.model.init_weights(module, run.seed)
     run.adapter.init_or_load_weights(module, run.model, run.seed)
-    for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
-        holder, _, key = name.rpartition(".")
-        setattr(module.get_submodule(holder), key, buffer.to(strategy.root_device))
-    row = run.adapter.ahead + run.data.sequence
-    places_T = torch.arange(row) if sharding is None else sharding.places_T
-    module.set_position_ids(places_T.to(strategy.root_device))
+    for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
+        parent, _, key = name.rpartition(".")
+        setattr(module.get_submodule(parent), key, buffer.to(strategy.root_device))
+    num_positions = run.adapter.ahead + run.data.sequence
+    positions_T = torch.arange(num_positions) if sharding is None else sharding.positions_T
+    module.set_position_ids(positions_T.to(strategy.root_device))
     return module
 
 
 def shard_user_module(module: LightningModule, run: RunConfig, strategy: MeshStrategy) -> None:
-    """Shards a user's module: the children that repeat, and the rest as the root.
+    """Apply FSDP to a user-defined module: to each repeated block, then to the rest as the root.
 
-    Its steps count as forward passes of the root, which gathers what they read by themselves.
+    Its steps are registered as forward methods of the root, which gathers the parameters that they
+    read directly.
     """
     shard_blocks(module, repeated_blocks(module), run, strategy)
     for step in ("training_step", "validation_step"):
@@ -78,48 +99,56 @@ def shard_user_module(module: LightningModule, run: RunConfig, strategy: MeshStr
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the outermost children that stand in a list with others of their class."""
+    """Outermost children that share a ``ModuleList`` or ``Sequential`` with others of their class.
+
+    Children without parameters are left out.
+    """
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        holding = [child for child in module if next(child.parameters(), None) is not None]
-        kinds = Counter(map(type, holding))
-        if alike := [child for child in holding if kinds[type(child)] > 1]:
-            return alike
+        with_parameters = [child for child in module if next(child.parameters(), None) is not None]
+        counts = Counter(map(type, with_parameters))
+        if repeated := [child for child in with_parameters if counts[type(child)] > 1]:
+            return repeated
     return [block for child in module.children() for block in repeated_blocks(child)]
 
 
 def shard_blocks(
     module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, strategy: MeshStrategy
 ) -> None:
-    """Shards each block, and the rest as the root, over the axes of shards and context."""
+    """Apply FSDP2 to each block, then to the rest as the root.
+
+    Parameters are sharded over the axes ``shards`` and ``context`` together, and replicated over
+    ``replicate`` (HSDP).
+    """
     spec, mesh = strategy.spec, strategy.device_mesh
-    over = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
+    fsdp_mesh = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
     parameters, compute = run.precision.parameters.bytes, run.precision.compute
-    mixed = compute.bytes < parameters
-    policy = MixedPrecisionPolicy(
+    is_mixed = compute.bytes < parameters
+    mp_policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute.value])
-        if mixed
+        if is_mixed
         else None,
-        reduce_dtype=torch.float32 if mixed else None,
+        reduce_dtype=torch.float32 if is_mixed else None,
         cast_forward_inputs=False,
     )
-    pinned = strategy.root_device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pinned) if spec.cpu_offload else OffloadPolicy()
+    pin_memory = strategy.root_device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
+    # Blocks first: the root then shards the parameters that no block contains.
     for block in blocks:
         fully_shard(
             block,
-            mesh=over,
+            mesh=fsdp_mesh,
             reshard_after_forward=spec.reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=mp_policy,
             offload_policy=offload,
         )
-    fully_shard(module, mesh=over, mp_policy=policy, offload_policy=offload)
+    fully_shard(module, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     _set_prefetch([block for block in blocks if isinstance(block, FSDPModule)], spec.prefetch)
 
 
 def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Sets how many blocks are gathered ahead; one is what FSDP2 does by itself."""
+    """Set how many blocks are all-gathered ahead; FSDP2's default is one."""
     if depth == 1:
         return
-    for place, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
-        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])

@@ -1,4 +1,4 @@
-"""Pipeline parallelism over torch's schedules: forward and backward are one call."""
+"""Pipeline parallelism with torch's schedules, which run forward and backward in one call."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from scalewise.strategies.base import Batch, ScaledLoss
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-FORWARD = (
+EVAL_ACTIONS = (
     schedules.FORWARD,
     schedules.SEND_F,
     schedules.RECV_F,
     schedules.UNSHARD,
     schedules.RESHARD,
 )
-"""What a schedule does to evaluate."""
+"""Schedule actions of an evaluation."""
 
 
 class ScheduledStage(PipelineStage):
-    """A stage that says when it is about to take a piece backward."""
+    """Pipeline stage with a callback before each backward pass of a micro-batch."""
 
     before_backward: Callable[[], None]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """Takes a piece backward."""
+        """Run the backward pass of one micro-batch."""
         self.before_backward()
         super().backward_one_chunk(*args, **kwargs)
 
@@ -57,10 +57,10 @@ class ScheduledStage(PipelineStage):
 
 
 class PipelineRunner:
-    """This rank's stages, and the schedule that drives them with those of the other ranks.
+    """Stages of this rank, and the schedule that runs them with the stages of other ranks.
 
-    A tied embedding lies on the first stage and on the last; the gradients of both are
-    added up.
+    A tied embedding has a copy on the first and on the last stage; gradients of the copies are
+    summed.
     """
 
     def __init__(
@@ -87,18 +87,20 @@ class PipelineRunner:
         self._ends_group = self._build_ends_group() if self._tied_names else None
 
     def _build_ends_group(self) -> dist.ProcessGroup | None:
-        """Returns the group of the ranks with the first and the last stage, if this is one."""
+        """Process group of the ranks with first and last stage; None on other ranks."""
         if self._end_ranks[0] == self._end_ranks[1]:
             return None
-        own, apart = None, self._end_ranks[1] - self._end_ranks[0]
-        for first in range(dist.get_world_size() - apart):  # the pipeline is the outermost axis
-            group = dist.new_group(ends := [first, first + apart])
+        ends_group, distance = None, self._end_ranks[1] - self._end_ranks[0]
+        for first_rank in range(
+            dist.get_world_size() - distance
+        ):  # the pipeline is the outermost axis
+            group = dist.new_group(ends := [first_rank, first_rank + distance])
             if dist.get_rank() in ends:
-                own = group
-        return own
+                ends_group = group
+        return ends_group
 
     def find_tied_parameters(self) -> None:
-        """Looks up the tied parameters, once they are those that the optimizer moves."""
+        """Find the tied parameters; called when the optimizer's parameters are final."""
         self._tied = [
             parameter
             for index, module in zip(self._indices, self._modules, strict=True)
@@ -106,43 +108,47 @@ class PipelineRunner:
             for name, parameter in module.named_parameters()
             if name in self._tied_names
         ]
-        kept = len(self._tied) // 2 if self._has_last_stage else len(self._tied)
+        num_first_stage = len(self._tied) // 2 if self._has_last_stage else len(self._tied)
         self._tied_copy_ids = {
-            id(parameter) for parameter in self._tied[kept if self._has_first_stage else 0 :]
+            id(parameter)
+            for parameter in self._tied[num_first_stage if self._has_first_stage else 0 :]
         }
 
     def is_owned(self, parameter: nn.Parameter) -> bool:
-        """Returns whether a parameter counts here: a tied one counts on the first stage."""
+        """Whether a parameter counts on this rank; a tied one counts on the first stage."""
         return id(parameter) not in self._tied_copy_ids
 
     def compute_train_loss(self, batch: Batch, loss: ScaledLoss, *, last: bool) -> Tensor:
-        """Returns the loss of a micro batch, on every rank, with its gradients added up."""
-        parts = self._accumulation  # Lightning divides the loss that it goes backward from
+        """Compute the loss of a micro-batch, equal on every rank, and accumulate gradients.
 
-        divided = replace(loss, factor=loss.factor / parts)
-        total = self._run_schedule(batch, divided, backward=True).mul_(parts)
+        ``last``: no other micro-batch follows before the optimizer step.
+        """
+        # Lightning divides the loss before it runs backward; here, the schedule runs backward.
+        accumulation = self._accumulation
+        scaled_loss = replace(loss, factor=loss.factor / accumulation)
+        total = self._run_schedule(batch, scaled_loss, backward=True).mul_(accumulation)
         if last:
             self._reduce_tied_gradients()
         return total.requires_grad_()
 
     def compute_validation_loss(self, batch: Batch, loss: ScaledLoss) -> Tensor:
-        """Returns the loss of a micro batch on every rank, without gradients."""
+        """Compute the loss of a micro-batch, equal on every rank, without gradients."""
         return self._run_schedule(batch, loss, backward=False)
 
     def receive_buffers(self) -> list[Tensor]:
-        """Returns the buffers into which stages receive activations and their gradients."""
+        """Buffers in which stages receive activations and their gradients."""
         if True not in self._schedules:
             return []
         schedule = self._schedules[True]
         stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        found = [
+        buffers = [
             info.buffer
             for stage in stages
-            for held in (stage.args_recv_info, stage.grad_recv_info)
-            for infos in held.values()
+            for recv_infos in (stage.args_recv_info, stage.grad_recv_info)
+            for infos in recv_infos.values()
             for info in infos
         ]
-        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+        return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
     def _run_schedule(self, batch: Batch, loss: ScaledLoss, *, backward: bool) -> Tensor:
         self._loss = loss
@@ -152,18 +158,19 @@ class PipelineRunner:
         losses: list[Tensor] = []
         inputs = (batch["inputs"].contiguous(),) if self._has_first_stage else ()
         labels = batch["labels"].contiguous()
-        told: dict[str, Any] = {"target": labels, "losses": losses} if self._has_last_stage else {}
+        step_kwargs: dict[str, Any] = (
+            {"target": labels, "losses": losses} if self._has_last_stage else {}
+        )
         if self._has_last_stage and loss.computed_in_module:
-            told["labels_BT"] = labels
+            step_kwargs["labels_BT"] = labels
         if "places" in batch:
-            told["places_BS"] = batch["places"]
-        call = schedule.step if backward else schedule.eval
-        call(*inputs, **told, return_outputs=False)
-        room = torch.zeros(
-            len(loss.objective.metric_keys), dtype=torch.float32
-        )  # bf16_true has another
-        total = room.to(batch["inputs"].device)
-        if losses:  # before the first piece the schedule tries the loss out
+            step_kwargs["places_BS"] = batch["places"]
+        run_schedule = schedule.step if backward else schedule.eval
+        run_schedule(*inputs, **step_kwargs, return_outputs=False)
+        # fp32 explicitly: with bf16_true, the default dtype is bf16.
+        zeros = torch.zeros(len(loss.objective.metric_keys), dtype=torch.float32)
+        total = zeros.to(batch["inputs"].device)
+        if losses:  # self._losses may start with a call for shape inference
             total = torch.stack(self._losses[-len(losses) :]).sum(0, dtype=torch.float32)
         self._losses.clear()
         dist.all_reduce(total, group=self._group)
@@ -176,30 +183,30 @@ class PipelineRunner:
         ]
         for stage in stages:
             stage.before_backward = lambda: self.before_backward()
-        kind = schedules.get_schedule_class(self._spec.pipeline_schedule.value)
-        held: Any = stages if self._spec.pipeline_schedule.is_interleaved else stages[0]
-        made: Any = kind(
-            held,
+        schedule_class = schedules.get_schedule_class(self._spec.pipeline_schedule.value)
+        schedule_stages: Any = stages if self._spec.pipeline_schedule.is_interleaved else stages[0]
+        schedule: Any = schedule_class(
+            schedule_stages,
             self._spec.num_pipeline_micro_batches,
             loss_fn=self._micro_batch_loss,
             scale_grads=False,
         )
         if not backward and self._spec.pipeline_schedule.is_interleaved:
-            # Zero-bubble schedules ask for gradients even in eval(); forward actions suffice.
-            made.pipeline_order_with_comms = {
-                rank: [action for action in actions if action.computation_type in FORWARD]
-                for rank, actions in made.pipeline_order_with_comms.items()
+            # Zero-bubble schedules run backward actions even in eval().
+            schedule.pipeline_order_with_comms = {
+                rank: [action for action in actions if action.computation_type in EVAL_ACTIONS]
+                for rank, actions in schedule.pipeline_order_with_comms.items()
             }
-        return made
+        return schedule
 
     def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         assert self._loss is not None
-        measured = self._loss(logits, {"labels": labels})
-        self._losses.append(measured.detach().view(-1))
-        return measured[0] if measured.dim() else measured
+        loss = self._loss(logits, {"labels": labels})
+        self._losses.append(loss.detach().view(-1))
+        return loss[0] if loss.dim() else loss
 
     def _reduce_tied_gradients(self) -> None:
-        """Adds up the gradients of a weight that the first and the last stage both use."""
+        """Sum the gradients of tied parameters over the first and the last stage."""
         if not self._tied:
             return
         gradients = [grad_norm.local_tensor(p.grad) for p in self._tied if p.grad is not None]
@@ -208,5 +215,5 @@ class PipelineRunner:
                 dist.all_reduce(gradient, group=self._ends_group)
         elif self._has_first_stage and self._has_last_stage:
             half = len(gradients) // 2
-            for one, other in zip(gradients[:half], gradients[half:], strict=True):
-                other.copy_(one.add_(other))
+            for first, last in zip(gradients[:half], gradients[half:], strict=True):
+                last.copy_(first.add_(last))

@@ -1,4 +1,4 @@
-"""One device."""
+"""Strategy for one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism as DTensor styles, read off the model's ``tensor_split``."""
+"""Tensor parallelism with DTensor styles, chosen by ``ModelConfig.tensor_parallel_styles``."""
 
 from __future__ import annotations
 
@@ -24,37 +24,49 @@ from scalewise.models.base import TPStyle
 from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import MeshConfig
 
-TOKENS = Shard(1)
-"""Where sequence parallelism cuts ``x_BTW``."""
+TOKEN_SHARD = Shard(1)
+"""Placement of ``x_BTW`` under sequence parallelism."""
 
 
 def apply_tensor_parallel(
     module: ModelModule, tp_styles: Mapping[str, TPStyle], mesh: DeviceMesh, spec: MeshConfig
 ) -> None:
-    """Cuts a model, or the stage of one, by its table, in place; parameters become DTensors."""
-    between: Placement = TOKENS if spec.sequence_parallel else Replicate()
-    embedded = Replicate() if TPStyle.prompt in tp_styles.values() else between
-    places: Placement = Shard(-2) if spec.sequence_parallel else Replicate()  # rows may differ
-    kinds: dict[TPStyle, ParallelStyle] = {
+    """Shard the parameters of a model or stage, in place; they become DTensors.
+
+    ``tp_styles``: style by module name, with ``*`` in place of layer indices.
+    """
+    residual_placement: Placement = TOKEN_SHARD if spec.sequence_parallel else Replicate()
+    embedding_placement = (
+        Replicate() if TPStyle.prompt in tp_styles.values() else residual_placement
+    )
+    # -2: position embeddings may have no batch dimension.
+    position_placement: Placement = Shard(-2) if spec.sequence_parallel else Replicate()
+    parallel_styles: dict[TPStyle, ParallelStyle] = {
         TPStyle.column: ColwiseParallel(),
-        TPStyle.row: RowwiseParallel(output_layouts=between),
-        TPStyle.vocabulary: RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded),
-        TPStyle.head: ShardedHead(between, loss_parallel=spec.loss_parallel),
+        TPStyle.row: RowwiseParallel(output_layouts=residual_placement),
+        TPStyle.vocabulary: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=embedding_placement
+        ),
+        TPStyle.head: ShardedHead(residual_placement, loss_parallel=spec.loss_parallel),
         TPStyle.tokens: SequenceParallel()
         if spec.sequence_parallel
         else ReplicatedModule(Replicate()),
-        TPStyle.positions: ReplicatedModule(places),
-        TPStyle.prompt: ReplicatedModule(between),
+        TPStyle.positions: ReplicatedModule(position_placement),
+        TPStyle.prompt: ReplicatedModule(residual_placement),
         TPStyle.replicated: ReplicatedModule(Replicate()),
     }
-    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    columns = {name.rpartition(".")[0] for name, how in tp_styles.items() if how is TPStyle.column}
+    requires_grad = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    column_parents = {
+        name.rpartition(".")[0]
+        for name, tp_style in tp_styles.items()
+        if tp_style is TPStyle.column
+    }
     for name, part in list(module.named_modules()):
         if hasattr(part, "base_layer"):
-            continue  # an adapter's: what it holds is cut
+            continue  # an adapter layer: its children are sharded
         pattern = re.sub(r"\b\d+\b", "*", name).removesuffix(".base_layer")
         if pattern in tp_styles:
-            style = kinds[tp_styles[pattern]]
+            style = parallel_styles[tp_styles[pattern]]
             if (
                 ".lora_B" in name
                 and tp_styles[pattern] is TPStyle.tokens
@@ -62,46 +74,46 @@ def apply_tensor_parallel(
             ):
                 style = SequenceParallel(use_local_output=True)
             elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX)):
-                style = ShardedScale(tp_styles[pattern], between)
+                style = ShardedScale(tp_styles[pattern], residual_placement)
             parallelize_module(part, mesh, style)
-        elif pattern in columns:
-            parallelize_module(part, mesh, GatheredInput(between))
+        elif pattern in column_parents:
+            parallelize_module(part, mesh, GatheredInput(residual_placement))
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trained[name])  # which some of torch's styles forget
-    module.gather_tokens = lambda x_BTW: _gather_first_input(between, (x_BTW,), mesh)[0]
+        parameter.requires_grad_(requires_grad[name])  # some of torch's styles reset it
+    module.gather_tokens = lambda x_BTW: _gather_first_input(residual_placement, (x_BTW,), mesh)[0]
 
 
 def keep_gradients_sharded(module: nn.Module) -> None:
-    """Cuts every gradient as its parameter is: DTensor leaves that of an embedding whole.
+    """Shard every gradient as its parameter; DTensor replicates the gradient of an embedding.
 
-    FSDP computes with a parameter of its own, which is there from the first forward.
+    FSDP replaces parameters at the first forward pass, so that hooks are registered again there.
     """
-    known: list[nn.Parameter] = []
+    hooked: list[nn.Parameter] = []
 
-    def cut(parameter: nn.Parameter) -> None:
+    def register_hook(parameter: nn.Parameter) -> None:
         if not isinstance(parameter, DTensor) or not parameter.requires_grad:
             return
-        if not any(parameter is other for other in known):
-            known.append(parameter)
+        if not any(parameter is other for other in hooked):
+            hooked.append(parameter)
             hook = partial(_redistribute, parameter.placements)
             parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # torch lacks it
 
     for parameter in module.parameters():
-        cut(parameter)
+        register_hook(parameter)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            part.register_forward_pre_hook(lambda part, _: cut(part.weight))
+            part.register_forward_pre_hook(lambda part, _: register_hook(part.weight))
 
 
 class GatheredInput(ParallelStyle):
-    """A sublayer that reads all tokens: what it is given is joined once for all its columns."""
+    """Style of a sublayer that reads all tokens: one all-gather serves all its column layers."""
 
     def __init__(self, input_placement: Placement) -> None:
         super().__init__()
         self._input_placement = input_placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Not distribute_module: it would replicate what the columns below are to cut.
+        # Not distribute_module: it would replicate the parameters of the column layers.
         hook = partial(self._gather_input, device_mesh)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
@@ -111,14 +123,14 @@ class GatheredInput(ParallelStyle):
     ) -> Any:
         if inputs:
             return _gather_first_input(self._input_placement, inputs, mesh), kwargs
-        first, *_ = kwargs  # transformers names what a sublayer reads
+        first, *_ = kwargs  # transformers passes inputs of sublayers by keyword
         return inputs, kwargs | {
             first: _gather_first_input(self._input_placement, (kwargs[first],), mesh)[0]
         }
 
 
 class ReplicatedModule(ParallelStyle):
-    """Every rank computes the same with all of the weights, and goes on with its ``output``."""
+    """Style of replicated parameters and computation; redistributes to ``output``."""
 
     def __init__(self, output: Placement) -> None:
         super().__init__()
@@ -134,12 +146,16 @@ class ReplicatedModule(ParallelStyle):
 
 
 class ShardedScale(ParallelStyle):
-    """What scales features, or stands before them: cut as those are, or whole where they are."""
+    """Style of per-feature scales and prefixes, sharded as the features they apply to."""
 
     def __init__(self, style: TPStyle, residual_placement: Placement) -> None:
         super().__init__()
-        held = {TPStyle.column: Shard(0), TPStyle.row: Shard(1), TPStyle.tokens: Replicate()}
-        self._weight_placement = held[style]
+        weight_placements = {
+            TPStyle.column: Shard(0),
+            TPStyle.row: Shard(1),
+            TPStyle.tokens: Replicate(),
+        }
+        self._weight_placement = weight_placements[style]
         self._feature_placement = residual_placement if style is TPStyle.tokens else Shard(2)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -153,7 +169,7 @@ class ShardedScale(ParallelStyle):
 
 
 class ShardedHead(ParallelStyle):
-    """The matrix that gives logits, its rows cut; with its own weight or the embedding's."""
+    """Style of the output head, sharded along the vocabulary; tied or untied."""
 
     def __init__(self, residual_placement: Placement, *, loss_parallel: bool) -> None:
         super().__init__()
@@ -168,10 +184,10 @@ class ShardedHead(ParallelStyle):
 
     def _gather_logits(self, module: nn.Module, logits_BTV: Any, mesh: DeviceMesh) -> Tensor:
         if self._loss_parallel:
-            kept: Tensor = logits_BTV
-            return kept
-        whole: Tensor = logits_BTV.redistribute(placements=[Replicate()]).to_local()
-        return whole
+            sharded_BTV: Tensor = logits_BTV
+            return sharded_BTV
+        gathered_BTV: Tensor = logits_BTV.redistribute(placements=[Replicate()]).to_local()
+        return gathered_BTV
 
 
 def _shard_parameter(placement: Placement, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -181,7 +197,7 @@ def _shard_parameter(placement: Placement, name: str, module: nn.Module, mesh: D
 
 
 def _gather_first_input(placement: Placement, inputs: Any, mesh: DeviceMesh) -> Any:
-    """Returns the inputs with the first, of which each rank has a part, whole on every rank."""
+    """Inputs with the first, sharded by ``placement``, gathered on every rank."""
     x, *others = inputs
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [placement], run_check=False)

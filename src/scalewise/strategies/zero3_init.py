@@ -1,4 +1,4 @@
-"""ZeRO-3's model, made layer by layer: no rank ever holds the whole of it."""
+"""Model construction for ZeRO-3, layer by layer: no rank ever stores the full model."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 
 def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
-    """Yields the model layer by layer, each with the weights that any layout gives it."""
-    for part in run.model.split_stages(run.model.layers, run.data.sequence):
-        piece = run.model.build_meta(part)
-        run.adapter.apply(piece, run.model)
-        piece.to_empty(device=device)
-        run.model.init_weights(piece, run.seed)
-        run.adapter.init_or_load_weights(piece, run.model, run.seed)
-        yield piece
+    """Initialized parts of the model with one layer each; values are those of other strategies."""
+    for stage_slice in run.model.split_stages(run.model.layers, run.data.sequence):
+        module = run.model.build_meta(stage_slice)
+        run.adapter.apply(module, run.model)
+        module.to_empty(device=device)
+        run.model.init_weights(module, run.seed)
+        run.adapter.init_or_load_weights(module, run.model, run.seed)
+        yield module
 
 
 def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.device) -> nn.Module:
-    """Returns the model with this rank's shards of every parameter."""
+    """Build the model with this rank's partition of every parameter."""
     from deepspeed import zero
     from deepspeed.utils import groups
 
-    part, swapper = StageSlice(range(run.model.layers)), None
-    whole = run.model.build_meta(part)
-    run.adapter.apply(whole, run.model)
-    for piece in iter_layers(run, device):
+    all_layers, swapper = StageSlice(range(run.model.layers)), None
+    model = run.model.build_meta(all_layers)
+    run.adapter.apply(model, run.model)
+    for layer_module in iter_layers(run, device):
         if run.precision.compute is FloatFormat.bf16:
-            for parameter in piece.parameters():
+            for parameter in layer_module.parameters():
                 parameter.data = parameter.data.bfloat16()
-        known = {**dict(piece.named_parameters()), **dict(piece.named_buffers())}
+        tensors = {**dict(layer_module.named_parameters()), **dict(layer_module.named_buffers())}
         swapper = zero.Init(
-            module=piece,
+            module=layer_module,
             config_dict_or_path=config,
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
             param_swapper=swapper,
         ).param_swapper
-        for name, tensor in known.items():
-            holder, _, key = name.rpartition(".")
-            setattr(whole.get_submodule(holder), key, tensor)
-    for layer in whole.modules():
-        if hasattr(layer, "base_layer"):  # an adapter's, which reads weights of layers in it
+        for name, tensor in tensors.items():
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, tensor)
+    for layer in model.modules():
+        if hasattr(layer, "base_layer"):  # an adapter layer reads parameters of its base layer
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
-    run.objective.apply(whole, in_forward=run.objective.takes_gradients_in_forward(run))
-    run.memory.apply(whole, part)
-    return whole
+    run.objective.apply(model, in_forward=run.objective.takes_gradients_in_forward(run))
+    run.memory.apply(model, all_layers)
+    return model

@@ -1,7 +1,7 @@
-"""What a ZeRO optimizer's ranks hold of weights and state, as whole tensors by name and back.
+"""Conversion between the partitions of a ZeRO optimizer and unpartitioned tensors by name.
 
-DeepSpeed flattens the parameters of a group into one tensor of masters, of which every rank holds
-and steps a piece, and keeps the state of that piece.
+DeepSpeed flattens the parameters of a group into one tensor of master weights. Every rank stores
+and updates a partition of it, with the optimizer state of that partition.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from torch.nn import functional as F
 from scalewise.measure.memory import StrategyBuffers
 
 Names = Mapping[nn.Parameter, str]
-Read = Callable[[str, Tensor], None]
-"""Fills a whole tensor from a checkpoint, by name."""
+ReadTensor = Callable[[str, Tensor], None]
+"""Fill an unpartitioned tensor from a checkpoint, by name."""
 
-STEP = "step"
-"""The one slot that is a number: the steps an optimizer has taken."""
+STEP_SLOT = "step"
+"""Slot of the step count, the only scalar of the state."""
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Returns the whole shape of a parameter, partitioned or not."""
+    """Unpartitioned shape of a parameter."""
     return cast(torch.Size, getattr(parameter, "ds_shape", parameter.shape))
 
 
 def full_weight(parameter: nn.Parameter) -> Tensor:
-    """Returns a parameter's whole master, or itself if it is frozen; every rank must ask."""
+    """Unpartitioned master weight of a parameter; of a frozen one, the parameter in fp32.
+
+    All ranks must call this.
+    """
     if parameter.requires_grad:
         return cast(Tensor, safe_get_full_fp32_param(parameter))
     with GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
@@ -48,29 +51,34 @@ def full_weight(parameter: nn.Parameter) -> Tensor:
 
 
 def iter_state(zero: Any, names: Names) -> Iterator[tuple[str, Tensor]]:
-    """Yields the optimizer's state as ``exp_avg/blocks.0.weight``; every rank must go through."""
+    """Optimizer state by name, as ``exp_avg/blocks.0.weight``; all ranks must iterate."""
     _link_states(zero)
     state: dict[str, Any] = next((state for state in zero.optimizer.state.values() if state), {})
-    slots = [slot for slot, value in state.items() if slot != STEP and value is not None]
+    slots = [slot for slot, value in state.items() if slot != STEP_SLOT and value is not None]
     for parameter, name in _trained_parameters(names):
         for slot in slots:
             yield f"{slot}/{name}", safe_get_full_optimizer_state(parameter, slot)
-        if STEP in state:
-            yield f"{STEP}/{name}", torch.tensor([float(state[STEP])])
+        if STEP_SLOT in state:
+            yield f"{STEP_SLOT}/{name}", torch.tensor([float(state[STEP_SLOT])])
 
 
-def load_weights(zero: Any, names: Names, read: Read) -> None:
-    """Fills the masters, and the weights that stand for them in the forward pass."""
+def load_weights(zero: Any, names: Names, read: ReadTensor) -> None:
+    """Set master weights, and the parameters of the forward pass, from a checkpoint.
+
+    ``read`` fills an unpartitioned tensor by name.
+    """
     for parameter, name in names.items():
-        whole = torch.empty(full_shape(parameter), dtype=torch.float32)
-        read(name, whole)
+        tensor = torch.empty(full_shape(parameter), dtype=torch.float32)
+        read(name, tensor)
         if not parameter.requires_grad:
-            held = getattr(parameter, "ds_tensor", parameter.data)
-            held.copy_(_rank_partition(parameter, whole) if _is_partitioned(parameter) else whole)
+            stored = getattr(parameter, "ds_tensor", parameter.data)
+            stored.copy_(
+                _rank_partition(parameter, tensor) if _is_partitioned(parameter) else tensor
+            )
         elif _is_partitioned(parameter):
-            safe_set_local_fp32_param(parameter, _rank_partition(parameter, whole))
+            safe_set_local_fp32_param(parameter, _rank_partition(parameter, tensor))
         else:
-            safe_set_full_fp32_param(parameter, whole)
+            safe_set_full_fp32_param(parameter, tensor)
     if hasattr(zero, "update_lp_params"):
         zero.update_lp_params()
     else:
@@ -78,88 +86,101 @@ def load_weights(zero: Any, names: Names, read: Read) -> None:
         _drop_secondary_partitions(names)
 
 
-def load_states(zero: Any, names: Names, shapes: Mapping[str, torch.Size], read: Read) -> None:
-    """Fills the optimizer's state with the tensors of a checkpoint that holds ``shapes``."""
+def load_states(
+    zero: Any, names: Names, shapes: Mapping[str, torch.Size], read: ReadTensor
+) -> None:
+    """Set the optimizer state from a checkpoint whose state tensors have ``shapes``."""
     slots = sorted({key.partition("/")[0] for key in shapes})
     if not slots:
         return
     steps = torch.zeros(1)
-    if STEP in slots:
-        read(next(key for key in shapes if key.startswith(f"{STEP}/")), steps)
-    slots = [slot for slot in slots if slot != STEP]
+    if STEP_SLOT in slots:
+        read(next(key for key in shapes if key.startswith(f"{STEP_SLOT}/")), steps)
+    slots = [slot for slot in slots if slot != STEP_SLOT]
     _allocate_state(zero, slots, float(steps))
     for parameter, name in _trained_parameters(names):
         for slot in slots:
-            whole = torch.empty(full_shape(parameter), dtype=torch.float32)
-            read(f"{slot}/{name}", whole)
+            tensor = torch.empty(full_shape(parameter), dtype=torch.float32)
+            read(f"{slot}/{name}", tensor)
             if _is_partitioned(parameter):
-                safe_set_local_optimizer_state(parameter, _rank_partition(parameter, whole), slot)
+                safe_set_local_optimizer_state(parameter, _rank_partition(parameter, tensor), slot)
             else:
-                safe_set_full_optimizer_state(parameter, whole, slot)
+                safe_set_full_optimizer_state(parameter, tensor, slot)
 
 
 class ZeroPartition(StrategyBuffers):
-    """What a rank holds in a ZeRO optimizer."""
+    """Tensors of a ZeRO optimizer on this rank."""
 
     def __init__(self, zero: Any, names: Names) -> None:
         self._zero, self._names = zero, names
 
     def parameters(self) -> list[Tensor]:
-        """Returns masters and, in stage 3, shards."""
+        """Master weights and, in stage 3, parameter partitions."""
         shards = [p.ds_tensor for p in self._names if hasattr(p, "ds_tensor")]
         return [*_master_partitions(self._zero), *shards]
 
     def gradients(self) -> list[Tensor]:
-        """Returns the reduced gradients of this rank's share."""
+        """Reduced gradients of this rank's partition."""
         zero = self._zero
         flat = [master.grad for master in _master_partitions(zero) if master.grad is not None]
-        whole = getattr(zero, "grad_partitions_flat_buffer", None)
-        reduced = [held for group in zero.averaged_gradients.values() for held in group or ()]
-        return [*flat, *reduced, *([] if whole is None else [whole])]
+        flat_buffer = getattr(zero, "grad_partitions_flat_buffer", None)
+        reduced = [
+            gradient for group in zero.averaged_gradients.values() for gradient in group or ()
+        ]
+        return [*flat, *reduced, *([] if flat_buffer is None else [flat_buffer])]
 
     def buckets(self) -> list[Tensor]:
-        """Returns what stage 1 has filled before the last micro batch, and keeps until it ends."""
-        filled = getattr(self._zero, "ipg_buckets", {}).values()
-        held = [getattr(bucket, "buffer", ()) for bucket in filled]  # stage 3 has one, not a list
-        return [b for each in held for b in ([each] if isinstance(each, Tensor) else each)]
+        """Reduction buckets that stage 1 fills before the last micro-batch and then frees."""
+        buckets = getattr(self._zero, "ipg_buckets", {}).values()
+        # One tensor per bucket in stage 3, else a list.
+        buffers = [getattr(bucket, "buffer", ()) for bucket in buckets]
+        return [
+            tensor
+            for buffer in buffers
+            for tensor in ([buffer] if isinstance(buffer, Tensor) else buffer)
+        ]
 
 
 def _master_partitions(zero: Any) -> list[Tensor]:
-    """Returns a rank's pieces of the flattened groups that the optimizer steps."""
-    kept = getattr(zero, "fp32_partitioned_groups_flat", None)
-    return cast(list[Tensor], zero.single_partition_of_fp32_groups if kept is None else kept)
+    """This rank's partitions of the flattened master weights."""
+    stage3_groups = getattr(zero, "fp32_partitioned_groups_flat", None)
+    return cast(
+        list[Tensor],
+        zero.single_partition_of_fp32_groups if stage3_groups is None else stage3_groups,
+    )
 
 
 def _allocate_state(zero: Any, slots: list[str], steps: float) -> None:
-    """Makes the state that DeepSpeed would make at the first step, all zeros."""
+    """Allocate zeros for the state that DeepSpeed allocates at the first step."""
     if isinstance(zero.optimizer, DeepSpeedCPUAdam):
         _set_kernel_steps(zero.optimizer, int(steps))
     for group, master in enumerate(_master_partitions(zero)):
         with _swapped_in(zero, group):
             zero.optimizer.state[master] = {slot: torch.zeros_like(master) for slot in slots}
             if isinstance(zero.optimizer, DeepSpeedCPUAdam):
-                zero.optimizer.state[master][STEP] = int(steps)
+                zero.optimizer.state[master][STEP_SLOT] = int(steps)
             elif steps:
-                zero.optimizer.state[master][STEP] = torch.tensor(steps, device=master.device)
+                zero.optimizer.state[master][STEP_SLOT] = torch.tensor(steps, device=master.device)
     _link_states(zero)
 
 
 def _set_kernel_steps(optimizer: DeepSpeedCPUAdam, steps: int) -> None:
-    """Brings the kernel's bias corrections to where so many steps leave them.
+    """Set the bias corrections of the CPU Adam kernel to those after ``steps`` steps.
 
-    It multiplies the powers of the betas up step by step, in fp32. Asked for a later step at once
-    it takes ``pow``, which differs in the last places: a resumed run would not go on bit by bit.
+    The kernel multiplies the powers of the betas up step by step, in fp32. For a later step it
+    calls ``pow``, whose result differs in the last bits, so that a resumed run would differ
+    bitwise.
     """
-    group, number = optimizer.param_groups[0], [torch.zeros(1) for _ in range(4)]
-    fixed = (0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *number)
+    group, scalars = optimizer.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    arguments = (0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *scalars)
     for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *fixed)
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *arguments)
 
 
 def _link_states(zero: Any) -> None:
-    """Tells stages 1 and 2 where each parameter's state is.
+    """Link parameters to their optimizer state in stages 1 and 2.
 
-    DeepSpeed does so once the first group has stepped, when later groups have none.
+    DeepSpeed does so after the step of the first group, when later groups have no state yet.
     """
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False
@@ -167,7 +188,7 @@ def _link_states(zero: Any) -> None:
 
 
 def _copy_masters_to_weights(zero: Any) -> None:
-    """Gives stage 3's weights the numbers of its masters."""
+    """Copy the master weights of stage 3 to its parameters."""
     zero._partition_all_parameters()
     for group in range(len(zero.fp32_partitioned_groups_flat)):
         with _swapped_in(zero, group):
@@ -177,17 +198,17 @@ def _copy_masters_to_weights(zero: Any) -> None:
 
 
 def _drop_secondary_partitions(parameters: Iterable[Any]) -> None:
-    """Removes the secondary partitions of ZeRO++; the next forward pass makes new ones.
+    """Remove the secondary partitions of ZeRO++; the next forward pass creates new ones.
 
-    While a parameter has one, DeepSpeed gathers it in place of the weights just loaded. Its own
-    ``invalidate_secondary_tensor`` leaves those of frozen parameters.
+    DeepSpeed would gather them instead of the parameters just loaded. Its own
+    ``invalidate_secondary_tensor`` skips frozen parameters.
     """
     for parameter in parameters:
         parameter.ds_secondary_tensor = None
 
 
-class _swapped_in:  # noqa: N801 (a context manager, read as a verb)
-    """Brings a group's masters and state from the disk they may live on, and back."""
+class _swapped_in:  # noqa: N801 (a context manager)
+    """Context in which master weights and state of a group are in memory, not on NVMe."""
 
     def __init__(self, zero: Any, group: int) -> None:
         swaps = getattr(zero, "_swappable_optimizer_subgroup", None)
@@ -212,8 +233,8 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def _rank_partition(parameter: Any, tensor: Tensor) -> Tensor:
-    """Returns this rank's piece of a tensor; the last ranks' are filled up with zeros."""
+    """This rank's partition of a tensor; the last partitions are padded with zeros."""
     size = parameter.partition_numel()
     start = dist.get_rank(parameter.ds_process_group) * size
-    piece = tensor.flatten()[start : start + size]
-    return F.pad(piece, (0, size - piece.numel()))
+    partition = tensor.flatten()[start : start + size]
+    return F.pad(partition, (0, size - partition.numel()))
