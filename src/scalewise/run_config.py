@@ -167,7 +167,7 @@ class RunConfig:
         If training started from another model, its log-probabilities are stored instead.
         """
         adapter = self.adapter
-        starts_from_base = adapter.turns_off and not (adapter.trained or adapter.resume)
+        starts_from_base = adapter.can_disable and not (adapter.trained or adapter.resume)
         return self.objective.reference_objective is not None and starts_from_base
 
     @property

@@ -32,15 +32,15 @@ class AdapterConfig(ABC):
     """
 
     rank: int = 0
-    ahead: int = 0
-    before: int = 0
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
     dropout: float = 0.0
     reads_base_weights = False
     """Whether it is made of the model's own matrices, which then have to be whole."""
     magnitudes: bool = False
     """Whether the rows of adapted matrices have magnitudes of their own."""
-    turns_off: bool = False
-    merges: bool = True
+    can_disable: bool = False
+    can_merge: bool = True
     targets: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     resume: str | None = None

@@ -43,7 +43,7 @@ class LoRAAdapterConfig(AdapterConfig):
 
     rank_stabilized = False
     """Whether alpha is divided by the root of the rank, and not by the rank."""
-    turns_off = True
+    can_disable = True
     imports = ("peft",)
 
     @property
@@ -134,7 +134,7 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
     """
 
     reads_base_weights = True
-    turns_off = False
+    can_disable = False
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
         """Moves the principal part of each adapted matrix into A and B."""

@@ -35,7 +35,7 @@ class VirtualTokenAdapterConfig(AdapterConfig):
     """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
     scratch."""
 
-    merges = False
+    can_merge = False
 
     def count_block_parameters(self, model: ModelConfig) -> int:
         """Returns the numbers of the matrices of all blocks."""
@@ -80,7 +80,7 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
     """Prompt tuning: trained vectors before the token embeddings (Lester et al., 2021)."""
 
     @property
-    def ahead(self) -> int:  # type: ignore[override]  # it is read alone
+    def prompt_tokens(self) -> int:  # type: ignore[override]  # it is read alone
         """Returns the vectors before the tokens of a row."""
         return self.tokens
 
@@ -125,7 +125,7 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
     """
 
     @property
-    def before(self) -> int:  # type: ignore[override]  # it is read alone
+    def prefix_tokens(self) -> int:  # type: ignore[override]  # it is read alone
         """Returns the keys, and values, before those of a row in each layer."""
         return self.tokens
 

@@ -126,7 +126,7 @@ class TrainedRun:
             merged = self.adapter.merge_weights(
                 self.read_state_dict(unquantized=unquantized), self.model
             )
-        if self.adapter.merges:
+        if self.adapter.can_merge:
             self._check_shapes(merged)
         return merged
 
@@ -142,7 +142,7 @@ class TrainedRun:
 
     def _initial_state_dict(self) -> dict[str, Tensor]:
         """Initial weights of the model and its adapter."""
-        if self.adapter.resume is None and self.adapter.merges:
+        if self.adapter.resume is None and self.adapter.can_merge:
             return dict(self.model.build(self.seed).state_dict())
         module = self.model.build_meta(StageSlice(range(self.model.layers)))
         self.adapter.apply(module, self.model)

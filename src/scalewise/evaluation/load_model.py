@@ -25,7 +25,7 @@ def load_model(
             fake quantization and fp8.
     """
     module = trained_run.model.build_meta(StageSlice(range(trained_run.model.layers)))
-    if not trained_run.adapter.merges:
+    if not trained_run.adapter.can_merge:
         trained_run.adapter.apply(module, trained_run.model)
     if not unquantized:
         trained_run.precision.apply(module, trained_run.model, DeviceKind(device.type))

@@ -88,7 +88,7 @@ def sample_text(
         trained_run.data, "special_tokens", True
     ):
         prompt_ids = special_ids(tokenizer)[0] + prompt_ids
-    adapter_tokens = trained_run.adapter.ahead + trained_run.adapter.before
+    adapter_tokens = trained_run.adapter.prompt_tokens + trained_run.adapter.prefix_tokens
     context = trained_run.model.context - adapter_tokens
     tokens = generate(module, prompt_ids, context, *random_args)
     return str(tokenizer.decode([*prompt_ids, *_take_until_end(end_ids, tokens, count)]))

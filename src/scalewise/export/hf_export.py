@@ -46,7 +46,7 @@ def write_export(
             _write_adapter(
                 trained_run, trained_run.read_state_dict(), partial, target_folder / "base"
             )
-        elif not trained_run.adapter.merges:
+        elif not trained_run.adapter.can_merge:
             raise ConfigError.for_key(
                 "adapter", adapter_export, NOT_MERGEABLE_REASON, "set adapter=alone"
             )

@@ -75,7 +75,7 @@ class GRPO(TokenLogProbabilities):
             reason = "does not define a reward of answers"
             fix = "set data=reversal, or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, fix)
-        if self.beta > 0 and not run.adapter.turns_off:
+        if self.beta > 0 and not run.adapter.can_disable:
             reason = "requires a reference model: an adapter that can be disabled"
             fix = "set adapter=lora, or objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, reason, fix)

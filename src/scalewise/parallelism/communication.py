@@ -146,7 +146,7 @@ def _tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
         joins + again - (last and chunked) - without.reduce_scatters + asked * (2 * layers + first)
     )
     # Vectors are put before tokens, and left out, where each rank has all.
-    alone = (first + (last and not chunked)) * (partition.run.adapter.ahead > 0)
+    alone = (first + (last and not chunked)) * (partition.run.adapter.prompt_tokens > 0)
     sums = passes * (sums - alone)
     yield Collective(
         CollectiveKind.all_reduce,
@@ -190,7 +190,9 @@ def _skipped_by_adapter(partition: RankPartition) -> SkippedCollectives:
         return SkippedCollectives()
     asked = _trains_embedding(partition)
     adapter = partition.run.adapter
-    embeds = adapter.ahead or "embedding" in adapter.fully_trained_modules(partition.run.model)
+    embeds = adapter.prompt_tokens or "embedding" in adapter.fully_trained_modules(
+        partition.run.model
+    )
     gathers, scatters = int(not embeds), 0
     for half in partition.adapted_halves.values():
         asked = asked or half.trains_norm
@@ -204,7 +206,7 @@ def _trains_embedding(partition: RankPartition) -> bool:
     """Returns whether what stands before the blocks is trained beside an adapter."""
     adapter = partition.run.adapter
     trained = {"embedding", "position"} & {*adapter.fully_trained_modules(partition.run.model)}
-    return adapter.ahead > 0 or bool(trained)
+    return adapter.prompt_tokens > 0 or bool(trained)
 
 
 def _lora_collectives(partition: RankPartition, layers: int) -> Iterator[Collective]:

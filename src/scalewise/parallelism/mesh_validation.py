@@ -53,7 +53,7 @@ def mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
 
 def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields axes that share out rows or layers, which an adapter puts vectors before."""
-    ahead, before = run.adapter.ahead, run.adapter.before
+    ahead, before = run.adapter.prompt_tokens, run.adapter.prefix_tokens
     alone = "trains vectors of the first stage alone, and each pipeline rank takes steps"
     apart = "parallelism.context shares rows out without the vectors before them"
     for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
@@ -75,9 +75,9 @@ def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
                 f"does not divide model.{name}={size}",
                 f"set parallelism.tensor={_largest_divisor(size, ranks)}",
             )
-    tokens = run.adapter.ahead + run.data.sequence // mesh.sizes["context"]
+    tokens = run.adapter.prompt_tokens + run.data.sequence // mesh.sizes["context"]
     if mesh.sequence_parallel and tokens % ranks:
-        counted = "tokens, with adapter.tokens," if run.adapter.ahead else "tokens"
+        counted = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
         yield ConfigIssue(
             "parallelism.tensor",
             ranks,

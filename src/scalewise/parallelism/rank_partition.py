@@ -74,7 +74,7 @@ class RankPartition(RankStages):
         return (
             self.embedding_bytes
             // self.tokens_per_sequence
-            * (self.tokens_per_sequence + self.run.adapter.ahead)
+            * (self.tokens_per_sequence + self.run.adapter.prompt_tokens)
         )
 
     @property
@@ -184,7 +184,7 @@ def _adapted_halves(adapter: AdapterConfig, model: ModelConfig) -> dict[str, Ada
         half = halves.setdefault(
             first, AdaptedHalf(trains_norm=f"{first}_norm" in adapter.fully_trained_modules(model))
         )
-        half.has_prefix |= adapter.before > 0 and first == "attention"
+        half.has_prefix |= adapter.prefix_tokens > 0 and first == "attention"
         adapted = layer in adapter.adapted_layers(model)
         half.scaled_layers += layer in adapter.scaled_layers(model)
         half.fully_trained_layers += layer in adapter.fully_trained_modules(model)

@@ -80,7 +80,7 @@ def build_sharded(
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, buffer.to(strategy.root_device))
-    num_positions = run.adapter.ahead + run.data.sequence
+    num_positions = run.adapter.prompt_tokens + run.data.sequence
     positions_T = torch.arange(num_positions) if sharding is None else sharding.positions_T
     module.set_position_ids(positions_T.to(strategy.root_device))
     return module

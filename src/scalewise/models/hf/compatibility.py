@@ -44,7 +44,7 @@ def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]
             f"rounds layers without biases, as Llama's, and {model.info.model_type} has some with"
         )
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
-    if run.adapter.ahead or run.adapter.before:
+    if run.adapter.prompt_tokens or run.adapter.prefix_tokens:
         option = chosen.get("adapter", "prompt")
         reason = "puts nothing before what transformers' models embed or attend to"
         yield ConfigIssue("adapter", option, reason, "set adapter=lora")
