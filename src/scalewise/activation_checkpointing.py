@@ -24,7 +24,7 @@ OFFLOAD_MIN_BYTES = 1024
 
 
 class Recompute(StrEnum):
-    """What the backward pass of a block recomputes."""
+    """Activations of a block that the backward pass recomputes."""
 
     nothing = "nothing"
     """Nothing: all activations are stored."""
@@ -35,14 +35,14 @@ class Recompute(StrEnum):
 
 
 class ActivationCheckpointing(ABC):
-    """Base class: what the backward pass of each layer recomputes."""
+    """Base class of activation checkpointing configs, with a mode per layer."""
 
     offload: bool = False
     """Whether stored activations are offloaded until the backward pass."""
 
     @abstractmethod
     def recompute_for_layer(self, layer: int) -> Recompute:
-        """What the backward pass recomputes in a layer; ``layer``: index in the full model."""
+        """Recompute mode of a layer; ``layer``: index in the full model."""
 
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
@@ -53,7 +53,7 @@ class ActivationCheckpointing(ABC):
         """Yield issues with other parts of the run."""
 
     def count_by_recompute(self, layers: int) -> Counter[Recompute]:
-        """Number of layers of the full model by what the backward pass recomputes."""
+        """Number of layers of the full model by recompute mode."""
         return Counter(map(self.recompute_for_layer, range(layers)))
 
     def describe(self, layers: int) -> str:
@@ -65,7 +65,7 @@ class ActivationCheckpointing(ABC):
         return f"{text}, offloaded" if self.offload else text
 
     def recompute_per_layer(self, stage_slices: tuple[StageSlice, ...]) -> tuple[Recompute, ...]:
-        """What the backward pass recomputes in each layer of some stages, in order."""
+        """Recompute mode of each layer of some pipeline stages, in order."""
         return tuple(
             self.recompute_for_layer(layer) for stage in stage_slices for layer in stage.layers
         )
@@ -104,7 +104,7 @@ class FixedCheckpointing(ActivationCheckpointing):
     disk."""
 
     def recompute_for_layer(self, layer: int) -> Recompute:
-        """What the backward pass recomputes in a layer; ``layer``: index in the full model."""
+        """Recompute mode of a layer; ``layer``: index in the full model."""
         return self.recompute if layer % self.every < 1 else self.otherwise
 
     def validate(self) -> Iterator[ConfigIssue]:

@@ -219,7 +219,7 @@ def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) 
         assert issue.endswith(f"set {fix}, or adapter.resume=null")
     plain = alone("accumulated")
     (issue,) = said([*SHAPE, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
-    assert "is of a run that trained no adapter" in issue
+    assert "belongs to a run without adapter" in issue
 
 
 def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -> None:
@@ -243,11 +243,11 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
         assert reason in issue
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, reason in (
-        ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not trained here"),
-        ({"init_lora_weights": "olora"}, "is of a kind that is not trained here"),
-        ({"alpha_pattern": {"q_proj": 5}}, "has another rank or alpha than the rest"),
-        ({"alpha_pattern": [5]}, "has no sound r, lora_alpha or alpha_pattern"),
-        ({"r": None}, "has no sound r, lora_alpha or alpha_pattern"),
+        ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not supported"),
+        ({"init_lora_weights": "olora"}, "is of a kind that is not supported"),
+        ({"alpha_pattern": {"q_proj": 5}}, "differs from the other layers in rank or alpha"),
+        ({"alpha_pattern": [5]}, "has an invalid r, lora_alpha or alpha_pattern"),
+        ({"r": None}, "has an invalid r, lora_alpha or alpha_pattern"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         (issue,) = said(line)
@@ -270,4 +270,4 @@ def test_a_layer_that_is_one_with_others_there_is_covered_wholly(written: Writte
     line, folder, _ = written("fused")
     targets = "adapter.targets=[attention.query,feedforward.down]"
     (issue,) = said([*line, targets, f"adapter.resume={folder}"])
-    assert "changes layers that adapter.targets does not describe" in issue
+    assert "changes layers that adapter.targets does not match" in issue

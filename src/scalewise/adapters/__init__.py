@@ -1,4 +1,4 @@
-"""Few new weights in place of the many that a model has."""
+"""Parameter-efficient fine-tuning (PEFT): LoRA and its variants, (IA)^3, prompts."""
 
 import logging
 
@@ -8,7 +8,6 @@ from scalewise.adapters.lora_config import LoRAAdapterConfig
 
 __all__ = ["AdapterConfig", "IA3AdapterConfig", "LoRAAdapterConfig", "NoAdapterConfig"]
 
-# PEFT imports torchao, which tells of kernels for other machines, and of torch's of itself, and
-# bitsandbytes, which on CPUs with bf16 tells of a faster kernel that it does without.
+# PEFT imports torchao and bitsandbytes, which log warnings about kernels that they do not use.
 for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(name).setLevel(logging.ERROR)

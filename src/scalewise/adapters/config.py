@@ -1,4 +1,4 @@
-"""What every adapter answers: which weights it freezes and which it adds."""
+"""Base class of adapter configs, and weight census of an adapted model."""
 
 from __future__ import annotations
 
@@ -23,32 +23,39 @@ if TYPE_CHECKING:
 
 
 class AdapterConfig(ABC):
-    """What is trained of a model, as a spec.
-
-    ``turns_off``: whether a module computes without it, on demand, what it did before training.
-    ``merges``: whether weights of the model alone compute what it does. ``ahead``: vectors
-    that it puts before the tokens of a row. ``before``: keys and values that it puts before those
-    of each layer. Both take the first places of a row.
-    """
+    """Config of the trained parameters: added ones, and modules trained in full."""
 
     rank: int = 0
+    """Rank of the added update; 0: none."""
     prompt_tokens: int = 0
+    """Trained vectors before the token embeddings of a sequence; they take its first positions."""
     prefix_tokens: int = 0
+    """Trained keys and values before those of each layer; they take the first positions."""
     dropout: float = 0.0
+    """Dropout probability of the input of the added update."""
     reads_base_weights = False
-    """Whether it is made of the model's own matrices, which then have to be whole."""
+    """Whether initialization or training reads the model's matrices, which cannot be packed
+    then."""
     magnitudes: bool = False
-    """Whether the rows of adapted matrices have magnitudes of their own."""
+    """Whether rows of adapted matrices have trained magnitudes."""
     can_disable: bool = False
+    """Whether ``disable`` restores the outputs of the model before training."""
     can_merge: bool = True
+    """Whether the adapter can be merged into the model's weights."""
     targets: tuple[str, ...] = ()
+    """Patterns (regex) of the linear layers that are adapted."""
     trained: tuple[str, ...] = ()
+    """Patterns (regex) of modules that are trained in full."""
     resume: str | None = None
+    """Adapter to start from."""
     imports: tuple[str, ...] = ()
-    """Modules that its ranks import and that take long: a fork server may have them already."""
+    """Slow imports of the ranks, which the forkserver preloads."""
 
     def resolve(self) -> Self:
-        """Returns it with ``resume`` as a whole path; of a run's folder, the newest checkpoint."""
+        """Copy with an absolute ``resume``.
+
+        The folder of a run is replaced by its newest checkpoint.
+        """
         if self.resume is None:
             return self
         folder = Path(self.resume).expanduser().absolute()
@@ -56,96 +63,98 @@ class AdapterConfig(ABC):
         return replace(self, resume=str(newest.parent if newest else folder))  # type: ignore[type-var]  # a dataclass
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
-        """Returns every tensor once, in the order of the module's parameters.
+        """All weights of the adapted model, in the order of the module's parameters.
 
-        They are the model's own, frozen but for what is trained whole, and after each layer what
-        is added to it.
+        The model's own weights are frozen, except modules that are trained in full. The added
+        weights of a layer follow its own.
         """
         return tuple(self._weights(model))
 
     def _weights(self, model: ModelConfig) -> Iterator[Weight]:
-        changed, whole = (
+        target_layers, fully_trained = (
             {*self.adapted_layers(model), *self.scaled_layers(model)},
             self.fully_trained_modules(model),
         )
-        table = model.tensor_parallel_styles()
+        tp_styles = model.tensor_parallel_styles()
         added: tuple[Weight, ...] = ()
         for weight in model.weight_census():
             layer = target_modules.layer_name(weight)
-            if weight.name.endswith(".weight"):  # a bias comes before what is added
+            if weight.name.endswith(".weight"):  # a bias precedes added weights
                 yield from added
                 added = ()
-            yield replace(weight, trainable=target_modules.module_name(weight.name) in whole)
-            if layer in changed:
-                added = self.added_weights(weight, table[f"blocks.*.{layer}"])
+            yield replace(
+                weight, trainable=target_modules.module_name(weight.name) in fully_trained
+            )
+            if layer in target_layers:
+                added = self.added_weights(weight, tp_styles[f"blocks.*.{layer}"])
         yield from added
 
     def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the layers that get matrices of ``rank`` beside them, by name within a block."""
+        """Names, within a block, of the layers with an update of rank ``rank``."""
         return ()
 
     def scaled_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the layers whose outputs or inputs are scaled, by name within a block."""
+        """Names, within a block, of the layers whose inputs or outputs are scaled."""
         return ()
 
     def fully_trained_modules(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the modules of the model that are trained themselves, by name as others are."""
+        """Names, within a block, of the model's modules that are trained in full."""
         return target_modules.match_modules(self.trained, model)
 
     def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
-        """Returns what is added to a layer, of which ``weight`` is the matrix.
+        """Weights that are added to a layer, whose matrix is ``weight``.
 
-        ``tp_style``: which side of it tensor parallelism cuts.
+        ``tp_style``: tensor-parallel style of the layer.
         """
         return ()
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns how tensor parallelism cuts each module with weights, added ones as well."""
+        """Tensor-parallel style of each module with parameters, including added ones."""
         return model.tensor_parallel_styles()
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
-        """Returns the flops of one forward and backward pass, per token, as ``Model.flops``.
+        """FLOPs of one forward and backward pass, per token, as ``ModelConfig.flops``.
 
-        A frozen m x n layer spares its gradient, 2 m n a token; an added one costs 6 m n, as any
-        that is trained. Of a model that reads pictures, what reads them may be frozen whole.
+        A frozen m x n layer saves its weight gradient, 2 m n per token. An added one costs 6 m n,
+        as any trained layer. The vision encoder of an image-text model may be frozen entirely.
         """
-        frozen = added = 0.0
+        frozen_numel = added_numel = 0.0
         trained = [weight.name for weight in self.weights(model) if weight.trainable]
         for weight in self.weights(model):
-            looked_up = weight.layer is None or weight.role in ("scale", "position")
-            if looked_up or len(weight.shape) < 2:
+            is_lookup = weight.layer is None or weight.role in ("scale", "position")
+            if is_lookup or len(weight.shape) < 2:
                 continue
             count = weight.numel * model.token_fraction(weight.name, sequence, target)
             if target_modules.is_adapter_weight(weight.name):
-                added += count
+                added_numel += count
             elif not weight.trainable:
-                frozen += count
+                frozen_numel += count
         if not {"head", *map(target_modules.module_name, model.tied_weights)} & {
             *self.fully_trained_modules(model)
         }:
-            head = model.output_size * model.width  # tied or not
-            frozen += head * model.token_fraction("head", sequence, target)
-        spared = 2.0 * frozen + model.skipped_backward_flops(trained, sequence)
-        return model.flops(sequence, target) - spared + 6.0 * added
+            head_numel = model.output_size * model.width  # also if tied
+            frozen_numel += head_numel * model.token_fraction("head", sequence, target)
+        skipped_flops = 2.0 * frozen_numel + model.skipped_backward_flops(trained, sequence)
+        return model.flops(sequence, target) - skipped_flops + 6.0 * added_numel
 
     def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Returns whole weights of the model alone that compute what these do, adapter and all."""
+        """Weights of the model without adapter that compute the same function."""
         return dict(state)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Yield an issue for each value out of range."""
         yield from ()
 
     def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yields what ``model`` does not have."""
+        """Yield issues with ``model``."""
         yield from ()
 
     def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what it does not go with in the other parts of ``run``."""
+        """Yield issues with other parts of ``run``."""
         yield from ()
 
     def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields why a run of sound specs cannot begin with the adapter at ``resume``."""
+        """Yield issues with the adapter at ``resume``; ``run`` is valid otherwise."""
         if self.resume is not None:
             from scalewise.adapters import resume
 
@@ -153,18 +162,18 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freezes and adds weights, in place, in a model or a part of it on the meta device."""
+        """Freeze and add parameters in a model or stage on the meta device, in place."""
 
     def disable(self, module: ModelModule) -> AbstractContextManager[None]:
-        """Returns the context in which a module computes as if there were no adapter."""
+        """Context in which a module computes without adapter."""
         raise NotImplementedError
 
     @abstractmethod
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Gives the added weights of a materialized module, sharded or not, their first values."""
+        """Initialize the added parameters of a materialized module, sharded or not."""
 
     def init_or_load_weights(self, module: ModelModule, model: ModelConfig, seed: int) -> None:
-        """Gives what is trained of such a module the values that training begins with."""
+        """Initialize the trained parameters of a materialized module, or load ``resume``."""
         self.init_weights(module, seed)
         if self.resume is not None:
             from scalewise.adapters import resume
@@ -174,7 +183,7 @@ class AdapterConfig(ABC):
 
 @lru_cache(maxsize=64)
 def weight_census(adapter: AdapterConfig, model: ModelConfig) -> tuple[Weight, ...]:
-    """Returns every weight of an adapted model once; a search asks a thousand times."""
+    """All weights of an adapted model; cached for the planner's search."""
     return adapter.weights(model)
 
 
@@ -182,10 +191,10 @@ def weight_census(adapter: AdapterConfig, model: ModelConfig) -> tuple[Weight, .
 def weight_census_by_kind(
     adapter: AdapterConfig, model: ModelConfig
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
-    whole = weight_census(adapter, model)
-    block = tuple(weight for weight in whole if weight.layer == 0)
-    return block, tuple(weight for weight in whole if weight.layer is None)
+    """Weights of one block, as all blocks are alike, and those outside of blocks."""
+    weights = weight_census(adapter, model)
+    block = tuple(weight for weight in weights if weight.layer == 0)
+    return block, tuple(weight for weight in weights if weight.layer is None)
 
 
 @register_option("adapter", "none")
@@ -194,15 +203,15 @@ class NoAdapterConfig(AdapterConfig):
     """No adapter: every parameter is trained."""
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
-        """Returns the model's own."""
+        """Weights of the model, all trained."""
         return model.weight_census()
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
-        """Returns the model's."""
+        """FLOPs of one forward and backward pass, per token."""
         return model.flops(sequence, target)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Changes nothing."""
+        """Do nothing."""
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Has nothing to fill."""
+        """Do nothing."""

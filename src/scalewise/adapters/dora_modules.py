@@ -1,4 +1,4 @@
-"""DoRA in PEFT's layers: rows are measured without ever making the product of B and A."""
+"""DoRA in PEFT's layers, with row norms computed without the product of B and A."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from scalewise.models.base_module import ModelModule
 
 
 class MagnitudeScale(nn.Module):
-    """``v_BTO, norm_O -> weight_O / norm_O * v_BTO``, the weights being PEFT's magnitudes."""
+    """``v_BTO, norm_O -> weight_O / norm_O * v_BTO``.
+
+    ``weight_O`` is PEFT's magnitude vector.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, v_BTO: Tensor, *, norm_O: Tensor) -> Tensor:
-        """Returns ``v`` with each feature scaled, in ``v``'s dtype."""
+        """``v_BTO`` with each feature scaled, in its data type."""
         scale_O: Tensor = self.weight / norm_O
         return scale_O.to(v_BTO.dtype) * v_BTO
 
 
 class DoraLinear(DoraLinearVariant):
-    """PEFT's DoRA, which multiplies B and A with an identity to measure what they make.
+    """PEFT's DoRA without its product of B and A with an identity matrix.
 
-    Dropout, too, is at A's inputs alone, as in LoRA: PEFT computes all of a layer once more.
+    Dropout applies to the input of A only, as in LoRA; PEFT recomputes the frozen layer for it.
     """
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Returns the layer's output, given that of the frozen one."""
+        """Output of the layer; ``result`` is that of the frozen layer."""
         base, scaling = module.get_base_layer(), module.scaling[active_adapter]
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         bias = None if base.bias is None else _local_tensor(base.bias)
@@ -51,10 +54,10 @@ class DoraLinear(DoraLinearVariant):
 
 @torch.no_grad()
 def adapted_row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Returns the norms of the rows of ``W + scale B A``, in fp32.
+    """Row norms of ``W + scale B A``, in fp32.
 
-    ``|w|^2 + scale b (2 A w + scale A A^T b)`` for a row w of W and b of B; where tensor
-    parallelism cuts W by its columns, the squares are sums over its ranks.
+    The squared norm is ``|w|^2 + scale b (2 A w + scale A A^T b)`` for a row w of W and b of B. If
+    tensor parallelism shards W by columns, squares are summed over its ranks.
     """
     w_OI, a_RI, b_OR = _local_tensor(weight), _local_tensor(down), _local_tensor(up)
     with torch.autocast(w_OI.device.type, enabled=False):
@@ -63,27 +66,29 @@ def adapted_row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) ->
     squares_O += scale * (b_OR * inner_OR).sum(1)
     if isinstance(weight, DTensor):
         by_rows = weight.placements[-1] == Shard(0)
-        given, wanted = (Shard(0), Shard(0)) if by_rows else (Partial(), Replicate())
-        held = DTensor.from_local(squares_O, weight.device_mesh, [given], run_check=False)
-        squares_O = held.redistribute(placements=[wanted])
+        placement, norm_placement = (Shard(0), Shard(0)) if by_rows else (Partial(), Replicate())
+        distributed_O = DTensor.from_local(
+            squares_O, weight.device_mesh, [placement], run_check=False
+        )
+        squares_O = distributed_O.redistribute(placements=[norm_placement])
     return cast(Tensor, squares_O.sqrt())
 
 
 def patch_dora_layers(module: ModelModule) -> None:
-    """Has PEFT's DoRA layers compute as here, in place."""
+    """Replace the DoRA computation of PEFT's layers by the one of this module, in place."""
     for layer in _dora_layers(module):
-        held = cast(nn.Parameter, layer.lora_magnitude_vector[DEFAULT].weight)
-        layer.lora_magnitude_vector[DEFAULT] = MagnitudeScale(held)
+        magnitudes = cast(nn.Parameter, layer.lora_magnitude_vector[DEFAULT].weight)
+        layer.lora_magnitude_vector[DEFAULT] = MagnitudeScale(magnitudes)
         layer.lora_variant[DEFAULT] = DoraLinear()
 
 
 @torch.no_grad()
 def init_magnitudes(module: ModelModule) -> None:
-    """Makes each magnitude the norm of its row of W."""
+    """Set each magnitude to the norm of its row of W."""
     for layer in _dora_layers(module):
-        whole = init.full_tensor(cast(Tensor, layer.get_base_layer().weight)).float()
+        full_weight = init.full_tensor(cast(Tensor, layer.get_base_layer().weight)).float()
         magnitudes = cast(Tensor, layer.lora_magnitude_vector[DEFAULT].weight)
-        init.copy_into(magnitudes, torch.linalg.vector_norm(whole, dim=1))
+        init.copy_into(magnitudes, torch.linalg.vector_norm(full_weight, dim=1))
 
 
 def _dora_layers(module: ModelModule) -> Iterator[Linear]:

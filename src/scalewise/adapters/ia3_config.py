@@ -1,4 +1,4 @@
-"""Vectors that scale what frozen layers compute, as specs."""
+"""Config of (IA)^3: trained scales of features of frozen layers."""
 
 from __future__ import annotations
 
@@ -40,46 +40,53 @@ class IA3AdapterConfig(AdapterConfig):
     imports = ("peft",)
 
     def scaled_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the linear layers whose whole name a target describes."""
+        """Names, within a block, of the linear layers that ``targets`` match."""
         return target_modules.match_targets(self.targets, model, model.ia3_targets)
 
     def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
-        """Returns the vector of a layer, of which ``weight`` is the matrix."""
-        name, (out, into) = f"{weight.name.removesuffix('.weight')}.ia3_l.default", weight.shape
-        shape = (1, into) if tp_style is TPStyle.row else (out, 1)
+        """Scale vector of a layer, whose matrix is ``weight``."""
+        name, (out_features, in_features) = (
+            f"{weight.name.removesuffix('.weight')}.ia3_l.default",
+            weight.shape,
+        )
+        shape = (1, in_features) if tp_style is TPStyle.row else (out_features, 1)
         return (replace(weight, name=name, shape=shape, role="scale"),)
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns the model's table, and each vector cut with its layer."""
-        table = model.tensor_parallel_styles()
-        cut = {f"blocks.*.{name}": table[f"blocks.*.{name}"] for name in self.scaled_layers(model)}
-        return table | {f"{name}.ia3_l": how for name, how in cut.items()}
+        """Styles of the model's modules, and of scales as of their layers."""
+        tp_styles = model.tensor_parallel_styles()
+        layer_styles = {
+            f"blocks.*.{name}": tp_styles[f"blocks.*.{name}"] for name in self.scaled_layers(model)
+        }
+        return tp_styles | {f"{name}.ia3_l": tp_style for name, tp_style in layer_styles.items()}
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields targets that are no patterns."""
+        """Yield an issue for each invalid pattern."""
         yield from target_modules.target_issues(self.targets, self.trained)
 
     def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yields targets that describe no linear layer of the model's blocks."""
-        given = (self.targets, self.trained, self.scaled_layers(model))
-        yield from target_modules.unmatched_target_issues(*given, model)
+        """Yield an issue for each pattern that matches no module of the model."""
+        patterns = (self.targets, self.trained, self.scaled_layers(model))
+        yield from target_modules.unmatched_target_issues(*patterns, model)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
         from scalewise.adapters.ia3_modules import inject_ia3
 
-        table = model.tensor_parallel_styles()
-        inject_ia3(module, {name: table[f"blocks.*.{name}"] for name in self.scaled_layers(model)})
+        tp_styles = model.tensor_parallel_styles()
+        inject_ia3(
+            module, {name: tp_styles[f"blocks.*.{name}"] for name in self.scaled_layers(model)}
+        )
         target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Makes every scale one."""
+        """Set all scales to one."""
         from scalewise.adapters.ia3_modules import init_scales
 
         init_scales(module)
 
     def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Returns the model's own weights, multiplied by their scales."""
+        """Weights of the model, multiplied by their scales."""
         from scalewise.adapters.ia3_modules import merge_ia3
 
         return merge_ia3(state, model)

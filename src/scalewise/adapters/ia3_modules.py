@@ -1,4 +1,4 @@
-"""PEFT's scaled layers inside a model that is still on the meta device."""
+"""PEFT's (IA)^3 layers in a model on the meta device."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from scalewise.models.base_module import ModelModule
 
 
 class ShardedScales(nn.ParameterDict):
-    """The scales of a layer, of which tensor parallelism leaves a rank those of its features."""
+    """Scales of a layer; under tensor parallelism, a lookup gives this rank's shard."""
 
     def __getitem__(self, key: str) -> Tensor:
-        """Returns what this rank holds."""
+        """Local shard of a scale vector."""
         tensor: Tensor = super().__getitem__(key)
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def inject_ia3(module: ModelModule, names: Mapping[str, TPStyle]) -> None:
-    """Puts PEFT's layers in the place of the targets; all else is frozen from here on.
+    """Replace target layers by PEFT's layers and freeze all other parameters, in place.
 
-    Layers that are cut by their inputs have these scaled, others their outputs.
+    Row-parallel layers get scaled inputs, all others scaled outputs.
     """
-    rows = [name for name, how in names.items() if how is TPStyle.row]
+    row_parallel = [name for name, tp_style in names.items() if tp_style is TPStyle.row]
     config = IA3Config(
         target_modules=full_names(module, list(names)),
-        feedforward_modules=full_names(module, rows),
+        feedforward_modules=full_names(module, row_parallel),
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, module)
@@ -43,24 +43,24 @@ def inject_ia3(module: ModelModule, names: Mapping[str, TPStyle]) -> None:
 
 @torch.no_grad()
 def init_scales(module: ModelModule) -> None:
-    """Makes every scale one."""
+    """Set all scales to one."""
     for name, parameter in module.named_parameters():
         if name.endswith(f".ia3_l.{DEFAULT}"):
             nn.init.ones_(parameter)
 
 
 def merge_ia3(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Returns the model's own weights, multiplied by their scales.
+    """Weights of the model, multiplied by their scales.
 
-    It is computed in fp32 and rounded once, to the weight's format.
+    Products are computed in fp32 and rounded once to the data type of the weight.
     """
-    whole = {weight.name: state[weight.name] for weight in model.weight_census()}
-    for name, held in whole.items():
+    merged = {weight.name: state[weight.name] for weight in model.weight_census()}
+    for name, base_weight in merged.items():
         scales = state.get(f"{name.rpartition('.')[0]}.ia3_l.{DEFAULT}")
         if scales is None:
             continue
-        if held.ndim == 2:  # (out, 1) or (1, in)
-            whole[name] = (held.float() * scales.float()).to(held.dtype)
+        if base_weight.ndim == 2:  # (out, 1) or (1, in)
+            merged[name] = (base_weight.float() * scales.float()).to(base_weight.dtype)
         elif scales.shape[1] == 1:
-            whole[name] = (held.float() * scales.float().flatten()).to(held.dtype)
-    return whole
+            merged[name] = (base_weight.float() * scales.float().flatten()).to(base_weight.dtype)
+    return merged

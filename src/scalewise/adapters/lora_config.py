@@ -1,4 +1,4 @@
-"""Low-rank products beside frozen matrices, as specs: LoRA and what became of it."""
+"""Configs of LoRA and its variants rsLoRA, PiSSA and DoRA."""
 
 from __future__ import annotations
 
@@ -42,40 +42,44 @@ class LoRAAdapterConfig(AdapterConfig):
     scratch."""
 
     rank_stabilized = False
-    """Whether alpha is divided by the root of the rank, and not by the rank."""
+    """Whether ``scale`` is alpha / sqrt(rank) instead of alpha / rank."""
     can_disable = True
     imports = ("peft",)
 
     @property
     def scale(self) -> float:
-        """Returns what the product of B and A is multiplied by."""
+        """Factor of the product B A."""
         return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the linear layers whose whole name a target describes."""
+        """Names, within a block, of the linear layers that ``targets`` match."""
         return target_modules.match_targets(self.targets, model, model.lora_targets)
 
     def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
-        """Returns the A and B of a layer, of which ``weight`` is the matrix."""
-        module, (out, into) = weight.name.removesuffix(".weight"), weight.shape
+        """A and B of a layer, whose matrix is ``weight``."""
+        module, (out_features, in_features) = weight.name.removesuffix(".weight"), weight.shape
         return tuple(
             replace(weight, name=f"{module}.lora_{part}.default.weight", shape=shape)
-            for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
+            for part, shape in (("A", (self.rank, in_features)), ("B", (out_features, self.rank)))
         )
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns the model's table, and A and B cut on the side on which their layer is."""
-        table = model.tensor_parallel_styles()
+        """Styles of the model's modules, and of A and B.
+
+        Under a column-parallel layer, B is column-parallel; under a row-parallel layer, A is
+        row-parallel.
+        """
+        tp_styles = model.tensor_parallel_styles()
         added = {}
-        for name, how in table.items():
+        for name, tp_style in tp_styles.items():
             if name.removeprefix("blocks.*.") in self.adapted_layers(model):
-                cut = how is TPStyle.column
-                added[f"{name}.lora_A.default"] = TPStyle.replicated if cut else TPStyle.row
-                added[f"{name}.lora_B.default"] = TPStyle.column if cut else TPStyle.tokens
-        return table | added
+                is_column = tp_style is TPStyle.column
+                added[f"{name}.lora_A.default"] = TPStyle.replicated if is_column else TPStyle.row
+                added[f"{name}.lora_B.default"] = TPStyle.column if is_column else TPStyle.tokens
+        return tp_styles | added
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Yield an issue for each value out of range."""
         if self.rank < 1:
             yield ConfigIssue("adapter.rank", self.rank, "must be 1 or more", "set adapter.rank=8")
         if not self.alpha > 0:
@@ -83,35 +87,35 @@ class LoRAAdapterConfig(AdapterConfig):
                 "adapter.alpha", self.alpha, "must be positive", "set adapter.alpha=16"
             )
         if not 0 <= self.dropout < 1:
-            yield ConfigIssue("adapter.dropout", self.dropout, "is not in [0, 1)")
+            yield ConfigIssue("adapter.dropout", self.dropout, "must be in [0, 1)")
         yield from target_modules.target_issues(self.targets, self.trained)
 
     def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yields targets that describe no linear layer of the model's blocks."""
-        given = (self.targets, self.trained, self.adapted_layers(model))
-        yield from target_modules.unmatched_target_issues(*given, model)
+        """Yield an issue for each pattern that matches no module of the model."""
+        patterns = (self.targets, self.trained, self.adapted_layers(model))
+        yield from target_modules.unmatched_target_issues(*patterns, model)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
         from scalewise.adapters.lora_modules import inject_lora
 
         inject_lora(module, self.adapted_layers(model), self)
         target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
 
     def disable(self, module: ModelModule) -> AbstractContextManager[None]:
-        """Returns the context in which the products are left out."""
+        """Context in which the products B A are left out."""
         from scalewise.adapters.lora_modules import without_lora
 
         return without_lora(module)
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draws A as PEFT does, each from ``seed`` and its name; B is zero."""
+        """Draw A from PEFT's distribution, seeded by ``seed`` and its name; B is zero."""
         from scalewise.adapters.lora_modules import init_lora
 
         init_lora(module, seed)
 
     def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Returns the model's own weights with each product of B and A added to its matrix."""
+        """Weights of the model with each product B A added to its matrix."""
         from scalewise.adapters.lora_modules import merge_lora
 
         return merge_lora(state, self, model)
@@ -137,7 +141,7 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
     can_disable = False
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Moves the principal part of each adapted matrix into A and B."""
+        """Move the principal components of each adapted matrix to A and B."""
         from scalewise.adapters.lora_modules import init_pissa
 
         init_pissa(module)
@@ -145,12 +149,15 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
     def to_lora(
         self, state: Mapping[str, Tensor], base_state: Mapping[str, Tensor]
     ) -> tuple[LoRAAdapterConfig, dict[str, Tensor]]:
-        """Returns it as LoRA of twice the rank beside the model's own weights, ``base_state``."""
+        """Equivalent LoRA of twice the rank on the unmodified weights ``base_state``.
+
+        Returns its config and its state dict.
+        """
         from scalewise.adapters.lora_modules import pissa_as_lora
 
-        kept = {each.name: getattr(self, each.name) for each in fields(self)}
-        twice = kept | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
-        return LoRAAdapterConfig(**twice), pissa_as_lora(state, base_state, self)
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        doubled = options | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
+        return LoRAAdapterConfig(**doubled), pissa_as_lora(state, base_state, self)
 
 
 @register_option("adapter", "dora")
@@ -167,29 +174,29 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
     reads_base_weights = True
 
     def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
-        """Returns the A and B of a layer, and its magnitudes."""
+        """A, B and magnitudes of a layer."""
         name = f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector.default.weight"
         magnitudes = replace(weight, name=name, shape=weight.shape[:1], role="scale")
         return (*super().added_weights(weight, tp_style), magnitudes)
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns the table of LoRA, and magnitudes cut or whole as their layer's outputs are."""
-        table = super().tensor_parallel_styles(model)
+        """Styles of LoRA, and of magnitudes, sharded as the outputs of their layer."""
+        tp_styles = super().tensor_parallel_styles(model)
         for name in self.adapted_layers(model):
-            cut = table[f"blocks.*.{name}"] is TPStyle.column
-            how = TPStyle.column if cut else TPStyle.tokens
-            table[f"blocks.*.{name}.lora_magnitude_vector.default"] = how
-        return table
+            is_column = tp_styles[f"blocks.*.{name}"] is TPStyle.column
+            tp_style = TPStyle.column if is_column else TPStyle.tokens
+            tp_styles[f"blocks.*.{name}.lora_magnitude_vector.default"] = tp_style
+        return tp_styles
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
         from scalewise.adapters.dora_modules import patch_dora_layers
 
         super().apply(module, model)
         patch_dora_layers(module)
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draws A, and makes each magnitude the norm of its row of W; B is zero."""
+        """Draw A, and set each magnitude to the norm of its row of W; B is zero."""
         from scalewise.adapters.dora_modules import init_magnitudes
 
         super().init_weights(module, seed)

@@ -1,4 +1,4 @@
-"""An adapter alone, as PEFT keeps it: ``PeftModel.from_pretrained`` loads the folder."""
+"""Export of an adapter in PEFT's format, for ``PeftModel.from_pretrained``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.lora_config import LoRAAdapterConfig
 from scalewise.adapters.lora_modules import DEFAULT, adapter_weight_name
 from scalewise.adapters.prompt_tuning import (
-    NAME,
-    PREFIX,
+    PREFIX_NAMES,
+    PROMPT_NAME,
     PrefixAdapterConfig,
     VirtualTokenAdapterConfig,
 )
@@ -29,8 +29,8 @@ from scalewise.models.decoder.state_dict_adapter import (
     iter_tensor_mappings,
 )
 
-STEM = "base_model.model."
-"""What PEFT's names of a model's tensors begin with."""
+PEFT_PREFIX = "base_model.model."
+"""Prefix of tensor names in PEFT's files."""
 
 
 def export_adapter(
@@ -40,10 +40,10 @@ def export_adapter(
     folder: Path,
     base_model_path: str,
 ) -> None:
-    """Writes ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    ``state`` holds whole tensors; ``base_model_path`` is where the model lies that the adapter
-    belongs to. Raises ``ConfigError`` for a model that has no home there.
+    ``state``: unsharded tensors. ``base_model_path``: path of the exported base model. Raises
+    ``ConfigError`` if a Hugging Face module joins an adapted layer with a fully trained one.
     """
     config: PeftConfig
     if isinstance(adapter, VirtualTokenAdapterConfig):
@@ -52,19 +52,21 @@ def export_adapter(
         config, tensors = _lora_tensors(state, adapter, model)
     else:
         config, tensors = _ia3_tensors(state, model)
-    whole = _fully_trained_tensors(state, adapter, model)
-    saved = {_module_name(name) for name in whole}
-    if both := saved & {name.split(".lora_")[0].removesuffix(".ia3_l") for name in tensors}:
-        reason = f"Hugging Face's {min(both)} is adapted and trained whole, part by part"
+    full_tensors = _fully_trained_tensors(state, adapter, model)
+    full_modules = {_module_name(name) for name in full_tensors}
+    if conflicting := full_modules & {
+        name.split(".lora_")[0].removesuffix(".ia3_l") for name in tensors
+    }:
+        reason = f"trains a part of {min(conflicting)}, whose other part is adapted"
         raise ConfigError.for_key("adapter.trained", adapter.trained, reason, "set adapter=merged")
-    if saved:
-        config.modules_to_save = sorted(saved)
-    if isinstance(config, LoraConfig):  # IA3's has no such setting
-        config.ensure_weight_tying = model.tied and "lm_head" in saved
-    stem = "" if isinstance(adapter, VirtualTokenAdapterConfig) else STEM
-    named = {f"{stem}{name}": tensor for name, tensor in (tensors | whole).items()}
+    if full_modules:
+        config.modules_to_save = sorted(full_modules)
+    if isinstance(config, LoraConfig):  # IA3Config has no such option
+        config.ensure_weight_tying = model.tied and "lm_head" in full_modules
+    prefix = "" if isinstance(adapter, VirtualTokenAdapterConfig) else PEFT_PREFIX
+    named_tensors = {f"{prefix}{name}": tensor for name, tensor in (tensors | full_tensors).items()}
     save_adapter(
-        config, named, folder, base_model_path, "SEQ_CLS" if model.classes else "CAUSAL_LM"
+        config, named_tensors, folder, base_model_path, "SEQ_CLS" if model.classes else "CAUSAL_LM"
     )
 
 
@@ -75,8 +77,10 @@ def save_adapter(
     base_model_path: str,
     task_type: str | None,
 ) -> None:
-    """Writes both files of an adapter of a model at ``base_model_path``; ``task_type``: what PEFT
-    calls it."""
+    """Write the config and the tensors of an adapter.
+
+    ``base_model_path``: path of the base model. ``task_type``: PEFT's name of the task.
+    """
     config.base_model_name_or_path = base_model_path
     config.inference_mode = True
     config.task_type = task_type
@@ -88,11 +92,13 @@ def save_adapter(
 def lora_peft_config(
     adapter: LoRAAdapterConfig, targets: Iterable[str], **extra_options: Any
 ) -> LoraConfig:
-    """Returns PEFT's configuration of added products; ``extra_options`` is what a model needs
-    besides."""
+    """PEFT's config of a LoRA adapter.
+
+    ``extra_options``: options that depend on the model.
+    """
     return LoraConfig(
         r=adapter.rank,
-        lora_alpha=cast(int, adapter.alpha),  # any number will do
+        lora_alpha=cast(int, adapter.alpha),  # annotated as int, but floats work
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rank_stabilized,
         use_dora=adapter.magnitudes,
@@ -104,14 +110,19 @@ def lora_peft_config(
 def _virtual_token_config(
     state: Mapping[str, Tensor], adapter: VirtualTokenAdapterConfig, model: DecoderConfig
 ) -> tuple[PromptTuningConfig | PrefixTuningConfig, dict[str, Tensor]]:
-    """Returns PEFT's configuration and its one tensor: of prefixes, keys and values by layer."""
-    kind: type[PromptTuningConfig | PrefixTuningConfig] = PromptTuningConfig
-    names, width, heads = [NAME], model.width, model.heads
+    """PEFT's config and its one tensor.
+
+    For prefix tuning, the tensor contains keys and values by layer.
+    """
+    config_class: type[PromptTuningConfig | PrefixTuningConfig] = PromptTuningConfig
+    names, width, heads = [PROMPT_NAME], model.width, model.heads
     if isinstance(adapter, PrefixAdapterConfig):
-        kind, width, heads = PrefixTuningConfig, model.kv_width, model.key_heads
-        within = [f"{name}.weight" for name in PREFIX]
-        names = [f"blocks.{layer}.{name}" for layer in range(model.layers) for name in within]
-    config = kind(
+        config_class, width, heads = PrefixTuningConfig, model.kv_width, model.key_heads
+        parameter_names = [f"{name}.weight" for name in PREFIX_NAMES]
+        names = [
+            f"blocks.{layer}.{name}" for layer in range(model.layers) for name in parameter_names
+        ]
+    config = config_class(
         num_virtual_tokens=adapter.tokens,
         token_dim=width,
         num_transformer_submodules=1,
@@ -124,35 +135,35 @@ def _virtual_token_config(
 def _lora_tensors(
     state: Mapping[str, Tensor], adapter: LoRAAdapterConfig, model: DecoderConfig
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Returns PEFT's configuration and its tensors.
+    """PEFT's config and its tensors.
 
-    Layers of ours that Hugging Face keeps as one (GPT-2's queries, keys and values) become one
-    product of as many times the rank.
+    Layers that Hugging Face stores as one (GPT-2's queries, keys and values) become one update of a
+    multiple of the rank.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    for piece in iter_tensor_mappings(model):
+    for mapping in iter_tensor_mappings(model):
         adapted = [
-            _module_name(name) for name in piece.names if adapter_weight_name(name, "A") in state
+            _module_name(name) for name in mapping.names if adapter_weight_name(name, "A") in state
         ]
-        if not adapted or not piece.hf_name.endswith(".weight"):
+        if not adapted or not mapping.hf_name.endswith(".weight"):
             continue
-        theirs = _module_name(piece.hf_name)
-        for part, tensor in _joined_lora(piece, state, adapter.rank).items():
-            tensors[f"{theirs}.lora_{part}.weight"] = tensor
+        hf_name = _module_name(mapping.hf_name)
+        for part, tensor in _joined_lora(mapping, state, adapter.rank).items():
+            tensors[f"{hf_name}.lora_{part}.weight"] = tensor
         if adapter.magnitudes:
-            tensors[f"{theirs}.lora_magnitude_vector"] = _joined_magnitudes(piece, state)
-        ranks[_short_name(theirs)] = adapter.rank * len(adapted)
-    wide = {target: rank for target, rank in ranks.items() if rank != adapter.rank}
-    more = {target: rank / adapter.rank for target, rank in wide.items()}
+            tensors[f"{hf_name}.lora_magnitude_vector"] = _joined_magnitudes(mapping, state)
+        ranks[_short_name(hf_name)] = adapter.rank * len(adapted)
+    rank_pattern = {target: rank for target, rank in ranks.items() if rank != adapter.rank}
+    rank_factors = {target: rank / adapter.rank for target, rank in rank_pattern.items()}
     config = lora_peft_config(
         adapter,
         ranks,
-        rank_pattern=wide,
-        # So that alpha / rank, or alpha / sqrt(rank), is what it was.
+        rank_pattern=rank_pattern,
+        # Keeps alpha / rank, or alpha / sqrt(rank), unchanged.
         alpha_pattern={
-            target: adapter.alpha * (times**0.5 if adapter.rank_stabilized else times)
-            for target, times in more.items()
+            target: adapter.alpha * (factor**0.5 if adapter.rank_stabilized else factor)
+            for target, factor in rank_factors.items()
         },
         fan_in_fan_out=not is_llama_shape(model),
     )
@@ -162,24 +173,24 @@ def _lora_tensors(
 def _ia3_tensors(
     state: Mapping[str, Tensor], model: DecoderConfig
 ) -> tuple[IA3Config, dict[str, Tensor]]:
-    """Returns PEFT's configuration and its tensors; of a joined layer what has no scale has one."""
+    """PEFT's config and its tensors; layers without scale in a joined layer get ones."""
     tensors: dict[str, Tensor] = {}
-    inputs: set[str] = set()
-    for piece in iter_tensor_mappings(model):
-        scales = [state.get(f"{_module_name(name)}.ia3_l.{DEFAULT}") for name in piece.names]
-        if all(scale is None for scale in scales) or not piece.hf_name.endswith(".weight"):
+    scaled_inputs: set[str] = set()
+    for mapping in iter_tensor_mappings(model):
+        scales = [state.get(f"{_module_name(name)}.ia3_l.{DEFAULT}") for name in mapping.names]
+        if all(scale is None for scale in scales) or not mapping.hf_name.endswith(".weight"):
             continue
-        theirs = _module_name(piece.hf_name)
-        held = [
+        hf_name = _module_name(mapping.hf_name)
+        joined_scales = [
             torch.ones(len(state[name]), 1) if scale is None else scale
-            for name, scale in zip(piece.names, scales, strict=True)
+            for name, scale in zip(mapping.names, scales, strict=True)
         ]
-        tensors[f"{theirs}.ia3_l"] = torch.cat(held)
-        if len(held[0]) == 1:
-            inputs.add(_short_name(theirs))
+        tensors[f"{hf_name}.ia3_l"] = torch.cat(joined_scales)
+        if len(joined_scales[0]) == 1:
+            scaled_inputs.add(_short_name(hf_name))
     config = IA3Config(
         target_modules=sorted({_short_name(_module_name(name)) for name in tensors}),
-        feedforward_modules=sorted(inputs),
+        feedforward_modules=sorted(scaled_inputs),
         fan_in_fan_out=not is_llama_shape(model),
     )
     return config, tensors
@@ -188,13 +199,13 @@ def _ia3_tensors(
 def _fully_trained_tensors(
     state: Mapping[str, Tensor], adapter: AdapterConfig, model: DecoderConfig
 ) -> dict[str, Tensor]:
-    """Returns the tensors of modules that are trained themselves; a tied head has the embedding."""
+    """Tensors of modules trained in full; a tied head gets a copy of the embedding."""
     trained, tensors = adapter.fully_trained_modules(model), {}
-    for piece in iter_tensor_mappings(model):
-        if any(module_name(name) in trained for name in piece.names):
-            tensor = torch.cat([state[name] for name in piece.names])
-            tensors[piece.hf_name] = (tensor.T if piece.transposed else tensor).contiguous()
-            if piece.names[0] in model.tied_weights:
+    for mapping in iter_tensor_mappings(model):
+        if any(module_name(name) in trained for name in mapping.names):
+            tensor = torch.cat([state[name] for name in mapping.names])
+            tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
+            if mapping.names[0] in model.tied_weights:
                 tensors["lm_head.weight"] = tensor.clone()
     return tensors
 
@@ -202,32 +213,32 @@ def _fully_trained_tensors(
 def _joined_lora(
     mapping: TensorMapping, state: Mapping[str, Tensor], rank: int
 ) -> dict[str, Tensor]:
-    """Returns A and B of a tensor of theirs: A's below each other, B's along the diagonal."""
+    """A and B of a joined layer: concatenated As, and Bs along the block diagonal."""
     adapted = [name for name in mapping.names if adapter_weight_name(name, "A") in state]
     rows = [state[name].shape[0] for name in mapping.names]
     down = torch.cat([state[adapter_weight_name(name, "A")] for name in adapted])
     up = torch.zeros(sum(rows), rank * len(adapted), dtype=down.dtype)
-    for place, name in enumerate(adapted):
+    for number, name in enumerate(adapted):
         index = mapping.names.index(name)
-        top, left = sum(rows[:index]), rank * place
+        top, left = sum(rows[:index]), rank * number
         up[top : top + rows[index], left : left + rank] = state[adapter_weight_name(name, "B")]
     return {"A": down, "B": up}
 
 
 def _joined_magnitudes(mapping: TensorMapping, state: Mapping[str, Tensor]) -> Tensor:
-    """Returns those of a tensor of theirs: rows that nothing is added to keep their norms."""
-    held = [
+    """Magnitudes of a joined layer; rows without adapter get their norms."""
+    magnitudes = [
         state.get(
             f"{_module_name(name)}.lora_magnitude_vector.{DEFAULT}.weight",
             torch.linalg.vector_norm(state[name].float(), dim=1).to(state[name].dtype),
         )
         for name in mapping.names
     ]
-    return torch.cat(held)
+    return torch.cat(magnitudes)
 
 
 def _short_name(module_name: str) -> str:
-    """Returns what is enough of a module's name: ``self_attn.q_proj``."""
+    """Last two parts of a module name: ``self_attn.q_proj``."""
     return ".".join(module_name.split(".")[-2:])
 
 

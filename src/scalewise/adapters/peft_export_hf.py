@@ -1,4 +1,4 @@
-"""An adapter of a model of transformers alone, as PEFT keeps it."""
+"""Export of an adapter of a transformers model in PEFT's format."""
 
 from __future__ import annotations
 
@@ -24,44 +24,47 @@ def export_hf_adapter(
     folder: Path,
     base_model_path: str,
 ) -> None:
-    """Writes ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    ``state`` holds whole tensors; ``base_model_path`` is where the model lies that the adapter
-    belongs to. Raises ``ConfigError`` for modules that are trained whole.
+    ``state``: unsharded tensors. ``base_model_path``: path of the exported base model. Raises
+    ``ConfigError`` if modules are trained in full.
     """
     if adapter.trained:
-        reason = "are kept beside an adapter of the suite's own decoder alone"
+        reason = "is supported only for scalewise's decoder models"
         raise ConfigError.for_key(
             "adapter.trained", list(adapter.trained), reason, "set adapter=merged"
         )
     module = model.build_meta(StageSlice(range(model.layers)))
-    added = {
-        module.hf_name(name): each
-        for name, each in state.items()
+    added_tensors = {
+        module.hf_name(name): tensor
+        for name, tensor in state.items()
         if target_modules.is_adapter_weight(name)
     }
-    adapted = {name.split(".lora_")[0].split(".ia3_l")[0] for name in added}
+    adapted = {name.split(".lora_")[0].split(".ia3_l")[0] for name in added_tensors}
     transposed = bool(module.transposed_weights)
     config: PeftConfig
     if isinstance(adapter, LoRAAdapterConfig):
         config = peft_export.lora_peft_config(adapter, adapted, fan_in_fan_out=transposed)
     else:
         assert isinstance(adapter, IA3AdapterConfig)
-        inputs = [name for name, each in added.items() if len(each) == 1]
+        inputs = [name for name, tensor in added_tensors.items() if len(tensor) == 1]
         config = IA3Config(
             target_modules=sorted(adapted),
             feedforward_modules=sorted(name.split(".ia3_l")[0] for name in inputs),
             fan_in_fan_out=transposed,
         )
-    tensors = {f"{peft_export.STEM}{_peft_name(name)}": each for name, each in added.items()}
+    tensors = {
+        f"{peft_export.PEFT_PREFIX}{_peft_name(name)}": tensor
+        for name, tensor in added_tensors.items()
+    }
     task = "SEQ_2_SEQ_LM" if model.is_encoder_decoder else "CAUSAL_LM"
-    # PEFT has no task of pictures.
+    # PEFT has no task type for image-text models.
     peft_export.save_adapter(
         config, tensors, folder, base_model_path, None if model.image_size else task
     )
 
 
 def _peft_name(name: str) -> str:
-    """Returns PEFT's name of an added tensor on the disk: magnitudes and scales are no layers."""
+    """PEFT's name of an added tensor in a file: magnitudes and scales are not modules."""
     name = name.replace(".default", "")
     return name.removesuffix(".weight") if "magnitude" in name else name

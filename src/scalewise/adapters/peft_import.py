@@ -1,4 +1,4 @@
-"""An adapter as PEFT keeps it, read as if it had been trained here. Nothing is unpickled."""
+"""Import of an adapter in PEFT's format. Pickle files are not read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from scalewise.adapters.lora_config import (
     PiSSAAdapterConfig,
     RSLoRAAdapterConfig,
 )
-from scalewise.adapters.prompt_tuning import NAME, PREFIX, PrefixAdapterConfig, PromptAdapterConfig
+from scalewise.adapters.prompt_tuning import (
+    PREFIX_NAMES,
+    PROMPT_NAME,
+    PrefixAdapterConfig,
+    PromptAdapterConfig,
+)
 from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
@@ -43,13 +48,13 @@ PARTS = {
     "lora_magnitude_vector.default.weight": "lora_magnitude_vector",
     "ia3_l.default": "ia3_l",
 }
-"""How PEFT's module names what is added to a layer, and how its files do."""
+"""Suffixes of added parameters: in PEFT's modules -> in PEFT's files."""
 
 
 class PeftFolder:
-    """An ``adapter_config.json`` with its tensors, for a model that has a home at Hugging Face.
+    """Folder with ``adapter_config.json`` and its tensors, for a decoder model.
 
-    Raises ``ConfigError`` for what cannot be read.
+    Raises ``ConfigError`` if a file is missing or invalid.
     """
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
@@ -57,7 +62,7 @@ class PeftFolder:
         self.path, self.model = path, model
         self.config: dict[str, Any] = dict(read_json(path / CONFIG))
         if not self.config:
-            reason = f"{CONFIG} is truncated or no JSON object"
+            reason = f"{CONFIG} is truncated or not a JSON object"
             raise CheckpointError.for_key(KEY, path, reason, DOWNLOAD_AGAIN)
         if not (path / WEIGHTS).is_file():
             fix = "save it with safe_serialization=True"
@@ -67,7 +72,9 @@ class PeftFolder:
             strip_prefix(name.removeprefix("base_model.model.")): name for name in self.file.names
         }
         self.tensor_mappings = {
-            ours: piece for piece in iter_tensor_mappings(model) for ours in piece.names
+            base_name: mapping
+            for mapping in iter_tensor_mappings(model)
+            for base_name in mapping.names
         }
         self.row_counts = {weight.name: weight.shape[0] for weight in model.weight_census()}
         self.layers = {
@@ -75,12 +82,12 @@ class PeftFolder:
         }
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor in the file, by its bare name; None: it has no such."""
-        known = self.names.get(name)
-        return None if known is None else self.file.shape(known)
+        """Shape of a tensor in the file, by its name without prefix; None if it is missing."""
+        file_name = self.names.get(name)
+        return None if file_name is None else self.file.shape(file_name)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor of the file; raises ``CheckpointError`` where there is none."""
+        """Tensor of the file; raises ``CheckpointError`` if it is missing."""
         if name not in self.names:
             reason = f"lacks {name}"
             raise CheckpointError.for_key(
@@ -89,179 +96,192 @@ class PeftFolder:
         return self.file.read(self.names[name])
 
     def has_tied_head(self, embedding: Tensor) -> bool:
-        """Returns whether the head is an embedding that has been trained."""
+        """Whether the head is the trained ``embedding``."""
         if HEAD not in self.names:
             return bool(self.config.get("ensure_weight_tying"))
         return torch.equal(self.read(HEAD), embedding)
 
     def locate_weight(self, name: str) -> tuple[str, str, str]:
-        """Returns the weight of ours that a trained one belongs to, the part, and its home."""
-        if name == NAME or target_modules.module_name(name) in PREFIX:
+        """Base weight of a trained weight, suffix of the added part, and name in the file."""
+        if name == PROMPT_NAME or target_modules.module_name(name) in PREFIX_NAMES:
             return name, "", PROMPT
         if name in self.tensor_mappings:
             return name, "", strip_prefix(self.tensor_mappings[name].hf_name)
         suffix = next(part for part in PARTS if name.endswith(f".{part}"))
-        ours = f"{name.removesuffix(suffix)}weight"
-        theirs = strip_prefix(self.tensor_mappings[ours].hf_name).removesuffix("weight")
-        return ours, suffix, f"{theirs}{PARTS[suffix]}"
+        base_name = f"{name.removesuffix(suffix)}weight"
+        hf_name = strip_prefix(self.tensor_mappings[base_name].hf_name).removesuffix("weight")
+        return base_name, suffix, f"{hf_name}{PARTS[suffix]}"
 
     def read_weight(self, name: str, adapted_weights: list[str]) -> Tensor:
-        """Returns a trained weight; ``adapted_weights``: our matrices, in one of theirs, that have
-        some.
+        """Trained weight by name.
 
-        Of ours that are one matrix there, A is shared, or each has rows of its own.
+        ``adapted_weights``: adapted matrices that Hugging Face joins in one. These share A, or each
+        has rows of its own.
         """
-        ours, suffix, home = self.locate_weight(name)
-        found = self.read(home)
-        if name == NAME:
-            return found
-        if target_modules.module_name(name) in PREFIX:
+        base_name, suffix, file_name = self.locate_weight(name)
+        tensor = self.read(file_name)
+        if name == PROMPT_NAME:
+            return tensor
+        if target_modules.module_name(name) in PREFIX_NAMES:
             width, layer = self.model.kv_width, int(name.split(".")[1])
-            first = width * (2 * layer + PREFIX.index(target_modules.module_name(name)))
-            return found[:, first : first + width]
-        piece = self.tensor_mappings[ours]
-        if not suffix and piece.transposed and found.ndim == 2:
-            found = found.T
-        if len(piece.names) == 1:
-            return found
-        place = [self.row_counts[each] for each in piece.names]
-        top = sum(place[: piece.names.index(ours)])
-        rows = slice(top, top + self.row_counts[ours])
-        rank, number = int(self.config.get("r", 0)), adapted_weights.index(ours)
+            first = width * (2 * layer + PREFIX_NAMES.index(target_modules.module_name(name)))
+            return tensor[:, first : first + width]
+        mapping = self.tensor_mappings[base_name]
+        if not suffix and mapping.transposed and tensor.ndim == 2:
+            tensor = tensor.T
+        if len(mapping.names) == 1:
+            return tensor
+        row_counts = [self.row_counts[joined_name] for joined_name in mapping.names]
+        top = sum(row_counts[: mapping.names.index(base_name)])
+        rows = slice(top, top + self.row_counts[base_name])
+        rank, number = int(self.config.get("r", 0)), adapted_weights.index(base_name)
         columns = slice(number * rank, (number + 1) * rank)
         if suffix.startswith("lora_A"):
-            return found if len(found) == rank else found[columns]
+            return tensor if len(tensor) == rank else tensor[columns]
         if suffix.startswith("lora_B"):
-            return found[rows] if found.shape[1] == rank else found[rows, columns]
-        return found if suffix.startswith("ia3") and len(found) == 1 else found[rows]
+            return tensor[rows] if tensor.shape[1] == rank else tensor[rows, columns]
+        return tensor if suffix.startswith("ia3") and len(tensor) == 1 else tensor[rows]
 
 
 def infer_config(path: Path, model: ModelConfig, current_adapter: AdapterConfig) -> AdapterConfig:
-    """Returns what would have trained an adapter here; raises ``CheckpointError`` for others.
+    """Config of the adapter in a PEFT folder.
 
-    Where PEFT has one matrix for several of ours, those count as adapted that are in
-    ``current_adapter``.
+    Of layers that Hugging Face joins in one, those in ``current_adapter`` count as adapted. Raises
+    ``CheckpointError`` for kinds of adapters that are not supported.
     """
     folder = PeftFolder(path, model)
     config = folder.config
     targets = tuple(dict.fromkeys(_iter_targets(folder, current_adapter)))
     trained = tuple(dict.fromkeys(_iter_trained_modules(folder, current_adapter)))
-    virtual = {"PROMPT_TUNING": PromptAdapterConfig, "PREFIX_TUNING": PrefixAdapterConfig}.get(
-        str(config.get("peft_type"))
-    )
-    if virtual is not None and (learnt := folder.shape(PROMPT)):
-        return virtual(tokens=learnt[0])
+    virtual_class = {
+        "PROMPT_TUNING": PromptAdapterConfig,
+        "PREFIX_TUNING": PrefixAdapterConfig,
+    }.get(str(config.get("peft_type")))
+    if virtual_class is not None and (prompt_shape := folder.shape(PROMPT)):
+        return virtual_class(tokens=prompt_shape[0])
     if config.get("peft_type") == "IA3":
         return IA3AdapterConfig(targets=targets, trained=trained)
-    initial = config.get("init_lora_weights")
-    plain = initial in (True, False, None, "gaussian", "orthogonal", "eva")
-    kinds: dict[tuple[bool, bool, bool], type[LoRAAdapterConfig]] = {
+    init_method = config.get("init_lora_weights")
+    is_plain = init_method in (True, False, None, "gaussian", "orthogonal", "eva")
+    classes: dict[tuple[bool, bool, bool], type[LoRAAdapterConfig]] = {
         (False, False, False): LoRAAdapterConfig,
         (True, False, False): RSLoRAAdapterConfig,
         (False, True, False): DoRAAdapterConfig,
         (False, False, True): PiSSAAdapterConfig,
     }
-    pissa = str(initial).startswith("pissa")
-    flags = (bool(config.get("use_rslora")), bool(config.get("use_dora")), pissa)
-    kind = kinds.get(flags) if plain or pissa else None
-    if config.get("peft_type") != "LORA" or kind is None or config.get("alora_invocation_tokens"):
-        told = f"peft_type={config.get('peft_type')}, init_lora_weights={initial}"
-        reason = f"is of a kind that is not trained here: {told}"
+    is_pissa = str(init_method).startswith("pissa")
+    flags = (bool(config.get("use_rslora")), bool(config.get("use_dora")), is_pissa)
+    adapter_class = classes.get(flags) if is_plain or is_pissa else None
+    if (
+        config.get("peft_type") != "LORA"
+        or adapter_class is None
+        or config.get("alora_invocation_tokens")
+    ):
+        config_text = f"peft_type={config.get('peft_type')}, init_lora_weights={init_method}"
+        reason = f"is of a kind that is not supported: {config_text}"
         raise CheckpointError.for_key(
             KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA, IA3, prompt or prefix tuning"
         )
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-        found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)
-        products = [name for name in folder.names if name.endswith(".lora_A.weight")]
-        other = next((it for it in products if not _has_uniform_scale(folder, found, it)), None)
+        adapter = adapter_class(rank=rank, alpha=alpha, targets=targets, trained=trained)
+        lora_names = [name for name in folder.names if name.endswith(".lora_A.weight")]
+        deviating = next(
+            (it for it in lora_names if not _has_uniform_scale(folder, adapter, it)), None
+        )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        reason = f"{CONFIG} has no sound r, lora_alpha or alpha_pattern ({type(error).__name__})"
+        reason = f"{CONFIG} has an invalid r, lora_alpha or alpha_pattern ({type(error).__name__})"
         raise CheckpointError.for_key(KEY, path, reason, DOWNLOAD_AGAIN) from error
-    if other is not None:
-        reason = f"{other} has another rank or alpha than the rest"
-        raise CheckpointError.for_key(KEY, path, reason, "give one of a single rank and alpha")
-    return found
+    if deviating is not None:
+        reason = f"{deviating} differs from the other layers in rank or alpha"
+        raise CheckpointError.for_key(KEY, path, reason, "give an adapter with one rank and alpha")
+    return adapter
 
 
 def _has_uniform_scale(folder: PeftFolder, adapter: LoRAAdapterConfig, name: str) -> bool:
-    """Returns whether a layer's product has the weight of all others', and their rank or more."""
+    """Whether a layer has the scale of ``adapter`` and a multiple of its rank."""
     module, config = name.removesuffix(".lora_A.weight"), folder.config
-    known = config.get("alpha_pattern") or {}
-    alpha = float(known.get(get_pattern_key([*known], module), adapter.alpha))
+    alpha_pattern = config.get("alpha_pattern") or {}
+    alpha = float(alpha_pattern.get(get_pattern_key([*alpha_pattern], module), adapter.alpha))
     (rank, _) = folder.shape(name) or (0, 0)
     scale = alpha / (sqrt(rank) if adapter.rank_stabilized else rank)
     return rank % adapter.rank == 0 and isclose(scale, adapter.scale)
 
 
 def _iter_targets(folder: PeftFolder, current_adapter: AdapterConfig) -> Iterator[str]:
-    """Yields our layers, by name within a block, that have something added in the file."""
+    """Layers, by name within a block, with added weights in the file."""
     listed = {
         *current_adapter.adapted_layers(folder.model),
         *current_adapter.scaled_layers(folder.model),
     }
-    for piece in dict.fromkeys(folder.tensor_mappings.values()):
-        home = strip_prefix(piece.hf_name).removesuffix("weight")
-        if any(f"{home}{part}" in folder.names for part in PARTS.values()):
-            within = [folder.layers[ours] for ours in piece.names]
-            yield from [layer for layer in within if layer in listed] or within
+    for mapping in dict.fromkeys(folder.tensor_mappings.values()):
+        prefix = strip_prefix(mapping.hf_name).removesuffix("weight")
+        if any(f"{prefix}{part}" in folder.names for part in PARTS.values()):
+            layers = [folder.layers[name] for name in mapping.names]
+            yield from [layer for layer in layers if layer in listed] or layers
 
 
 def _iter_trained_modules(folder: PeftFolder, current_adapter: AdapterConfig) -> Iterator[str]:
-    """Yields our modules of which the file holds the weights themselves."""
+    """Modules whose own weights are in the file."""
     listed = current_adapter.fully_trained_modules(folder.model)
-    for piece in dict.fromkeys(folder.tensor_mappings.values()):
-        if strip_prefix(piece.hf_name) in folder.names:
-            within = [target_modules.module_name(ours) for ours in piece.names]
-            yield from [module for module in within if module in listed] or within
+    for mapping in dict.fromkeys(folder.tensor_mappings.values()):
+        if strip_prefix(mapping.hf_name) in folder.names:
+            modules = [target_modules.module_name(name) for name in mapping.names]
+            yield from [module for module in modules if module in listed] or modules
 
 
 def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[str, Tensor]:
-    """Returns whole tensors by our names; raises ``ConfigError`` for what cannot be read."""
+    """Unsharded tensors by name; raises ``ConfigError`` if one is missing or invalid."""
     folder, wanted = PeftFolder(path, model), list(names)
     matrices = {folder.locate_weight(name)[0] for name in wanted}
 
-    def adapted(name: str) -> list[str]:
-        piece: TensorMapping | None = folder.tensor_mappings.get(folder.locate_weight(name)[0])
-        return [] if piece is None else [ours for ours in piece.names if ours in matrices]
+    def adapted_weights(name: str) -> list[str]:
+        mapping: TensorMapping | None = folder.tensor_mappings.get(folder.locate_weight(name)[0])
+        return (
+            []
+            if mapping is None
+            else [joined_name for joined_name in mapping.names if joined_name in matrices]
+        )
 
-    return {name: folder.read_weight(name, adapted(name)) for name in wanted}
+    return {name: folder.read_weight(name, adapted_weights(name)) for name in wanted}
 
 
 def shape_issues(
     path: Path, current_adapter: AdapterConfig, model: ModelConfig
 ) -> Iterator[ConfigIssue]:
-    """Yields what of a folder has another shape than ``current_adapter``, and what has no place in
-    it."""
-    wanted = {
+    """Yield issues with shapes that differ from ``current_adapter``, and with unused tensors."""
+    expected_shapes = {
         weight.name: weight.shape
         for weight in weight_census(current_adapter, model)
         if weight.trainable
     }
     folder, fix = PeftFolder(path, model), "set the model that it belongs to"
-    found, homes = load_tensors(path, wanted, model), set()
-    for name, shape in wanted.items():
-        homes.add(folder.locate_weight(name)[2])
-        if tuple(found[name].shape) != shape:
-            reason = f"{name} is {tuple(found[name].shape)}, the model has {shape}"
+    tensors, used_names = load_tensors(path, expected_shapes, model), set()
+    for name, shape in expected_shapes.items():
+        used_names.add(folder.locate_weight(name)[2])
+        if tuple(tensors[name].shape) != shape:
+            reason = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
             yield ConfigIssue(KEY, path, reason, fix)
             return
     if folder.model.tied and HEAD in folder.names:
-        homes.add(HEAD)
+        used_names.add(HEAD)
     if (
         folder.model.tied
-        and found.get(EMBEDDING) is not None
-        and not folder.has_tied_head(found[EMBEDDING])
+        and tensors.get(EMBEDDING) is not None
+        and not folder.has_tied_head(tensors[EMBEDDING])
     ):
-        reason = "has trained an embedding and left the head that is tied to it"
+        reason = "has a trained embedding without the head that is tied to it"
         yield ConfigIssue(KEY, path, reason, "set model.tied=false")
-    if left := sorted(folder.names.keys() - homes):
-        yield ConfigIssue(KEY, path, f"holds {left[0]}, which the run does not train", fix)
+    if unused := sorted(folder.names.keys() - used_names):
+        yield ConfigIssue(KEY, path, f"holds {unused[0]}, which the run does not train", fix)
     counts = Counter[str]()
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         counts[folder.locate_weight(name)[2]] += int(tensor.count_nonzero())
-    for home, count in counts.items():
-        if home.endswith("lora_B.weight") and int(folder.read(home).count_nonzero()) != count:
-            reason = f"{home} changes layers that adapter.targets does not describe"
+    for file_name, count in counts.items():
+        if (
+            file_name.endswith("lora_B.weight")
+            and int(folder.read(file_name).count_nonzero()) != count
+        ):
+            reason = f"{file_name} changes layers that adapter.targets does not match"
             yield ConfigIssue(KEY, path, reason, "add them to adapter.targets")
             return

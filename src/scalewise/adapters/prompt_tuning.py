@@ -1,4 +1,4 @@
-"""Learnt numbers in the place of words before a text, as specs."""
+"""Prompt tuning and prefix tuning."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
-NAME = "prompt.weight"
-PREFIX = ("attention.mix.prefix_keys", "attention.mix.prefix_values")
-"""Modules within a block."""
+PROMPT_NAME = "prompt.weight"
+PREFIX_NAMES = ("attention.mix.prefix_keys", "attention.mix.prefix_values")
+"""Modules of the prefix, by name within a block."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,37 @@ class VirtualTokenAdapterConfig(AdapterConfig):
     can_merge = False
 
     def count_block_parameters(self, model: ModelConfig) -> int:
-        """Returns the numbers of the matrices of all blocks."""
+        """Elements of the matrices of all blocks."""
         matrices = (w for w in model.weight_census() if w.layer is not None and len(w.shape) > 1)
         return sum(weight.numel for weight in matrices)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields figures out of range."""
+        """Yield an issue for each value out of range."""
         if self.tokens < 1:
             yield ConfigIssue(
                 "adapter.tokens", self.tokens, "must be 1 or more", "set adapter.tokens=16"
             )
 
     def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields rows that leave no room, and what asks the model without what stands before."""
-        places, most = run.data.sequence + self.tokens, run.model.context
-        if run.data.sequence <= most < places:
-            reason = f"and data.sequence={run.data.sequence} are more than model.context={most}"
-            fix = f"set data.sequence={most - self.tokens}"
-            if most <= self.tokens:
-                room = min(self.tokens, most) // 2
-                fix = f"set adapter.tokens={room} data.sequence={min(places, most) - room}"
+        """Yield issues with too long sequences, and with objectives that disable the adapter."""
+        positions, context = run.data.sequence + self.tokens, run.model.context
+        if run.data.sequence <= context < positions:
+            reason = f"plus data.sequence={run.data.sequence} exceeds model.context={context}"
+            fix = f"set data.sequence={context - self.tokens}"
+            if context <= self.tokens:
+                tokens = min(self.tokens, context) // 2
+                fix = (
+                    f"set adapter.tokens={tokens} data.sequence={min(positions, context) - tokens}"
+                )
             yield ConfigIssue("adapter.tokens", self.tokens, reason, fix)
         if run.objective.pairs or run.objective.reference_objective is not None:
-            chosen = run.choices.get("adapter", type(self).__name__)
+            option = run.choices.get("adapter", type(self).__name__)
             objective = run.choices.get("objective", "")
-            reason = f"cannot be turned off, as objective={objective} asks the model without it"
-            yield ConfigIssue("adapter", chosen, reason, "set adapter=lora")
+            reason = f"cannot be disabled, which objective={objective} requires"
+            yield ConfigIssue("adapter", option, reason, "set adapter=lora")
 
     def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draws what is learnt."""
+        """Draw the trained vectors from a standard normal distribution."""
         from scalewise.models import init
 
         for name, parameter in module.named_parameters():
@@ -80,38 +82,42 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
     """Prompt tuning: trained vectors before the token embeddings (Lester et al., 2021)."""
 
     @property
-    def prompt_tokens(self) -> int:  # type: ignore[override]  # it is read alone
-        """Returns the vectors before the tokens of a row."""
+    def prompt_tokens(self) -> int:  # type: ignore[override]  # read only
+        """Trained vectors before the token embeddings of a sequence."""
         return self.tokens
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
-        """Returns the model's own, frozen, and the vectors after them."""
-        own = (replace(weight, trainable=False) for weight in model.weight_census())
-        return (*own, Weight(NAME, (self.tokens, model.width), "embedding"))
+        """Weights of the model, frozen, followed by the trained vectors."""
+        frozen = (replace(weight, trainable=False) for weight in model.weight_census())
+        return (*frozen, Weight(PROMPT_NAME, (self.tokens, model.width), "embedding"))
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns the model's table, and the vectors whole."""
+        """Styles of the model's modules; the vectors are replicated."""
         return model.tensor_parallel_styles() | {"prompt": TPStyle.prompt}
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
-        """Returns the flops of one forward and backward pass, per token of the text.
+        """FLOPs of one forward and backward pass, per token of the text.
 
-        Blocks compute the vectors too; the head, whose weight is frozen, the tokens alone.
+        Blocks process the vectors too; the head, whose weight is frozen, processes the tokens only.
         """
-        places, head = sequence + self.tokens, model.output_size * model.width
-        blocks = model.flops(places) - 6.0 * head - 2.0 * self.count_block_parameters(model)
-        return blocks * places / sequence + 4.0 * head
+        positions, head_numel = sequence + self.tokens, model.output_size * model.width
+        block_flops = (
+            model.flops(positions) - 6.0 * head_numel - 2.0 * self.count_block_parameters(model)
+        )
+        return block_flops * positions / sequence + 4.0 * head_numel
 
     def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what vectors cannot stand in or be left out of."""
+        """Yield issues with sequence length, objective and packing."""
         yield from super().validate_with_run(run)
         if run.data.packing:
-            reason = "stands before a row, and data.packing=true lays several texts into one"
-            chosen = run.choices.get("adapter", "prompt")
-            yield ConfigIssue("adapter", chosen, reason, "set data.packing=false")
+            reason = (
+                "is not supported with data.packing=true, which joins several texts in one sequence"
+            )
+            option = run.choices.get("adapter", "prompt")
+            yield ConfigIssue("adapter", option, reason, "set data.packing=false")
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freezes the model, and puts the vectors before what its first block reads."""
+        """Freeze the model and add the vectors before the input of its first block, in place."""
         module.requires_grad_(False)
         module.add_prompt_tokens(self.tokens)
 
@@ -125,39 +131,43 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
     """
 
     @property
-    def prefix_tokens(self) -> int:  # type: ignore[override]  # it is read alone
-        """Returns the keys, and values, before those of a row in each layer."""
+    def prefix_tokens(self) -> int:  # type: ignore[override]  # read only
+        """Trained keys and values before those of a sequence in each layer."""
         return self.tokens
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
-        """Returns the model's own, frozen, and within each block what its attention learns."""
+        """Weights of the model, frozen; those of attention are followed by its prefix."""
         return tuple(self._block_weights(model))
 
     def _block_weights(self, model: ModelConfig) -> Iterator[Weight]:
-        shape, within = (self.tokens, model.kv_width), "attention.output"
-        own = (replace(weight, trainable=False) for weight in model.weight_census())
-        for (layer, last), weights in groupby(own, lambda w: (w.layer, within in w.name)):
+        shape, last_module = (self.tokens, model.kv_width), "attention.output"
+        frozen = (replace(weight, trainable=False) for weight in model.weight_census())
+        for (layer, is_last), weights in groupby(
+            frozen, lambda w: (w.layer, last_module in w.name)
+        ):
             yield from weights
-            if last:
-                for name in PREFIX:
+            if is_last:
+                for name in PREFIX_NAMES:
                     yield Weight(f"blocks.{layer}.{name}.weight", shape, "embedding", layer)
 
     def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
-        """Returns the model's table, and keys and values cut by heads, as those of rows are."""
-        return model.tensor_parallel_styles() | {f"blocks.*.{name}": TPStyle.row for name in PREFIX}
+        """Styles of the model's modules; prefixes are sharded by heads."""
+        return model.tensor_parallel_styles() | {
+            f"blocks.*.{name}": TPStyle.row for name in PREFIX_NAMES
+        }
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
-        """Returns the flops of one forward and backward pass, per token of the text.
+        """FLOPs of one forward and backward pass, per token of the text.
 
-        Attention reads the learnt keys as well. All matrices are frozen, the head's too; gradients
-        end before what the first layer makes queries, keys and values by.
+        Attention reads the prefix as well. All matrices are frozen, including the head's; the
+        backward pass ends before the query, key and value layers of the first block.
         """
-        head = model.output_size * model.width
-        first = model.width * (model.query_width + 2 * model.kv_width)
-        spared = self.count_block_parameters(model) + head + first
-        return model.flops(sequence + self.tokens) - 2.0 * spared
+        head_numel = model.output_size * model.width
+        first_numel = model.width * (model.query_width + 2 * model.kv_width)
+        skipped_numel = self.count_block_parameters(model) + head_numel + first_numel
+        return model.flops(sequence + self.tokens) - 2.0 * skipped_numel
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freezes the model, and puts keys and values before those of each layer."""
+        """Freeze the model and add keys and values before those of each layer, in place."""
         module.requires_grad_(False)
         module.add_prefix_kv(self.tokens)

@@ -1,4 +1,4 @@
-"""An adapter that was trained before: what it was, and its weights into any layout's module."""
+"""Resuming from a trained adapter: comparison of configs, and loading of its weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 KEY = "adapter.resume"
-NONE = f"or {KEY}=null"
+OR_NULL = f"or {KEY}=null"
 
 
 def resume_issues(current_adapter: AdapterConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields all that keeps a run from beginning with the adapter at ``now.resume``."""
+    """Yield each reason why a run cannot start from the adapter at ``current_adapter.resume``."""
     path = Path(str(current_adapter.resume))
     if not path.exists():
         yield ConfigIssue(
-            KEY, current_adapter.resume, "there is no such folder", f"give a path, {NONE}"
+            KEY, current_adapter.resume, "is not an existing folder", f"give a path, {OR_NULL}"
         )
         return
     try:
@@ -46,92 +46,101 @@ def resume_issues(current_adapter: AdapterConfig, run: RunConfig) -> Iterator[Co
                 current_adapter, _adapter_of_run(path), run.model, run.choices.get("adapter")
             )
         elif not isinstance(run.model, DecoderConfig):
-            reason = "is a folder of PEFT's, which goes into the suite's own decoder alone"
+            reason = "is a PEFT folder, which is supported for decoder models only"
             yield ConfigIssue(
-                KEY, current_adapter.resume, reason, f"give the folder of a run, {NONE}"
+                KEY, current_adapter.resume, reason, f"give the folder of a run, {OR_NULL}"
             )
         else:
-            then = peft_import.infer_config(path, run.model, current_adapter)
-            wrong = list(
-                _difference_issues(current_adapter, then, run.model, run.choices.get("adapter"))
+            recorded_adapter = peft_import.infer_config(path, run.model, current_adapter)
+            issues = list(
+                _difference_issues(
+                    current_adapter, recorded_adapter, run.model, run.choices.get("adapter")
+                )
             )
-            yield from wrong or peft_import.shape_issues(path, current_adapter, run.model)
+            yield from issues or peft_import.shape_issues(path, current_adapter, run.model)
     except ConfigError as error:
-        for found in error.issues:
-            yield ConfigIssue(KEY, current_adapter.resume, found.reason, found.fix)
+        for issue in error.issues:
+            yield ConfigIssue(KEY, current_adapter.resume, issue.reason, issue.fix)
 
 
 @torch.no_grad()
 def load_adapter(module: ModelModule, resume: str, model: ModelConfig) -> None:
-    """Gives what is trained of a module, sharded or not, the values at ``resume``."""
-    held = {
+    """Set the trained parameters of a module, sharded or not, to the values at ``resume``."""
+    parameters = {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    for name, tensor in load_tensors(Path(resume), held, model).items():
-        init.copy_into(held[name], tensor)
+    for name, tensor in load_tensors(Path(resume), parameters, model).items():
+        init.copy_into(parameters[name], tensor)
 
 
 def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[str, Tensor]:
-    """Returns whole tensors of an adapter by their names in the module.
+    """Unsharded tensors of an adapter by their names in the module.
 
-    Raises ``ConfigError`` for what cannot be read.
+    Raises ``ConfigError`` if one is missing or invalid.
     """
     if (path / peft_import.CONFIG).is_file():
         return peft_import.load_tensors(path, names, model)
-    kept = [f"model.{name}" for name in names]
+    full_names = [f"model.{name}" for name in names]
     optimizer = _parse_config(_resolved_config(path)["optimizer"])
-    held = store.released_weights(path, kept)
+    tensors = store.released_weights(path, full_names)
     if optimizer.averages_weights:
-        held = optimizer.average_weights(held, store.full_tensors(path, "optimizer"))
-    return {name.removeprefix("model."): tensor for name, tensor in held.items()}
+        tensors = optimizer.average_weights(tensors, store.full_tensors(path, "optimizer"))
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def _resolved_config(checkpoint: Path) -> Mapping[str, Any]:
     values = load_yaml(checkpoint.parents[1] / "resolved.yaml")
     if not values:
-        raise ConfigError.for_key(KEY, checkpoint, "is of a run without a resolved.yaml")
+        raise ConfigError.for_key(KEY, checkpoint, "belongs to a run without resolved.yaml")
     if not {"model", "adapter", "optimizer"} <= values.keys():
-        raise ConfigError.for_key(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")
+        raise ConfigError.for_key(
+            KEY, checkpoint, "belongs to a run whose resolved.yaml is damaged"
+        )
     return rename_targets(values, RENAMED_TARGETS)
 
 
 def _adapter_of_run(checkpoint: Path) -> AdapterConfig:
-    """Returns the adapter of a run; raises ``ConfigError`` where it has none."""
-    found: AdapterConfig = _parse_config(_resolved_config(checkpoint)["adapter"])
-    if isinstance(found, NoAdapterConfig):
-        reason = "is of a run that trained no adapter"
+    """Adapter config of a run; raises ``ConfigError`` if it has no adapter."""
+    adapter: AdapterConfig = _parse_config(_resolved_config(checkpoint)["adapter"])
+    if isinstance(adapter, NoAdapterConfig):
+        reason = "belongs to a run without adapter"
         raise ConfigError.for_key(
-            KEY, checkpoint, reason, f"set model.weights to an export, {NONE}"
+            KEY, checkpoint, reason, f"set model.weights to an export, {OR_NULL}"
         )
-    return found
+    return adapter
 
 
 def _parse_config(values: Mapping[str, Any]) -> Any:
-    """Returns a spec as it was recorded, by fields that it still has."""
+    """Config from its recorded values; fields that no longer exist are ignored."""
     registry.import_options()
-    kind = registry.registered_targets().get(str(values.get("_target_")))
-    if kind is None:
-        raise ConfigError.for_key(
-            KEY, values.get("_target_"), "is of a spec that is not known here"
-        )
-    known = {entry.name for entry in fields(kind)} & values.keys()
-    given = {name: values[name] for name in known}
-    return kind(**{key: tuple(it) if isinstance(it, list) else it for key, it in given.items()})
+    config_class = registry.registered_targets().get(str(values.get("_target_")))
+    if config_class is None:
+        raise ConfigError.for_key(KEY, values.get("_target_"), "is not a registered option class")
+    field_names = {entry.name for entry in fields(config_class)} & values.keys()
+    arguments = {name: values[name] for name in field_names}
+    return config_class(
+        **{
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in arguments.items()
+        }
+    )
 
 
 def _base_model_issues(
     run: RunConfig, checkpoint: Path, recorded_config: Mapping[str, Any]
 ) -> Iterator[ConfigIssue]:
-    """Yields how the frozen weights were others, but for formats."""
-    now = run.as_dict()
-    for key, before in recorded_config["model"].items():
-        after = now["model"].get(key)  # type: ignore[attr-defined]  # plain containers
-        if key == "weights" and before is not None and after is not None:
-            before, after = (str(Path(path).expanduser().absolute()) for path in (before, after))
-        if before != after and key != "dropout":
-            yield _field_issue(f"model.{key}", after, before, checkpoint)
+    """Yield an issue for each field by which the frozen weights differ; data types may differ."""
+    current_config = run.as_dict()
+    for key, recorded in recorded_config["model"].items():
+        current = current_config["model"].get(key)  # type: ignore[attr-defined]  # plain containers
+        if key == "weights" and recorded is not None and current is not None:
+            recorded, current = (
+                str(Path(path).expanduser().absolute()) for path in (recorded, current)
+            )
+        if recorded != current and key != "dropout":
+            yield _field_issue(f"model.{key}", current, recorded, checkpoint)
     if recorded_config["model"].get("weights") is None and recorded_config.get("seed") != run.seed:
         yield _field_issue("seed", run.seed, recorded_config.get("seed"), checkpoint)
 
@@ -142,17 +151,23 @@ def _difference_issues(
     model: ModelConfig,
     option: str | None,
 ) -> Iterator[ConfigIssue]:
-    """Yields what the two train differently, with the overrides that mend it."""
-    names = {kind: name for name, kind in registry.OPTIONS["adapter"].items()}
+    """Yield an issue for each field that both adapters train differently, with the override."""
+    option_names = {
+        adapter_class: name for name, adapter_class in registry.OPTIONS["adapter"].items()
+    }
     if type(current_adapter) is not type(recorded_adapter):
-        yield _field_issue("adapter", option, names[type(recorded_adapter)], current_adapter.resume)
+        yield _field_issue(
+            "adapter", option, option_names[type(recorded_adapter)], current_adapter.resume
+        )
     for key in ("rank", "alpha", "tokens"):
-        before, after = (vars(spec).get(key) for spec in (recorded_adapter, current_adapter))
-        if None not in (before, after) and before != after:
-            yield _field_issue(f"adapter.{key}", after, before, current_adapter.resume)
+        recorded, current = (
+            vars(adapter).get(key) for adapter in (recorded_adapter, current_adapter)
+        )
+        if None not in (recorded, current) and recorded != current:
+            yield _field_issue(f"adapter.{key}", current, recorded, current_adapter.resume)
     layers = [
-        {*spec.adapted_layers(model), *spec.scaled_layers(model)}
-        for spec in (current_adapter, recorded_adapter)
+        {*adapter.adapted_layers(model), *adapter.scaled_layers(model)}
+        for adapter in (current_adapter, recorded_adapter)
     ]
     if layers[0] != layers[1] and current_adapter.targets != recorded_adapter.targets:
         yield _field_issue(
@@ -177,5 +192,5 @@ def _field_issue(
 ) -> ConfigIssue:
     reason = f"the adapter at {source} was trained with {format_value(recorded_value)}"
     return ConfigIssue(
-        key, current_value, reason, f"set {format_override(key, recorded_value)}, {NONE}"
+        key, current_value, reason, f"set {format_override(key, recorded_value)}, {OR_NULL}"
     )

@@ -1,4 +1,4 @@
-"""Names: of the linear layers that an adapter is put on, and of what is added to them."""
+"""Names of modules: those that an adapter targets, and those that it adds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule
 
 AUTO = "auto"
-KEY = "adapter.targets"
-TRAINED = "adapter.trained"
-ADDED = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")
-"""What names of added weights have in them: PEFT's, and of what stands before a text."""
+TARGETS_KEY = "adapter.targets"
+TRAINED_KEY = "adapter.trained"
+ADDED_MARKS = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")
+"""Substrings of the names of added weights: PEFT's layers, prompt and prefix."""
 
 
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
-    """Returns the linear layers of a block, by name within it."""
+    """Names, within a block, of its linear layers."""
     return tuple(
         name.removeprefix("blocks.*.")
-        for name, how in model.tensor_parallel_styles().items()
-        if name.startswith("blocks.*.") and how in (TPStyle.column, TPStyle.row)
+        for name, tp_style in model.tensor_parallel_styles().items()
+        if name.startswith("blocks.*.") and tp_style in (TPStyle.column, TPStyle.row)
     )
 
 
@@ -35,59 +35,61 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
 def match_targets(
     targets: tuple[str, ...], model: ModelConfig, default_targets: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Returns the linear layers that targets describe, ``default_targets`` ones by ``auto``.
+    """Names, within a block, of the linear layers that ``targets`` match.
 
-    A search asks a thousand times.
+    ``default_targets``: layers that ``auto`` selects. Cached for the planner's search.
     """
-    named = set(default_targets) if AUTO in targets else set()
+    default_names = set(default_targets) if AUTO in targets else set()
     patterns = [re.compile(target) for target in targets if target != AUTO]
     return tuple(
         name
         for name in linear_layers(model)
-        if name in named or any(pattern.fullmatch(name) for pattern in patterns)
+        if name in default_names or any(pattern.fullmatch(name) for pattern in patterns)
     )
 
 
 def layer_name(weight: Weight) -> str:
-    """Returns the name, within its block, of the layer that a matrix is of."""
+    """Name, within its block, of the layer of a matrix."""
     return weight.name.removeprefix(f"blocks.{weight.layer}.").removesuffix(".weight")
 
 
 def module_name(name: str) -> str:
-    """Returns the name, within its block, of the module that a weight is of."""
+    """Name, within its block, of the module of a weight."""
     return re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
 
 
 @lru_cache(maxsize=64)
 def match_modules(patterns: tuple[str, ...], model: ModelConfig) -> tuple[str, ...]:
-    """Returns the modules with weights, of blocks and outside, whose whole name is described."""
-    known = dict.fromkeys(module_name(weight.name) for weight in model.weight_census())
+    """Names of the modules with weights, in blocks and outside, that ``patterns`` match."""
+    names = dict.fromkeys(module_name(weight.name) for weight in model.weight_census())
     compiled = [re.compile(pattern) for pattern in patterns]
-    return tuple(name for name in known if any(each.fullmatch(name) for each in compiled))
+    return tuple(name for name in names if any(regex.fullmatch(name) for regex in compiled))
 
 
 def unfreeze_modules(module: ModelModule, names: Container[str]) -> None:
-    """Has the model's own weights trained that are of these modules."""
+    """Train the model's own parameters of some modules."""
     for name, parameter in module.named_parameters():
         if module_name(name) in names:
             parameter.requires_grad_(True)
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Returns whether a weight is an adapter's, and not the model's own."""
-    return any(mark in name for mark in ADDED)
+    """Whether a weight is added by an adapter."""
+    return any(mark in name for mark in ADDED_MARKS)
 
 
 def target_issues(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterator[ConfigIssue]:
-    """Yields what are no patterns, and that there are no targets."""
+    """Yield an issue for each invalid pattern, and for an empty list of targets."""
     if not targets:
-        yield ConfigIssue(KEY, [], "names no layer", f"set {format_override(KEY, [AUTO])}")
-    for key, patterns in ((KEY, targets), (TRAINED, trained)):
+        yield ConfigIssue(
+            TARGETS_KEY, [], "is empty", f"set {format_override(TARGETS_KEY, [AUTO])}"
+        )
+    for key, patterns in ((TARGETS_KEY, targets), (TRAINED_KEY, trained)):
         for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield ConfigIssue(key, pattern, f"is no pattern: {error}")
+                yield ConfigIssue(key, pattern, f"is not a valid regular expression: {error}")
 
 
 def unmatched_target_issues(
@@ -96,21 +98,23 @@ def unmatched_target_issues(
     adapted_layers: tuple[str, ...],
     model: ModelConfig,
 ) -> Iterator[ConfigIssue]:
-    """Yields targets that describe no linear layer of the model's blocks.
+    """Yield an issue for each pattern that matches no layer or module of the model.
 
-    And what is to be trained whole but is not there, or is ``adapted_layers`` by the adapter.
+    Also for modules in ``trained`` that the adapter adapts (``adapted_layers``).
     """
     for target in targets:
         if target != AUTO and not match_targets((target,), model):
-            reason = "is no linear layer of the model's blocks"
-            yield ConfigIssue(KEY, target, reason, did_you_mean(target, linear_layers(model)))
-    for pattern in trained:
-        found = match_modules((pattern,), model)
-        if not found:
-            reason = "is no module of the model that has weights"
+            reason = "matches no linear layer of the model's blocks"
             yield ConfigIssue(
-                TRAINED, pattern, reason, did_you_mean(pattern, match_modules((".*",), model))
+                TARGETS_KEY, target, reason, did_you_mean(target, linear_layers(model))
             )
-        elif both := [name for name in found if name in adapted_layers]:
-            reason = f"describes {both[0]}, which {KEY} describes as well"
-            yield ConfigIssue(TRAINED, pattern, reason, "leave it out of one of them")
+    for pattern in trained:
+        modules = match_modules((pattern,), model)
+        if not modules:
+            reason = "matches no module with weights"
+            yield ConfigIssue(
+                TRAINED_KEY, pattern, reason, did_you_mean(pattern, match_modules((".*",), model))
+            )
+        elif conflicting := [name for name in modules if name in adapted_layers]:
+            reason = f"matches {conflicting[0]}, which {TARGETS_KEY} matches too"
+            yield ConfigIssue(TRAINED_KEY, pattern, reason, "remove it from one of them")

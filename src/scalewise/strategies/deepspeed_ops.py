@@ -111,7 +111,7 @@ def _build_in_process(name: str, device: DeviceKind, folder: Path) -> None:
 def end_with_parent(parent: int) -> None:
     """Wait until the parent process ends, then end this process and its compilers.
 
-    The next holder of the build lock then has no compilers beside its own.
+    They would slow down the next process that acquires the build lock.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)

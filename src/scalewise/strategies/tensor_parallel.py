@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from scalewise.adapters.prompt_tuning import PREFIX
+from scalewise.adapters.prompt_tuning import PREFIX_NAMES
 from scalewise.models.base import TPStyle
 from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import MeshConfig
@@ -73,7 +73,7 @@ def apply_tensor_parallel(
                 and spec.sequence_parallel
             ):
                 style = SequenceParallel(use_local_output=True)
-            elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX)):
+            elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX_NAMES)):
                 style = ShardedScale(tp_styles[pattern], residual_placement)
             parallelize_module(part, mesh, style)
         elif pattern in column_parents:
