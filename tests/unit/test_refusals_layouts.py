@@ -53,7 +53,7 @@ LAYOUTS: list[Row] = [
     (
         ["precision=fp8", "parallelism=deepspeed_zero2"],
         "parallelism",
-        "knows nothing of fp8",
+        "does not support fp8",
         "set parallelism=fsdp",
     ),
     (
