@@ -68,10 +68,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
 
 
 @cache
-def _composed(*overrides: str, here: bool = True) -> RunConfig:
+def _composed(*overrides: str, check_machine: bool = True) -> RunConfig:
     from scalewise.config.compose import compose
 
-    return compose(overrides, here=here)
+    return compose(overrides, check_machine=check_machine)
 
 
 @pytest.fixture

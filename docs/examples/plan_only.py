@@ -14,6 +14,6 @@ STRATEGIES = {
 if __name__ == "__main__":
     for name, strategy in STRATEGIES.items():
         overrides = [*COMMON, *strategy, "data=synthetic", "trainer.global_batch=64"]
-        plan = build_plan(scalewise.compose(overrides, here=False))
+        plan = build_plan(scalewise.compose(overrides, check_machine=False))
         step = f"{plan.step_time.seconds:.2f} s" if plan.step_time else "unknown"
         print(f"{name}: {plan.fit.status}, peak {format_bytes(plan.fit.peak)}, step {step}")

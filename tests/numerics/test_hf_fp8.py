@@ -142,7 +142,8 @@ def test_the_clock_tells_products_in_8_bits_apart(
     """The others are the same, and so are the flops; a cast reads and writes besides."""
     plain, fp8 = (
         compose(
-            [*of_transformers(checkpoints(family)), precision, f"hardware={hardware}"], here=False
+            [*of_transformers(checkpoints(family)), precision, f"hardware={hardware}"],
+            check_machine=False,
         )
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )

@@ -175,7 +175,7 @@ def test_what_was_trained_goes_to_peft_and_back(
         torch.testing.assert_close(ours(TOKENS_BT), wanted, rtol=1e-5, atol=1e-5)
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
-    other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], here=False)
+    other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], check_machine=False)
     (issue,) = other.adapter.validate_machine(other)
     assert issue.key == "adapter.tokens"
 

@@ -26,7 +26,7 @@ LONG = pytest.mark.exhaustive
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
-    return lambda *line: compose(*LARGE, *line, here=False)
+    return lambda *line: compose(*LARGE, *line, check_machine=False)
 
 
 @pytest.mark.parametrize(

@@ -220,4 +220,4 @@ def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: s
     replaced = {line.partition("=")[0] for line in lines}
     kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
     with pytest.raises(ConfigError, match=reason):
-        user_module_trace.trace_user_module(compose([*kept, *lines], here=False))
+        user_module_trace.trace_user_module(compose([*kept, *lines], check_machine=False))

@@ -50,7 +50,7 @@ def extremes(run: RunConfig) -> tuple[int, int]:
 def test_nothing_within_the_budget_takes_less_time(
     line: tuple[str, ...], share: float, compose: Compose
 ) -> None:
-    run = compose(*line, "memory=auto", here=False)
+    run = compose(*line, "memory=auto", check_machine=False)
     low, high = extremes(run)
     budget = low + share * (high - low)
     chosen, _ = resolve_auto_checkpointing(replace(run, memory=AutoCheckpointing(budget / GIB)))
@@ -68,7 +68,7 @@ def test_nothing_within_the_budget_takes_less_time(
 
 
 def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
-    run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", here=False)
+    run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", check_machine=False)
     assert resolve_auto_checkpointing(run) == (
         replace(run, memory=FixedCheckpointing()),
         ("memory=none",),
@@ -76,16 +76,16 @@ def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
 
 
 def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> None:
-    assert build_plan(compose(*LINE, here=False)).fit.status is not FitStatus.fits
-    plan = build_plan(compose(*LINE, "memory=auto", here=False))
+    assert build_plan(compose(*LINE, check_machine=False)).fit.status is not FitStatus.fits
+    plan = build_plan(compose(*LINE, "memory=auto", check_machine=False))
     assert plan.fit.status is FitStatus.fits
     assert plan.overrides[0].startswith("memory=checkpoint_")
-    assert compose(*LINE, *plan.overrides, here=False).memory == plan.run.memory
+    assert compose(*LINE, *plan.overrides, check_machine=False).memory == plan.run.memory
 
 
 def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
     plain, roomy = (
-        build_plan(compose(*LINE, "memory=auto", *budget, here=False))
+        build_plan(compose(*LINE, "memory=auto", *budget, check_machine=False))
         for budget in ((), ("memory.budget_gib=200",))
     )
     assert roomy.fit.status is not FitStatus.out_of_memory
@@ -94,13 +94,15 @@ def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
 
 def test_what_helps_nothing_is_told(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
-    assert build_plan(compose(*huge, here=False)).fit.status is FitStatus.out_of_memory
+    assert build_plan(compose(*huge, check_machine=False)).fit.status is FitStatus.out_of_memory
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* left"):
-        resolve_auto_checkpointing(compose(*LINE, "memory=auto", "memory.budget_gib=1", here=False))
+        resolve_auto_checkpointing(
+            compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False)
+        )
 
 
 def test_a_schedule_that_cannot_keep_products_is_spared_them(compose: Compose) -> None:
-    run = compose(*ZERO_BUBBLE, "memory=auto", here=False)
+    run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
     low, high = extremes(run)
     chosen, _ = resolve_auto_checkpointing(
         replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))

@@ -74,7 +74,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
 def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str]]) -> None:
     choice = f"{group}=[{name}]" if group == "callbacks" else f"{group}={name}"
-    run = compose([choice, *inputs.get(name, inputs.get(choice, []))], here=False)
+    run = compose([choice, *inputs.get(name, inputs.get(choice, []))], check_machine=False)
     assert run.choices.get(group, name) == name
     json.dumps(run.as_dict())
     if group in CONFIG_GROUPS:
@@ -90,7 +90,7 @@ def test_every_accident_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
 def test_every_experiment_composes_and_asks_a_question(name: str) -> None:
-    run = compose([f"experiment={name}"], here=False)
+    run = compose([f"experiment={name}"], check_machine=False)
     assert run.question.endswith("?")
     assert run.choices["experiment"] == name
     first, second, *_ = (ROOT / "experiments" / f"{name}.yaml").read_text().splitlines()
@@ -109,7 +109,7 @@ def test_every_corner_of_a_search_composes(name: str) -> None:
     if factors := found.sweeper.get("factors"):
         jobs = ScreeningDesign(factors).build_overrides()
     for job in jobs:
-        assert compose([f"sweep={name}", *job], here=False).choices["sweep"] == name
+        assert compose([f"sweep={name}", *job], check_machine=False).choices["sweep"] == name
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_every_job_of_every_sweep_composes(name: str) -> None:
     with hydra_session() as loader:
         filed = sweep_grid.sweep_overrides(sweeper.get("params", {}), sweeper.get("zip", {}))
         jobs = sweep_grid.expand_jobs(filed, [], list(sweeper.get("zip", {})), loader)
-    runs = [compose([f"sweep={name}", *job], here=False) for job in jobs]
+    runs = [compose([f"sweep={name}", *job], check_machine=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
 
@@ -219,14 +219,16 @@ def test_changed_is_what_differs_from_what_the_options_give(
 def test_changed_lists_options_alone_where_no_value_was_set() -> None:
     drawn = random.Random(5)
     groups = [group for group in paths.CLOSED_GROUPS if len(group_choices([group])[group]) > 1]
-    usual = compose(here=False).choices
+    usual = compose(check_machine=False).choices
     valid = 0
     for _ in range(30):
         chosen = {
             group: drawn.choice(paths.option_names(group)) for group in drawn.sample(groups, 3)
         }
         try:
-            run = compose([f"{group}={name}" for group, name in chosen.items()], here=False)
+            run = compose(
+                [f"{group}={name}" for group, name in chosen.items()], check_machine=False
+            )
         except ConfigError:  # not every option goes with every other
             continue
         valid += 1

@@ -49,7 +49,7 @@ ZERO_3 = ("parallelism=deepspeed_zero3",)
 def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
     parts = [f"parallelism.{override}" for override in overrides]
     with pytest.raises(ConfigError) as refused:
-        compose("parallelism=deepspeed_zero2", "hardware=cpu", *parts, here=False)
+        compose("parallelism=deepspeed_zero2", "hardware=cpu", *parts, check_machine=False)
     assert said in str(refused.value)
 
 
@@ -63,14 +63,14 @@ def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose
 )
 def test_what_does_not_go_together(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
     with pytest.raises(ConfigError) as refused:
-        compose(*ZERO_3, *overrides, here=False)
+        compose(*ZERO_3, *overrides, check_machine=False)
     assert said in str(refused.value)
 
 
 def test_the_extra_is_named_where_it_is_absent(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = compose(*ZERO_3, here=False)
+    run = compose(*ZERO_3, check_machine=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     issues = [str(issue) for issue in run.parallelism.validate_machine(run)]
     reason = "parallelism=deepspeed_zero3: deepspeed is not installed"
@@ -89,7 +89,7 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
         "trainer.micro_batch=2",
         "trainer.global_batch=24",
         "trainer.clip_norm=0.5",
-        here=False,
+        check_machine=False,
     )
     told = run.parallelism.build_config(
         run, "/disk", run.model.num_parameters, run.trainable_parameters

@@ -116,8 +116,8 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     _, overrides = sweep_resume.parse_resume_request(words)
     if "-cd" in overrides:  # a folder of the user's
         return
-    here = command != "plan" and "hydra/launcher=slurm" not in words
-    assert diagnose_overrides(overrides, check_machine=here) == []
+    check_machine = command != "plan" and "hydra/launcher=slurm" not in words
+    assert diagnose_overrides(overrides, check_machine=check_machine) == []
 
 
 def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list[str]:
@@ -163,7 +163,7 @@ def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
     """The figures in docs/predict.md are those of its first command."""
     page = (ROOT / "docs" / "predict.md").read_text("utf-8")
     first = next(line for block in blocks(ROOT / "docs" / "predict.md") for line in block.lines)
-    run = compose(shlex.split(first)[2:], here=False)
+    run = compose(shlex.split(first)[2:], check_machine=False)
     model, tokens = run.model, run.sequences_per_forward * run.data.sequence
     w, k, h, f = model.width, model.kv_width, model.heads, model.feedforward
     each = 2 * (6 * w + 2 * k + 4 * f) + 4 * h + 8

@@ -54,7 +54,7 @@ def test_a_key_shows_the_default_of_each_option_that_has_it(
 def test_defaults_are_the_composed_ones(explained: Callable[..., str]) -> None:
     said = words(explained("optimizer.lr"))
     for name in ("adamw", "sgd", "muon"):
-        lr = compose([f"optimizer={name}"], here=False).optimizer.lr
+        lr = compose([f"optimizer={name}"], check_machine=False).optimizer.lr
         listed = said.split(f"{lr} with optimizer=")[1].split("0.")[0]
         assert name in listed.replace(",", " ").split(), name
 

@@ -87,7 +87,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
     """Returns a run that has just begun."""
-    run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", here=False)
+    run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", check_machine=False)
     at.mkdir(exist_ok=True)
     specs = {name: getattr(run, name) for name in CONFIG_GROUPS}
     return TrainedRun(folder=at, checkpoint=None, seed=1, **specs)

@@ -125,7 +125,8 @@ def test_a_compiled_model_takes_less_memory_and_time(precision: str) -> None:
     line = ["model=llama3_8b", "hardware=h100", "data=synthetic", f"precision={precision}"]
     line += ["parallelism=fsdp", "parallelism.shards=8", "tracking=none"]
     runs = [
-        compose([*line, f"compile={scope}"], here=False) for scope in ("none", "block", "whole")
+        compose([*line, f"compile={scope}"], check_machine=False)
+        for scope in ("none", "block", "whole")
     ]
     eager, block, whole = (worst_rank_breakdown(run).peak for run in runs)
     assert whole == block < eager

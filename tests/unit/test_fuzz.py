@@ -18,7 +18,9 @@ TIMES = 8
 ENOUGH = 0.5
 """Processor time, in seconds, that is looked at no further."""
 
-KEYS = [key for key in flatten(compose(here=False).as_dict()) if not key.startswith("choices")]
+KEYS = [
+    key for key in flatten(compose(check_machine=False).as_dict()) if not key.startswith("choices")
+]
 GROUPS = [*paths.GROUPS, "experiment", "sweep", "inject", "hydra/launcher", "schema/model"]
 OPTIONS = [
     name for group in (*paths.GROUPS, "experiment", "sweep") for name in paths.option_names(group)
@@ -148,7 +150,7 @@ def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
 def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) -> None:
     line = f"{key}={value}"
     try:
-        compose([line], here=False)
+        compose([line], check_machine=False)
     except ConfigError as error:
         group = key.split(".")[0]
         named = {issue.key.split(".")[0] for issue in error.issues}

@@ -56,7 +56,10 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
     rest = ("data=synthetic", "data.sequence=2048", f"parallelism={layout}", f"memory={memory}")
     path = described(tmp_path / "8b", **LLAMA_8B)
     line = ("model=hf", f"model.path={path}", "model.init=random", *rest)
-    run, decoder = compose(*line, here=False), compose("model=llama3_8b", *rest, here=False)
+    run, decoder = (
+        compose(*line, check_machine=False),
+        compose("model=llama3_8b", *rest, check_machine=False),
+    )
     held = sorted(weight.shape for weight in run.model.weight_census())
     assert held == sorted(weight.shape for weight in decoder.model.weight_census())
     assert run.flops_per_token == decoder.flops_per_token
@@ -167,7 +170,9 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
     line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
-    run = compose(*line, "hardware.devices_per_node=4", "trainer.global_batch=4", here=False)
+    run = compose(
+        *line, "hardware.devices_per_node=4", "trainer.global_batch=4", check_machine=False
+    )
     found = {axis_sizes(candidate.run.parallelism) for candidate in search_runs(run).candidates}
     assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
     assert all(size[0] == size[3] == size[4] == 1 for size in found)

@@ -31,7 +31,7 @@ def lines(run: RunConfig) -> dict[str, int]:
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
-    return lambda *line: compose(*LINE, *line, here=False)
+    return lambda *line: compose(*LINE, *line, check_machine=False)
 
 
 def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
@@ -88,7 +88,7 @@ def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:
 def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
     def held(name: str, *line: str) -> dict[str, int]:
         rest = [part for part in LINE if not part.startswith("parallelism")]
-        return lines(compose(*rest, f"parallelism={name}", *line, here=False))
+        return lines(compose(*rest, f"parallelism={name}", *line, check_machine=False))
 
     assert "offloaded parameters" in held("deepspeed_zero3_offload")
     on_disk = held("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")
@@ -97,7 +97,7 @@ def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
 
 def test_activations_wait_on_the_host(compose: Compose) -> None:
     away = ("memory=offload_activations", "precision=bf16_true")
-    run = compose(*LINE[:-2], *away, here=False)
+    run = compose(*LINE[:-2], *away, check_machine=False)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
     assert lines(run)["offloaded activations"] == 8 * inputs
     piped = (
@@ -106,12 +106,12 @@ def test_activations_wait_on_the_host(compose: Compose) -> None:
         "parallelism.pipeline_micro_batches=4",
     )
     rest = [part for part in LINE[:-2] if not part.startswith("parallelism")]
-    four = compose(*rest, *away, *piped, "trainer.micro_batch=4", here=False)
+    four = compose(*rest, *away, *piped, "trainer.micro_batch=4", check_machine=False)
     held = four.parallelism.rank_memory(four, 0)
     assert held.in_flight == 2  # of one row each, through the layers of a stage
     of_stage = inputs * held.num_layers // run.model.layers
     assert lines(four)["offloaded activations"] == 2 * 2 * of_stage
-    on_disk = compose(*LINE[:-2], *away, "hardware=cpu", here=False)
+    on_disk = compose(*LINE[:-2], *away, "hardware=cpu", check_machine=False)
     assert "offloaded activations" not in lines(on_disk)
 
 

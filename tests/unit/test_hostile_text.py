@@ -231,7 +231,12 @@ def test_plans_show_lists_as_typed(
     lists = ("data=text", f"data.paths=[{file}]", "data.vocabulary=512", "callbacks=[]")
     small = ("trainer.micro_batch=32", "data.sequence=512")
     large = compose(
-        *small, "model=llama_160m", "hardware=rtx4090", "hardware.memory_gib=4", *lists, here=False
+        *small,
+        "model=llama_160m",
+        "hardware=rtx4090",
+        "hardware.memory_gib=4",
+        *lists,
+        check_machine=False,
     )
     plan = build_plan(large)
     show_plan.print_plan(plan)

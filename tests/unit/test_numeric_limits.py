@@ -44,7 +44,7 @@ def runs(group: str, compose: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     machine = () if group == "hardware" else ("hardware=h100",)
     for name in paths.option_names(group):
         try:
-            run = compose(f"{group}={name}", *machine, *WITH.get(name, ()), here=False)
+            run = compose(f"{group}={name}", *machine, *WITH.get(name, ()), check_machine=False)
         except ConfigError:
             continue
         if type(getattr(run, group)) not in seen:

@@ -136,7 +136,7 @@ def test_examples_are_overrides_that_the_schema_accepts(option: OptionDoc) -> No
 
 
 def test_defaults_are_those_of_a_composed_run() -> None:
-    run = compose(["optimizer=muon", "parallelism=fsdp", "hardware=h100_8x4"], here=False)
+    run = compose(["optimizer=muon", "parallelism=fsdp", "hardware=h100_8x4"], check_machine=False)
     for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
         option = next(it for it in option_docs.group_doc(group).options if it.name == name)
         composed = getattr(run, group)
@@ -153,7 +153,7 @@ def test_an_option_based_on_another_has_its_values() -> None:
 
 
 def test_default_options_are_those_of_a_composed_run() -> None:
-    choices = compose([], here=False).choices
+    choices = compose([], check_machine=False).choices
     groups = {group: choices[group] for group in paths.CLOSED_GROUPS}
     assert groups.items() <= dict(option_docs.default_options()).items()
 

@@ -48,7 +48,7 @@ def test_every_spec(
 def test_what_was_typed(line: str, compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
-    assert comes_back(compose(*line.split(), here=False), tmp_path)
+    assert comes_back(compose(*line.split(), check_machine=False), tmp_path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

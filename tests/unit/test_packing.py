@@ -114,7 +114,7 @@ class TestDemand:
         assert saved == self.peak(free) - GIB > 0
 
     def test_on_a_gpu_the_host_lends_only_processes(self, compose: Compose) -> None:
-        run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", here=False)
+        run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", check_machine=False)
         found = job_demand(run, self.ROOM)
         assert found.slots == run.world_size
         assert found.memory < (3.2 * run.world_size + 0.6) * GIB
@@ -125,12 +125,14 @@ class TestDemand:
         large = compose("model=llama3_8b", "hardware=cpu")
         said = rejection_reason(large, job_demand(large, self.ROOM), self.ROOM)
         assert "of main memory; this machine has 32.00 GiB" in said
-        wide = compose("hardware=h100", "parallelism=ddp", "parallelism.replicas=4", here=False)
+        wide = compose(
+            "hardware=h100", "parallelism=ddp", "parallelism.replicas=4", check_machine=False
+        )
         assert (
             rejection_reason(wide, job_demand(wide, self.ROOM), self.ROOM)
             == "requires 4 slots; 2 are available"
         )
-        heavy = compose("model=llama3_70b", "hardware=h100", here=False)
+        heavy = compose("model=llama3_70b", "hardware=h100", check_machine=False)
         assert "of device memory; the device has 80 GiB" in rejection_reason(
             heavy, JobDemand(1, 1), self.ROOM
         )

@@ -37,7 +37,7 @@ LLAMA = (
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Compose:
-    return lambda *line: build_plan(compose(*line, here=False))
+    return lambda *line: build_plan(compose(*line, check_machine=False))
 
 
 def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
@@ -45,7 +45,7 @@ def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
     pairs = ("objective=dpo", "data.pairs=true")
     lines = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
     lines["asked"] = (*pairs, "adapter=lora")
-    runs = {name: compose(*LLAMA, *line, here=False) for name, line in lines.items()}
+    runs = {name: compose(*LLAMA, *line, check_machine=False) for name, line in lines.items()}
     steps = {name: found for name, run in runs.items() if (found := predict_step_time(run))}
     assert steps["kept"].matmul == pytest.approx(2 * steps["text"].matmul, rel=0.01)
     assert steps["asked"].matmul == pytest.approx(2 * steps["frozen"].matmul, rel=0.01)
@@ -98,7 +98,7 @@ def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
 
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
 def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
-    run = compose(f"experiment={name}", here=False)
+    run = compose(f"experiment={name}", check_machine=False)
     if run.objective.trace_only:
         assert run.plan.method is MemoryMethod.trace
         return
@@ -129,7 +129,7 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     plan = plan_of(*whole)
     assert plan.fit.status is FitStatus.out_of_memory
     assert plan.suggested_fix is not None
-    typed = compose(*replace_overrides(whole, plan.suggested_fix.overrides), here=False)
+    typed = compose(*replace_overrides(whole, plan.suggested_fix.overrides), check_machine=False)
     again = check_fit(typed)
     assert again.status is FitStatus.fits
     assert again.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
@@ -144,7 +144,7 @@ def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
-    run = compose(f"model={name}", "data=synthetic", "data.sequence=256", here=False)
+    run = compose(f"model={name}", "data=synthetic", "data.sequence=256", check_machine=False)
     op_graphs = run.model.build_op_graphs(forward_spec(run, sequences=2, tokens_per_sequence=256))
     parts = [*[op_graphs.block] * run.model.layers, op_graphs.head]
     made = {
@@ -162,7 +162,7 @@ def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Comp
 
 
 def test_time_follows_from_the_rates(compose: Compose) -> None:
-    run = compose(*LLAMA, "hardware.step_scale=1", here=False)
+    run = compose(*LLAMA, "hardware.step_scale=1", check_machine=False)
     slow, fast = (
         predict_step_time(replace(run, hardware=replace(run.hardware, product_share=share)))
         for share in (0.4, 0.8)
@@ -178,7 +178,7 @@ def test_time_follows_from_the_rates(compose: Compose) -> None:
 
 def test_recomputation_costs_another_forward(compose: Compose) -> None:
     kept, again = (
-        predict_step_time(compose(*LLAMA, f"memory={memory}", here=False))
+        predict_step_time(compose(*LLAMA, f"memory={memory}", check_machine=False))
         for memory in ("none", "checkpoint_full")
     )
     assert kept is not None
@@ -197,7 +197,7 @@ def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None
                 *line,
                 "trainer.micro_batch=32",
                 f"parallelism.pipeline_micro_batches={pieces}",
-                here=False,
+                check_machine=False,
             )
         )
         for pieces in (4, 32)
@@ -215,7 +215,7 @@ def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
     line = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
     within, across = (
         predict_step_time(
-            compose(*line, "hardware=h100_8x4", f"parallelism.tensor={ranks}", here=False)
+            compose(*line, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False)
         )
         for ranks in (8, 16)
     )
@@ -242,14 +242,16 @@ def test_messages_are_named_by_the_axes_that_are_cut(
         "hardware=h100_8x4",
         "trainer.micro_batch=1",
     )
-    step = predict_step_time(compose(*line, *(f"parallelism.{size}" for size in sizes), here=False))
+    step = predict_step_time(
+        compose(*line, *(f"parallelism.{size}" for size in sizes), check_machine=False)
+    )
     assert step is not None
     assert set(step.exposed_communication) - {"the whole mesh"} == axes
 
 
 @pytest.mark.timed
 def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
-    run = compose(*LLAMA, here=False)
+    run = compose(*LLAMA, check_machine=False)
     grid = list(product((1, 2, 4, 8), (2, 4, 8, 16, 32, 64, 128, 256)))
     runs = [
         replace(
@@ -358,7 +360,7 @@ def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
 
 def test_a_device_without_bf16_says_so(compose: Compose) -> None:
     with pytest.raises(ConfigError, match="V100 has no bf16; set precision=fp16_mixed"):
-        compose("hardware=v100", "precision=bf16_mixed", here=False)
+        compose("hardware=v100", "precision=bf16_mixed", check_machine=False)
 
 
 def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
@@ -412,7 +414,7 @@ def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
 
 
 def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
-    run = compose(*LLAMA, "hardware.dollars_per_hour=3", here=False)
+    run = compose(*LLAMA, "hardware.dollars_per_hour=3", check_machine=False)
     assert dollars_per_billion_tokens(run, 1000.0) == pytest.approx(
         3 * run.world_size * 1e9 / 1000 / 3600
     )
@@ -422,11 +424,11 @@ def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
     assert dollars_per_billion_tokens(run, None) is None
     assert (
         dollars_per_billion_tokens(
-            compose(*LLAMA, "hardware.dollars_per_hour=null", here=False), 1000.0
+            compose(*LLAMA, "hardware.dollars_per_hour=null", check_machine=False), 1000.0
         )
         is None
     )
 
 
 def test_the_record_of_a_plan_tells_the_limit(compose: Compose) -> None:
-    assert plan_record(compose(*LLAMA, here=False))["limit_bytes"] == 80 * GIB
+    assert plan_record(compose(*LLAMA, check_machine=False))["limit_bytes"] == 80 * GIB

@@ -51,7 +51,7 @@ def test_a_profile_is_known_by_the_device_s_name(
     assert (found.total_devices, found.nodes) == (None, 1)
     assert found.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
     if profile:
-        named = compose([f"hardware={profile}"], here=False).hardware
+        named = compose([f"hardware={profile}"], check_machine=False).hardware
         assert found.bf16_tflops == named.bf16_tflops
         assert (found.match, found.step_scale) == (named.match, named.step_scale)
         assert (named.read_off, named.host_memory_gib) == ("", None)
@@ -97,5 +97,5 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
 
 
 def test_a_node_of_another_machine_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    show_plan.print_plan(build_plan(compose(["hardware=h100"], here=False)))
+    show_plan.print_plan(build_plan(compose(["hardware=h100"], check_machine=False)))
     assert "not judged: set hardware.host_memory_gib" in capsys.readouterr().out

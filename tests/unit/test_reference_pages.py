@@ -88,7 +88,9 @@ def test_the_cli_page_has_every_command() -> None:
 def test_the_api_page_has_every_name() -> None:
     page = PAGES["reference/api.md"]
     assert all(f"## scalewise.{name}\n" in page for name in scalewise.__all__)
-    assert "compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig" in page
+    assert (
+        "compose(overrides: Iterable[str] = (), *, check_machine: bool = True) -> RunConfig" in page
+    )
 
 
 @pytest.mark.parametrize(

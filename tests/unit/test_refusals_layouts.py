@@ -245,7 +245,7 @@ def test_one_complaint_names_key_reason_and_cure(
 def test_no_step_is_taken_on_scaled_gradients() -> None:
     line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
-        compose([*line, "precision=fp16_mixed"], here=False)
+        compose([*line, "precision=fp16_mixed"], check_machine=False)
     (issue,) = caught.value.issues
     assert issue.key == "optimizer.in_backward"
     assert "known to be finite" in issue.reason
@@ -254,12 +254,12 @@ def test_no_step_is_taken_on_scaled_gradients() -> None:
 def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
-        compose(line, here=False)
+        compose(line, check_machine=False)
     (issue,) = caught.value.issues
     assert (issue.key, issue.value) == ("precision", "fp16_mixed")
     assert "scales no fp16 gradients" in issue.reason
     assert "parallelism=ddp" in issue.fix
-    compose(["parallelism=ddp", *line[1:]], here=False)
+    compose(["parallelism=ddp", *line[1:]], check_machine=False)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
 )
 def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["precision=fp8", *line], here=False)
+        compose(["precision=fp8", *line], check_machine=False)
     (issue,) = caught.value.issues
     assert issue.key == key
     assert reason in issue.reason

@@ -53,7 +53,7 @@ def test_variables_on_which_the_tracker_would_stumble(
 
 def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
     for overrides, *_ in MACHINE:
-        assert isinstance(compose(overrides, here=False), RunConfig)
+        assert isinstance(compose(overrides, check_machine=False), RunConfig)
 
 
 @pytest.mark.parametrize(

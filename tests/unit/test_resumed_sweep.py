@@ -55,7 +55,9 @@ class TestHash:
         ],
     )
     def test_what_a_result_depends_on(self, override: str, compose: Compose) -> None:
-        assert config_hash(compose(override, here=False)) != config_hash(compose(here=False))
+        assert config_hash(compose(override, check_machine=False)) != config_hash(
+            compose(check_machine=False)
+        )
 
     @pytest.mark.parametrize(
         "override",
@@ -90,7 +92,7 @@ class TestInputs:
 
     @staticmethod
     def hash_of(compose: Compose, paths: str) -> str:
-        return config_hash(compose("data=text", f"data.paths=[{paths}]", here=False))
+        return config_hash(compose("data=text", f"data.paths=[{paths}]", check_machine=False))
 
     def test_a_moved_file_is_the_same(self, texts: Path, compose: Compose, tmp_path: Path) -> None:
         before = self.hash_of(compose, "a/one.txt")
@@ -111,7 +113,10 @@ class TestInputs:
     def test_a_folder_without_a_hash_has_that_of_the_files_it_read(
         self, texts: Path, compose: Compose, tmp_path: Path
     ) -> None:
-        run, folder = compose("data=text", "data.paths=[a/one.txt]", here=False), tmp_path / "run"
+        run, folder = (
+            compose("data=text", "data.paths=[a/one.txt]", check_machine=False),
+            tmp_path / "run",
+        )
         folder.mkdir()
         (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
         inputs.write_inputs(run.as_dict(), folder)

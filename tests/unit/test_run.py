@@ -104,7 +104,7 @@ def test_it_is_picklable_and_immutable(compose: Compose) -> None:
 
 
 def test_settling_twice_changes_nothing(compose: Compose) -> None:
-    run = compose("parallelism=ddp", here=False)
+    run = compose("parallelism=ddp", check_machine=False)
     assert run.parallelism.world_size >= 1
     assert run.resolve() == run
 

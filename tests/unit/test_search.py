@@ -42,12 +42,14 @@ SMALL = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_
 
 @pytest.fixture
 def found(compose: Compose) -> Find:
-    return lambda search, *line: search_runs(compose(f"plan.search={search}", *line, here=False))
+    return lambda search, *line: search_runs(
+        compose(f"plan.search={search}", *line, check_machine=False)
+    )
 
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Callable[..., Plan]:
-    return lambda *line: build_plan(compose(*line, here=False))
+    return lambda *line: build_plan(compose(*line, check_machine=False))
 
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])
@@ -144,7 +146,11 @@ def test_what_is_typed_is_held(found: Find) -> None:
 
 def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -> None:
     run = compose(
-        "plan.search=layout", *NODE, "parallelism.shards=16", "parallelism=fsdp", here=False
+        "plan.search=layout",
+        *NODE,
+        "parallelism.shards=16",
+        "parallelism=fsdp",
+        check_machine=False,
     )
     with pytest.raises(ConfigError, match="a search keeps to what is typed"):
         search_runs(run)
@@ -152,7 +158,7 @@ def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -
 
 def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
     heard: list[int] = []
-    found = search_runs(compose("plan.search=memory", *NODE, here=False), heard.append)
+    found = search_runs(compose("plan.search=memory", *NODE, check_machine=False), heard.append)
     assert heard == [*range(1, len(found.candidates) + 1)]
 
 
@@ -234,7 +240,7 @@ def test_the_best_is_judged_by_its_trace(
         return replace(best, fit=replace(best.fit, traced_peak=traced))
 
     monkeypatch.setattr(plan_verb, "_with_trace", of_trace)
-    run = compose("plan.search=memory", "plan.method=trace", *SMALL, here=False)
+    run = compose("plan.search=memory", "plan.method=trace", *SMALL, check_machine=False)
     assert plan_verb.PlanCommand().run_single(run, tmp_path) == code
     assert f"\n{'out_of_memory' if code else 'fits'}, " in capsys.readouterr().out
 

@@ -45,9 +45,11 @@ STATED = [
 
 def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
     """Returns a run whose device is as large as ``rows`` at a time ask for."""
-    roomy = compose(*LINE, "trainer.global_batch=64", *line, here=False)
+    roomy = compose(*LINE, "trainer.global_batch=64", *line, check_machine=False)
     needed = check_fit(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
-    return compose(*roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", here=False)
+    return compose(
+        *roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", check_machine=False
+    )
 
 
 @pytest.mark.parametrize("layout", ["single", *STATED])
@@ -62,18 +64,18 @@ def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -
     assert found.micro_batch * readers * found.accumulation == 64
     twice = replace(found, trainer=replace(found.trainer, micro_batch=16))
     assert check_fit(twice).status is not FitStatus.fits
-    assert compose(*run.overrides, *told, here=False).trainer == found.trainer
+    assert compose(*run.overrides, *told, check_machine=False).trainer == found.trainer
 
 
 def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
     piped = (*LAYOUTS["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
         way.micro_batch
-        for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, here=False))
+        for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, check_machine=False))
     ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
-    (way,) = auto_micro_batch.micro_batch_options(compose(*LINE, *stepped, here=False))
+    (way,) = auto_micro_batch.micro_batch_options(compose(*LINE, *stepped, check_machine=False))
     assert way.micro_batch == 12
 
 
@@ -87,7 +89,9 @@ def test_a_plan_goes_by_the_ledger(compose: Compose) -> None:
     plan = build_plan(limited(compose))
     assert plan.overrides == ("trainer.micro_batch=8",)
     assert plan.run.micro_batch == 8
-    tight = compose(*LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", here=False)
+    tight = compose(
+        *LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", check_machine=False
+    )
     assert build_plan(tight).run.micro_batch == 1
     assert build_plan(tight).fit.status is FitStatus.out_of_memory
 

@@ -70,7 +70,7 @@ def flags(folder: Path) -> list[dict[str, str]]:
 def test_ranks_are_laid_over_nodes(
     options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    runs = [compose(*f"{H100}{ranks}".split(), here=False) for ranks in (8, 16)]
+    runs = [compose(*f"{H100}{ranks}".split(), check_machine=False) for ranks in (8, 16)]
     tasks = [SweepTask(n, JobSpec(run), tmp_path / str(n)) for n, run in enumerate(runs)]
     asked = {
         "gpus_per_node": 8,
@@ -100,7 +100,7 @@ def test_ranks_are_laid_over_nodes(
 def test_devices_are_asked_for_where_nobody_said_how_many(
     options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), here=False)
+    run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), check_machine=False)
     list(
         engine(options).iter_results(
             [SweepTask(0, JobSpec(run), tmp_path / "0")], lambda task: None
@@ -128,7 +128,7 @@ def test_refusals(
     compose: Callable[..., RunConfig],
     tmp_path: Path,
 ) -> None:
-    task = SweepTask(0, JobSpec(compose(*line.split(), here=False)), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose(*line.split(), check_machine=False)), tmp_path / "0")
     with pytest.raises(ConfigError, match=re.escape(words)):
         next(engine(options | changed).iter_results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()

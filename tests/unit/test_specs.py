@@ -38,7 +38,7 @@ DEVICES = [name for name in paths.option_names("hardware") if name not in ("auto
 class TestHardware:
     @pytest.mark.parametrize("name", DEVICES)
     def test_figures_hang_together(self, name: str, compose: Callable[..., RunConfig]) -> None:
-        spec = compose(f"hardware={name}", here=False).hardware
+        spec = compose(f"hardware={name}", check_machine=False).hardware
         rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
         assert all(rate is not None for rate in rates)
         assert spec.fp16_tflops >= max(rate for rate in rates if rate is not None)

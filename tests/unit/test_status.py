@@ -101,12 +101,12 @@ def test_exit_codes(ending: Outcome, code: int) -> None:
 def test_cures_are_overrides_that_compose(
     compose: Callable[..., RunConfig], ending: Outcome, overrides: list[str], expected: list[str]
 ) -> None:
-    run = compose(*overrides, here=False)
+    run = compose(*overrides, check_machine=False)
     found = suggested_overrides(ending, run, has_checkpoint=True)
     assert [fix["override"] for fix in found] == expected
     assert all(fix["why"].endswith(".") for fix in found)
     for fix in found:
-        compose(*overrides, *fix["override"].split(), here=False)
+        compose(*overrides, *fix["override"].split(), check_machine=False)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -20,7 +20,7 @@ H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
 
 def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
     lines = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
-    plans = [build_plan(compose(*H100, *line, here=False)) for line in lines]
+    plans = [build_plan(compose(*H100, *line, check_machine=False)) for line in lines]
     found = sum_plans(plans)
     assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
     step = plans[0].step_time
@@ -34,7 +34,7 @@ def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
 def test_what_is_not_known_is_counted(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     lines = (H100, (*H100, *epochs), ("hardware=cpu",))
-    found = sum_plans([build_plan(compose(*line, here=False)) for line in lines])
+    found = sum_plans([build_plan(compose(*line, check_machine=False)) for line in lines])
     assert (found.jobs, found.unfit, found.untimed, found.unrated) == (3, 0, 2, 1)
     assert found.seconds > 0
     assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
@@ -45,7 +45,7 @@ def test_a_rate_that_lacks_is_hinted_at_under_a_table(
     hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
-    print_totals(sum_plans([build_plan(compose(*line, here=False))]), None)
+    print_totals(sum_plans([build_plan(compose(*line, check_machine=False))]), None)
     said = capsys.readouterr().out
     assert "of 1 the time is not known" in said
     assert (NO_TIME in said) == hinted
@@ -54,11 +54,11 @@ def test_a_rate_that_lacks_is_hinted_at_under_a_table(
 def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
     reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
     with pytest.raises(ConfigError) as caught:
-        reject_unfit(compose("model=llama3_70b", *H100, here=False))
+        reject_unfit(compose("model=llama3_70b", *H100, check_machine=False))
     (issue,) = caught.value.issues
     assert issue.key == "launch.refuse_unfit"
     assert issue.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
     fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
     node = ("parallelism.cpu_offload=true", "hardware.host_memory_gib=64")
     with pytest.raises(ConfigError, match=r"host_out_of_memory: .* of 64.00 GiB \(offloaded"):
-        reject_unfit(compose(*LLAMA_8B, *fitting, *node, here=False))
+        reject_unfit(compose(*LLAMA_8B, *fitting, *node, check_machine=False))

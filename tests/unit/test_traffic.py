@@ -32,7 +32,7 @@ def step(run: RunConfig) -> StepTime:
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
     rates = ("trainer.micro_batch=1", "hardware.step_scale=1")
-    return lambda *line: compose(*LLAMA_8B, *rates, *line, here=False)
+    return lambda *line: compose(*LLAMA_8B, *rates, *line, check_machine=False)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def deepspeed(compose: Compose) -> Compose:
         f"parallelism={name}",
         "parallelism.replicas=8",
         *line,
-        here=False,
+        check_machine=False,
     )
 
 
@@ -120,7 +120,9 @@ def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> 
 
 
 def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
-    run = compose("parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", here=False)
+    run = compose(
+        "parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", check_machine=False
+    )
     assert host_transfer.missing_rates(run) == ()
     assert host_transfer.transfer_seconds(
         run, run.parallelism.rank_memory(run)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         }
         planned_runs = getattr(benchmark, "WORLDS", {}).items()
         runs |= {
-            label: compose((*benchmark_overrides, *overrides), here=False)
+            label: compose((*benchmark_overrides, *overrides), check_machine=False)
             for label, benchmark_overrides in planned_runs
         }
         hardware = next(iter(runs.values())).hardware

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     name, *overrides = arguments or [""]
     if not name.strip() or "=" in name or name.startswith("-"):
         raise ConfigError.for_key("", "", f"{name!r} is not a dashboard name", USAGE)
-    tracking = compose(overrides, here=False).tracking
+    tracking = compose(overrides, check_machine=False).tracking
     from scalewise.reports import workspace
 
     project = os.environ.get("WANDB_PROJECT") or tracking.project

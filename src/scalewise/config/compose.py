@@ -13,13 +13,13 @@ from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
 
-def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
+def compose(overrides: Iterable[str] = (), *, check_machine: bool = True) -> RunConfig:
     """Compose and validate the run of ``scalewise train OVERRIDES``.
 
     Args:
         overrides: Hydra overrides: ``["model=llama_160m", "optimizer.lr=1e-3"]``.
-        here: Whether the run is also validated against this machine; False for the plan of a run
-            on other devices.
+        check_machine: Whether the run is also validated against this machine; False for the plan
+            of a run on other devices.
 
     Raises:
         ConfigError: The configuration is rejected; the error contains every config issue.
@@ -35,9 +35,9 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
             raise
         except Exception as error:  # Hydra raises many types for malformed overrides
             raise diagnostics.translate_hydra_error(
-                error, override_list, check_machine=here
+                error, override_list, check_machine=check_machine
             ) from error
-        return parse_run(config, override_list, override_list, check_machine=here)
+        return parse_run(config, override_list, override_list, check_machine=check_machine)
 
 
 @cache
