@@ -44,12 +44,12 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
         )
 
     found = choose_by_probes(run, limited)
-    ends = {trial.rows: trial.status for trial in found.trials}
+    ends = {probe.micro_batch: probe.status for probe in found.probes}
     largest = 64 // run.parallelism.data_parallel_size
     assert [*ends] == [largest >> step for step in range(len(ends))]
     assert set(ends.values()) == {"out_of_memory", "ok"}
-    assert ends[found.rows] == "ok"
-    assert found.rows == min(ends)
+    assert ends[found.micro_batch] == "ok"
+    assert found.micro_batch == min(ends)
 
 
 @pytest.mark.exhaustive
@@ -60,6 +60,6 @@ def test_train_takes_what_it_has_tried_and_keeps_it_on_record(scalewise: Doors) 
     size = ended.folder.resolved["trainer"]["micro_batch"]
     assert told["rows"] == size < 64
     assert {trial["rows"]: trial["status"] for trial in told["trials"]}[size] == "ok"
-    assert f"trainer.micro_batch=auto: {size} rows a pass (ledger:" in ended.out
+    assert f"trainer.micro_batch=auto: {size} (predicted:" in ended.out
     assert told["how"] in (ended.folder.path / "report.html").read_text("utf-8")
     assert ended.folder.resolved["trainer"]["global_batch"] == 64

@@ -12,10 +12,10 @@ from scalewise.units import GIB
 def test_what_does_not_fit_is_told_with_its_cure(scalewise: Doors) -> None:
     ended = scalewise(*LLAMA_8B, "trainer.micro_batch=8", verb="plan")
     assert ended.code == 3, ended.said
-    assert "out_of_memory" in ended.out
+    assert "Out of memory: " in ended.out
     (line,) = [line for line in ended.out.splitlines() if line.startswith("scalewise train")]
     again = scalewise(*line.split()[2:], verb="plan").ok()
-    assert "fits" in again.out
+    assert "Fits: " in again.out
     assert "tok/s" in again.out
     assert not (scalewise.cwd / "runs").exists()
 
@@ -26,33 +26,33 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
     ended = scalewise("-m", *rest, *axes, "trainer.micro_batch=1", verb="plan")
     assert ended.code == 3  # of the first row
     head, *rows, _, summed = ended.out.splitlines()
-    assert head.split()[:3] == ["precision", "memory", "verdict"]
+    assert head.split()[:3] == ["precision", "memory", "fit"]
     assert [row.split()[:2] for row in rows] == [
         [precision, memory]
         for precision in ("fp32", "bf16_mixed")
         for memory in ("none", "checkpoint_full")
     ]
-    assert summed.startswith("4 jobs; 1 cannot fit (train launch.refuse_unfit=true skips that); ")
-    assert "one after the other; $" in summed
+    assert summed.startswith("4 jobs; 1 does not fit (skipped with launch.refuse_unfit=true); ")
+    assert "in sequence; $" in summed
     assert not (scalewise.cwd / "runs").exists()
 
 
 def test_a_trace_asks_the_code_itself(scalewise: Doors) -> None:
     line = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
     ended = scalewise(*line, verb="plan").ok()
-    told = "traced rank 0 with 4 and 6 layers: "
+    told = "Traced rank 0 with 4 and 6 layers: "
     (line_of_trace,) = [line for line in ended.out.splitlines() if line.startswith(told)]
-    assert "0.0% (operators as on the CPU)" in line_of_trace
+    assert "0.0% (CPU operators)" in line_of_trace
     ended = scalewise(*UNTRACKED, "parallelism=ddp", "plan.method=trace", verb="plan").ok()
-    assert "the ledger alone, no trace: ddp requires real memory" in ended.out
+    assert "Analytic prediction only, no trace: ddp requires real memory" in ended.out
 
 
 def test_a_search_ends_in_a_line_that_trains(scalewise: Doors) -> None:
     line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
     ended = scalewise(*line, "plan.search=memory", verb="plan").ok()
-    assert "one choice away" in ended.out
+    assert "Alternatives that differ in one choice" in ended.out
     (line,) = [line for line in ended.out.splitlines() if line.startswith("scalewise train")]
-    assert "fits" in scalewise(*line.split()[2:], verb="plan").ok().out
+    assert "Fits: " in scalewise(*line.split()[2:], verb="plan").ok().out
     assert not (scalewise.cwd / "runs").exists()
 
 
@@ -60,7 +60,7 @@ def test_a_search_that_finds_nothing_says_what_comes_nearest(scalewise: Doors) -
     line = ("model=llama3_70b", "hardware=rtx4090", "data=synthetic", "plan.search=memory")
     ended = scalewise(*line, verb="plan")
     assert ended.code == 3, ended.said
-    assert "nothing fits" in ended.out
+    assert "Nothing fits" in ended.out
     assert "it needs" in ended.out
 
 
@@ -68,7 +68,7 @@ def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
     models = "model=llama_160m,tinyllama_1b"
     line = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
     head, *rows, blank, told = scalewise(*line, verb="plan").ok().out.splitlines()
-    assert "better with" in head
+    assert "overrides" in head
     assert blank == ""
     assert told.startswith("2 jobs")
     assert len(rows) == 2

@@ -59,7 +59,7 @@ def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors)
     assert unchanged(before, sweep)
 
     ended = scalewise(*line, "resume_sweep=last").ok()
-    assert f"going on in {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
+    assert f"Resuming {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
     assert ended.folder.path == sweep.path
     assert unchanged(before, sweep)
     record = sweep.json("sweep.json")

@@ -78,9 +78,9 @@ def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[
     small = "hardware.memory_gib=0.012"
     assert cli.main(["plan", *tiny, small]) == 3
     said = capsys.readouterr().out
-    assert "out_of_memory, " in said
+    assert "Out of memory: " in said
     smaller = "trainer.micro_batch=16 trainer.global_batch=64"
-    assert f"to make it fit: {smaller}\n" in said
+    assert f"Suggested fix: {smaller}\n" in said
     assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
 
 

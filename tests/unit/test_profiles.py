@@ -98,4 +98,4 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
 
 def test_a_node_of_another_machine_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan.print_plan(build_plan(compose(["hardware=h100"], check_machine=False)))
-    assert "not judged: set hardware.host_memory_gib" in capsys.readouterr().out
+    assert "not checked: set hardware.host_memory_gib" in capsys.readouterr().out

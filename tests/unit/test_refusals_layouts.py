@@ -22,14 +22,14 @@ LAYOUTS: list[Row] = [
         ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
          "parallelism.stages_per_rank=4", "trainer.micro_batch=8"],
         "parallelism.stages_per_rank",
-        "zbv_zero_bubble wants 2 stages on a rank",
+        "zbv_zero_bubble requires 2 stages per rank",
         "set parallelism.stages_per_rank=null",
     ),
     (
         ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b",
          "parallelism.stages_per_rank=1"],
         "parallelism.stages_per_rank",
-        "interleaved_1f1b wants 2 or more stages on a rank",
+        "interleaved_1f1b requires 2 or more stages per rank",
         "set parallelism.stages_per_rank=null",
     ),
     (
@@ -77,7 +77,7 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
         "parallelism.stages_per_rank",
-        "one_f_one_b wants 1 stages on a rank",
+        "one_f_one_b requires 1 stage per rank",
         "set parallelism.stages_per_rank=null",
     ),
     (
@@ -101,45 +101,45 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=tensor", "parallelism.tensor=4", "data.sequence=54"],
         "parallelism.tensor",
-        "does not divide the 54 tokens of a row on a rank",
+        "does not divide the 54 tokens of a sequence on a rank",
         "parallelism.sequence_parallel=false",
     ),
     (
         ["parallelism=tensor", "objective.label_smoothing=0.1"],
         "parallelism.loss_parallel",
-        "knows no label smoothing",
+        "not supported with objective.label_smoothing",
         "parallelism.loss_parallel=false",
     ),
     (
         ["parallelism=context", "objective=dpo", "data=corpus_pairs"],
         "objective",
-        "of which each context rank has some tokens",
+        "context ranks have a part each",
         "parallelism=fsdp",
     ),
     (
         ["parallelism=pipeline", "objective=dpo", "data=corpus_pairs"],
         "objective",
-        "which no stage passes on",
+        "which pipeline stages do not pass on",
         "parallelism=fsdp",
     ),
     (
         ["parallelism=mesh", "parallelism.shards=2", "parallelism.context=2", "objective=dpo",
          "data=corpus_pairs"],
         "objective",
-        "of which each context rank has some tokens",
+        "context ranks have a part each",
         "parallelism.context=1",
     ),
     (
         ["parallelism=mesh", "parallelism.shards=2", "parallelism.tensor=2", "objective=grpo",
          "data=reversal", "data.sequence=32"],
         "objective",
-        "of which each tensor rank has some",
+        "tensor ranks have a part each",
         "parallelism.tensor=1",
     ),
     (
         ["parallelism=context", "data.sequence=54"],
         "data.sequence",
-        "not a multiple of 4, the pieces that 2 context ranks cut a row into",
+        "not a multiple of 4, the number of chunks for 2 context ranks",
         "data.sequence=52",
     ),
     (
@@ -151,32 +151,32 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=context", "parallelism.context=8", "data.sequence=64"],
         "parallelism.context",
-        "does not divide the 4 heads that Ulysses shares out",
+        "does not divide the 4 heads that Ulysses splits",
         "parallelism.attention=gather",
     ),
     (
         ["parallelism=pipeline", "parallelism.pipeline=8"],
         "parallelism.pipeline",
-        "makes 8 stages of 4 layers",
+        "requires 8 stages, and the model has 4 layers",
         "parallelism.pipeline=4",
     ),
     (
         ["parallelism=pipeline", "parallelism.pipeline=4", "parallelism.pipeline_micro_batches=2"],
         "parallelism.pipeline_micro_batches",
-        "cannot fill 4 stages",
+        "is less than the 4 stages",
         "parallelism.pipeline_micro_batches=4",
     ),
     (
         ["parallelism=pipeline", "trainer.micro_batch=3"],
         "trainer.micro_batch",
-        "does not fall into 2 pieces for the pipeline",
+        "is not a multiple of the 2 pipeline micro-batches",
         "trainer.micro_batch=2",
     ),
     (
         ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
          "memory=checkpoint_selective"],
         "memory.recompute",
-        "one backward, and zbv_zero_bubble makes two",
+        "one backward pass, and zbv_zero_bubble runs two",
         "memory=checkpoint_full",
     ),
     *(
@@ -193,13 +193,13 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=fsdp", "optimizer.offload=true"],
         "optimizer.offload",
-        "a way of its own",
+        "its own offload option",
         "parallelism.cpu_offload=true",
     ),
     (
         ["parallelism=fsdp", "parallelism.shards=1", "parallelism.cpu_offload=true"],
         "parallelism.cpu_offload",
-        "nothing is sharded",
+        "no axis shards them",
         "parallelism.shards=2",
     ),
     (
@@ -211,7 +211,7 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=ddp", "parallelism.comm_hook=bf16"],
         "parallelism.comm_hook",
-        "gloo cannot reduce bf16",
+        "gloo does not support bf16",
         "parallelism.comm_hook=fp16",
     ),
     (
@@ -223,13 +223,13 @@ LAYOUTS: list[Row] = [
     (
         ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd", "optimizer.shard=true"],
         "optimizer.shard",
-        "by its owner's rows alone",
+        "from the samples of one rank only",
         "optimizer.shard=false",
     ),
     (
         ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],
         "parallelism.static_graph",
-        "fails on a static graph with 3 micro batches a step",
+        "fails with 3 micro-batches per step",
         "trainer.global_batch=16",
     ),
 ]  # fmt: skip
@@ -257,7 +257,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
         compose(line, check_machine=False)
     (issue,) = caught.value.issues
     assert (issue.key, issue.value) == ("precision", "fp16_mixed")
-    assert "scales no fp16 gradients" in issue.reason
+    assert "does not scale fp16 gradients" in issue.reason
     assert "parallelism=ddp" in issue.fix
     compose(["parallelism=ddp", *line[1:]], check_machine=False)
 

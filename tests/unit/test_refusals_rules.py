@@ -36,7 +36,7 @@ RULES: list[Row] = [
     (
         ["optimizer.in_backward=true", "trainer.clip_norm=null", "parallelism=ddp"],
         "optimizer.in_backward",
-        "before the gradient is whole",
+        "requires complete gradients",
         "parallelism=fsdp",
     ),
     (
@@ -194,7 +194,7 @@ RULES: list[Row] = [
         (
             [f"adapter={kind}", "parallelism=context", "model.context=1024"],
             "adapter",
-            "parallelism.context shares rows out without",
+            "not supported with parallelism.context",
             "set parallelism=fsdp",
         )
         for kind in ("prompt", "prefix")
@@ -202,13 +202,13 @@ RULES: list[Row] = [
     (
         ["adapter=prompt", "parallelism=pipeline", "model.context=1024"],
         "adapter",
-        "trains vectors of the first stage alone",
+        "trains prompt tokens of the first stage only",
         "set parallelism=fsdp",
     ),
     (
         ["adapter=prompt", "adapter.tokens=5", "parallelism=tensor", "model.context=1024"],
         "parallelism.tensor",
-        "tokens, with adapter.tokens, of a row on a rank",
+        "tokens, with adapter.tokens, of a sequence on a rank",
         "set parallelism.sequence_parallel=false",
     ),
     (
@@ -345,9 +345,9 @@ RULES: list[Row] = [
             "parallelism=fsdp",
         )
         for layout, reason in (
-            ("tensor", "draws the next token from all its logits"),
-            ("pipeline", "writes answers token by token"),
-            ("context", "reads all of an answer so far"),
+            ("tensor", "samples from complete logits"),
+            ("pipeline", "generates token by token"),
+            ("context", "generates from complete sequences"),
         )
     ),
     (["objective=dpo"], "data", "contains no preference pairs", "data=preference"),
@@ -374,7 +374,7 @@ RULES: list[Row] = [
     (
         ["parallelism=tensor", "objective=classification", "data=corpus_classes", *HEAD],
         "model.classes",
-        "which tensor ranks cannot share",
+        "which tensor parallelism cannot shard",
         "parallelism=fsdp",
     ),
     (

@@ -119,8 +119,8 @@ def test_trials_go_down_where_there_is_no_memory(
         FitStatus.borderline,
     ]
     found = tried(run, ends)
-    assert found.rows == rows
-    assert [trial.rows for trial in found.trials] == order
+    assert found.micro_batch == rows
+    assert [probe.micro_batch for probe in found.probes] == order
     assert f"{order[-1]} {ends[order[-1]]}" in found.description
 
 
@@ -132,16 +132,16 @@ def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
         if way.status is FitStatus.borderline
     ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
-    assert found.rows == max(doubted)
-    assert found.verdict is FitStatus.borderline
+    assert found.micro_batch == max(doubted)
+    assert found.fit_status is FitStatus.borderline
 
 
 def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
     found = auto_micro_batch.choose_by_probes(
         limited(compose), None, "not tried, as it is far away"
     )
-    assert (found.rows, found.trials) == (8, ())
-    assert found.description == "ledger: fits; not tried, as it is far away"
+    assert (found.micro_batch, found.probes) == (8, ())
+    assert found.description == "predicted: fits; not tried, as it is far away"
 
 
 def test_ranks_of_others_go_by_the_ledger(
@@ -161,9 +161,9 @@ def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose)
     run = limited(compose, "model=llama_160m", "data.sequence=2048", rows=1)
     least = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
     small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
-    with pytest.raises(ConfigError, match=r"micro_batch=auto: a micro batch of 1 needs.*; set "):
+    with pytest.raises(ConfigError, match=r"micro_batch=auto: micro-batch 1 needs.*; set "):
         auto_micro_batch.choose_by_probes(small, None)
-    with pytest.raises(ConfigError, match="it ran out of memory when it was tried"):
+    with pytest.raises(ConfigError, match="a probe run ran out of memory"):
         tried(run, {1: "out_of_memory"})
 
 

@@ -47,7 +47,7 @@ def test_a_rate_that_lacks_is_hinted_at_under_a_table(
     line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
     print_totals(sum_plans([build_plan(compose(*line, check_machine=False))]), None)
     said = capsys.readouterr().out
-    assert "of 1 the time is not known" in said
+    assert "; 1 without a predicted time" in said
     assert (NO_TIME in said) == hinted
 
 

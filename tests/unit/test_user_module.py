@@ -83,7 +83,7 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
         (
             "hardware=cpu parallelism=ddp parallelism.comm_hook=bf16",
             "parallelism.comm_hook",
-            "gloo cannot",
+            "gloo does not",
             "fp16",
         ),
         (

@@ -16,7 +16,7 @@ from scalewise.bench.options import BenchOptions as BaseOptions
 from scalewise.bench.published_rows import Row
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.planner.fit_check import RESERVED, FitStatus, check_fit
+from scalewise.planner.fit_check import RESERVED_FACTORS, FitStatus, check_fit
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
@@ -126,7 +126,7 @@ def predict_row(row: Row) -> RowPrediction:
     fit = check_fit(run)
     source = row["source"].split()[0]
     peak_bytes = published_runs.measured_peak(row, run, fit.breakdown.peak)
-    peak_gib = peak_bytes * (RESERVED[1] if facts.reports_reserved else 1.0) / GIB
+    peak_gib = peak_bytes * (RESERVED_FACTORS[1] if facts.reports_reserved else 1.0) / GIB
     step = predict_step_time(run)
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
     measured_peak, measured_rate = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]

@@ -1,4 +1,4 @@
-"""What a run leaves open by ``auto`` is chosen before it starts: what fits, memory, rows."""
+"""Resolve ``auto`` values of a run before it starts: fit, activation checkpointing, micro-batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 def resolve_auto(
     run: RunConfig, *, no_probe_reason: str = ""
 ) -> tuple[RunConfig, MicroBatchChoice | None]:
-    """Returns the run that starts in place of ``run``, and how its micro batch was found.
+    """Return the run with ``auto`` values resolved, and the choice of the micro-batch size.
 
-    ``no_probe_reason``: why no run can be tried here. Raises ``ConfigError`` where that does not
-    fit and nothing helps.
+    Args:
+        run: Requested run.
+        no_probe_reason: Reason why no probe run can start on this machine.
+
+    Raises:
+        ConfigError: The run does not fit and no change helps.
     """
     if run.plan.fit is not UnfitPolicy.none:
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
@@ -37,8 +41,8 @@ def resolve_auto(
         run = _with_overrides(run, resolve_auto_checkpointing(run)[1])
     if run.trainer.micro_batch != AUTO:
         return run, None
-    found = _resolve_micro_batch(run, no_probe_reason)
-    return _with_overrides(run, found.overrides), found
+    choice = _resolve_micro_batch(run, no_probe_reason)
+    return _with_overrides(run, choice.overrides), choice
 
 
 def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoice:
@@ -46,13 +50,13 @@ def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoi
     from scalewise.planner.auto_micro_batch import choose_by_probes
 
     if external_launcher.is_external_rank():
-        no_probe_reason = "not tried, as these ranks were started by torchrun or srun"
+        no_probe_reason = "not probed: ranks were started by torchrun or srun"
 
-    def ends(tried: RunConfig) -> str:
-        print_lines(f"{SIZE}={AUTO}: trying {tried.micro_batch} ...")
-        return memory_probe_run.probe_status(tried)
+    def probe(candidate: RunConfig) -> str:
+        print_lines(f"{SIZE}={AUTO}: probing {candidate.micro_batch} ...")
+        return memory_probe_run.probe_status(candidate)
 
-    return choose_by_probes(run, None if no_probe_reason else ends, no_probe_reason)
+    return choose_by_probes(run, None if no_probe_reason else probe, no_probe_reason)
 
 
 def _with_overrides(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -64,47 +68,49 @@ def _with_overrides(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def resolve_auto_all(
     runs: Sequence[RunConfig], *, no_probe_reason: str = ""
 ) -> list[tuple[RunConfig, MicroBatchChoice | None]]:
-    """Returns what ``fitted`` does of each of ``runs``; raises with every complaint."""
-    fit: list[tuple[RunConfig, MicroBatchChoice | None]] = []
+    """Resolve each of ``runs``; raise ``ConfigError`` with the issues of all of them."""
+    resolved: list[tuple[RunConfig, MicroBatchChoice | None]] = []
     issues: list[ConfigIssue] = []
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         try:
-            fit.append(resolve_auto(run, no_probe_reason=no_probe_reason))
+            resolved.append(resolve_auto(run, no_probe_reason=no_probe_reason))
         except ConfigError as error:
             issues += [
-                replace(issue, reason=f"job {number}: {issue.reason}") for issue in error.issues
+                replace(issue, reason=f"job {index}: {issue.reason}") for issue in error.issues
             ]
     if issues:
         raise ConfigError(issues)
-    return fit
+    return resolved
 
 
 def _fit_overrides(run: RunConfig) -> tuple[str, ...]:
-    # Most runs ask for none of this, and it takes its time to import.
+    # Imported on demand: most runs resolve nothing.
     from scalewise.planner.plan import build_plan
     from scalewise.planner.search import search_runs
 
     plan = build_plan(run)
     if run.plan.search is not PlanSearch.none:
-        found = search_runs(run)
-        if plan.fit.status.is_acceptable and found.rank_by is not run.plan.rank_by:
-            return ()  # it fits, and nothing is known that would be better
-        if (best := found.best) is not None:
+        result = search_runs(run)
+        if plan.fit.status.is_acceptable and result.rank_by is not run.plan.rank_by:
+            return ()  # the run fits, and the search cannot rank by the requested quantity
+        if (best := result.best) is not None:
             return best.overrides
     elif plan.fit.status.is_acceptable:
         return ()
     elif plan.suggested_fix is not None:
         return plan.suggested_fix.overrides
-    needed, there = format_bytes(plan.fit.reserved[1]), format_bytes(plan.fit.capacity or 0)
-    reason = f"needs {needed} of {there}, and no change that was tried makes it fit"
-    fix = "see `scalewise plan` with the same line, or set plan.fit=none"
+    needed, capacity = format_bytes(plan.fit.reserved[1]), format_bytes(plan.fit.capacity or 0)
+    reason = f"needs {needed} of {capacity}, and no change that was tried fits"
+    fix = "see `scalewise plan` with the same overrides, or set plan.fit=none"
     raise ConfigError.for_key("plan.fit", run.plan.fit.value, reason, fix)
 
 
 def _on_available_devices(run: RunConfig) -> RunConfig:
-    """Returns the run with as many devices as may be used: those of the profile, or those here."""
+    """Return the run on all devices of the profile, or else of this machine."""
     hardware = run.hardware
     if hardware.total_devices is not None:
         return run
-    here = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else 1
-    return replace(run, hardware=replace(hardware, devices_per_node=max(run.world_size, here)))
+    num_devices = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else 1
+    return replace(
+        run, hardware=replace(hardware, devices_per_node=max(run.world_size, num_devices))
+    )

@@ -1,4 +1,4 @@
-"""What ``plan`` prints."""
+"""Output of ``scalewise plan``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.override_edit import replace_overrides
 from scalewise.planner.plan import Plan
+from scalewise.planner.step_time import step_part_title
 from scalewise.planner.sweep_totals import SweepTotals
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE
@@ -33,16 +34,23 @@ STYLES = {
     FitStatus.host_out_of_memory: "red",
     FitStatus.unknown: "dim",
 }
+STATUS_TITLES = {
+    FitStatus.fits: "Fits",
+    FitStatus.borderline: "Borderline",
+    FitStatus.out_of_memory: "Out of memory",
+    FitStatus.host_out_of_memory: "Out of host memory",
+    FitStatus.unknown: "Unknown",
+}
 NO_TIME = (
-    "no time: the hardware profile lacks a rate or a bandwidth; "
-    "`scalewise calibrate` measures them, then hardware=measured"
+    "Step time not predicted: the hardware profile lacks a rate or a bandwidth; "
+    "run `scalewise calibrate`, then set hardware=measured"
 )
 SMALL_SHARE = 0.001
-"""Lines of less than this share of the peak are told together."""
+"""Entries below this share of the peak are summed in one line."""
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints the plan of one run."""
+    """Print the plan of one run."""
     console = get_console()
     run, fit = plan.run, plan.fit
     device = run.hardware.match or run.hardware.device.value.upper()
@@ -50,29 +58,31 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"{run.name}: {format_count(count)} parameters on "
         f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
-        f"{run.tokens_per_step:,} tokens a step"
+        f"{run.tokens_per_step:,} tokens per step"
     )
     if run.hardware.read_off:
         console.print(f"hardware=auto: {run.hardware.read_off}", style="dim", soft_wrap=True)
     console.print()
     console.print(_breakdown_table(plan))
     console.print()
-    least, usual, most = fit.reserved
-    told = f"{format_bytes(fit.peak)} allocated at the {fit.breakdown.peak_phase}"
+    lowest, typical, highest = fit.reserved
+    phase = fit.breakdown.peak_phase.description
+    peak = f"Peak allocated memory: {format_bytes(fit.peak)}, in the {phase}"
     if fit.process_overhead:
-        told += f", up to {format_bytes(most)} with all that a process takes"
-    elif most > least:
-        told += (
-            f", {format_bytes(usual)} reserved with the driver's own "
-            f"({format_bytes(least)} to {format_bytes(most)})"
+        peak += f"; up to {format_bytes(highest)} with process overhead"
+    elif highest > lowest:
+        peak += (
+            f"; {format_bytes(typical)} reserved "
+            f"({format_bytes(lowest)} to {format_bytes(highest)})"
         )
-    console.print(told)
+    console.print(peak, soft_wrap=True)
     if plan.overrides:
-        asked = f"{SIZE}={AUTO}" if plan.overrides[0].startswith(SIZE) else "memory=auto"
-        console.print(f"{asked}: {' '.join(plan.overrides)}")
+        key = f"{SIZE}={AUTO}" if plan.overrides[0].startswith(SIZE) else "memory=auto"
+        console.print(f"{key}: {' '.join(plan.overrides)}")
     if fit.unmodeled_memory and fit.traced_peak is None:
         console.print(
-            f"not counted: {fit.unmodeled_memory}; plan.method=trace sees it", style="yellow"
+            f"Not included: {fit.unmodeled_memory}; set plan.method=trace to include it",
+            style="yellow",
         )
     print_fit(plan)
     _print_time(console, plan)
@@ -80,69 +90,70 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_trace(trace: StepTrace, predicted_peak: int) -> None:
-    """Prints what a trace found, beside the ledger's peak with the same operators."""
+    """Print the peak of a trace, and the predicted peak with the same operators."""
     depths = " and ".join(str(depth) for depth in trace.traced_depths)
-    off = predicted_peak / trace.peak - 1
-    at = max(trace.phase_peaks, key=lambda name: trace.phase_peaks[name])
+    error = predicted_peak / trace.peak - 1
+    peak_phase = max(trace.phase_peaks, key=lambda name: trace.phase_peaks[name])
     get_console().print(
-        f"traced rank {trace.rank} with {depths} layers: {format_bytes(trace.peak)} at the peak "
-        f"({at}); the ledger says {format_bytes(predicted_peak)}, {off:+.1%} "
-        "(operators as on the CPU)"
+        f"Traced rank {trace.rank} with {depths} layers: peak {format_bytes(trace.peak)} "
+        f"({peak_phase}); predicted {format_bytes(predicted_peak)}, {error:+.1%} (CPU operators)"
     )
 
 
 def print_user_trace(run: RunConfig, trace: Mapping[str, int]) -> None:
-    """Prints what a trace of a user's module found, bytes by key."""
+    """Print the trace of a user-defined module; ``trace`` maps metric keys to bytes."""
     console = get_console()
     console.print(
-        f"{run.name}: rank 0 of {run.world_size}, traced with a batch of {trace['rows']} rows "
-        "(operators as on the CPU)"
+        f"{run.name}: rank 0 of {run.world_size}, traced with a micro-batch of {trace['rows']} "
+        "(CPU operators)"
     )
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    shown.add_column("what a step holds")
-    shown.add_column("bytes", justify="right")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("memory of a step")
+    table.add_column("bytes", justify="right")
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
-        shown.add_row(name, format_bytes(trace[f"memory/{name}_bytes"]))
-    console.print(shown)
-    console.print("no time: nobody has counted what a module of yours computes", style="dim")
+        table.add_row(name, format_bytes(trace[f"memory/{name}_bytes"]))
+    console.print(table)
+    console.print(
+        "Step time not predicted: the FLOPs of a user-defined module are unknown", style="dim"
+    )
 
 
 def print_stacks_trace(plan: Plan, trace: StepTrace) -> None:
-    """Prints what a trace of several stacks found, and what a step computes."""
+    """Print the trace of a multi-stack model, and its FLOPs per step."""
     console, run = get_console(), plan.run
     console.print(
         f"{run.name}: {format_count(run.model.num_parameters)} parameters, "
-        f"{run.flops_per_step:.4g} flops a step"
+        f"{run.flops_per_step:.4g} FLOPs per step"
     )
     console.print()
     console.print(_breakdown_table(plan))
     console.print()
     console.print(
-        f"traced rank {trace.rank} with all {trace.traced_depths[0]} layers: "
-        f"{format_bytes(trace.peak)} at the {plan.fit.breakdown.peak_phase} "
-        "(operators as on the CPU)"
+        f"Traced rank {trace.rank} with all {trace.traced_depths[0]} layers: peak "
+        f"{format_bytes(trace.peak)}, in the {plan.fit.breakdown.peak_phase.description} "
+        "(CPU operators)"
     )
     console.print(
-        f"no formulas and no time: the analytic models do not cover {run.objective.model_kind}",
+        f"Step time not predicted: the analytic models do not cover {run.objective.model_kind}",
         style="dim",
     )
 
 
 def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
-    """Prints one row a job of a sweep."""
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    keys = list(dict.fromkeys(key for varied, _ in rows for key in varied))
+    """Print a table with one row per job of a sweep."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    keys = list(dict.fromkeys(key for assignments, _ in rows for key in assignments))
     for key in keys:
-        shown.add_column(key, overflow="fold")
-    shown.add_column("verdict")
-    for name in ("allocated", "margin", "step", "tok/s", "MFU"):
-        shown.add_column(name, justify="right")
-    shown.add_column("better with" if any(plan.overrides for _, plan in rows) else "to make it fit")
-    for varied, plan in rows:
-        verdict, margin = plan.fit.status, plan.fit.margin
-        shown.add_row(
-            *(varied.get(key, "") for key in keys),
-            styled_text((str(verdict), STYLES[verdict])),
+        table.add_column(key, overflow="fold")
+    table.add_column("fit")
+    for name in ("peak memory", "free", "step time", "tok/s", "MFU"):
+        table.add_column(name, justify="right")
+    table.add_column("overrides" if any(plan.overrides for _, plan in rows) else "suggested fix")
+    for assignments, plan in rows:
+        status, margin = plan.fit.status, plan.fit.margin
+        table.add_row(
+            *(assignments.get(key, "") for key in keys),
+            styled_text((str(status), STYLES[status])),
             format_bytes(plan.fit.peak),
             MISSING if margin is None else format_bytes(margin),
             MISSING if plan.step_time is None else format_seconds(plan.step_time.seconds),
@@ -151,109 +162,116 @@ def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             " ".join(plan.overrides)
             or (plan.suggested_fix.override_text if plan.suggested_fix else ""),
         )
-    get_console().print(shown)
+    get_console().print(table)
 
 
 def print_totals(totals: SweepTotals, packed_makespan: tuple[int, float] | None) -> None:
-    """Prints what the jobs of a sweep take together; ``packed_makespan``: packed on so many slots,
-    s."""
-    told = [f"{totals.jobs} job{'s' * (totals.jobs != 1)}"]
+    """Print the totals of a sweep.
+
+    ``packed_makespan``: number of slots, and seconds until the last job ends.
+    """
+    parts = [f"{totals.jobs} job{'s' * (totals.jobs != 1)}"]
     if totals.unfit:
-        told.append(f"{totals.unfit} cannot fit (train launch.refuse_unfit=true skips that)")
+        verb = "does not fit" if totals.unfit == 1 else "do not fit"
+        parts.append(f"{totals.unfit} {verb} (skipped with launch.refuse_unfit=true)")
     timed = totals.jobs - totals.unfit - totals.untimed
     if timed:
-        told.append(f"{format_seconds(totals.seconds)} one after the other")
+        parts.append(f"{format_seconds(totals.seconds)} in sequence")
     if packed_makespan is not None and timed:
         slots, seconds = packed_makespan
-        told.append(f"{format_seconds(seconds)} on {slots} slot{'s' * (slots != 1)}")
+        parts.append(f"{format_seconds(seconds)} on {slots} slot{'s' * (slots != 1)}")
     if totals.dollars is not None:
-        told.append(format_dollars(totals.dollars))
+        parts.append(format_dollars(totals.dollars))
     if totals.untimed:
-        told.append(f"of {totals.untimed} the time is not known")
+        parts.append(f"{totals.untimed} without a predicted time")
     console = get_console()
     console.print()
-    console.print("; ".join(told), soft_wrap=True)
+    console.print("; ".join(parts), soft_wrap=True)
     if totals.unrated:
         console.print(NO_TIME, style="dim", soft_wrap=True)
 
 
 def train_command(run: RunConfig, overrides: Sequence[str]) -> str:
-    """Returns the command that trains ``run`` with what is ``overrides``."""
+    """Return the command that trains ``run`` with ``overrides`` added."""
     return command_line("train", replace_overrides(run.overrides, overrides))
 
 
 def _breakdown_table(plan: Plan) -> Table:
     breakdown = plan.fit.breakdown
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    shown.add_column("where the bytes go")
-    shown.add_column("at the peak", justify="right")
-    shown.add_column("at most", justify="right")
-    shown.add_column("formula", style="dim")
-    shown.add_column("why", style="dim")
-    lines = sorted(breakdown.entries, key=lambda line: -line.bytes.get(breakdown.peak_phase, 0))
-    rest = 0
-    for line in lines:
-        now = line.bytes.get(breakdown.peak_phase, 0)
-        if line.max_bytes < SMALL_SHARE * breakdown.peak:
-            rest += now
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("memory breakdown")
+    table.add_column("at peak", justify="right")
+    table.add_column("maximum", justify="right")
+    table.add_column("formula", style="dim")
+    table.add_column("meaning", style="dim")
+    entries = sorted(breakdown.entries, key=lambda it: -it.bytes.get(breakdown.peak_phase, 0))
+    small_bytes = 0
+    for entry in entries:
+        at_peak = entry.bytes.get(breakdown.peak_phase, 0)
+        if entry.max_bytes < SMALL_SHARE * breakdown.peak:
+            small_bytes += at_peak
             continue
-        told = format_bytes(now) if now else MISSING
-        shown.add_row(line.name, told, format_bytes(line.max_bytes), line.formula, line.reason)
-    if rest:
-        shown.add_row("the rest", format_bytes(rest), "", "", "lines of less than 0.1 %")
-    return shown
+        text = format_bytes(at_peak) if at_peak else MISSING
+        table.add_row(entry.title, text, format_bytes(entry.max_bytes), entry.formula, entry.reason)
+    if small_bytes:
+        table.add_row("other", format_bytes(small_bytes), "", "", "entries below 0.1% of the peak")
+    return table
 
 
 def print_fit(plan: Plan) -> None:
-    """Prints whether a run fits, and what makes it fit."""
+    """Print the fit status of a run and the suggested fix."""
     console = get_console()
     fit = plan.fit
     if fit.capacity is None or fit.margin is None:
         console.print(
-            "the hardware profile tells of no memory: set hardware.memory_gib", style="dim"
+            "Fit unknown: the hardware profile has no device memory; set hardware.memory_gib",
+            style="dim",
         )
         return
     if fit.status is FitStatus.host_out_of_memory and fit.host_breakdown is not None:
         console.print(
-            f"a node's main memory lacks "
-            f"{format_bytes(fit.host_breakdown.peak - fit.host_capacity)} "
-            f"of {format_bytes(fit.host_breakdown.peak)}"
+            f"Main memory of a node: {format_bytes(fit.host_breakdown.peak)} exceeds "
+            f"{format_bytes(fit.host_capacity)} by "
+            f"{format_bytes(fit.host_breakdown.peak - fit.host_capacity)}"
         )
-    side = "to spare" if fit.margin >= 0 else "missing"
-    of = f"{format_bytes(abs(fit.margin))} {side} of the device's {format_bytes(fit.capacity)}"
-    console.print(styled_text((str(fit.status), STYLES[fit.status]), f", {of}"))
+        capacity = format_bytes(fit.capacity)
+        if fit.margin >= 0:
+            text = f"{format_bytes(fit.margin)} of {capacity} device memory free"
+        else:
+            text = f"{format_bytes(-fit.margin)} more than the {capacity} of device memory"
+        console.print(styled_text((STATUS_TITLES[fit.status], STYLES[fit.status]), f": {text}"))
     if fit.status is FitStatus.fits:
         return
     fix = plan.suggested_fix
     if fix is None and plan.run.objective.is_user_defined:
         return
     if fix is None:
-        more = "" if plan.run.objective.trace_only else "; plan.search=all tries more"
-        console.print(f"no change that was tried makes it fit{more}")
+        hint = "" if plan.run.objective.trace_only else "; plan.search=all tries more"
+        console.print(f"No suggested fix: no change that was tried fits{hint}")
     else:
-        taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is UnfitPolicy.auto)
-        console.print(f"to make it fit: {fix.override_text}{taken}", soft_wrap=True)
+        note = "; train applies it (plan.fit=auto)" * (plan.run.plan.fit is UnfitPolicy.auto)
+        console.print(f"Suggested fix: {fix.override_text}{note}", soft_wrap=True)
         console.print(train_command(plan.run, fix.overrides), style="dim", soft_wrap=True)
 
 
 def _print_host_and_disk(console: Console, plan: Plan) -> None:
-    """Prints what the run takes besides its devices: a node's memory, and the disk."""
+    """Print the main memory of a node and the disk space of checkpoints."""
     run, host = plan.run, plan.fit.host_breakdown or node_memory(plan.run)
     if run.hardware.device is DeviceKind.cuda:
-        largest = sorted(host.entries, key=lambda line: -line.max_bytes)
-        parts = ", ".join(f"{line.name} {format_bytes(line.max_bytes)}" for line in largest)
-        of, unjudged = f" of {format_bytes(plan.fit.host_capacity)}", ""
+        largest = sorted(host.entries, key=lambda entry: -entry.max_bytes)
+        parts = ", ".join(f"{entry.title} {format_bytes(entry.max_bytes)}" for entry in largest)
+        capacity, note = f" of {format_bytes(plan.fit.host_capacity)}", ""
         if plan.fit.host_breakdown is None:
-            of, unjudged = "", "; not judged: set hardware.host_memory_gib"
-        told = f"main memory of a node: {format_bytes(host.peak)}{of} ({parts}){unjudged}"
-        console.print(told, soft_wrap=True)
+            capacity, note = "", "; not checked: set hardware.host_memory_gib"
+        text = f"Main memory of a node: {format_bytes(host.peak)}{capacity} ({parts}){note}"
+        console.print(text, soft_wrap=True)
     size, keep = checkpoint_bytes(run), run.checkpoint.keep + run.checkpoint.best
-    told = f"a checkpoint takes {format_bytes(size)} of the disk"
+    text = f"Checkpoint size: {format_bytes(size)}"
     if run.checkpoint.every and run.checkpoint.keep:
-        told += f", the {keep} that are kept {format_bytes(keep * size)}"
+        text += f"; {format_bytes(keep * size)} for {keep} kept checkpoints"
     if run.hardware.disk_gb_per_s:
-        told += f", written in {format_seconds(size / run.hardware.disk_gb_per_s / GIGA)}"
-    console.print(told)
+        text += f"; write time {format_seconds(size / run.hardware.disk_gb_per_s / GIGA)}"
+    console.print(text)
 
 
 def _print_time(console: Console, plan: Plan) -> None:
@@ -264,23 +282,26 @@ def _print_time(console: Console, plan: Plan) -> None:
     low, high = map(format_seconds, interval)
     rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"
     console.print()
-    console.print(f"step {format_seconds(step.seconds)} ({low} to {high}), {rates}")
+    console.print(f"Step time: {format_seconds(step.seconds)} ({low} to {high}), {rates}")
     shares = [
-        f"{what} {seconds / step.seconds:.0%}"
-        for what, seconds in step.parts().items()
+        f"{step_part_title(name)} {seconds / step.seconds:.0%}"
+        for name, seconds in step.parts().items()
         if seconds >= 0.005 * step.seconds
     ]
     console.print(", ".join(shares), style="dim")
-    if unknown := host_transfer.missing_rates(plan.run):
-        names = " and ".join(f"hardware.{name}" for name in unknown)
+    if missing := host_transfer.missing_rates(plan.run):
+        options = " and ".join(f"hardware.{name}" for name in missing)
         console.print(
-            f"what is offloaded takes time that is not counted: set {names}", style="yellow"
+            f"Not included: transfer time of offloaded data; set {options}", style="yellow"
         )
     tokens = plan.run.tokens_per_step * plan.run.num_steps(samples=plan.run.global_batch)
-    told = [f"{format_count(tokens)} tokens in {format_seconds(plan.seconds_for(tokens) or 0.0)}"]
+    parts = [
+        f"Training time: {format_seconds(plan.seconds_for(tokens) or 0.0)} "
+        f"for {format_count(tokens)} tokens"
+    ]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)
     if dollars is not None:
-        told.append(f"a billion for {format_dollars(dollars)}")
+        parts.append(f"{format_dollars(dollars)} per billion tokens")
     if kwh is not None:
-        told.append(f"{kwh:,.0f} kWh")
-    console.print(", ".join(told))
+        parts.append(f"{kwh:,.0f} kWh per billion tokens")
+    console.print(", ".join(parts))

@@ -1,4 +1,4 @@
-"""What ``plan plan.search=...`` prints: the front, the best, and why its neighbours lost."""
+"""Output of ``scalewise plan plan.search=...``: Pareto front, best run and its alternatives."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.search import SearchCandidate, SearchResult
 from scalewise.units import format_bytes, format_dollars, format_seconds
 
-SHOWN = 12
-"""Rows of a table, at the most."""
+MAX_ROWS = 12
+"""Maximum number of rows of a table."""
 PRICED_TOKENS = 1e9
 
 
 def print_search(result: SearchResult) -> None:
-    """Prints what a search came to."""
-    console, asked, best = get_console(), result.base_run, result.best
-    fitting = sum(candidate.is_acceptable for candidate in result.candidates)
+    """Print the result of a search."""
+    console, base_run, best = get_console(), result.base_run, result.best
+    num_fitting = sum(candidate.is_acceptable for candidate in result.candidates)
     console.print(
-        f"{asked.name}: {len(result.candidates):,} runs on up to "
-        f"{layout_enumeration.available_devices(asked)} devices, {fitting:,} fit"
+        f"{base_run.name}: {len(result.candidates):,} runs on up to "
+        f"{layout_enumeration.available_devices(base_run)} devices, {num_fitting:,} fit"
     )
     if result.candidates:
         run = result.candidates[0].run
-        console.print(f"each takes {run.batch_description} a step")
-    if result.rank_by is not asked.plan.rank_by:
+        console.print(f"Batch per step: {run.batch_description}")
+    if result.rank_by is not base_run.plan.rank_by:
         console.print(NO_TIME)
     if best is None:
         _print_no_result(console, result)
         return
-    mixed = any(candidate.training_overrides for candidate in result.candidates)
-    _print_front(console, "trained as asked, " * mixed, result.pareto_front, best)
-    _print_front(console, "trained otherwise, ", result.changed_training_front, best)
-    of = " of those trained as asked" if mixed else ""
-    of = " with the fewest changes to the training" if best.training_overrides else of
+    changes_training = any(candidate.training_overrides for candidate in result.candidates)
+    unchanged = "Unchanged training: " * changes_training
+    _print_front(console, unchanged, result.pareto_front, best)
+    _print_front(console, "Changed training: ", result.changed_training_front, best)
+    scope = " with unchanged training" * changes_training
+    if best.training_overrides:
+        scope = " with the fewest changes of training"
     style = STYLES[best.fit.status]
     console.print()
-    least = (f"least {result.rank_by}{of}: ", (_layout_text(best), "bold"), ", ")
-    console.print(styled_text(*least, (str(best.fit.status), style)))
-    console.print(train_command(asked, best.overrides), soft_wrap=True, style="cyan")
+    summary = (f"Best {result.rank_by}{scope}: ", (_layout_text(best), "bold"), ", ")
+    console.print(styled_text(*summary, (str(best.fit.status), style)))
+    console.print(train_command(base_run, best.overrides), soft_wrap=True, style="cyan")
     console.print()
-    console.print("one choice away", style="bold")
-    shown = Table(box=None, pad_edge=False, show_header=False)
-    for lost in neighbor_alternatives(result):
-        shown.add_row(styled_text((lost.choice, "dim")), lost.value, lost.reason)
-    console.print(shown)
+    console.print("Alternatives that differ in one choice", style="bold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for alternative in neighbor_alternatives(result):
+        choice = styled_text((alternative.choice, "dim"))
+        table.add_row(choice, alternative.value, alternative.reason)
+    console.print(table)
 
 
 def _print_front(
@@ -61,41 +64,49 @@ def _print_front(
     if not front:
         return
     console.print()
-    console.print(f"{description}none is better in time, memory and price at once", style="bold")
-    console.print(_candidate_table(front[:SHOWN], best))
-    if len(front) > SHOWN:
-        console.print(f"and {len(front) - SHOWN} more", style="dim")
+    console.print(f"{description}Pareto front of time, memory and price", style="bold")
+    console.print(_candidate_table(front[:MAX_ROWS], best))
+    if len(front) > MAX_ROWS:
+        console.print(f"and {len(front) - MAX_ROWS} more", style="dim")
 
 
 def _print_no_result(console: Console, result: SearchResult) -> None:
     if not result.candidates:
-        console.print("no layout divides the batch, the model and the devices at once")
+        console.print("No valid layout: none divides the batch, the model and the devices")
         return
     nearest = min(result.candidates, key=lambda candidate: candidate.fit.breakdown.peak)
-    (least, _, _), capacity = nearest.fit.reserved, format_bytes(nearest.fit.capacity or 0)
+    (lowest, _, _), capacity = nearest.fit.reserved, format_bytes(nearest.fit.capacity or 0)
     if (host := nearest.fit.host_breakdown) is not None and host.peak > nearest.fit.host_capacity:
-        least, capacity = host.peak, f"a node's {format_bytes(nearest.fit.host_capacity)}"
+        lowest, capacity = host.peak, f"a node's {format_bytes(nearest.fit.host_capacity)}"
     style = STYLES[FitStatus.out_of_memory]
-    needs = f"it needs {format_bytes(least)} of {capacity}"
+    needs = f"it needs {format_bytes(lowest)} of {capacity}"
     console.print(
-        styled_text(("nothing fits", style), f"; {_layout_text(nearest)} comes nearest: {needs}")
+        styled_text(("Nothing fits", style), f"; closest is {_layout_text(nearest)}: {needs}")
     )
 
 
 def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidate) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("layout", "recompute", "otherwise"):
-        shown.add_column(name)
-    for name in ("devices", "rows at once", "allocated", "step", "tok/s", "MFU", "a billion"):
-        shown.add_column(name, justify="right")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("layout", "recompute", "other overrides"):
+        table.add_column(name)
+    for name in (
+        "devices",
+        "sequences",
+        "peak memory",
+        "step time",
+        "tok/s",
+        "MFU",
+        "per 1B tokens",
+    ):
+        table.add_column(name, justify="right")
     for candidate in candidates:
         run, dollars = candidate.run, candidate.dollars_for(PRICED_TOKENS)
         chunk = run.objective.loss_chunk
-        chunked = () if chunk is None else (f"loss_chunk={chunk}",)
-        shown.add_row(
+        chunk_overrides = () if chunk is None else (f"loss_chunk={chunk}",)
+        table.add_row(
             layout_enumeration.layout_text(run.parallelism),
             run.memory.describe(run.model.layers),
-            " ".join((*candidate.training_overrides, *chunked)),
+            " ".join((*candidate.training_overrides, *chunk_overrides)),
             str(run.world_size),
             str(layout_enumeration.sequences_per_forward(run)),
             format_bytes(candidate.fit.breakdown.peak),
@@ -105,10 +116,11 @@ def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidat
             format_dollars(dollars) if dollars else MISSING,
             style="bold" if candidate is best else "",
         )
-    return shown
+    return table
 
 
 def _layout_text(candidate: SearchCandidate) -> str:
     run = candidate.run
-    rows = layout_enumeration.sequences_per_forward(run)
-    return f"{layout_enumeration.layout_text(run.parallelism)}, {rows} rows at once"
+    sequences = layout_enumeration.sequences_per_forward(run)
+    layout = layout_enumeration.layout_text(run.parallelism)
+    return f"{layout}, {sequences} sequence{'s' * (sequences != 1)} per forward pass"

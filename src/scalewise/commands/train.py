@@ -107,7 +107,7 @@ class TrainCommand(Command):
         """Run the jobs of a sweep, then write its report."""
         wandb_session.clear_run_id(os.environ)  # jobs would inherit it
         is_remote = launcher_options["engine"] in self.remote_launchers
-        no_probe_reason = "not measured, because the jobs run on other machines" * is_remote
+        no_probe_reason = "not probed: jobs run on other machines" * is_remote
         resolved_jobs = resolve_auto_all([job.run for job in jobs], no_probe_reason=no_probe_reason)
         for job, (run, micro_batch_choice) in zip(jobs, resolved_jobs, strict=True):
             show.print_auto_choices(job.run, run, micro_batch_choice)

@@ -266,7 +266,13 @@ def _write_first_status(
 
 
 def _micro_batch_record(choice: MicroBatchChoice) -> dict[str, object]:
-    return {**asdict(choice), "how": choice.description}
+    return {
+        "rows": choice.micro_batch,
+        "verdict": choice.fit_status,
+        "trials": [{"rows": it.micro_batch, "status": it.status} for it in choice.probes],
+        "untried": choice.skip_reason,
+        "how": choice.description,
+    }
 
 
 def needs_own_process(job_spec: JobSpec) -> bool:

@@ -1,1 +1,1 @@
-"""What a step costs: memory by phase, time by phase."""
+"""Measurements of a training step: memory, time and collectives; imports torch."""

@@ -1,4 +1,4 @@
-"""Counts what ranks really send, whoever asks for it: torch's DDP and FSDP, DTensor, or us."""
+"""Counter of the collectives that a rank runs, by DDP, FSDP, DTensor or the strategies."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ KINDS: dict[str, tuple[CollectiveKind, int]] = {
     "reduce_scatter_tensor": (CollectiveKind.reduce_scatter, 0),
     "all_to_all_single": (CollectiveKind.all_to_all, 0),
 }
-"""Torch's operators, and which argument is the larger tensor; -1: the result is."""
+"""Kind of each torch operator, and the index of its larger tensor; -1: its result."""
 
-Message = tuple[CollectiveKind, tuple[int, ...], int]
-"""Kind, ranks of the group, and bytes of the whole tensor on one rank."""
+CollectiveKey = tuple[CollectiveKind, tuple[int, ...], int]
+"""Kind, ranks of the group, and bytes of the larger tensor on one rank."""
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While entered, counts every message of this rank by kind, group and size."""
+    """Count the collectives of this rank by kind, group and size, while active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self.counts: Counter[Message] = Counter()
+        self.counts: Counter[CollectiveKey] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -51,13 +51,15 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # it comes back with what it sends
+            return NotImplemented  # DTensor calls again with plain tensors
         result = func(*args, **(kwargs or {}))
-        space, _, name = str(func.name()).partition("::")
-        if space in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
-            kind, place = KINDS[name.split(".")[0]]
+        namespace, _, name = str(func.name()).partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
+            kind, tensor_index = KINDS[name.split(".")[0]]
             self.counts[
-                kind, _group_ranks(args), _message_bytes(result if place < 0 else args[place])
+                kind,
+                _group_ranks(args),
+                _tensor_bytes(result if tensor_index < 0 else args[tensor_index]),
             ] += 1
         return result
 
@@ -76,7 +78,7 @@ def _group_ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
     return ()
 
 
-def _message_bytes(value: Any) -> int:
+def _tensor_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    return sum(_message_bytes(each) for each in value)
+    return sum(_tensor_bytes(tensor) for tensor in value)

@@ -1,4 +1,4 @@
-"""What fills the memory of one step: counted on the CPU, asked of the allocator on CUDA."""
+"""Memory of one training step: counted by operator on the CPU, by the allocator on CUDA."""
 
 from __future__ import annotations
 
@@ -18,34 +18,43 @@ from torch.utils._pytree import tree_leaves
 from scalewise.measure.profiled import ProfiledAllocations
 from scalewise.measure.storages import iter_plain_tensors, storage_bytes, storage_key
 
-LETTING_GO = 0.005
-"""Seconds that a thread of gloo is given to let go of what it has sent, once it has said so."""
-SENDS = ("c10d", "_c10d_functional")
-"""Where torch has its collectives."""
+GLOO_RELEASE_S = 0.005
+"""Time for a gloo thread to free a sent buffer after the collective returns, in seconds."""
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+"""Namespaces of torch's collective operators."""
 
 
 class StrategyBuffers:
-    """What a layout holds beside a module's own tensors: nothing."""
+    """Tensors that a strategy stores besides the module's own; none in this base class."""
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns further tensors of weights."""
+        """Return additional parameter tensors."""
         return []
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns further tensors of gradients."""
+        """Return additional gradient tensors."""
         return []
 
     def buckets(self) -> list[torch.Tensor]:
-        """Returns buffers on the way of gradients that an earlier micro batch may have left."""
+        """Return communication buffers that an earlier micro-batch may have left."""
         return []
 
     def resizable(self) -> list[torch.Tensor]:
-        """Returns tensors whose storage grows and shrinks with no operator to tell of it."""
+        """Return tensors whose storage is resized without an operator."""
         return []
 
 
 class MemoryProbe:
-    """Measures one optimizer step, from the start of its last micro batch to its end."""
+    """Measure the memory of an optimizer step, from the start of its last micro-batch.
+
+    Args:
+        module: Module that trains.
+        optimizer: Optimizer of the module.
+        device: Device of the module.
+        strategy_buffers: Tensors of the strategy besides the module's own.
+        averages: Moving averages of the weights, which persist between steps.
+        compiled: Whether compiled code runs, whose allocations no operator reports.
+    """
 
     def __init__(
         self,
@@ -57,11 +66,6 @@ class MemoryProbe:
         averages: Iterable[torch.Tensor] = (),
         compiled: bool = False,
     ) -> None:
-        """``strategy_buffers`` knows of tensors that are not where torch keeps them.
-
-        ``averages``: moving averages of the weights, which last from step to step.
-        ``compiled``: whether some of what runs is code of a compiler, and no operator tells of it.
-        """
         self._module, self._optimizer, self._device = module, optimizer, device
         self._strategy_buffers, self._averages = (
             strategy_buffers or StrategyBuffers(),
@@ -69,15 +73,15 @@ class MemoryProbe:
         )
         self._live: LiveBytes | ProfiledAllocations | None = None
         if device.type != "cuda":
-            counted = ProfiledAllocations if compiled else LiveBytes
-            self._live = counted(self._strategy_buffers.resizable())
+            counter = ProfiledAllocations if compiled else LiveBytes
+            self._live = counter(self._strategy_buffers.resizable())
         self._measured: dict[str, int] = {}
         self._peak = 0
 
     def start(self) -> None:
-        """Begins, before forward."""
-        lasting = [*self._parameters(), *_optimizer_states(self._optimizer), *self._averages]
-        self._persistent_bytes = storage_bytes(lasting)
+        """Start the measurement, before forward."""
+        persistent = [*self._parameters(), *_optimizer_states(self._optimizer), *self._averages]
+        self._persistent_bytes = storage_bytes(persistent)
         self._bucket_bytes = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -87,48 +91,48 @@ class MemoryProbe:
         self._start_bytes = self._bytes_without_gradients()
 
     def before_backward(self) -> None:
-        """Takes the activations: what forward left alive; of several calls the most counts."""
-        kept = self._bytes_without_gradients() - self._start_bytes
-        self._measured["activations"] = max(kept, self._measured.get("activations", 0))
+        """Record the activations alive after forward; of several calls, the largest counts."""
+        saved_bytes = self._bytes_without_gradients() - self._start_bytes
+        self._measured["activations"] = max(saved_bytes, self._measured.get("activations", 0))
 
     def before_optimizer(self) -> None:
-        """Takes the gradients, which are all there now."""
+        """Record the gradients, which are complete."""
         gradients = self._gradients()
         self._measured["gradients"] = storage_bytes(gradients)
-        if self._live is not None:  # what no operator made since lies where it always does
+        if self._live is not None:  # other gradients are in persistent buckets
             self._bucket_bytes = self._measured["gradients"] - self._live.tracked_bytes(gradients)
 
     def take_phase_peak(self) -> int:
-        """Returns the most that operators had made and kept since the last call, on the CPU."""
+        """Return the peak of operator allocations since the last call, in bytes; CPU only."""
         assert self._live is not None
-        part = self._live.take_peak()
-        self._peak = max(self._peak, part)
-        return part
+        peak = self._live.take_peak()
+        self._peak = max(self._peak, peak)
+        return peak
 
     @property
     def persistent_bytes(self) -> int:
-        """Returns what is there throughout the step: weights, state, gradients from before."""
+        """Size of parameters, optimizer state and buckets, which persist in the step, in bytes."""
         return self._persistent_bytes + self._bucket_bytes
 
     def finish(self) -> dict[str, int]:
-        """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
+        """Return bytes by metric key ``memory/..._bytes``, after the optimizer step."""
         if self._live is None:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
             self.take_phase_peak()
             self._peak += self.persistent_bytes
             self._live.__exit__(None, None, None)
-        found = {
+        metrics = {
             "parameters": storage_bytes(self._parameters()),
             "optimizer": storage_bytes(_optimizer_states(self._optimizer)),
             **self._measured,
             "peak": self._peak,
             "host_peak": host_peak_bytes(),
         }
-        return {f"memory/{name}_bytes": value for name, value in found.items()}
+        return {f"memory/{name}_bytes": value for name, value in metrics.items()}
 
     def abandon(self) -> None:
-        """Stops counting in a step that will not end."""
+        """Stop counting in a step that does not end."""
         if self._live is not None:
             self._live.__exit__(None, None, None)
 
@@ -143,19 +147,19 @@ class MemoryProbe:
         )
 
     def _parameters(self) -> list[torch.Tensor]:
-        own = [*self._module.parameters(), *self._module.buffers()]
-        return [*own, *self._strategy_buffers.parameters()]
+        parameters = [*self._module.parameters(), *self._module.buffers()]
+        return [*parameters, *self._strategy_buffers.parameters()]
 
     def _gradients(self) -> list[torch.Tensor]:
-        own = [p.grad for p in self._module.parameters() if p.grad is not None]
-        return [*own, *self._strategy_buffers.gradients()]
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        return [*gradients, *self._strategy_buffers.gradients()]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operators allocate while it is active.
+    """Count the bytes of storages that operators allocate while active.
 
-    ``resizable`` are tensors from before that change their size in between. Scratch space inside
-    one operator is not seen.
+    ``resizable``: existing tensors whose storage is resized. Temporary memory inside an operator is
+    not counted.
     """
 
     def __init__(self, resizable: Iterable[torch.Tensor] = ()) -> None:
@@ -166,43 +170,43 @@ class LiveBytes(TorchDispatchMode):
         self._sent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_leaves((args, kwargs))
-        known = {storage_key(tensor) for tensor in iter_plain_tensors(given)}
-        known |= {each._cdata for each in given if isinstance(each, torch.UntypedStorage)}
+        inputs = tree_leaves((args, kwargs))
+        input_keys = {storage_key(tensor) for tensor in iter_plain_tensors(inputs)}
+        input_keys |= {leaf._cdata for leaf in inputs if isinstance(leaf, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
         for tensor in iter_plain_tensors(tree_leaves(result)):
-            if storage_key(tensor) not in known:
+            if storage_key(tensor) not in input_keys:
                 self._track_storage(tensor.untyped_storage())
-        self._sent |= func.namespace in SENDS
+        self._sent |= func.namespace in COLLECTIVE_NAMESPACES
         if self._sent and self.current_bytes > self._peak:
-            time.sleep(LETTING_GO)
+            time.sleep(GLOO_RELEASE_S)
             self._sent = False
         self._peak = max(self._peak, self.current_bytes)
         return result
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts tensors from before as long as they live."""
+        """Count existing tensors for as long as they live."""
         for tensor in iter_plain_tensors(tensors):
             self._track_storage(tensor.untyped_storage())
         self._peak = max(self._peak, self.current_bytes)
 
     @property
     def resizable_bytes(self) -> int:
-        """Returns the bytes that tensors from before have now."""
+        """Current size of the resizable tensors, in bytes."""
         return sum(storage.nbytes() for storage in self._resizable)
 
     @property
     def current_bytes(self) -> int:
-        """Returns the bytes that are alive."""
+        """Memory that is alive, in bytes."""
         return self._counted_bytes + self.resizable_bytes
 
     def take_peak(self) -> int:
-        """Returns the largest count since the last call."""
+        """Return the peak since the last call, in bytes."""
         peak, self._peak = max(self._peak, self.current_bytes), self.current_bytes
         return peak
 
     def tracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Returns the bytes of those tensors that are counted here already."""
+        """Return the size of those of ``tensors`` that are counted, in bytes."""
         keys = {storage_key(tensor) for tensor in iter_plain_tensors(tensors)}
         return sum(size for key, (_, size) in self._live_storages.items() if key in keys)
 
@@ -212,20 +216,21 @@ class LiveBytes(TorchDispatchMode):
             return
         size = storage.nbytes()
 
-        def forget(_: object) -> None:
+        def release(_: object) -> None:
             del self._live_storages[key]
             self._counted_bytes -= size
 
-        self._live_storages[key] = (weakref.ref(storage, forget), size)
+        self._live_storages[key] = (weakref.ref(storage, release), size)
         self._counted_bytes += size
 
 
 def host_peak_bytes() -> int:
-    """Returns the largest resident set of this process so far, bytes."""
+    """Return the peak resident set size of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _optimizer_states(optimizer: Optimizer) -> list[torch.Tensor]:
-    held = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO's, this rank's part
-    return [t for t in tree_leaves(list(held)) if isinstance(t, torch.Tensor)]
+    # A ZeRO wrapper has the partition of this rank in ``optim``.
+    states = getattr(optimizer, "optim", optimizer).state.values()
+    return [t for t in tree_leaves(list(states)) if isinstance(t, torch.Tensor)]

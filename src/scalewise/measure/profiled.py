@@ -1,4 +1,4 @@
-"""What compiled code allocates on the CPU, of which no operator tells: torch's profiler counts."""
+"""CPU allocations of compiled code, counted by torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from scalewise.measure.storages import iter_plain_tensors, storage_key
 CONFIG = ProfilerConfig(
     ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
 )
-"""Memory, and nothing else."""
+"""Profile memory only."""
 ACTIVITIES = {ProfilerActivity.CPU}
 SCOPES = {RecordScope.CUSTOM_CLASS}
-"""Not those of operators, whose records are large and, behind compiled code, may be torn."""
+"""Excludes operators, whose records are large and may be incomplete in compiled code."""
 
 
 def silence_profiler() -> None:
-    """Has torch's profiler not tell stderr when it begins and ends."""
+    """Silence the profiler's messages on stderr."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class ProfiledAllocations:
-    """Counts the bytes that torch's allocator gives while it is active, as ``LiveBytes`` does.
+    """Count the bytes that torch's allocator provides while active, like ``LiveBytes``.
 
-    A dispatch mode, as that one is, would have torch leave compiled code aside. What is asked in
-    between ends the profiler's record, and begins another.
+    A dispatch mode like ``LiveBytes`` would disable compiled code. Each query restarts the
+    profiler.
     """
 
     def __init__(self, resizable: Iterable[torch.Tensor] = ()) -> None:
-        """``resizable`` are tensors from before that change their size in between."""
+        """``resizable``: existing tensors whose storage is resized."""
         self._resizable = [tensor.untyped_storage() for tensor in resizable]
         self._preexisting: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._live_allocations: dict[int, int] = {}
@@ -58,30 +58,30 @@ class ProfiledAllocations:
         self._stop_recording()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts tensors from before as long as they live."""
+        """Count existing tensors for as long as they live."""
         for tensor in iter_plain_tensors(tensors):
             storage = tensor.untyped_storage()
             self._preexisting[storage_key(tensor)] = (weakref.ref(storage), storage.nbytes())
 
     @property
     def resizable_bytes(self) -> int:
-        """Returns the bytes that tensors from before have now."""
+        """Current size of the resizable tensors, in bytes."""
         return sum(storage.nbytes() for storage in self._resizable)
 
     @property
     def current_bytes(self) -> int:
-        """Returns the bytes that are alive."""
+        """Memory that is alive, in bytes."""
         self._restart_recording()
         return sum(self._live_allocations.values()) + self._preexisting_bytes()
 
     def take_peak(self) -> int:
-        """Returns the largest count since the last call."""
+        """Return the peak since the last call, in bytes."""
         now = self.current_bytes
         peak, self._peak = max(self._peak, now), now
         return peak
 
     def tracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Returns the bytes of those tensors that are counted here already."""
+        """Return the size of those of ``tensors`` that are counted, in bytes."""
         self._restart_recording()
         storages = {
             storage_key(tensor): tensor.untyped_storage() for tensor in iter_plain_tensors(tensors)
@@ -108,33 +108,35 @@ class ProfiledAllocations:
         events = _disable_profiler().experimental_event_tree()
         count = sum(self._live_allocations.values())
         self._peak = max(self._peak, count + self._base_bytes)
-        for place, size in _iter_allocations(events):
+        for address, size in _iter_allocations(events):
             if size > 0:
-                self._live_allocations[place] = size
+                self._live_allocations[address] = size
                 count += size
             else:
-                count -= self._live_allocations.pop(place, 0)
+                count -= self._live_allocations.pop(address, 0)
             self._peak = max(self._peak, count + self._base_bytes)
 
     def _preexisting_bytes(self) -> int:
-        """Returns the bytes that are alive of what was there before."""
-        followed = sum(
+        """Return the size of the preexisting tensors that are alive, in bytes."""
+        tracked_bytes = sum(
             size for storage, size in self._preexisting.values() if storage() is not None
         )
-        resized = (
-            each for each in self._resizable if each.data_ptr() not in self._live_allocations
+        resizable = (
+            storage
+            for storage in self._resizable
+            if storage.data_ptr() not in self._live_allocations
         )
-        return followed + sum(storage.nbytes() for storage in resized)
+        return tracked_bytes + sum(storage.nbytes() for storage in resizable)
 
 
 def _iter_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Yields where bytes were given, and how many; those given back are below zero."""
-    yield from ((place, size) for _, _, place, size in sorted(_tree_allocations(events)))
+    """Yield address and size of each allocation, in order; the size of a free is negative."""
+    yield from ((address, size) for _, _, address, size in sorted(_tree_allocations(events)))
 
 
 def _tree_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
     for number, event in enumerate(events):
         if event.tag == _EventType.Allocation:
-            _, told = event.typed
-            yield event.start_time_ns, number, told.ptr, told.alloc_size
+            _, allocation = event.typed
+            yield event.start_time_ns, number, allocation.ptr, allocation.alloc_size
         yield from _tree_allocations(event.children)

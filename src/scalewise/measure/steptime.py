@@ -1,4 +1,4 @@
-"""Where the time of a step goes: marks on the device's own clock, read once per window."""
+"""Time of each phase of a step, measured with CUDA events or a CPU clock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from scalewise.tracking.metric_names import TIMES
 
 OTHER = "other"
-"""Validation, checkpoints and logging: no part of a step."""
+"""Phase of validation, checkpoints and logging, which are no part of a step."""
 
 
 class StepTimer:
-    """Collects phases of steps. A mark ends the phase before it.
+    """Measure the phases of steps; each mark ends the previous phase.
 
-    On CUDA a mark is an event on the current stream: nothing waits until ``drain``.
+    On CUDA, a mark is an event on the current stream; only ``drain`` synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,17 +26,17 @@ class StepTimer:
         self._finished_steps: list[list[tuple[str, float | torch.cuda.Event]]] = []
 
     def mark(self, phase: str) -> None:
-        """Says that ``phase`` begins now."""
+        """Mark the start of ``phase``."""
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Says that an optimizer step ended and the next began, with callbacks first."""
+        """Mark the end of an optimizer step."""
         self.mark("optimizer")
         self._finished_steps.append(self._marks)
         self._marks = self._marks[-1:]
 
     def drain(self) -> list[dict[str, float]]:
-        """Returns the seconds of each phase marked in it, for every step ended since the last."""
+        """Return the seconds by phase of each step since the last call."""
         if self._cuda and self._finished_steps:
             torch.cuda.synchronize()
         steps = [self._seconds(marks) for marks in self._finished_steps]
@@ -51,10 +51,10 @@ class StepTimer:
         return event
 
     def _seconds(self, marks: list[tuple[str, float | torch.cuda.Event]]) -> dict[str, float]:
-        spent: dict[str, float] = defaultdict(float)
+        seconds_by_phase: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(marks):
-            spent[phase] += _elapsed(start, end)
-        return {phase: spent[phase] for phase in TIMES if phase in spent}
+            seconds_by_phase[phase] += _elapsed(start, end)
+        return {phase: seconds_by_phase[phase] for phase in TIMES if phase in seconds_by_phase}
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -1,4 +1,4 @@
-"""Which storages tensors lie in, and how large these are."""
+"""Storages of tensors, and their sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that tensors hold on this rank, each storage once."""
+    """Return the size of the storages of tensors on this rank, each counted once, in bytes."""
     storages = {
         storage_key(tensor): tensor.untyped_storage().nbytes()
         for tensor in iter_plain_tensors(tensors)
@@ -19,12 +19,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Returns what tells the storages of tensors on this rank apart, while they live."""
+    """Return the keys of the storages of tensors on this rank; valid while the storages live."""
     return {storage_key(tensor) for tensor in iter_plain_tensors(tensors)}
 
 
 def iter_plain_tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that hold the bytes: a DTensor's own storage has the whole's size."""
+    """Yield the plain tensors inside ``leaves``; a DTensor's own storage has the unsharded size."""
     for leaf in leaves:
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
@@ -34,5 +34,5 @@ def iter_plain_tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns what tells a tensor's storage from others, while it lives."""
+    """Return a key of a tensor's storage; valid while the storage lives."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""How a run is laid over devices: one spec per kind of layout, their real objects in layouts/."""
+"""Config group ``parallelism``: parallelism strategies as configs; imports no torch."""
 
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 

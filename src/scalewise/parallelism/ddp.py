@@ -1,4 +1,4 @@
-"""Replicas: every rank holds the whole model."""
+"""Data parallelism with DDP: each rank stores the whole model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CommHook(StrEnum):
 
     @property
     def is_powersgd(self) -> bool:
-        """Returns whether gradients travel as factors of low rank."""
+        """Whether gradients are reduced as low-rank factors."""
         return self in (CommHook.powersgd, CommHook.fp16_powersgd)
 
 
@@ -70,49 +70,51 @@ class DDPConfig(ParallelismConfig):
 
     @property
     def world_size(self) -> int:
-        """Returns the number of replicas."""
+        """Number of replicas."""
         return self.replicas or DEFAULT_CPU_RANKS
 
     @property
     def averaging_conflict(self) -> tuple[str, str] | None:
-        """Returns that ranks of local SGD train weights of their own."""
+        """Conflict of post-local SGD: ranks train different weights between averages."""
         if self.comm_hook is not CommHook.post_local_sgd:
             return None
-        reason = "averages the weights of one rank, and with post_local_sgd each trains its own"
+        reason = (
+            "averages the weights of one rank, and post_local_sgd trains different weights per rank"
+        )
         return reason, "set parallelism.comm_hook=none"
 
     def resolve(self, devices: int | None) -> Self:
-        """Returns the layout with ``replicas`` filled in."""
+        """Return the config with ``replicas`` filled in."""
         if self.replicas is not None:
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields sizes that are no layout."""
+        """Yield a config issue for each invalid size."""
         for key in ("replicas", "powersgd_rank", "averaging_period"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more")
         if not self.bucket_mib > 0:
             yield ConfigIssue("parallelism.bucket_mib", self.bucket_mib, "must be positive")
-        least = 2 if self.comm_hook.is_powersgd else 0
-        if self.lossless_steps < least:
-            reason = f"must be {least} or more with comm_hook={self.comm_hook}"
-            fix = f"set parallelism.lossless_steps={least}"
+        minimum = 2 if self.comm_hook.is_powersgd else 0
+        if self.lossless_steps < minimum:
+            reason = f"must be {minimum} or more with comm_hook={self.comm_hook}"
+            fix = f"set parallelism.lossless_steps={minimum}"
             yield ConfigIssue("parallelism.lossless_steps", self.lossless_steps, reason, fix)
 
     def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
-        """Yields a hook that gloo lacks."""
+        """Yield a config issue for a hook that gloo does not support."""
         if self.comm_hook is CommHook.bf16 and device is DeviceKind.cpu:
             yield ConfigIssue(
                 "parallelism.comm_hook",
                 "bf16",
-                "gloo cannot reduce bf16: torch offers this hook over NCCL alone",
+                "gloo does not support bf16 reduction; torch has this hook for NCCL only",
                 "set parallelism.comm_hook=fp16",
             )
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields hooks that the device or the optimizer rules out."""
+        """Yield a config issue for hooks that the device or the optimizer does not support."""
         yield from super().validate_with(run)
         yield from self.validate_on_device(run.hardware.device)
         hook = self.comm_hook
@@ -120,73 +122,79 @@ class DDPConfig(ParallelismConfig):
             yield ConfigIssue(
                 "optimizer.shard",
                 True,
-                "each weight would move by its owner's rows alone between averages",
+                "post_local_sgd would update each parameter from the samples of one rank only",
                 "set optimizer.shard=false, or another parallelism.comm_hook",
             )
         if self.static_graph and run.accumulation > 1:
             yield ConfigIssue(
                 "parallelism.static_graph",
                 True,
-                f"torch's DDP fails on a static graph with {run.accumulation} micro batches a step",
+                f"fails with {run.accumulation} micro-batches per step in torch's DDP",
                 "set parallelism.static_graph=false, or "
                 f"trainer.global_batch={run.samples_per_forward}",
             )
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Returns one reduction of the whole gradient, in buckets; PowerSGD's is of factors.
+        """Return the gradient all-reduce of a step, or that of PowerSGD factors.
 
-        PowerSGD counts as once its lossless steps are over, post-local SGD as before.
+        PowerSGD counts as after its lossless steps, post-local SGD as before their end.
         """
         from scalewise.parallelism.communication import Collective, CollectiveKind
 
         if self.world_size == 1:
             return ()
         half = self.comm_hook in (CommHook.fp16, CommHook.bf16, CommHook.fp16_powersgd)
-        each = 2 if half else run.precision.parameters.bytes
+        element_bytes = 2 if half else run.precision.parameters.bytes
         trained = [weight for weight in run.weight_census() if weight.trainable]
-        numbers = {"gradients": sum(weight.numel for weight in trained)}
+        elements = {"gradients": sum(weight.numel for weight in trained)}
         if self.comm_hook.is_powersgd:
-            numbers = self._powersgd_numel(trained)
+            elements = self._powersgd_numel(trained)
         return tuple(
             Collective(
-                CollectiveKind.all_reduce, ("replicate",), count * each, 1, what, overlaps=True
+                CollectiveKind.all_reduce,
+                ("replicate",),
+                count * element_bytes,
+                1,
+                name,
+                overlaps=True,
             )
-            for what, count in numbers.items()
+            for name, count in elements.items()
             if count
         )
 
     def _powersgd_numel(self, weights: Iterable[Weight]) -> dict[str, int]:
-        """Returns the numbers that PowerSGD sends: n x m becomes n x rank and rank x m.
+        """Return the elements that PowerSGD reduces: n x m becomes n x rank and rank x m.
 
-        What would shrink to no less than half is sent whole (Vogels et al., 2019, section 3).
+        Parameters that would shrink to no less than half are not compressed (Vogels et al.,
+        2019, section 3).
         """
-        whole = left = right = 0
+        uncompressed = left = right = 0
         for weight in weights:
             n, m = weight.shape[0], weight.numel // weight.shape[0]
             rank = min(n, m, self.powersgd_rank)
             if 2 * (n + m) * rank < n * m:
                 left, right = left + n * rank, right + m * rank
             else:
-                whole += weight.numel
-        return {"gradients": whole, "left factors": left, "right factors": right}
+                uncompressed += weight.numel
+        return {"gradients": uncompressed, "left factors": left, "right factors": right}
 
     def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Returns everything, gradients in buckets, and the state shared out if asked."""
+        """Return the memory of a rank: a replica and gradient buckets."""
         from scalewise.parallelism.rank_memory import replicated_memory
 
-        states = self.world_size if run.optimizer.shard else 1
+        state_shards = self.world_size if run.optimizer.shard else 1
         copied = self.world_size > 1 and not self.gradient_as_bucket_view
         copies = copied * run.trainable_parameters * run.precision.parameters.bytes
-        buckets = self.gradient_as_bucket_view
+        has_buckets = self.gradient_as_bucket_view
         return replace(
             replicated_memory(run),
-            has_persistent_buckets=buckets,
-            state_shards=states,
+            has_persistent_buckets=has_buckets,
+            state_shards=state_shards,
             bucket_copy_bytes=copies,
         )
 
     def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""
+        """Return the DDP strategy over NCCL, or over gloo on the CPU."""
         from scalewise.strategies.ddp import DataParallelStrategy
 
         return DataParallelStrategy(self)

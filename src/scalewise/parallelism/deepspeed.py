@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: optimizer state, gradients and weights shared out, on the host, on a disk."""
+"""DeepSpeed ZeRO: partitioned optimizer state, gradients and parameters, with offload."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from scalewise.strategies.base import ParallelStrategy
 
 
-LIVE = 1_000_000_000
-"""Numbers that stage 3 leaves whole between two uses: ``max_live_parameters`` by default."""
+MAX_LIVE_ELEMENTS = 1_000_000_000
+"""Maximum number of gathered elements in stage 3: DeepSpeed's default ``max_live_parameters``."""
 
 
 class OffloadTarget(StrEnum):
@@ -79,29 +79,29 @@ class DeepSpeedConfig(ParallelismConfig):
 
     @property
     def world_size(self) -> int:
-        """Returns the number of replicas."""
+        """Number of replicas."""
         return self.replicas or DEFAULT_CPU_RANKS
 
     @property
     def backward_follows_forward(self) -> bool:
-        """Returns whether weights stay between forward and backward, as stage 3's do not."""
+        """Whether parameters stay gathered between forward and backward, as before stage 3."""
         return self.stage < 3
 
     @property
     def native_extensions(self) -> tuple[str, ...]:
-        """Returns the native code of DeepSpeed that has to be compiled for this layout."""
+        """DeepSpeed extensions that this config compiles."""
         optimizer, parameters = self.offload_optimizer, self.offload_parameters
         on_disk = OffloadTarget.nvme in (optimizer, parameters)
         return ("cpu_adam",) * (optimizer is not OffloadTarget.none) + ("async_io",) * on_disk
 
     def resolve(self, devices: int | None) -> Self:
-        """Returns the layout with ``replicas`` filled in."""
+        """Return the config with ``replicas`` filled in."""
         if self.replicas is not None:
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields sizes that are no layout, and what only stage 3 can do."""
+        """Yield a config issue for each invalid size, and for options that require stage 3."""
         if self.stage not in (1, 2, 3):
             yield ConfigIssue("parallelism.stage", self.stage, "ZeRO has stages 1, 2 and 3")
             return
@@ -130,42 +130,43 @@ class DeepSpeedConfig(ParallelismConfig):
             reason = f"stage {self.stage} keeps optimizer state in memory"
             fix = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
             yield ConfigIssue("parallelism.offload_optimizer", "nvme", reason, fix)
-        untouched = {
+        defaults = {
             "offload_parameters": OffloadTarget.none,
             "hierarchical": 1,
             "quantized_weights": False,
             "quantized_gradients": False,
         }
-        for key, none in untouched.items():
-            if (value := getattr(self, key)) != none:
-                reason = f"stage {self.stage} keeps every rank's weights whole"
-                fix = f"set parallelism.stage=3, or {format_override(f'parallelism.{key}', none)}"
+        for key, default in defaults.items():
+            if (value := getattr(self, key)) != default:
+                reason = f"requires stage 3; stage {self.stage} keeps parameters unsharded"
+                unset = format_override(f"parallelism.{key}", default)
+                fix = f"set parallelism.stage=3, or {unset}"
                 yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
 
     def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
-        """Yields kernels that the CPU lacks."""
+        """Yield a config issue for each kernel that the CPU does not have."""
         for key in ("quantized_weights", "quantized_gradients"):
             if getattr(self, key) and device is DeviceKind.cpu:
-                reason = "DeepSpeed has kernels that quantize for CUDA alone"
+                reason = "requires CUDA: DeepSpeed has no CPU kernel for quantization"
                 yield ConfigIssue(
                     f"parallelism.{key}", True, reason, f"set parallelism.{key}=false"
                 )
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
+        """Yield a config issue for each part of ``run`` that DeepSpeed does not support."""
         yield from super().validate_with(run)
         if self.stage == 3 and run.compile.scope is not CompileScope.none:
             yield ConfigIssue(
                 "compile.scope",
                 run.compile.scope.value,
-                "torch cannot trace DeepSpeed's hooks that gather the weights of stage 3",
+                "is not supported with stage 3: torch cannot trace its parameter hooks",
                 "set compile=none, or parallelism=fsdp or deepspeed_zero2",
             )
         if run.precision.compute is FloatFormat.fp16:
             yield ConfigIssue(
                 "precision",
                 run.choices.get("precision", "fp16"),
-                "DeepSpeed keeps its loss scale to itself, so that no checkpoint could resume it",
+                "is not supported: DeepSpeed's loss scale is not part of a checkpoint",
                 "set precision=bf16_mixed, or parallelism=ddp",
             )
         offloaded = self.offload_optimizer
@@ -174,19 +175,19 @@ class DeepSpeedConfig(ParallelismConfig):
             yield ConfigIssue(
                 "optimizer",
                 run.choices.get("optimizer", option_name(run.optimizer)),
-                f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
+                f"is not supported with offload_optimizer={offloaded}, which uses DeepSpeedCPUAdam",
                 "set optimizer=adamw, or parallelism.offload_optimizer=none",
             )
         yield from self.validate_on_device(run.hardware.device)
 
     @property
     def averaging_conflict(self) -> tuple[str, str] | None:
-        """Returns that DeepSpeed steps masters of its own, and a strategy that does not."""
-        reason = "averages the weights of the module, and DeepSpeed's masters would undo it"
+        """Conflict of weight averages with the master weights of DeepSpeed, and a fix."""
+        reason = "averages the weights of the module, which DeepSpeed's master weights overwrite"
         return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
 
     def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields what has to be installed first."""
+        """Yield a config issue for each package or library that is not installed."""
         if importlib.util.find_spec("deepspeed") is None:
             chosen = run.choices.get("parallelism", "deepspeed")
             fix = "pip install 'scalewise[deepspeed]'"
@@ -196,52 +197,58 @@ class DeepSpeedConfig(ParallelismConfig):
             if self.offload_optimizer is not OffloadTarget.nvme:
                 key = "offload_parameters"
             fix = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
-            yield ConfigIssue(f"parallelism.{key}", "nvme", "needs libaio", fix)
+            yield ConfigIssue(f"parallelism.{key}", "nvme", "requires libaio", fix)
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Returns the gradients' way to their owners, and the weights' way back.
+        """Return the gradient reduction and the parameter gathering of a step.
 
-        Stage 1 reduces once a step, 2 and 3 each micro batch; 3 gathers weights before each
-        forward and backward, the others once (Rajbhandari et al., 2020, section 7).
+        Stage 1 reduces once per step, stages 2 and 3 once per micro-batch. Stage 3 gathers
+        parameters before each forward and backward, stages 1 and 2 once per step (Rajbhandari et
+        al., 2020, section 7).
         """
         from scalewise.parallelism.communication import Collective, CollectiveKind
 
         if self.world_size == 1:
             return ()
         passes, precision = run.accumulation, run.precision
-        trained = whole = run.trainable_parameters
+        num_trained = num_parameters = run.trainable_parameters
         if self.stage == 3:
-            whole = sum(weight.numel for weight in run.weight_census())
-        sent = trained * precision.parameters.bytes
+            num_parameters = sum(weight.numel for weight in run.weight_census())
+        reduced_bytes = num_trained * precision.parameters.bytes
         if self.quantized_gradients:
-            sent = trained // 2  # int4
-        gathered = whole * (1 if self.quantized_weights else precision.compute.bytes)
-        reduced = passes if self.stage > 1 else 1
-        gathers = 2 * passes if self.stage == 3 else 1
-        axes, late = ("replicate",), self.stage == 3
+            reduced_bytes = num_trained // 2  # int4
+        gathered_bytes = num_parameters * (1 if self.quantized_weights else precision.compute.bytes)
+        num_reductions = passes if self.stage > 1 else 1
+        num_gathers = 2 * passes if self.stage == 3 else 1
+        axes, gathers_overlap = ("replicate",), self.stage == 3
         return (
             Collective(
                 CollectiveKind.reduce_scatter,
                 axes,
-                sent,
-                reduced,
+                reduced_bytes,
+                num_reductions,
                 "gradients",
                 overlaps=self.overlap_comm,
             ),
             Collective(
-                CollectiveKind.all_gather, axes, gathered, gathers, "weights", overlaps=late
+                CollectiveKind.all_gather,
+                axes,
+                gathered_bytes,
+                num_gathers,
+                "weights",
+                overlaps=gathers_overlap,
             ),
         )
 
     def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Returns everything that the stage does not share out."""
+        """Return the memory of a rank after the partitioning of the stage."""
         from scalewise.parallelism.rank_memory import ZeroMemory, forward_spec, replicated_memory
 
         ranks, stage, precision = self.world_size, self.stage, run.precision
-        summed = precision.compute if stage == 1 else precision.parameters
-        buckets = 2 if self.overlap_comm and stage < 3 else 1
-        if not self.contiguous_gradients:  # gradients wait where they are; stage 3 joins them
-            buckets = 2 if stage == 3 else 1
+        accumulation_format = precision.compute if stage == 1 else precision.parameters
+        num_buckets = 2 if self.overlap_comm and stage < 3 else 1
+        if not self.contiguous_gradients:  # gradients stay in place; stage 3 concatenates them
+            num_buckets = 2 if stage == 3 else 1
         return replace(
             replicated_memory(run),
             forward_spec=forward_spec(
@@ -251,10 +258,10 @@ class DeepSpeedConfig(ParallelismConfig):
                 stage,
                 weight_element_bytes=precision.compute.bytes,
                 master_element_bytes=precision.parameters.bytes,
-                gradient_element_bytes=summed.bytes,
+                gradient_element_bytes=accumulation_format.bytes,
                 bucket_elements=self._bucket_elements(run.trainable_parameters),
-                num_buckets=buckets,
-                max_live_elements=LIVE if stage == 3 else 0,
+                num_buckets=num_buckets,
+                max_live_elements=MAX_LIVE_ELEMENTS if stage == 3 else 0,
                 persistence_threshold=self.keep_whole_below if stage == 3 else 0,
             ),
             state_shards=ranks,
@@ -269,11 +276,15 @@ class DeepSpeedConfig(ParallelismConfig):
     def build_config(
         self, run: RunConfig, nvme_folder: str, num_parameters: int, num_trained: int
     ) -> dict[str, Any]:
-        """Returns what DeepSpeed calls its JSON config; ``nvme_folder`` is this rank's own folder.
+        """Return the DeepSpeed config.
 
-        ``num_parameters`` are the numbers of the model, ``num_trained`` those that have gradients.
+        The strategy divides the loss by the accumulation steps; DeepSpeed does not.
 
-        The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
+        Args:
+            run: Run to train.
+            nvme_folder: Offload folder of this rank.
+            num_parameters: Number of parameters.
+            num_trained: Number of trained parameters.
         """
         elements = self._bucket_elements(num_trained)
         zero: dict[str, Any] = {
@@ -287,18 +298,18 @@ class DeepSpeedConfig(ParallelismConfig):
             zero |= {
                 "stage3_prefetch_bucket_size": self._bucket_elements(num_parameters),
                 "stage3_param_persistence_threshold": self.keep_whole_below,
-                "memory_efficient_linear": False,  # would replace torch's linear for good
+                "memory_efficient_linear": False,  # would patch torch's linear permanently
                 "zero_hpz_partition_size": self.hierarchical,
                 "zero_quantized_weights": self.quantized_weights,
                 "zero_quantized_gradients": self.quantized_gradients,
             }
-        for key, place in (
+        for key, target in (
             ("offload_optimizer", self.offload_optimizer),
             ("offload_param", self.offload_parameters),
         ):
-            if place is not OffloadTarget.none:
-                zero[key] = {"device": place.value, "nvme_path": nvme_folder}
-        if self.offload_parameters is OffloadTarget.nvme:  # DeepSpeed's default buffers take 2 GB
+            if target is not OffloadTarget.none:
+                zero[key] = {"device": target.value, "nvme_path": nvme_folder}
+        if self.offload_parameters is OffloadTarget.nvme:  # the default buffers take 2 GB
             zero["offload_param"]["buffer_size"] = max(
                 weight.numel for weight in run.weight_census()
             )
@@ -315,10 +326,10 @@ class DeepSpeedConfig(ParallelismConfig):
         return min(int(self.bucket_mib * MIB / 4), max(num_parameters, 1024))
 
     def _dtype_config(self, run: RunConfig) -> Mapping[str, Any]:
-        """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.
+        """Return the data types: bf16 with fp32 master weights, or bf16 throughout.
 
-        Micro batches are summed up in fp32, but in bf16 by stage 1: DeepSpeed would otherwise
-        take another optimizer there, which keeps every rank's gradients whole.
+        Gradients accumulate in fp32, except in stage 1, which accumulates in bf16: with fp32,
+        DeepSpeed would select an optimizer that keeps gradients unsharded on every rank.
         """
         if run.precision.compute is not FloatFormat.bf16:
             return {}
@@ -329,16 +340,16 @@ class DeepSpeedConfig(ParallelismConfig):
             "bf16_optimizer_states": throughout,
             "check_grad_overflow": True,
         }
-        travels = "bf16" if throughout else "fp32"
-        summed = "bf16" if throughout or self.stage == 1 else "fp32"
+        communication_dtype = "bf16" if throughout else "fp32"
+        accumulation_dtype = "bf16" if throughout or self.stage == 1 else "fp32"
         return {
             "bf16": bf16,
-            "communication_data_type": travels,
-            "data_types": {"grad_accum_dtype": summed},
+            "communication_data_type": communication_dtype,
+            "data_types": {"grad_accum_dtype": accumulation_dtype},
         }
 
     def prepare(self, run: RunConfig) -> None:
-        """Compiles DeepSpeed's native code where this machine has not done so yet."""
+        """Compile the DeepSpeed extensions that this machine has not compiled yet."""
         if self.native_extensions:
             from scalewise.strategies import deepspeed_ops
 
@@ -346,7 +357,7 @@ class DeepSpeedConfig(ParallelismConfig):
                 deepspeed_ops.build_extension(name, run.hardware.device)
 
     def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Returns Lightning's DeepSpeed strategy, on CUDA or the CPU."""
+        """Return the DeepSpeed strategy of Lightning, for CUDA or the CPU."""
         from scalewise.strategies.deepspeed import ScalewiseDeepSpeedStrategy
 
         return ScalewiseDeepSpeedStrategy(self, device)

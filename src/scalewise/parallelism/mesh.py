@@ -1,4 +1,4 @@
-"""Products of sharded, tensor, context and pipeline parallelism over one named mesh of ranks."""
+"""N-dimensional parallelism over a named mesh: pipeline, replication, sharding, context, tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scalewise.strategies.base import ParallelStrategy
 
 AXES = ("pipeline", "replicate", "shards", "context", "tensor")
-"""Mesh axes from the outermost: neighbours in rank differ along the last, which talks most."""
+"""Mesh axes, outermost first; the last axis communicates most and has adjacent ranks."""
 
 AUTO = "auto"
 
@@ -53,18 +53,18 @@ class PipelineSchedule(StrEnum):
 
     @property
     def is_interleaved(self) -> bool:
-        """Returns whether a rank holds several stages."""
+        """Whether a rank stores several stages."""
         return self not in (PipelineSchedule.gpipe, PipelineSchedule.one_f_one_b)
 
     @property
     def splits_backward(self) -> bool:
-        """Returns whether gradients of inputs and of weights are made apart (Qi et al., 2023)."""
+        """Whether backward computes input and weight gradients separately (Qi et al., 2023)."""
         kinds = (PipelineSchedule.interleaved_zero_bubble, PipelineSchedule.zbv_zero_bubble)
         return self in kinds
 
     @property
     def is_v_shaped(self) -> bool:
-        """Returns whether stages run through the ranks and back: rank 0 has first and last."""
+        """Whether rank 0 stores the first and the last stage."""
         return self is PipelineSchedule.zbv_zero_bubble
 
 
@@ -116,66 +116,66 @@ class MeshConfig(ParallelismConfig):
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns the settled size of each axis, outermost first."""
+        """Resolved size of each axis, outermost first."""
         return {axis: size for axis in AXES if isinstance(size := getattr(self, axis), int)}
 
     @property
     def world_size(self) -> int:
-        """Returns the product of the sizes."""
+        """Product of the axis sizes."""
         return prod(self.sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
-        """Returns ``replicate`` x ``shards``."""
+        """``replicate`` x ``shards``."""
         return self.sizes.get("replicate", 1) * self.sizes.get("shards", 1)
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Returns the place among the replicas and shards."""
+        """Return the index of a rank along ``replicate`` and ``shards``."""
         inner = self.sizes.get("context", 1) * self.sizes.get("tensor", 1)
         return rank // inner % self.data_parallel_size
 
     def dropout_rank(self, rank: int) -> int:
-        """Returns the place on every axis but ``tensor``, whose ranks hold the same activations."""
+        """Return the index of a rank on all axes but ``tensor``, whose ranks share activations."""
         return rank // self.sizes.get("tensor", 1)
 
     @property
     def gradient_averaging_size(self) -> int:
-        """Returns ``replicate`` x ``shards`` x ``context``."""
+        """``replicate`` x ``shards`` x ``context``."""
         return self.data_parallel_size * self.sizes.get("context", 1)
 
     @property
     def num_stages(self) -> int:
-        """Returns the stages of the whole pipeline."""
+        """Number of pipeline stages."""
         return self.sizes.get("pipeline", 1) * self.resolved_stages_per_rank
 
     @property
     def resolved_stages_per_rank(self) -> int:
-        """Returns the stages that each pipeline rank holds."""
+        """Number of stages per pipeline rank."""
         return self.stages_per_rank or (2 if self.pipeline_schedule.is_interleaved else 1)
 
     @property
     def num_pipeline_micro_batches(self) -> int:
-        """Returns the pieces that a micro batch passes the pipeline in."""
+        """Number of pipeline micro-batches per micro-batch."""
         return self.pipeline_micro_batches or self.num_stages
 
     @property
     def unmodeled_memory(self) -> str:
-        """Returns what a schedule that splits its backward keeps between the halves."""
+        """Memory that a schedule with split backward keeps for weight gradients."""
         split = self.sizes.get("pipeline", 1) > 1 and self.pipeline_schedule.splits_backward
-        return "what a backward keeps whose gradients of weights come later" * split
+        return "tensors kept for deferred weight gradients" * split
 
     def resolve(self, devices: int | None) -> Self:
-        """Returns the layout with the ``auto`` size filled in."""
+        """Return the config with the ``auto`` size filled in."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
         if len(open_axes) != 1:
             return self
-        others = prod(self.sizes.values())
-        size = DEFAULT_CPU_RANKS if devices is None else max(1, devices // max(1, others))
-        filled: dict[str, Any] = {open_axes[0]: size}
-        return replace(self, **filled)
+        other_ranks = prod(self.sizes.values())
+        size = DEFAULT_CPU_RANKS if devices is None else max(1, devices // max(1, other_ranks))
+        sizes: dict[str, Any] = {open_axes[0]: size}
+        return replace(self, **sizes)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields sizes that are no layout, and schedules that no pipeline runs."""
+        """Yield a config issue for each invalid size and for an invalid schedule."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
         for axis in open_axes[1:]:
             reason = f"only one size may be auto, and {open_axes[0]} is"
@@ -190,17 +190,21 @@ class MeshConfig(ParallelismConfig):
             value = getattr(self, key)
             if value is not None and value < 1:
                 yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more, or null")
-        schedule, each = self.pipeline_schedule, self.resolved_stages_per_rank
-        if (each != 2) if schedule.is_v_shaped else (each > 1) != schedule.is_interleaved:
-            wanted = (
+        schedule, num_stages = self.pipeline_schedule, self.resolved_stages_per_rank
+        if (
+            (num_stages != 2)
+            if schedule.is_v_shaped
+            else (num_stages > 1) != schedule.is_interleaved
+        ):
+            required = (
                 "2" if schedule.is_v_shaped else "2 or more" if schedule.is_interleaved else "1"
             )
-            reason = f"{schedule.name} wants {wanted} stages on a rank"
+            reason = f"{schedule.name} requires {required} stage{'s' * (required != '1')} per rank"
             fix = "set parallelism.stages_per_rank=null"
-            yield ConfigIssue("parallelism.stages_per_rank", each, reason, fix)
+            yield ConfigIssue("parallelism.stages_per_rank", num_stages, reason, fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yields sizes that do not divide what they cut, and what the axes rule out."""
+        """Yield a config issue for sizes that do not divide the model or the data, and for axes."""
         from scalewise.parallelism.mesh_validation import mesh_issues
 
         yield from super().validate_with(run)
@@ -208,81 +212,82 @@ class MeshConfig(ParallelismConfig):
 
     @property
     def reduces_after_backward(self) -> bool:
-        """Returns whether pieces of a batch are summed up, or shards on their way to the host."""
+        """Whether a pipeline accumulates micro-batches, or shards are copied to the host."""
         return self.sizes["pipeline"] > 1 or self.cpu_offload
 
     @property
     def backward_follows_forward(self) -> bool:
-        """Returns whether no stage has passes that wait."""
+        """Whether there is no pipeline, whose stages have waiting forward passes."""
         return self.sizes["pipeline"] == 1
 
     @property
     def shards_parameters(self) -> bool:
-        """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
+        """Whether sharding or tensor parallelism leaves a rank a shard of each matrix."""
         return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1
 
     @property
     def has_gatherable_shards(self) -> bool:
-        """Returns whether weights are cut by rows alone, and stay on the device."""
+        """Whether weights are sharded along the first dimension only and stay on the device."""
         return self.sizes["tensor"] == 1 and not self.cpu_offload
 
     def stage_indices(self, rank: int) -> list[int]:
-        """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
-        ranks = self.sizes["pipeline"]
-        place = rank // (self.world_size // ranks)
+        """Return the stages of a rank: every n-th stage, or two in a V-shaped schedule."""
+        num_ranks = self.sizes["pipeline"]
+        pipeline_rank = rank // (self.world_size // num_ranks)
         if self.pipeline_schedule.is_v_shaped:
-            return [place, self.num_stages - 1 - place]
-        return list(range(place, self.num_stages, ranks))
+            return [pipeline_rank, self.num_stages - 1 - pipeline_rank]
+        return list(range(pipeline_rank, self.num_stages, num_ranks))
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Returns what a rank sends in one optimizer step, axis by axis."""
+        """Return the collectives of a rank in one optimizer step, by axis."""
         from scalewise.parallelism.communication import mesh_collectives
 
         return mesh_collectives(self, run, rank)
 
     def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
-        """Returns how many ranks a message along ``axes`` joins, and whether it leaves a node.
+        """Return the group size of collectives along ``axes``, and whether it spans several nodes.
 
-        Ranks lie in a node one after the other, those that differ along the last axis first.
+        Nodes contain consecutive ranks; ranks along the last axis are adjacent.
         """
-        joined, inner = 1, 1
+        group_size, inner = 1, 1
         for axis in reversed(AXES):
             size = self.sizes[axis]
             inner *= size
             if axis in axes and size > 1:
-                joined *= size
-                reach = inner
-        if joined == 1:
+                group_size *= size
+                span = inner
+        if group_size == 1:
             return 1, False
-        return joined, devices_per_node is not None and reach > devices_per_node
+        return group_size, devices_per_node is not None and span > devices_per_node
 
     def distinct_ranks(self, run: RunConfig) -> tuple[int, ...]:
-        """Returns a rank of each kind of place in the pipeline; of like ones the earliest.
+        """Return the first rank of each distinct set of pipeline stages.
 
-        Ends and numbers of layers make the kind. The earlier has more passes that await backward.
+        Stages differ by their number of layers, embedding and head. Of equal ranks, the first has
+        the most forward passes waiting for their backward.
         """
         from scalewise.parallelism.rank_partition import split_stages
 
         stages = split_stages(run.model, self.num_stages, run.data.sequence)
-        kinds: dict[object, int] = {}
-        for place in range(self.sizes["pipeline"]):
-            rank = place * self.world_size // self.sizes["pipeline"]
-            held = [stages[index] for index in self.stage_indices(rank)]
-            kind = tuple((len(part.layers), part.is_first, part.is_last) for part in held)
-            kinds.setdefault(kind, rank)
-        return tuple(kinds.values())
+        rank_by_stages: dict[object, int] = {}
+        for pipeline_rank in range(self.sizes["pipeline"]):
+            rank = pipeline_rank * self.world_size // self.sizes["pipeline"]
+            rank_stages = [stages[index] for index in self.stage_indices(rank)]
+            key = tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in rank_stages)
+            rank_by_stages.setdefault(key, rank)
+        return tuple(rank_by_stages.values())
 
     def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
+        """Return the stages of a rank, sharded by tensor parallelism and by FSDP."""
         from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, forward_spec
         from scalewise.parallelism.rank_partition import partition_of
 
-        share, sizes = partition_of(self, run, rank), self.sizes
+        partition, sizes = partition_of(self, run, rank), self.sizes
         shards = sizes["shards"] * sizes["context"]
         sharded = shards * sizes["replicate"] > 1
         parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
         mixed = compute < parameters
-        gathering = FSDPMemory(
+        fsdp = FSDPMemory(
             shards,
             gathered_element_bytes=compute if mixed else parameters,
             reduced_element_bytes=4 if mixed else parameters,
@@ -291,12 +296,15 @@ class MeshConfig(ParallelismConfig):
             has_unsharded_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
             has_replicas=sizes["replicate"] > 1,
         )
-        block, rest = share.weights_by_kind()
+        block, other = partition.weights_by_kind()
         return RankMemory(
-            share.stages,
+            partition.stages,
             replace(
                 forward_spec(
-                    run, share.sequences, share.tokens_per_sequence, casts_weights=sharded and mixed
+                    run,
+                    partition.sequences,
+                    partition.tokens_per_sequence,
+                    casts_weights=sharded and mixed,
                 ),
                 tensor_ranks=sizes["tensor"],
                 sequence_parallel=self.sequence_parallel and sizes["tensor"] > 1,
@@ -305,7 +313,7 @@ class MeshConfig(ParallelismConfig):
                 gathers_keys=self.attention is ContextAttention.gather,
             ),
             block,
-            rest,
+            other,
             parameter_shards=shards,
             gradient_shards=shards,
             state_shards=shards,
@@ -314,48 +322,50 @@ class MeshConfig(ParallelismConfig):
             if sizes["pipeline"] > 1
             else 1,
             pipeline_ranks=sizes["pipeline"],
-            fsdp=gathering if sharded else None,
+            fsdp=fsdp if sharded else None,
             states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
             states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
             parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
         )
 
     def _max_in_flight(self, rank: int) -> int:
-        """Returns the passes, of one stage each, that await their backward on a rank at the most.
+        """Return the maximum number of forward passes through one stage that wait on a rank.
 
-        GPipe: all. 1F1B: one for each stage from here to the last (Narayanan et al., 2019). With
-        v stages on a rank 2 (p - 1 - r) + (v - 1) p + 1 (Narayanan et al., 2021, Megatron-LM, as
-        torch schedules it).
+        GPipe: all. 1F1B: one per stage from this one to the last (Narayanan et al., 2019). With v
+        stages per rank: 2 (p - 1 - r) + (v - 1) p + 1 (Narayanan et al., 2021, as in torch).
         """
         ranks = self.sizes["pipeline"]
         if ranks == 1:
             return 1
         if self.pipeline_schedule is PipelineSchedule.gpipe:
             return self.num_pipeline_micro_batches
-        after = ranks - 1 - rank // (self.world_size // ranks)
-        each = self.resolved_stages_per_rank
-        if each == 1:
-            return min(after + 1, self.num_pipeline_micro_batches)
-        return min(2 * after + (each - 1) * ranks + 1, self.num_pipeline_micro_batches * each)
+        ranks_after = ranks - 1 - rank // (self.world_size // ranks)
+        stages_per_rank = self.resolved_stages_per_rank
+        if stages_per_rank == 1:
+            return min(ranks_after + 1, self.num_pipeline_micro_batches)
+        return min(
+            2 * ranks_after + (stages_per_rank - 1) * ranks + 1,
+            self.num_pipeline_micro_batches * stages_per_rank,
+        )
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
-        """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""
-        own = self._coordinates(rank)
-        fixed = [axis for axis in AXES if axis not in axes]
+        """Return the ranks of the group along ``axes`` that contains ``rank``."""
+        coordinates = self._coordinates(rank)
+        other_axes = [axis for axis in AXES if axis not in axes]
         return tuple(
             other
             for other in range(self.world_size)
-            if all(self._coordinates(other)[axis] == own[axis] for axis in fixed)
+            if all(self._coordinates(other)[axis] == coordinates[axis] for axis in other_axes)
         )
 
     def _coordinates(self, rank: int) -> dict[str, int]:
-        places = {}
+        coordinates = {}
         for axis in reversed(AXES):
-            rank, places[axis] = divmod(rank, self.sizes[axis])
-        return places
+            rank, coordinates[axis] = divmod(rank, self.sizes[axis])
+        return coordinates
 
     def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Returns one strategy on Lightning's ``ModelParallelStrategy`` for all five axes."""
+        """Return the Lightning strategy for all five axes."""
         if self.world_size == 1:
             from scalewise.strategies.single import SingleDevice
 

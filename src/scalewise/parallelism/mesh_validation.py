@@ -1,4 +1,4 @@
-"""What a mesh can cut of a model, of its rows and of its batches."""
+"""Config issues of a mesh with the model, the data and the objective of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields what ``mesh`` cannot do with the other parts of ``run``."""
+    """Yield a config issue for each part of ``run`` that ``mesh`` does not support."""
     sizes, on_cpu = mesh.sizes, run.hardware.device is DeviceKind.cpu
     yield from _tensor_issues(mesh, run)
     yield from _context_issues(mesh, run)
@@ -32,31 +32,38 @@ def mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "precision",
             run.choices.get("precision", "fp16"),
-            "Lightning scales no fp16 gradients over a mesh",
+            "is not supported on a mesh: Lightning does not scale fp16 gradients there",
             "set precision=bf16_mixed, or parallelism=ddp",
         )
     sharded = max(sizes["shards"], sizes["replicate"], sizes["context"]) > 1
     if mesh.cpu_offload and not sharded:
-        reason = "shards are what is offloaded, and nothing is sharded"
+        reason = "offloads sharded parameters, and no axis shards them"
         yield ConfigIssue("parallelism.cpu_offload", True, reason, "set parallelism.shards=2")
     if sizes["tensor"] > 1 and on_cpu and run.compile.scope is not CompileScope.none:
         yield ConfigIssue(
             "compile.scope",
             run.compile.scope.value,
-            "torch cannot compile the gradients of matrices cut over CPU ranks",
+            "is not supported with tensor parallelism on the CPU by torch",
             "set compile=none",
         )
     if mesh.async_tensor and on_cpu:
-        key, reason = "parallelism.async_tensor", "needs CUDA's symmetric memory"
+        key, reason = "parallelism.async_tensor", "requires CUDA symmetric memory"
         yield ConfigIssue(key, True, reason, f"set {key}=false")
 
 
 def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields axes that share out rows or layers, which an adapter puts vectors before."""
-    ahead, before = run.adapter.prompt_tokens, run.adapter.prefix_tokens
-    alone = "trains vectors of the first stage alone, and each pipeline rank takes steps"
-    apart = "parallelism.context shares rows out without the vectors before them"
-    for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
+    """Yield a config issue for axes that split the sequences or layers with adapter tokens."""
+    prompt_tokens, prefix_tokens = run.adapter.prompt_tokens, run.adapter.prefix_tokens
+    pipeline_reason = (
+        "trains prompt tokens of the first stage only, and each pipeline rank has an optimizer"
+    )
+    context_reason = (
+        "is not supported with parallelism.context, which splits sequences without the prompt"
+    )
+    for axis, tokens, reason in (
+        ("pipeline", prompt_tokens, pipeline_reason),
+        ("context", prompt_tokens or prefix_tokens, context_reason),
+    ):
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", option_name(run.adapter))
             fix = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
@@ -77,19 +84,19 @@ def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
             )
     tokens = run.adapter.prompt_tokens + run.data.sequence // mesh.sizes["context"]
     if mesh.sequence_parallel and tokens % ranks:
-        counted = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
+        unit = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
         yield ConfigIssue(
             "parallelism.tensor",
             ranks,
-            f"does not divide the {tokens} {counted} of a row on a rank",
+            f"does not divide the {tokens} {unit} of a sequence on a rank",
             "set parallelism.sequence_parallel=false",
         )
-    smooths = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
-    if mesh.loss_parallel and smooths:
+    has_smoothing = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
+    if mesh.loss_parallel and has_smoothing:
         yield ConfigIssue(
             "parallelism.loss_parallel",
             True,
-            "torch's parallel loss knows no label smoothing",
+            "is not supported with objective.label_smoothing by torch's parallel loss",
             "set parallelism.loss_parallel=false",
         )
 
@@ -98,20 +105,20 @@ def _context_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     ranks = mesh.sizes["context"]
     if ranks == 1:
         return
-    pieces = ranks * (2 if mesh.balanced else 1)
-    if run.data.sequence % pieces:
+    num_chunks = ranks * (2 if mesh.balanced else 1)
+    if run.data.sequence % num_chunks:
         yield ConfigIssue(
             "data.sequence",
             run.data.sequence,
-            f"is not a multiple of {pieces}, the pieces that {ranks} context ranks cut a row into",
-            f"set data.sequence={max(1, run.data.sequence // pieces) * pieces}",
+            f"is not a multiple of {num_chunks}, the number of chunks for {ranks} context ranks",
+            f"set data.sequence={max(1, run.data.sequence // num_chunks) * num_chunks}",
         )
     heads = run.model.heads // mesh.sizes["tensor"]
     if mesh.attention == "ulysses" and heads % ranks:
         yield ConfigIssue(
             "parallelism.context",
             ranks,
-            f"does not divide the {heads} heads that Ulysses shares out",
+            f"does not divide the {heads} heads that Ulysses splits",
             "set parallelism.attention=gather",
         )
 
@@ -124,7 +131,7 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "parallelism.pipeline",
             mesh.sizes["pipeline"],
-            f"makes {mesh.num_stages} stages of {layers} layers",
+            f"requires {mesh.num_stages} stages, and the model has {layers} layers",
             "set parallelism.pipeline="
             f"{max(1, layers * mesh.sizes['pipeline'] // mesh.num_stages)}",
         )
@@ -133,14 +140,14 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "parallelism.pipeline_micro_batches",
             mesh.num_pipeline_micro_batches,
-            f"cannot fill {mesh.num_stages} stages",
+            f"is less than the {mesh.num_stages} stages",
             f"set parallelism.pipeline_micro_batches={mesh.num_stages}",
         )
     if run.micro_batch % mesh.num_pipeline_micro_batches:
         yield ConfigIssue(
             "trainer.micro_batch",
             run.micro_batch,
-            f"does not fall into {mesh.num_pipeline_micro_batches} pieces for the pipeline",
+            f"is not a multiple of the {mesh.num_pipeline_micro_batches} pipeline micro-batches",
             f"set trainer.micro_batch={mesh.num_pipeline_micro_batches}",
         )
     selective = Recompute.selective in run.memory.count_by_recompute(run.model.layers)
@@ -148,7 +155,7 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "memory.recompute",
             "selective",
-            f"keeps its results for one backward, and {mesh.pipeline_schedule.name} makes two",
+            f"saves outputs for one backward pass, and {mesh.pipeline_schedule.name} runs two",
             "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
     if run.compile.scope is not CompileScope.none and mesh.pipeline_schedule.splits_backward:
@@ -165,20 +172,22 @@ def _pair_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         return
     chosen = run.choices.get("objective", option_name(run.objective))
     reasons = {
-        "context": "asks how likely a whole answer is, of which each context rank has some tokens",
-        "pipeline": "compares a batch with what a reference said of it, which no stage passes on",
+        "context": "requires the log-probability of whole answers; context ranks have a part each",
+        "pipeline": "requires reference log-probabilities, which pipeline stages do not pass on",
     }
-    yield from _without(mesh, reasons, "objective", chosen)
+    yield from _unsupported_axis_issues(mesh, reasons, "objective", chosen)
 
 
 def _classification_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if not run.model.classes:
         return
-    reason = "is a head of a few rows, which tensor ranks cannot share out"
-    yield from _without(mesh, {"tensor": reason}, "model.classes", run.model.classes)
+    reason = "is a head with few rows, which tensor parallelism cannot shard"
+    yield from _unsupported_axis_issues(
+        mesh, {"tensor": reason}, "model.classes", run.model.classes
+    )
     if mesh.sizes["pipeline"] > 1 and mesh.pipeline_schedule.splits_backward:
         schedule = mesh.pipeline_schedule.value
-        reason = "takes a loss alone, and classes are counted beside it"
+        reason = "supports a loss only, and classification counts correct samples too"
         fix = "set parallelism.pipeline_schedule=interleaved_1f1b"
         yield ConfigIssue("parallelism.pipeline_schedule", schedule, reason, fix)
 
@@ -188,17 +197,17 @@ def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         return
     chosen = run.choices.get("objective", option_name(run.objective))
     reasons = {
-        "tensor": "draws the next token from all its logits, of which each tensor rank has some",
-        "context": "reads all of an answer so far, of which each context rank has some tokens",
-        "pipeline": "writes answers token by token, and a pipeline passes whole batches on",
+        "tensor": "samples from complete logits; tensor ranks have a part each",
+        "context": "generates from complete sequences; context ranks have a part each",
+        "pipeline": "generates token by token; pipeline stages process whole batches",
     }
-    yield from _without(mesh, reasons, "objective", chosen)
+    yield from _unsupported_axis_issues(mesh, reasons, "objective", chosen)
 
 
-def _without(
+def _unsupported_axis_issues(
     mesh: MeshConfig, reason_by_axis: Mapping[str, str], key: str, value: object
 ) -> Iterator[ConfigIssue]:
-    """Yields why each axis does not go with what ``key`` chooses."""
+    """Yield a config issue for each used axis that the value of ``key`` does not support."""
     for axis, reason in reason_by_axis.items():
         if mesh.sizes[axis] > 1:
             yield ConfigIssue(key, value, reason, f"set parallelism=fsdp parallelism.{axis}=1")

@@ -1,4 +1,4 @@
-"""What one rank holds of a run and works on, in the facts that the memory ledger asks for."""
+"""Memory partition of one rank: the input of the analytic memory model."""
 
 from __future__ import annotations
 
@@ -19,132 +19,147 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FSDPMemory:
-    """Weights that are made whole block by block, and gradients cut again (FSDP2).
-
-    ``num_shards``: ranks that share each out. ``gathered_element_bytes``,
-    ``reduced_element_bytes``: bytes of a gathered number and of
-    one in a reduction. ``keeps_unsharded``: whether blocks stay whole between forward and backward.
-    ``prefetch``: blocks gathered before they are at work. ``has_unsharded_gradients``: whether
-    gradients stay
-    whole until the last micro batch. ``has_replicas``: whether shards are summed over replicas too.
-    """
+    """FSDP2: parameters gathered block by block, gradients reduced to shards."""
 
     num_shards: int
+    """Number of ranks that shard each parameter."""
     gathered_element_bytes: int
+    """Bytes per element of gathered parameters."""
     reduced_element_bytes: int
+    """Bytes per element of gradients in a reduction."""
     keeps_unsharded: bool
+    """Whether blocks stay unsharded between forward and backward."""
     prefetch: int
+    """Number of blocks gathered ahead of use."""
     has_unsharded_gradients: bool
+    """Whether gradients stay unsharded until the last micro-batch."""
     has_replicas: bool
+    """Whether gradient shards are also all-reduced over replicas."""
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """What DeepSpeed's ZeRO holds otherwise than torch.
-
-    Bytes of a number: ``weight_element_bytes`` of those at work, ``master_element_bytes`` of the
-    copy that is stepped,
-    ``gradient_element_bytes`` of a gradient that waits for the step. A bucket has so many
-    ``bucket_elements`` numbers;
-    ``num_buckets`` of them exist while backward runs. ``max_live_elements``: numbers that stay
-    whole between uses.
-    ``persistence_threshold``: a weight of fewer numbers is whole at all times.
-    """
+    """DeepSpeed ZeRO: master weights, gradient buckets and gathered parameters."""
 
     stage: int
+    """ZeRO stage."""
     weight_element_bytes: int
+    """Bytes per element of the weights used in forward and backward."""
     master_element_bytes: int
+    """Bytes per element of the master weights that the optimizer updates."""
     gradient_element_bytes: int
+    """Bytes per element of a gradient that waits for the optimizer step."""
     bucket_elements: int
+    """Elements per gradient bucket."""
     num_buckets: int
+    """Number of gradient buckets that are alive in backward."""
     max_live_elements: int
+    """Maximum number of gathered elements between uses."""
     persistence_threshold: int
+    """Parameters with fewer elements stay unsharded."""
 
 
 @dataclass(frozen=True)
 class RankMemory(RankStages):
-    """One rank's share.
-
-    ``block_weights``: the weights of one block as it works with them, and ``other_weights`` those
-    outside of blocks,
-    cut by tensor parallelism, not by shards. ``parameter_shards``, ``gradient_shards``,
-    ``state_shards``: ranks that
-    share each out. ``has_persistent_buckets``: whether gradients lie in buffers that outlive a
-    step; ``bucket_copy_bytes``:
-    bytes of such buffers beside them. ``in_flight``: passes, of one part each, whose activations
-    exist at once, of ``num_pipeline_micro_batches`` of a micro batch that go through a pipeline of
-    ``pipeline_ranks`` ranks.
-    """
+    """Memory partition of one rank."""
 
     forward_spec: ForwardSpec
+    """Sizes and formats of a forward pass."""
     block_weights: tuple[Weight, ...]
+    """Weights of one block, after tensor parallelism and before sharding."""
     other_weights: tuple[Weight, ...]
+    """Weights outside of blocks, after tensor parallelism and before sharding."""
     parameter_shards: int = 1
+    """Number of ranks that shard the parameters."""
     gradient_shards: int = 1
+    """Number of ranks that shard the gradients."""
     state_shards: int = 1
+    """Number of ranks that shard the optimizer state."""
     has_persistent_buckets: bool = False
+    """Whether gradients are views of buckets that persist between steps."""
     bucket_copy_bytes: int = 0
+    """Size of buckets that copy the gradients."""
     in_flight: int = 1
+    """Maximum number of forward passes through one stage that wait for their backward."""
     num_pipeline_micro_batches: int = 1
+    """Number of pipeline micro-batches per micro-batch."""
     pipeline_ranks: int = 1
+    """Number of pipeline ranks."""
     fsdp: FSDPMemory | None = None
+    """FSDP2 sharding."""
     zero: ZeroMemory | None = None
+    """DeepSpeed ZeRO."""
     states_on_host: bool = False
+    """Whether optimizer state is stored in host memory."""
     states_paged: bool = False
+    """Whether the driver pages optimizer state between device and host."""
     parameters_on_host: bool = False
+    """Whether parameters are stored in host memory."""
     states_on_disk: bool = False
+    """Whether optimizer state is stored on disk."""
     parameters_on_disk: bool = False
+    """Whether parameters are stored on disk."""
 
     def numel(self, shards: int, *, trained: bool = False) -> int:
-        """Returns the numbers of all weights here, or of those trained, that one shard has."""
+        """Return the elements of a shard of the rank's parameters, or of the trained ones."""
         count = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
         return count + shard_elements(self.other_weights, shards, trained=trained)
 
     def weight_bytes(self, element_bytes: int, shards: int) -> int:
-        """Returns the bytes of all weights here that one shard has; ``element_bytes``: of a
-        number."""
+        """Return the size of a shard of the rank's parameters, in bytes."""
         return self.num_layers * shard_bytes(
             self.block_weights, element_bytes, shards
         ) + shard_bytes(self.other_weights, element_bytes, shards)
 
     def state_bytes(self, run: RunConfig) -> int:
-        """Returns the bytes of the optimizer's state for the share that this rank steps."""
-        held = run.precision.parameters.bytes
-        block, rest = (
-            sum(run.optimizer.state_bytes(w, self.state_shards, held) for w in part if w.trainable)
-            for part in (self.block_weights, self.other_weights)
+        """Return the size of the optimizer state of this rank, in bytes."""
+        element_bytes = run.precision.parameters.bytes
+        block, other = (
+            sum(
+                run.optimizer.state_bytes(w, self.state_shards, element_bytes)
+                for w in weights
+                if w.trainable
+            )
+            for weights in (self.block_weights, self.other_weights)
         )
-        return self.num_layers * block + rest
+        return self.num_layers * block + other
 
     def ema_bytes(self, run: RunConfig) -> int:
-        """Returns the bytes of the moving average of the weights, fp32 of each number held here."""
-        averaged = averaging_callback(run.callbacks) is not None
+        """Return the size of the moving average of the weights on this rank, in bytes."""
+        has_average = averaging_callback(run.callbacks) is not None
         return (
-            averaged * AVERAGE_BYTES_PER_ELEMENT * self.numel(self.parameter_shards, trained=True)
+            has_average
+            * AVERAGE_BYTES_PER_ELEMENT
+            * self.numel(self.parameter_shards, trained=True)
         )
 
     @property
     def streams_weights(self) -> bool:
-        """Returns whether weights go to the host and back to be stepped, one after the other."""
+        """Whether parameters are copied to the host and back, one at a time, for the update."""
         return self.states_on_host and self.zero is None and not self.parameters_on_host
 
     @property
     def largest_numel(self) -> int:
-        """Returns the numbers of the largest weight that is trained."""
-        each = (*self.block_weights, *self.other_weights)
-        return max((w.shard_numel(self.state_shards) for w in each if w.trainable), default=0)
+        """Elements of the largest trained parameter, after sharding."""
+        weights = (*self.block_weights, *self.other_weights)
+        return max((w.shard_numel(self.state_shards) for w in weights if w.trainable), default=0)
 
     def scratch_bytes(self, run: RunConfig) -> int:
-        """Returns the most bytes that stepping one weight takes."""
-        held, each = run.precision.parameters.bytes, (*self.block_weights, *self.other_weights)
-        found = (
-            run.optimizer.scratch_bytes(w, self.state_shards, held) for w in each if w.trainable
+        """Return the temporary memory of an optimizer update, in bytes."""
+        element_bytes, weights = (
+            run.precision.parameters.bytes,
+            (*self.block_weights, *self.other_weights),
         )
-        return max(found, default=0)
+        sizes = (
+            run.optimizer.scratch_bytes(w, self.state_shards, element_bytes)
+            for w in weights
+            if w.trainable
+        )
+        return max(sizes, default=0)
 
 
 def replicated_memory(run: RunConfig) -> RankMemory:
-    """Returns the share of a rank that works with every weight on whole rows."""
+    """Return the partition of a rank that stores the whole model and unsharded sequences."""
     layers = run.model.layers
     block, rest = run.weight_census_by_kind()
     return RankMemory(
@@ -160,17 +175,19 @@ def replicated_memory(run: RunConfig) -> RankMemory:
 def forward_spec(
     run: RunConfig, sequences: int, tokens_per_sequence: int, *, casts_weights: bool = False
 ) -> ForwardSpec:
-    """Returns the formats and sizes of a pass; ``casts_weights``: whether weights come in its
-    format."""
+    """Return the sizes and formats of a forward pass.
+
+    ``casts_weights``: whether gathered parameters are in the compute format.
+    """
     precision = run.precision
-    held = precision.compute.bytes if casts_weights else precision.parameters.bytes
+    weight_element_bytes = precision.compute.bytes if casts_weights else precision.parameters.bytes
     return ForwardSpec(
         sequences=sequences,
         tokens_per_sequence=tokens_per_sequence,
-        residual_element_bytes=held,
+        residual_element_bytes=weight_element_bytes,
         compute_element_bytes=precision.compute.bytes,
-        gradient_element_bytes=held,
-        autocast=precision.compute.bytes < held,
+        gradient_element_bytes=weight_element_bytes,
+        autocast=precision.compute.bytes < weight_element_bytes,
         on_cpu=run.hardware.device == "cpu",
         loss_chunk=run.objective.loss_chunk or 0,
         loss_in_forward=run.objective.takes_gradients_in_forward(run),
@@ -196,10 +213,10 @@ def forward_spec(
 
 
 def shard_elements(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:
-    """Returns the numbers that one of ``ranks`` holds of weights cut by their rows."""
+    """Return the elements of one of ``ranks`` shards, sharded along the first dimension."""
     return sum(weight.shard_numel(ranks) for weight in weights if weight.trainable or not trained)
 
 
 def shard_bytes(weights: Iterable[Weight], element_bytes: int, ranks: int = 1) -> int:
-    """Returns the bytes that one of ``ranks`` holds of them; ``element_bytes``: of a number."""
+    """Return the size of one of ``ranks`` shards, in bytes."""
     return sum(weight.shard_bytes(element_bytes, ranks) for weight in weights)

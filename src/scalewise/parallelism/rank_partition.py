@@ -1,4 +1,4 @@
-"""What one rank of a mesh works on, in sizes: its layers, its weights, its tokens."""
+"""Partition of one rank of a mesh: its layers, weights and tokens, as sizes."""
 
 from __future__ import annotations
 
@@ -20,57 +20,62 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankStages:
-    """The parts of a model that one rank has: one, or the stages of a pipeline."""
+    """Pipeline stages of one rank; without a pipeline, the whole model."""
 
     stages: tuple[StageSlice, ...]
+    """Stages, in order."""
 
     @property
     def has_embedding(self) -> bool:
-        """Returns whether the embedding is here."""
-        return any(part.is_first for part in self.stages)
+        """Whether the rank stores the embedding."""
+        return any(stage.is_first for stage in self.stages)
 
     @property
     def has_head(self) -> bool:
-        """Returns whether the head is here."""
-        return any(part.is_last for part in self.stages)
+        """Whether the rank stores the head."""
+        return any(stage.is_last for stage in self.stages)
 
     @property
     def num_layers(self) -> int:
-        """Returns the blocks of this rank."""
-        return sum(len(part.layers) for part in self.stages)
+        """Number of blocks of the rank."""
+        return sum(len(stage.layers) for stage in self.stages)
 
 
 @dataclass(frozen=True)
 class RankPartition(RankStages):
-    """What one rank of a mesh works on, in sizes."""
+    """Partition of one rank of a mesh."""
 
     mesh: MeshConfig
+    """Mesh."""
     run: RunConfig
+    """Run on the mesh."""
 
     @property
     def forward_passes(self) -> int:
-        """Returns how often a step goes through each layer."""
-        pieces = self.mesh.num_pipeline_micro_batches if self.mesh.sizes["pipeline"] > 1 else 1
-        return self.run.accumulation * pieces
+        """Number of forward passes through each layer per step."""
+        num_micro_batches = (
+            self.mesh.num_pipeline_micro_batches if self.mesh.sizes["pipeline"] > 1 else 1
+        )
+        return self.run.accumulation * num_micro_batches
 
     @property
     def sequences(self) -> int:
-        """Returns the rows of one pass, those of pairs two by two."""
+        """Number of sequences of one forward pass; a preference pair counts as two."""
         return self.run.sequences_per_forward * self.run.accumulation // self.forward_passes
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Returns the tokens of a row, before sequence parallelism."""
+        """Number of tokens of a sequence on the rank, before sequence parallelism."""
         return self.run.data.sequence // self.mesh.sizes["context"]
 
     @property
     def activation_element_bytes(self) -> int:
-        """Returns the bytes of one number between layers."""
+        """Bytes per element of activations between layers."""
         return self.run.precision.compute.bytes
 
     @property
     def residual_bytes(self) -> int:
-        """Returns the bytes of ``x_BTW`` between two layers."""
+        """Size of the residual stream ``x_BTW``, in bytes."""
         return (
             self.embedding_bytes
             // self.tokens_per_sequence
@@ -79,7 +84,7 @@ class RankPartition(RankStages):
 
     @property
     def embedding_bytes(self) -> int:
-        """Returns the bytes of the embedded tokens, without what an adapter puts before them."""
+        """Size of the token embeddings, without prompt tokens, in bytes."""
         return (
             self.sequences
             * self.tokens_per_sequence
@@ -89,13 +94,13 @@ class RankPartition(RankStages):
 
     @property
     def recomputed_layers(self) -> Counter[Recompute]:
-        """Returns the layers that run forward twice, by how much of them does."""
-        found = Counter(self.run.memory.recompute_per_layer(self.stages))
-        del found[Recompute.nothing]
-        return found
+        """Number of recomputed layers, by recomputation."""
+        layers = Counter(self.run.memory.recompute_per_layer(self.stages))
+        del layers[Recompute.nothing]
+        return layers
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-        """Returns the weights of one block and those outside of blocks, cut as on this rank."""
+        """Return the weights of one block and those outside of blocks, after tensor parallelism."""
         run = self.run
         tensor = self.mesh.sizes["tensor"]
         block, rest = _shard_by_kind(run.quantization, run.adapter, run.model, tensor)
@@ -103,37 +108,39 @@ class RankPartition(RankStages):
 
     def _stores(self, weight: Weight) -> bool:
         tied = self.run.model.tied_weights
-        return any(_is_in_stage(part, weight, tied) for part in self.stages)
+        return any(_is_in_stage(stage, weight, tied) for stage in self.stages)
 
     @property
     def adapted_halves(self) -> dict[str, AdaptedHalf]:
-        """Returns how many layers of each half of a block are changed, in their order."""
+        """Number of adapted layers of attention and feedforward, in their order."""
         return _adapted_halves(self.run.adapter, self.run.model)
 
     @property
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
-        """Returns how tensor parallelism cuts each module."""
-        return _module_table(self.run.adapter, self.run.model)
+        """Tensor parallel style of each module."""
+        return _tensor_parallel_styles(self.run.adapter, self.run.model)
 
 
 @dataclass
 class AdaptedHalf:
-    """The adapted layers of a block's attention, or of its feedforward, and those scaled.
-
-    ``fully_trained_layers``: layers trained themselves; ``trains_norm``: whether the norm before
-    them is; ``has_prefix``: whether keys and values are learnt that stand before others.
-    """
+    """Adapted layers of the attention or the feedforward of a block."""
 
     adapted_column_layers: int = 0
+    """Number of column-parallel layers with LoRA."""
     adapted_row_layers: int = 0
+    """Number of row-parallel layers with LoRA."""
     scaled_layers: int = 0
+    """Number of layers with learned scales (IA3)."""
     fully_trained_layers: int = 0
+    """Number of layers trained in full."""
     trains_norm: bool = False
+    """Whether the norm before them is trained."""
     has_prefix: bool = False
+    """Whether there are learned prefix keys and values."""
 
     @property
     def trains_before_output(self) -> bool:
-        """Returns whether something is trained before the last product, or beside it."""
+        """Whether a weight before the output matmul, or a scale, is trained."""
         return bool(
             self.adapted_column_layers
             or self.scaled_layers
@@ -143,20 +150,20 @@ class AdaptedHalf:
 
 
 def partition_of(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
-    """Returns what a rank of a mesh works on."""
+    """Return the partition of a rank of a mesh."""
     stages = split_stages(run.model, mesh.num_stages, run.data.sequence)
     return RankPartition(tuple(stages[index] for index in mesh.stage_indices(rank)), mesh, run)
 
 
-# A search asks for the shares of thousands of runs that differ in little.
+# Cached: a search partitions thousands of runs that differ in little.
 @lru_cache(maxsize=64)
-def _module_table(adapter: AdapterConfig, model: ModelConfig) -> dict[str, TPStyle]:
+def _tensor_parallel_styles(adapter: AdapterConfig, model: ModelConfig) -> dict[str, TPStyle]:
     return adapter.tensor_parallel_styles(model)
 
 
 @lru_cache(maxsize=256)
 def split_stages(model: ModelConfig, count: int, sequence: int) -> Sequence[StageSlice]:
-    """Returns the parts of a model that is cut into ``count`` stages."""
+    """Return the ``count`` pipeline stages of a model."""
     return model.split_stages(count, sequence)
 
 
@@ -164,32 +171,33 @@ def split_stages(model: ModelConfig, count: int, sequence: int) -> Sequence[Stag
 def _shard_by_kind(
     quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig, ranks: int
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    table = _module_table(adapter, model)
-    block, rest = weight_census_by_kind(quantization, adapter, model)
+    styles = _tensor_parallel_styles(adapter, model)
+    block, other = weight_census_by_kind(quantization, adapter, model)
     if ranks == 1:
-        return block, rest
-    return tuple(shard_weight(w, table, ranks) for w in block), tuple(
-        shard_weight(w, table, ranks) for w in rest
+        return block, other
+    return tuple(shard_weight(w, styles, ranks) for w in block), tuple(
+        shard_weight(w, styles, ranks) for w in other
     )
 
 
 @lru_cache(maxsize=64)
 def _adapted_halves(adapter: AdapterConfig, model: ModelConfig) -> dict[str, AdaptedHalf]:
     halves: dict[str, AdaptedHalf] = {}
-    for name, how in model.tensor_parallel_styles().items():
-        block, _, layer = name.partition("blocks.*.")
-        if block or how not in (TPStyle.column, TPStyle.row):
+    for name, style in model.tensor_parallel_styles().items():
+        prefix, _, layer = name.partition("blocks.*.")
+        if prefix or style not in (TPStyle.column, TPStyle.row):
             continue
-        first = layer.split(".")[0]
+        name_of_half = layer.split(".")[0]
         half = halves.setdefault(
-            first, AdaptedHalf(trains_norm=f"{first}_norm" in adapter.fully_trained_modules(model))
+            name_of_half,
+            AdaptedHalf(trains_norm=f"{name_of_half}_norm" in adapter.fully_trained_modules(model)),
         )
-        half.has_prefix |= adapter.prefix_tokens > 0 and first == "attention"
+        half.has_prefix |= adapter.prefix_tokens > 0 and name_of_half == "attention"
         adapted = layer in adapter.adapted_layers(model)
         half.scaled_layers += layer in adapter.scaled_layers(model)
         half.fully_trained_layers += layer in adapter.fully_trained_modules(model)
-        half.adapted_column_layers += adapted and how is TPStyle.column
-        half.adapted_row_layers += adapted and how is TPStyle.row
+        half.adapted_column_layers += adapted and style is TPStyle.column
+        half.adapted_row_layers += adapted and style is TPStyle.row
     return halves
 
 
@@ -202,17 +210,17 @@ def _is_in_stage(stage: StageSlice, weight: Weight, tied: frozenset[str]) -> boo
 
 
 def tp_style(weight: Weight, tp_styles: Mapping[str, TPStyle]) -> TPStyle | None:
-    """Returns how a table says that the module of a weight is cut."""
+    """Return the tensor parallel style of a weight's module."""
     module = weight.name.rpartition(".")[0]
     pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
     return tp_styles.get(pattern)
 
 
 def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -> Weight:
-    """Returns the part of a weight that one tensor-parallel rank holds."""
-    side, shape = tp_style(weight, tp_styles), weight.shape
-    if side in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
+    """Return the shard of a weight on one tensor-parallel rank."""
+    style, shape = tp_style(weight, tp_styles), weight.shape
+    if style in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
         shape = (shape[0] // ranks, *shape[1:])
-    elif side is TPStyle.row and len(shape) > 1:
+    elif style is TPStyle.row and len(shape) > 1:
         shape = (shape[0], shape[1] // ranks, *shape[2:])
     return replace(weight, shape=shape)

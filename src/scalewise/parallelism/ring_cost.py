@@ -1,4 +1,4 @@
-"""What a collective costs on a ring of equal links: latency and bandwidth, no torch."""
+"""Cost of a collective on a ring of equal links, from latency and bandwidth; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from scalewise.parallelism.communication import CollectiveKind
 
 
 def num_hops(kind: CollectiveKind, ranks: int) -> int:
-    """Returns how many messages follow each other: a gather or a scatter goes once around.
+    """Return the number of sequential messages of a ring collective.
 
-    All-reduce is a scatter and a gather (Patarasuk and Yuan, 2009); all-to-all has a round for
-    each other rank; a broadcast is a chain.
+    All-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, 2009). All-to-all has one
+    round per other rank. A broadcast is a chain.
     """
     if kind is CollectiveKind.send:
         return 1
@@ -19,7 +19,7 @@ def num_hops(kind: CollectiveKind, ranks: int) -> int:
 
 
 def bytes_per_link_fraction(kind: CollectiveKind, ranks: int) -> float:
-    """Returns what part of a collective's bytes crosses each link of the ring."""
+    """Return the share of ``Collective.bytes`` that crosses each link of the ring."""
     if kind in (CollectiveKind.send, CollectiveKind.broadcast):
         return 1.0
     return (2 if kind is CollectiveKind.all_reduce else 1) * (ranks - 1) / ranks
@@ -27,15 +27,15 @@ def bytes_per_link_fraction(kind: CollectiveKind, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class RingLink:
-    """One link of a ring, one direction."""
+    """One directed link of a ring."""
 
     latency_s: float
-    """Time of an empty message, s."""
+    """Latency of an empty message, in seconds."""
     bytes_per_s: float
-    """Bandwidth, bytes/s."""
+    """Bandwidth, in bytes/s."""
 
     def seconds(self, kind: CollectiveKind, ranks: int, size: int) -> float:
-        """Returns the time of one collective of ``size`` bytes, as ``Collective.bytes`` counts."""
+        """Return the time of one collective, in seconds; ``size`` is ``Collective.bytes``."""
         return (
             num_hops(kind, ranks) * self.latency_s
             + bytes_per_link_fraction(kind, ranks) * size / self.bytes_per_s

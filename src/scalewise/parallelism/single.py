@@ -1,4 +1,4 @@
-"""No parallelism."""
+"""Training on one device."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class SingleConfig(ParallelismConfig):
 
     @property
     def world_size(self) -> int:
-        """Returns 1."""
+        """One rank."""
         return 1
 
     @property
     def reduces_after_backward(self) -> bool:
-        """Returns False."""
+        """False: there is no gradient reduction."""
         return False
 
     def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Returns everything."""
+        """Return the memory of the only rank: the whole model."""
         from scalewise.parallelism.rank_memory import replicated_memory
 
         return replicated_memory(run)
 
     def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Returns Lightning's single-device strategy."""
+        """Return the single-device Lightning strategy."""
         from scalewise.strategies.single import SingleDevice
 
         return SingleDevice(device)

@@ -1,1 +1,1 @@
-"""What a run will need and take, worked out from its specs alone: no torch."""
+"""Memory, step time and cost of a run, predicted from its configs; imports no torch."""

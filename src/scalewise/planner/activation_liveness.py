@@ -1,4 +1,7 @@
-"""Walks a tape forward and backward and counts what is alive, as autograd would have it."""
+"""Simulate the tensor lifetimes of one model part in its forward and backward pass.
+
+The rules are those of autograd: a tensor is freed after its last use, unless backward reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ from scalewise.planner.backward_liveness import BackwardLiveness
 
 @dataclass(frozen=True)
 class PartLiveness:
-    """Bytes of one part of a model through a pass.
-
-    ``saved_bytes``: between its forward and its backward. ``forward_peak``: the most that is alive
-    in
-    its forward, what it reads among it. ``backward_peak``: the most in its backward, what it keeps
-    and its weights' gradients among it. ``gradient_bytes``: those of its weights, at the end.
-    ``offloaded_bytes``: what is offloaded between its forward and its backward.
-    """
+    """Memory of one model part in a forward and backward pass, in bytes."""
 
     saved_bytes: int
+    """Tensors saved between the forward and the backward of the part."""
     forward_peak: int
+    """Peak memory of the forward, including its inputs."""
     backward_peak: int
+    """Peak memory of the backward, including saved tensors and parameter gradients."""
     gradient_bytes: int
+    """Parameter gradients that exist after the backward."""
     offloaded_bytes: int = 0
+    """Saved tensors that are offloaded between the forward and the backward."""
 
 
 def simulate_part(
@@ -37,13 +38,17 @@ def simulate_part(
     offload: bool = False,
     step_scratch_ratio: float = -1,
 ) -> PartLiveness:
-    """Returns what is alive when a part runs whose inputs are ``inputs`` and whose last is output.
+    """Simulate the forward and backward pass of a model part.
 
-    ``fresh_gradients``: whether weights have no gradient yet, so that the one made here stays.
-    ``offload``:
-    whether what is kept is brought back when backward first reads it. ``step_scratch_ratio``: bytes
-    that the
-    optimizer takes for each byte of a weight's gradient, before it drops that; below 0: later.
+    Args:
+        graph: Operator graph of the part; the first tensor that its last operator writes is the
+            output.
+        recompute: Activation checkpointing of the part.
+        inputs: Indices of the input tensors.
+        fresh_gradients: Whether the parameters have no gradient yet, so that backward allocates it.
+        offload: Whether saved tensors are offloaded and copied back when backward reads them.
+        step_scratch_ratio: Temporary bytes of an optimizer step in backward, per byte of gradient;
+            negative if the optimizer steps after backward.
     """
     if isinstance(graph, RecordedPart):
         return _measure_recorded(
@@ -54,81 +59,95 @@ def simulate_part(
         )
     forward = _ForwardLiveness(graph, inputs)
     forward.run(graph.operators)
-    kept, first, again, leftover = forward.saved_bytes, forward, 0, 0
-    away: frozenset[int] = frozenset()
+    saved_bytes, first_forward, recompute_peak, leftover_bytes = forward.saved_bytes, forward, 0, 0
+    offloaded: frozenset[int] = frozenset()
     if recompute is Recompute.nothing and offload:
-        away = frozenset(
-            place for place in forward.save_counts if graph.sizes[place] >= OFFLOAD_MIN_BYTES
+        offloaded = frozenset(
+            tensor for tensor in forward.save_counts if graph.sizes[tensor] >= OFFLOAD_MIN_BYTES
         )
-        first = _ForwardLiveness(graph, inputs, saved=frozenset(forward.save_counts) - away)
-        first.run(graph.operators)
-        kept -= sum(graph.sizes[place] for place in away)
+        first_forward = _ForwardLiveness(
+            graph, inputs, saved=frozenset(forward.save_counts) - offloaded
+        )
+        first_forward.run(graph.operators)
+        saved_bytes -= sum(graph.sizes[tensor] for tensor in offloaded)
     if recompute is not Recompute.nothing:
         cached = selective_ops(graph) if recompute is Recompute.selective else frozenset()
-        kept = sum(graph.sizes[place] for place in {*inputs, *cached})
-        first = _ForwardLiveness(graph, inputs, saved=cached)
-        first.run(graph.operators)
-        # It stops at the last whose inputs backward reads; a product kept of that stays unused.
-        last = max(
-            at for at, operator in enumerate(graph.operators) if operator.backward_reads_forward
+        saved_bytes = sum(graph.sizes[tensor] for tensor in {*inputs, *cached})
+        first_forward = _ForwardLiveness(graph, inputs, saved=cached)
+        first_forward.run(graph.operators)
+        # Recomputation stops at the last operator whose inputs backward reads.
+        last_op = max(
+            index
+            for index, operator in enumerate(graph.operators)
+            if operator.backward_reads_forward
         )
-        last += graph.operators[last].cast_bytes[0] > 0  # a function that runs before it says so
-        second = _ForwardLiveness(graph, inputs, cached=cached)
-        second.run(graph.operators[:last])
-        unused = {place for op in graph.operators[last:] for place in op.writes}
-        # What the block reads is held for the second forward until its backward has ended.
-        held = {*inputs} - {*forward.save_counts}
-        leftover = sum(graph.sizes[place] for place in (unused & cached) | held)
-        # It is made when backward first reads of it; gradients have come so far by then.
-        asked = max(
-            at for at, operator in enumerate(graph.operators) if operator.backward_reads_forward
+        last_op += (
+            graph.operators[last_op].cast_bytes[0] > 0
+        )  # the cast before it reads the same input
+        recomputation = _ForwardLiveness(graph, inputs, cached=cached)
+        recomputation.run(graph.operators[:last_op])
+        unused_outputs = {tensor for op in graph.operators[last_op:] for tensor in op.writes}
+        # Inputs of the block stay alive for recomputation until its backward ends.
+        block_inputs = {*inputs} - {*forward.save_counts}
+        leftover_bytes = sum(
+            graph.sizes[tensor] for tensor in (unused_outputs & cached) | block_inputs
         )
-        arriving = BackwardLiveness(
+        # Recomputation starts when backward first reads a saved tensor; until then gradients exist.
+        recompute_op = max(
+            index
+            for index, operator in enumerate(graph.operators)
+            if operator.backward_reads_forward
+        )
+        before_recompute = BackwardLiveness(
             graph,
             forward.save_counts,
             0,
             fresh_gradients=fresh_gradients,
             step_scratch_ratio=step_scratch_ratio,
         )
-        arriving.run(graph.operators[asked + 1 :])
-        again = second.peak + arriving.current_bytes - forward.saved_bytes
+        before_recompute.run(graph.operators[recompute_op + 1 :])
+        recompute_peak = recomputation.peak + before_recompute.current_bytes - forward.saved_bytes
         if offload:
-            away = frozenset(place for place in inputs if graph.sizes[place] >= OFFLOAD_MIN_BYTES)
-            kept -= sum(graph.sizes[place] for place in away)
-    late = away if recompute is Recompute.nothing else frozenset()
+            offloaded = frozenset(
+                tensor for tensor in inputs if graph.sizes[tensor] >= OFFLOAD_MIN_BYTES
+            )
+            saved_bytes -= sum(graph.sizes[tensor] for tensor in offloaded)
+    offloaded_in_backward = offloaded if recompute is Recompute.nothing else frozenset()
     backward = BackwardLiveness(
         graph,
         forward.save_counts,
-        leftover,
+        leftover_bytes,
         fresh_gradients=fresh_gradients,
-        offloaded=late,
+        offloaded=offloaded_in_backward,
         step_scratch_ratio=step_scratch_ratio,
     )
     backward.run(graph.operators)
-    peak = max(backward.peak, again)
-    gone = sum(graph.sizes[place] for place in away)
-    return PartLiveness(kept, first.peak, peak, backward.gradient_bytes, gone)
+    peak = max(backward.peak, recompute_peak)
+    offloaded_bytes = sum(graph.sizes[tensor] for tensor in offloaded)
+    return PartLiveness(
+        saved_bytes, first_forward.peak, peak, backward.gradient_bytes, offloaded_bytes
+    )
 
 
 def _measure_recorded(part: RecordedPart, backward_mode: BackwardMode) -> PartLiveness:
-    found = part.measure(backward_mode)
-    kept, *_ = (
-        part.measure(replace(backward_mode, offload=False)) if backward_mode.offload else found
+    metrics = part.measure(backward_mode)
+    saved_bytes, *_ = (
+        part.measure(replace(backward_mode, offload=False)) if backward_mode.offload else metrics
     )
-    return PartLiveness(*found, offloaded_bytes=kept - found[0])
+    return PartLiveness(*metrics, offloaded_bytes=saved_bytes - metrics[0])
 
 
 def selective_ops(graph: OpGraph) -> frozenset[int]:
-    """Returns what selective recomputation keeps."""
-    kept = (operator.writes for operator in graph.operators if operator.saved_by_selective)
-    return frozenset(place for writes in kept for place in writes)
+    """Return the indices of the tensors that selective checkpointing saves."""
+    saved = (operator.writes for operator in graph.operators if operator.saved_by_selective)
+    return frozenset(tensor for writes in saved for tensor in writes)
 
 
 class _ForwardLiveness:
-    """Counts bytes through the operators, in order.
+    """Memory counter of a forward pass.
 
-    ``saved_bytes``: what is kept, where it is not what backward reads. ``cached``: what exists
-    already.
+    ``saved`` replaces the set of tensors that backward reads; ``cached`` tensors exist before the
+    pass.
     """
 
     def __init__(
@@ -141,34 +160,41 @@ class _ForwardLiveness:
         self._graph, self._cached = graph, cached
         self._sizes = graph.sizes.copy()
         self._last_read = {
-            place: at for at, operator in enumerate(graph.operators) for place in operator.reads
+            tensor: index
+            for index, operator in enumerate(graph.operators)
+            for tensor in operator.reads
         }
         self.save_counts: dict[int, int] = {}
         for operator in graph.operators:
-            for place in operator.saved:
-                self.save_counts[place] = self.save_counts.get(place, 0) + 1
+            for tensor in operator.saved:
+                self.save_counts[tensor] = self.save_counts.get(tensor, 0) + 1
         self._retained = {*inputs, *(self.save_counts if saved is None else saved)}
-        for place in graph.fused_intermediates - self._retained:
-            self._sizes[place] = 0
-        self._current_bytes = self.peak = sum(graph.sizes[place] for place in {*inputs, *cached})
+        for tensor in graph.fused_intermediates - self._retained:
+            self._sizes[tensor] = 0
+        self._current_bytes = self.peak = sum(graph.sizes[tensor] for tensor in {*inputs, *cached})
 
     def run(self, operators: Sequence[Op]) -> None:
-        sizes, stays, now, peak = self._sizes, self._retained, self._current_bytes, self.peak
-        for at, operator in enumerate(operators):
-            for place in operator.writes:
-                if place not in self._cached:
-                    now += sizes[place]
-            if now + operator.forward_scratch > peak:
-                peak = now + operator.forward_scratch
-            for place in operator.reads:
-                if self._last_read[place] == at and place not in stays:
-                    now -= sizes[place]
-            for place in operator.writes[1:]:
-                if place not in stays:
-                    now -= sizes[place]
-        self._current_bytes, self.peak = now, peak
+        sizes, retained, current_bytes, peak = (
+            self._sizes,
+            self._retained,
+            self._current_bytes,
+            self.peak,
+        )
+        for index, operator in enumerate(operators):
+            for tensor in operator.writes:
+                if tensor not in self._cached:
+                    current_bytes += sizes[tensor]
+            if current_bytes + operator.forward_scratch > peak:
+                peak = current_bytes + operator.forward_scratch
+            for tensor in operator.reads:
+                if self._last_read[tensor] == index and tensor not in retained:
+                    current_bytes -= sizes[tensor]
+            for tensor in operator.writes[1:]:
+                if tensor not in retained:
+                    current_bytes -= sizes[tensor]
+        self._current_bytes, self.peak = current_bytes, peak
 
     @property
     def saved_bytes(self) -> int:
-        """Returns the bytes that backward will read."""
-        return sum(self._graph.sizes[place] for place in self.save_counts)
+        """Size of the tensors that backward reads, in bytes."""
+        return sum(self._graph.sizes[tensor] for tensor in self.save_counts)

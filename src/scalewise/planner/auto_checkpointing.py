@@ -1,7 +1,7 @@
-"""``memory=auto``: as little as can be computed again for a run to stay within its budget.
+"""``memory=auto``: the cheapest activation checkpointing that fits a memory budget.
 
-The blocks of a model are alike, so which of them forget matters little and how many matters all:
-every number of them is looked at, and the optimum is exact but for their places.
+The blocks of a model are alike, so the number of checkpointed blocks determines memory and time.
+The search tries every number, which makes it exact up to the choice of blocks.
 """
 
 from __future__ import annotations
@@ -19,54 +19,59 @@ from scalewise.units import GIB, GIGA, TERA, format_bytes
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-MIXTURES = (
+RECOMPUTE_PAIRS = (
     (Recompute.selective, Recompute.nothing),
     (Recompute.full, Recompute.selective),
     (Recompute.full, Recompute.nothing),
 )
-"""What some blocks compute again, and what the others: no third kind would save time."""
+"""Recomputation of some blocks, and of all others; a third kind would save no time."""
 DIGITS = 4
-USUAL = step_time.DeviceRates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
-"""Proportions of an accelerator, to tell what takes long where a profile says no rates."""
+DEFAULT_RATES = step_time.DeviceRates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
+"""Rates of a typical accelerator, to compare recomputation where the profile has no rates."""
 
 
 def resolve_auto_checkpointing(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns the run with what ``memory=auto`` stands for, and what is typed to get it.
+    """Return the run with ``memory=auto`` resolved, and the overrides that select it.
 
-    Raises ``ConfigError`` where no recomputation reaches ``memory.budget_gib``.
+    Raises:
+        ConfigError: Full recomputation of all blocks exceeds ``memory.budget_gib``.
     """
     if not isinstance(run.memory, AutoCheckpointing):
         return run, ()
     budget = run.memory.budget_gib
-    if ways := list(_candidates_within_budget(run, budget)):
+    if candidates := list(_candidates_within_budget(run, budget)):
         best = min(
-            ways,
-            key=lambda way: step_time.recompute_seconds(way, step_time.device_rates(way) or USUAL),
+            candidates,
+            key=lambda it: step_time.recompute_seconds(
+                it, step_time.device_rates(it) or DEFAULT_RATES
+            ),
         )
         return best, _overrides(best.memory)
-    least = replace(run, memory=FixedCheckpointing(Recompute.full))
-    peak = worst_rank.worst_rank_breakdown(least).peak
+    full_recompute = replace(run, memory=FixedCheckpointing(Recompute.full))
+    peak = worst_rank.worst_rank_breakdown(full_recompute).peak
     if budget is None or peak <= budget * GIB:
-        return least, _overrides(least.memory)  # the device lacks memory, as the verdict will say
-    reason = f"is less than the {format_bytes(peak)} that are left when all blocks compute again"
+        return full_recompute, _overrides(
+            full_recompute.memory
+        )  # the fit status reports the missing memory
+    reason = f"is less than the {format_bytes(peak)} that remain with full recomputation"
     fix = f"set memory.budget_gib={_round_up_gib(peak)}, or a smaller trainer.micro_batch"
     raise ConfigError.for_key("memory.budget_gib", budget, reason, fix)
 
 
 def _candidates_within_budget(run: RunConfig, budget: float | None) -> Iterator[RunConfig]:
-    """Yields what keeps within the budget: nothing, else of each mixture what recomputes least."""
-    nothing = replace(run, memory=FixedCheckpointing())
-    if _is_within_budget(nothing, budget):
-        yield nothing
+    """Yield the run without recomputation if it fits, else the least recomputation of each pair."""
+    without_recompute = replace(run, memory=FixedCheckpointing())
+    if _is_within_budget(without_recompute, budget):
+        yield without_recompute
         return
-    for recompute, otherwise in MIXTURES:
-        ways = (
-            _with_checkpointing(run, recompute, otherwise, n)
-            for n in range(1, run.model.layers + 1)
+    for recompute, otherwise in RECOMPUTE_PAIRS:
+        candidates = (
+            _with_checkpointing(run, recompute, otherwise, count)
+            for count in range(1, run.model.layers + 1)
         )
-        least = next((way for way in ways if _is_within_budget(way, budget)), None)
-        if least is not None and not any(least.validate()):
-            yield least
+        cheapest = next((it for it in candidates if _is_within_budget(it, budget)), None)
+        if cheapest is not None and not any(cheapest.validate()):
+            yield cheapest
 
 
 def _with_checkpointing(
@@ -79,7 +84,7 @@ def _with_checkpointing(
 
 
 def _is_within_budget(run: RunConfig, budget: float | None) -> bool:
-    """Returns whether a run fits a budget, and its device, of which a budget may say too much."""
+    """Whether a run fits the budget and its device; a budget may exceed the device memory."""
     fit = check_fit(run)
     if budget is None:
         return fit.status.is_acceptable
@@ -90,18 +95,18 @@ def _overrides(checkpointing: object) -> tuple[str, ...]:
     assert isinstance(checkpointing, FixedCheckpointing)
     if checkpointing.recompute is Recompute.nothing:
         return ("memory=none",)
-    told = [f"memory=checkpoint_{checkpointing.recompute}"]
+    overrides = [f"memory=checkpoint_{checkpointing.recompute}"]
     if checkpointing.every > 1 and checkpointing.recompute is Recompute.full:
-        told = ["memory=checkpoint_every_n"]
+        overrides = ["memory=checkpoint_every_n"]
     if checkpointing.every > 1:
-        told.append(f"memory.every={checkpointing.every:g}")
+        overrides.append(f"memory.every={checkpointing.every:g}")
     if checkpointing.otherwise is not Recompute.nothing:
-        told.append(f"memory.otherwise={checkpointing.otherwise}")
-    return tuple(told)
+        overrides.append(f"memory.otherwise={checkpointing.otherwise}")
+    return tuple(overrides)
 
 
 def _round_up_gib(size: int) -> str:
-    """Returns GiB that are at least ``size``, in three digits."""
+    """Round a size up to three digits of GiB."""
     gib = size / GIB
     digits = f"{gib:.3g}"
     return digits if float(digits) >= gib else f"{gib * 1.01:.3g}"

@@ -1,7 +1,7 @@
-"""``trainer.micro_batch=auto``: the most rows at a time for which there is memory.
+"""``trainer.micro_batch=auto``: the largest micro-batch that fits in memory.
 
-The rows of a step stay: those that a pass does not take, further passes do. Every size is looked
-at that goes into a rank's rows without a rest.
+The global batch stays the same: a smaller micro-batch means more gradient accumulation. All sizes
+that divide the global batch of a rank are tried.
 """
 
 from __future__ import annotations
@@ -19,112 +19,131 @@ from scalewise.units import format_bytes
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-OUT = "out_of_memory"
+OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True)
 class MicroBatchOption:
-    """A run with a micro batch of its own, and what the ledger says of it."""
+    """Micro-batch size and its predicted fit."""
 
     run: RunConfig
+    """The run with this micro-batch size."""
     status: FitStatus
+    """Predicted fit status."""
 
     @property
     def micro_batch(self) -> int:
-        """Returns the micro batch."""
+        """Micro-batch size."""
         return self.run.micro_batch
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """A few steps that really ran, and how they ended: the status of a job."""
+    """Outcome of a few training steps with one micro-batch size."""
 
-    rows: int
+    micro_batch: int
+    """Micro-batch size."""
     status: str
+    """Status of the job."""
 
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """A micro batch, and how it was found."""
+    """Chosen micro-batch size."""
 
-    rows: int
-    verdict: FitStatus
-    trials: tuple[ProbeResult, ...] = ()
-    untried: str = ""
-    """Why nothing was tried."""
+    micro_batch: int
+    """Micro-batch size."""
+    fit_status: FitStatus
+    """Predicted fit status."""
+    probes: tuple[ProbeResult, ...] = ()
+    """Probe runs, in order."""
+    skip_reason: str = ""
+    """Reason why no probe run was started."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Returns what is typed to get it."""
-        return (f"{SIZE}={self.rows}",)
+        """Overrides that select the micro-batch size."""
+        return (f"{SIZE}={self.micro_batch}",)
 
     @property
     def description(self) -> str:
-        """Returns how it was found, in words."""
-        tried = ", ".join(f"{trial.rows} {trial.status}" for trial in self.trials)
-        return f"ledger: {self.verdict}; " + (f"tried: {tried}" if tried else self.untried)
+        """Text of the prediction and of the probe runs."""
+        probes = ", ".join(f"{probe.micro_batch} {probe.status}" for probe in self.probes)
+        return f"predicted: {self.fit_status}; " + (
+            f"probed: {probes}" if probes else self.skip_reason
+        )
 
 
 def micro_batch_options(run: RunConfig) -> tuple[MicroBatchOption, ...]:
-    """Returns the run with every micro batch that keeps the rows of a step, the smallest first."""
-    rows = run.micro_batch  # all of a step, as none is chosen
-    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    tried = (replace(run, trainer=replace(run.trainer, micro_batch=size)) for size in sizes)
+    """Return the run with each micro-batch size that keeps the global batch, smallest first."""
+    largest = run.micro_batch  # ``auto`` counts as the whole global batch of a rank
+    sizes = [size for size in range(1, largest + 1) if largest % size == 0]
+    runs = (replace(run, trainer=replace(run.trainer, micro_batch=size)) for size in sizes)
     return tuple(
-        MicroBatchOption(it, check_fit(it).status) for it in tried if not any(it.validate())
+        MicroBatchOption(it, check_fit(it).status) for it in runs if not any(it.validate())
     )
 
 
 def choose_by_plan(options: Sequence[MicroBatchOption]) -> int:
-    """Returns the place of the largest that fits, and of the smallest where none does."""
-    return max((place for place, way in enumerate(options) if way.status.is_acceptable), default=0)
+    """Return the index of the largest size that is predicted to fit, or 0."""
+    return max((index for index, it in enumerate(options) if it.status.is_acceptable), default=0)
 
 
 def resolve_auto_micro_batch(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns the run with what the ledger puts for ``auto``, and what is typed to get it."""
+    """Return the run with the predicted micro-batch size, and the overrides that select it."""
     if run.trainer.micro_batch != AUTO:
         return run, ()
-    found = micro_batch_options(run)
-    way = found[choose_by_plan(found)]
-    return way.run, MicroBatchChoice(way.micro_batch, way.status).overrides
+    options = micro_batch_options(run)
+    option = options[choose_by_plan(options)]
+    return option.run, MicroBatchChoice(option.micro_batch, option.status).overrides
 
 
 def choose_by_probes(
     run: RunConfig, run_probe: Callable[[RunConfig], str] | None, skip_reason: str = ""
 ) -> MicroBatchChoice:
-    """Returns the largest micro batch that runs, looked for from the one that the ledger says.
+    """Return the largest micro-batch size that runs, starting from the predicted one.
 
-    ``run_probe`` tries a run and returns its status; None: the ledger alone, and ``skip_reason``
-    says why. Raises ``ConfigError`` where there is no memory for the smallest.
+    Args:
+        run: Run with ``trainer.micro_batch=auto``.
+        run_probe: Function that trains a few steps and returns the job status; None to use the
+            prediction alone.
+        skip_reason: Reason why ``run_probe`` is None.
+
+    Raises:
+        ConfigError: The smallest micro-batch does not fit.
     """
-    found = micro_batch_options(run)
-    place = choose_by_plan(found)
-    if found[place].status.is_out_of_memory:
-        raise _is_too_large(found[0].run, f"{found[0].status} by the ledger")
+    options = micro_batch_options(run)
+    index = choose_by_plan(options)
+    if options[index].status.is_out_of_memory:
+        raise _too_large_error(options[0].run, f"{options[0].status} is predicted")
     if run_probe is None:
-        return MicroBatchChoice(found[place].micro_batch, found[place].status, untried=skip_reason)
-    trials: list[ProbeResult] = []
+        return MicroBatchChoice(
+            options[index].micro_batch, options[index].status, skip_reason=skip_reason
+        )
+    probes: list[ProbeResult] = []
 
-    def fits(way: MicroBatchOption) -> bool:
-        trials.append(ProbeResult(way.micro_batch, run_probe(way.run)))
-        return trials[-1].status == "ok"
+    def fits(option: MicroBatchOption) -> bool:
+        probes.append(ProbeResult(option.micro_batch, run_probe(option.run)))
+        return probes[-1].status == "ok"
 
-    if fits(found[place]):
-        larger = found[place + 1 :]
+    if fits(options[index]):
+        larger = options[index + 1 :]
         while larger and not larger[0].status.is_out_of_memory and fits(larger[0]):
-            place, larger = place + 1, larger[1:]
-    while trials[-1].status == OUT and trials[-1].rows == found[place].micro_batch:
-        if place == 0:
-            raise _is_too_large(found[0].run, "it ran out of memory when it was tried")
-        place -= 1
-        fits(found[place])
-    return MicroBatchChoice(found[place].micro_batch, found[place].status, tuple(trials))
+            index, larger = index + 1, larger[1:]
+    while (
+        probes[-1].status == OUT_OF_MEMORY and probes[-1].micro_batch == options[index].micro_batch
+    ):
+        if index == 0:
+            raise _too_large_error(options[0].run, "a probe run ran out of memory")
+        index -= 1
+        fits(options[index])
+    return MicroBatchChoice(options[index].micro_batch, options[index].status, tuple(probes))
 
 
-def _is_too_large(run: RunConfig, cause: str) -> ConfigError:
-    fit, change = check_fit(run), suggest_fix(run)
-    needed, there = format_bytes(fit.reserved[0]), format_bytes(fit.capacity or 0)
-    reason = f"a micro batch of {run.micro_batch} needs {needed} of {there}: {cause}"
+def _too_large_error(run: RunConfig, cause: str) -> ConfigError:
+    fit, fix = check_fit(run), suggest_fix(run)
+    needed, capacity = format_bytes(fit.reserved[0]), format_bytes(fit.capacity or 0)
+    reason = f"micro-batch {run.micro_batch} needs {needed} of {capacity}: {cause}"
     return ConfigError.for_key(
-        SIZE, AUTO, reason, f"set {change.override_text}" if change else "see `scalewise plan`"
+        SIZE, AUTO, reason, f"set {fix.override_text}" if fix else "see `scalewise plan`"
     )

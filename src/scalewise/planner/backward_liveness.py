@@ -1,4 +1,4 @@
-"""Walks a tape backward and counts what is alive: operators one by one, or a compiler's kernels."""
+"""Simulate the tensor lifetimes of a backward pass, by operator or by compiled kernel."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ Buffers = tuple[int, ...]
 
 
 class BackwardLiveness:
-    """Counts bytes through the operators, in reverse.
+    """Memory counter of a backward pass.
 
-    ``save_counts``: how often each tensor is saved. ``leftover_bytes``: bytes that nothing in it
-    lets go.
-    ``fresh_gradients``, ``step_scratch_ratio``: see ``Way``. ``offloaded``: what is brought back
-    where it is first read.
+    A gradient is one buffer, or the inputs of a compiled kernel that has not run yet: several
+    buffers, and tokens of the operators whose saved tensors it reads. The kernel holds these until
+    it ends.
 
-    A gradient is one buffer, or what a compiler's kernel is yet to make it of: several buffers, and
-    tokens of operators whose saved tensors it reads. These are held until the kernel ends.
+    Args:
+        graph: Operator graph of the part.
+        save_counts: Number of times each tensor is saved.
+        leftover_bytes: Memory that the pass does not free.
+        fresh_gradients: Whether the parameters have no gradient yet; see ``BackwardMode``.
+        offloaded: Tensors that are copied back where they are first read.
+        step_scratch_ratio: Temporary bytes of an optimizer step per byte of gradient; see
+            ``BackwardMode``.
     """
 
     def __init__(
@@ -38,27 +43,27 @@ class BackwardLiveness:
         )
         self._save_counts, self._offloaded = dict(save_counts), set(offloaded)
         self.current_bytes = leftover_bytes + sum(
-            graph.sizes[place] for place in save_counts if place not in offloaded
+            graph.sizes[tensor] for tensor in save_counts if tensor not in offloaded
         )
         self.peak = self.gradient_bytes = 0
         self._gradient_buffers: dict[int, Buffers] = {}
         self._buffer_sizes: list[int] = []
         self._reference_counts: list[int] = []
         self._kernel_tokens: dict[int, Op] = {}
-        self._multi_gradient_buffers: set[int] = (
-            set()
-        )  # buffers that a kernel makes several gradients of
-        self._inplace_forbidden_tokens: set[int] = (
-            set()
-        )  # tokens of kernels that write over no split buffer any more
+        # Buffers that a kernel turns into several gradients.
+        self._multi_gradient_buffers: set[int] = set()
+        # Tokens of kernels that write to no shared buffer in place.
+        self._inplace_forbidden_tokens: set[int] = set()
         kernels = [operator for operator in graph.operators if operator.is_fused]
-        others = [operator for operator in graph.operators if not operator.is_fused]
-        read = {place for operator in others for place in (*operator.reads, *operator.saved)}
-        self._kernel_outputs = {place for operator in kernels for place in operator.writes}
-        self._kernel_intermediates = self._kernel_outputs - read
+        unfused = [operator for operator in graph.operators if not operator.is_fused]
+        read_by_unfused = {
+            tensor for operator in unfused for tensor in (*operator.reads, *operator.saved)
+        }
+        self._kernel_outputs = {tensor for operator in kernels for tensor in operator.writes}
+        self._kernel_intermediates = self._kernel_outputs - read_by_unfused
 
     def run(self, operators: Sequence[Op]) -> None:
-        """Goes through the last operators of the tape, from the gradient of what comes out."""
+        """Run the backward of ``operators``, the last ones of the graph."""
         graph = self._graph
         output = graph.operators[-1].writes[0]
         self._gradient_buffers[output] = (self._allocate(graph.sizes[output]),)
@@ -68,107 +73,110 @@ class BackwardLiveness:
 
     def _run_op(self, operator: Op) -> None:
         sizes = self._graph.sizes
-        arrived = self._gradient_buffers.pop(operator.writes[0])
-        for place in self._offloaded.intersection(operator.saved):
-            self._grow(sizes[place])
+        output_gradient = self._gradient_buffers.pop(operator.writes[0])
+        for tensor in self._offloaded.intersection(operator.saved):
+            self._grow(sizes[tensor])
         self._offloaded.difference_update(operator.saved)
         if operator.saves_gradients:
             self._release_saved(operator)
-        computed, held = operator.weight_gradient_bytes
-        if computed and operator.weight_gradient_first:
-            self._grow(computed)
-        make = self._fused_gradients if operator.is_fused else self._unfused_gradients
-        made = [*make(operator, arrived)]
-        if computed and not operator.weight_gradient_first:
-            self._grow(computed)
+        computed_bytes, gradient_bytes = operator.weight_gradient_bytes
+        if computed_bytes and operator.weight_gradient_first:
+            self._grow(computed_bytes)
+        compute_gradients = self._fused_gradients if operator.is_fused else self._unfused_gradients
+        input_gradients = [*compute_gradients(operator, output_gradient)]
+        if computed_bytes and not operator.weight_gradient_first:
+            self._grow(computed_bytes)
         self.peak = max(self.peak, self.current_bytes + operator.backward_scratch)
-        self._release(arrived)
+        self._release(output_gradient)
         if not operator.saves_gradients and not operator.is_fused:
             self._release_saved(operator)
-        for place, buffers in made:
-            self._accumulate(place, buffers)
-        if computed:
-            if held != computed:
-                self._grow(held)
-                self.current_bytes -= computed
+        for tensor, buffers in input_gradients:
+            self._accumulate(tensor, buffers)
+        if computed_bytes:
+            if gradient_bytes != computed_bytes:
+                self._grow(gradient_bytes)
+                self.current_bytes -= computed_bytes
             self.peak = max(
-                self.peak, self.current_bytes + round(held * max(0.0, self._step_scratch_ratio))
+                self.peak,
+                self.current_bytes + round(gradient_bytes * max(0.0, self._step_scratch_ratio)),
             )
-            self.gradient_bytes += held * self._fresh_gradients
-            self.current_bytes -= held * (not self._fresh_gradients)
+            self.gradient_bytes += gradient_bytes * self._fresh_gradients
+            self.current_bytes -= gradient_bytes * (not self._fresh_gradients)
 
     def _unfused_gradients(
         self, operator: Op, output_gradient: Buffers
     ) -> Iterator[tuple[int, Buffers]]:
-        for place in operator.gradients:
-            size = self._graph.sizes[place]
-            shared = operator.shares_gradient and size == self._buffer_sizes[output_gradient[0]]
-            yield place, self._retain(output_gradient) if shared else (self._allocate(size),)
+        for tensor in operator.gradients:
+            size = self._graph.sizes[tensor]
+            is_shared = operator.shares_gradient and size == self._buffer_sizes[output_gradient[0]]
+            yield tensor, self._retain(output_gradient) if is_shared else (self._allocate(size),)
 
     def _fused_gradients(
         self, operator: Op, output_gradient: Buffers
     ) -> Iterator[tuple[int, Buffers]]:
-        """Yields gradients: of what is in no memory, all that a kernel makes them of."""
+        """Yield the gradients of a kernel; an intermediate stands for all inputs of the kernel."""
         token = self._allocate(0)
         self._kernel_tokens[token] = operator
         if operator.forbids_inplace:
             self._inplace_forbidden_tokens.add(token)
         if len(operator.gradients) > 1:
             self._multi_gradient_buffers.update(output_gradient)
-        begun = (*output_gradient, token)
-        as_it_is = output_gradient if operator.shares_gradient and len(output_gradient) == 1 else ()
-        shared = as_it_is
-        for place in operator.gradients:
-            if place in self._kernel_intermediates:
-                yield place, self._retain(as_it_is or begun)
+        kernel_inputs = (*output_gradient, token)
+        passed_through = (
+            output_gradient if operator.shares_gradient and len(output_gradient) == 1 else ()
+        )
+        shared = passed_through
+        for tensor in operator.gradients:
+            if tensor in self._kernel_intermediates:
+                yield tensor, self._retain(passed_through or kernel_inputs)
             elif shared:
-                yield place, self._retain(shared)
+                yield tensor, self._retain(shared)
             else:
-                written = (self._choose_buffer(place, begun),)
-                shared = written if operator.shares_gradient else ()
-                yield place, written
+                output_buffers = (self._choose_buffer(tensor, kernel_inputs),)
+                shared = output_buffers if operator.shares_gradient else ()
+                yield tensor, output_buffers
         self._release((token,))
 
     def _choose_buffer(self, tensor: int, kernel_buffers: Buffers) -> int:
-        """Returns the buffer that a kernel writes a gradient to, which it may have read."""
-        size, before = self._graph.sizes[tensor], self._gradient_buffers.get(tensor, ())
+        """Return the buffer for a gradient; a kernel reuses an input buffer of the same size."""
+        size, previous = self._graph.sizes[tensor], self._gradient_buffers.get(tensor, ())
         if (
-            len(before) == 1
+            len(previous) == 1
             and tensor not in self._kernel_outputs
-            and self._reference_counts[before[0]] == 1
+            and self._reference_counts[previous[0]] == 1
         ):
             del self._gradient_buffers[tensor]
-            return before[0]
-        over = self._inplace_forbidden_tokens.isdisjoint(kernel_buffers)
-        for each in kernel_buffers:
-            free = self._reference_counts[each] == 1 and (
-                over or each not in self._multi_gradient_buffers
+            return previous[0]
+        allows_inplace = self._inplace_forbidden_tokens.isdisjoint(kernel_buffers)
+        for buffer in kernel_buffers:
+            is_reusable = self._reference_counts[buffer] == 1 and (
+                allows_inplace or buffer not in self._multi_gradient_buffers
             )
-            if free and self._buffer_sizes[each] == size:
-                if each in self._multi_gradient_buffers:
+            if is_reusable and self._buffer_sizes[buffer] == size:
+                if buffer in self._multi_gradient_buffers:
                     self._inplace_forbidden_tokens.update(
                         self._kernel_tokens.keys() & kernel_buffers
                     )
-                return self._retain((each,))[0]
+                return self._retain((buffer,))[0]
         return self._allocate(size)
 
     def _accumulate(self, tensor: int, buffers: Buffers) -> None:
-        """Adds to the gradient of a place what one of its readers gives."""
-        before = self._gradient_buffers.get(tensor)
-        if before is not None and tensor in self._kernel_outputs:
-            buffers = (*before, *buffers)
-        elif before is not None:
-            total = self._allocate(self._graph.sizes[tensor])
-            self._release(before)
+        """Add a contribution to the gradient of a tensor."""
+        previous = self._gradient_buffers.get(tensor)
+        if previous is not None and tensor in self._kernel_outputs:
+            buffers = (*previous, *buffers)
+        elif previous is not None:
+            sum_buffer = self._allocate(self._graph.sizes[tensor])
+            self._release(previous)
             self._release(buffers)
-            buffers = (total,)
+            buffers = (sum_buffer,)
         self._gradient_buffers[tensor] = buffers
 
     def _release_saved(self, operator: Op) -> None:
-        for place in operator.saved:
-            self._save_counts[place] -= 1
-            if not self._save_counts[place]:
-                self.current_bytes -= self._graph.sizes[place]
+        for tensor in operator.saved:
+            self._save_counts[tensor] -= 1
+            if not self._save_counts[tensor]:
+                self.current_bytes -= self._graph.sizes[tensor]
 
     def _allocate(self, size: int) -> int:
         self._buffer_sizes.append(size)

@@ -1,4 +1,4 @@
-"""What ``scalewise plan`` looks for, and whether ``train`` follows it."""
+"""Config group ``plan``: memory method, search and policy for runs that do not fit."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class PlanConfig:
     """What ``train`` does with a run that does not fit."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields nothing: every option can be had."""
+        """Yield no config issue: all combinations are valid."""
         yield from ()

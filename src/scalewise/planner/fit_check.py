@@ -1,4 +1,4 @@
-"""Whether a run fits: what it allocates, what that makes an allocator reserve, what there is."""
+"""Comparison of predicted memory with the memory of the hardware."""
 
 from __future__ import annotations
 
@@ -15,113 +15,123 @@ from scalewise.units import GIB, format_bytes
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-RESERVED = (1.0, 1.15, 1.2)
-"""What CUDA's caching allocator reserves of what is allocated: least, usually, most.
+RESERVED_FACTORS = (1.0, 1.15, 1.2)
+"""Reserved over allocated memory of the CUDA caching allocator: lowest, typical, highest.
 
 Published runs of torchtitan (Llama 3 8B, 2024) reserve 1.14 to 1.20 of what a trace allocates.
 """
 
 
 class FitStatus(StrEnum):
-    """What the ledger says of a run on its hardware."""
+    """Predicted memory of a run compared with its hardware."""
 
     fits = "fits"
+    """The highest prediction fits."""
     borderline = "borderline"
+    """The lowest prediction fits and the highest does not."""
     out_of_memory = "out_of_memory"
+    """The lowest prediction exceeds the device memory."""
     host_out_of_memory = "host_out_of_memory"
-    """The device would do; the node's main memory does not."""
+    """The prediction exceeds the main memory of a node."""
     unknown = "unknown"
-    """The hardware profile tells of no memory."""
+    """The hardware profile has no device memory."""
 
     @property
     def is_acceptable(self) -> bool:
-        """Returns whether nothing speaks against the run."""
+        """Whether the run fits, or nothing is known against it."""
         return self in (FitStatus.fits, FitStatus.unknown)
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Returns whether the run would surely end for want of memory."""
+        """Whether the run is certain to run out of memory."""
         return self in (FitStatus.out_of_memory, FitStatus.host_out_of_memory)
 
 
-SAID = 3
-"""So many lines of a ledger are told by a refusal."""
-UNCOUNTED = 2.0
-"""What a layout of which the ledger leaves something out may take of what it counts, at the most.
+NUM_LISTED_ENTRIES = 3
+"""Number of entries in the error message of a run that does not fit."""
+UNMODELED_FACTOR = 2.0
+"""Upper bound of actual over predicted memory of a strategy with unmodeled memory.
 
-Traces of zero-bubble pipelines (Llama 3 8B, 12 layers, 2 stages) hold up to 1.9 times as much.
+Traces of zero-bubble pipelines (Llama 3 8B, 12 layers, 2 stages) need up to 1.9 times as much.
 """
 PROCESS_BYTES = int(0.4 * GIB)
-"""What a limited process on the CPU may take besides tensors: stacks of threads, buffers, code."""
-SCATTERED = 0.1
-"""Share of the tensors' peak that its allocator may hold in gaps between them."""
+"""Memory of a CPU process besides tensors: thread stacks, buffers and code."""
+FRAGMENTATION_SHARE = 0.1
+"""Share of the tensor peak that the CPU allocator may lose to fragmentation."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """A ledger against the memory of a device, bytes."""
+    """Predicted memory of a device compared with its capacity, in bytes."""
 
     breakdown: MemoryBreakdown
+    """Memory breakdown of the rank with the highest peak."""
     capacity: int | None
+    """Memory of the device; None if the profile has none."""
     context_bytes: int
+    """Memory of the CUDA context."""
     on_cpu: bool
+    """Whether the device is the CPU."""
     process_overhead: int = 0
-    """What the process may take of a limit besides tensors, at the most."""
+    """Upper bound of process memory besides tensors that counts towards a limit."""
     host_breakdown: MemoryBreakdown | None = None
-    """The main memory of a node; None where the profile tells of none."""
+    """Main memory of a node; None if the profile has none."""
     host_capacity: int = 0
+    """Main memory of a node that the profile has."""
     traced_peak: int | None = None
-    """The peak of a trace, which goes before the ledger's."""
+    """Peak of a trace; replaces the peak of the breakdown."""
     unmodeled_memory: str = ""
-    """What the ledger leaves out."""
+    """Memory that the breakdown leaves out; empty if there is none."""
 
     @property
     def peak(self) -> int:
-        """Returns what tensors hold on the device at the most."""
+        """Peak allocated memory, in bytes."""
         return self.breakdown.peak if self.traced_peak is None else self.traced_peak
 
     @property
     def reserved(self) -> tuple[int, int, int]:
-        """Returns what the device is asked for: least, usually, most."""
-        low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED
+        """Reserved memory: lowest, typical, highest, in bytes."""
+        low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED_FACTORS
         if self.unmodeled_memory and self.traced_peak is None:
-            high *= UNCOUNTED
+            high *= UNMODELED_FACTOR
         factors = (low, mean, high)
-        least, usual, most = (int(self.peak * factor) + self.context_bytes for factor in factors)
-        return least, usual, most + self.process_overhead
+        lowest, typical, highest = (int(self.peak * it) + self.context_bytes for it in factors)
+        return lowest, typical, highest + self.process_overhead
 
     @property
     def status(self) -> FitStatus:
-        """Returns ``fits`` if the most does, ``out_of_memory`` if not even the least does."""
-        least, _, most = self.reserved
-        if self.capacity is not None and least > self.capacity:
+        """Fit status: ``fits`` if the highest prediction fits."""
+        lowest, _, highest = self.reserved
+        if self.capacity is not None and lowest > self.capacity:
             return FitStatus.out_of_memory
         if self.host_breakdown is not None and self.host_breakdown.peak > self.host_capacity:
             return FitStatus.host_out_of_memory
         if self.capacity is None:
             return FitStatus.unknown
-        return FitStatus.fits if most <= self.capacity else FitStatus.borderline
+        return FitStatus.fits if highest <= self.capacity else FitStatus.borderline
 
     @property
     def margin(self) -> int | None:
-        """Returns what is left of the memory, usually; negative: what is missing."""
+        """Free memory at the typical prediction, in bytes; negative if memory is missing."""
         return None if self.capacity is None else self.capacity - self.reserved[1]
 
 
 def check_fit(run: RunConfig) -> FitReport:
-    """Returns how ``run`` stands against its hardware, on the rank whose device is fullest."""
-    on_cpu, node = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
+    """Compare the rank of ``run`` with the highest peak with the hardware."""
+    on_cpu, host_gib = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
     fit = compare_with_hardware(run, worst_rank.worst_rank_breakdown(run))
-    limited = on_cpu and run.launch.memory_limit_gib is not None
-    beside = _process_overhead(run, fit.peak) if limited else 0
-    fit = replace(fit, process_overhead=beside, unmodeled_memory=run.parallelism.unmodeled_memory)
-    if node is None or on_cpu:  # there the devices are the node
+    has_limit = on_cpu and run.launch.memory_limit_gib is not None
+    overhead = _process_overhead(run, fit.peak) if has_limit else 0
+    fit = replace(fit, process_overhead=overhead, unmodeled_memory=run.parallelism.unmodeled_memory)
+    if host_gib is None or on_cpu:  # on the CPU, the device memory is the main memory
         return fit
-    return replace(fit, host_breakdown=host_memory.node_memory(run), host_capacity=int(node * GIB))
+    return replace(
+        fit, host_breakdown=host_memory.node_memory(run), host_capacity=int(host_gib * GIB)
+    )
 
 
 def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown) -> FitReport:
-    """Returns how a ledger stands against the memory of a run's devices."""
+    """Compare a memory breakdown with the devices of a run."""
     hardware = run.hardware
     on_cpu = hardware.device is DeviceKind.cpu
     capacity = None if hardware.memory_gib is None else int(hardware.memory_gib * GIB)
@@ -134,32 +144,32 @@ def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown) -> FitRepo
 
 
 def reject_unfit(run: RunConfig) -> None:
-    """Raises ``ConfigError``, with the ledger's words, for a run that is surely out of memory."""
+    """Raise ``ConfigError`` for a run that is certain to run out of memory."""
     fit = check_fit(run)
     if not fit.status.is_out_of_memory:
         return
     breakdown, needed, capacity = fit.breakdown, fit.reserved[0], fit.capacity
     if fit.status is FitStatus.host_out_of_memory and fit.host_breakdown is not None:
         breakdown, needed, capacity = fit.host_breakdown, fit.host_breakdown.peak, fit.host_capacity
-    largest = sorted(breakdown.entries, key=lambda line: -line.bytes.get(breakdown.peak_phase, 0))[
-        :SAID
-    ]
+    peak_phase = breakdown.peak_phase
+    largest = sorted(breakdown.entries, key=lambda entry: -entry.bytes.get(peak_phase, 0))
     parts = ", ".join(
-        f"{line.name} {format_bytes(line.bytes.get(breakdown.peak_phase, 0))}" for line in largest
+        f"{entry.title} {format_bytes(entry.bytes.get(peak_phase, 0))}"
+        for entry in largest[:NUM_LISTED_ENTRIES]
     )
     reason = f"{fit.status}: {format_bytes(needed)} of {format_bytes(capacity or 0)} ({parts})"
     raise ConfigError.for_key("launch.refuse_unfit", True, reason, "see `scalewise plan`")
 
 
 def _process_overhead(run: RunConfig, peak: int) -> int:
-    """Returns what a limited rank on the CPU takes besides its tensors at the most.
+    """Return an upper bound of the memory of a CPU rank besides tensors, in bytes.
 
-    A save copies the rank's weights and state once, while gradients may be there still.
+    A checkpoint copies weights and optimizer state once, while gradients may be alive.
     """
-    rank_memory, each = run.parallelism.rank_memory(run), run.precision.parameters.bytes
-    saved = rank_memory.weight_bytes(each, rank_memory.parameter_shards) + rank_memory.state_bytes(
-        run
-    )
+    rank_memory, element_bytes = run.parallelism.rank_memory(run), run.precision.parameters.bytes
+    checkpoint_bytes = rank_memory.weight_bytes(
+        element_bytes, rank_memory.parameter_shards
+    ) + rank_memory.state_bytes(run)
     checkpoint = run.checkpoint
-    saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
-    return PROCESS_BYTES + int(SCATTERED * peak) + saved * saves
+    has_checkpoints = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
+    return PROCESS_BYTES + int(FRAGMENTATION_SHARE * peak) + checkpoint_bytes * has_checkpoints

@@ -1,4 +1,4 @@
-"""What a run takes of a node's main memory, and of the disk."""
+"""Predicted main memory of a node, and size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,78 +14,78 @@ if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 PROCESS_GIB = {DeviceKind.cpu: 0.4, DeviceKind.cuda: 3.0}
-"""Main memory of a rank that trains next to nothing, GiB.
+"""Main memory of a rank that trains a tiny model, in GiB.
 
-On the CPU as measured with torch 2.13; with CUDA's libraries an estimate.
+CPU: measured with torch 2.13. CUDA libraries: an estimate.
 """
-BATCHES_AHEAD = 2
-"""Micro batches of the loader that exist at once."""
+LOADER_BATCHES = 2
+"""Number of micro-batches of the data loader that are alive at once."""
 ID_BYTES = 8
 
 
 def node_memory(run: RunConfig) -> MemoryBreakdown:
-    """Returns what the ranks of one node take of its memory besides their devices'."""
-    return MemoryBreakdown(tuple(line for line in _node_entries(run) if line.max_bytes))
+    """Return the main memory of one node, besides device memory."""
+    return MemoryBreakdown(tuple(entry for entry in _node_entries(run) if entry.max_bytes))
 
 
 def ranks_per_node(run: RunConfig) -> int:
-    """Returns how many ranks share a node."""
+    """Return the number of ranks on a node."""
     return min(run.world_size, run.hardware.devices_per_node or run.world_size)
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Returns the bytes of one checkpoint: every weight, and the optimizer's state."""
-    census, held = run.weight_census(), run.precision.parameters.bytes
+    """Return the size of a checkpoint: parameters and optimizer state, in bytes."""
+    census, element_bytes = run.weight_census(), run.precision.parameters.bytes
     trained = [weight for weight in census if weight.trainable]
-    state = sum(run.optimizer.state_bytes(weight, 1, held) for weight in trained)
-    return sum(weight.shard_bytes(held) for weight in census) + state
+    state = sum(run.optimizer.state_bytes(weight, 1, element_bytes) for weight in trained)
+    return sum(weight.shard_bytes(element_bytes) for weight in census) + state
 
 
 def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
     ranks, rank_memory = ranks_per_node(run), run.parallelism.rank_memory(run)
-    each = int(PROCESS_GIB[run.hardware.device] * GIB)
-    yield _node_entry("processes", ranks, each, "Python, torch and its libraries")
-    held, zero = run.precision.parameters.bytes, rank_memory.zero
-    states = held * rank_memory.numel(rank_memory.state_shards, trained=True)
+    process_bytes = int(PROCESS_GIB[run.hardware.device] * GIB)
+    yield _node_entry("processes", ranks, process_bytes, "Python, PyTorch and its libraries")
+    element_bytes, zero = run.precision.parameters.bytes, rank_memory.zero
+    master_bytes = element_bytes * rank_memory.numel(rank_memory.state_shards, trained=True)
     if rank_memory.states_on_host and not rank_memory.states_on_disk:
         size = rank_memory.state_bytes(run)
-        yield _node_entry("offloaded optimizer state", ranks, size, "stepped on the host")
+        yield _node_entry("offloaded optimizer state", ranks, size, "updated on the host")
         if zero is not None:
-            yield _node_entry("offloaded masters", ranks, states, "the weights that the host steps")
-        if rank_memory.streams_weights:
-            size, reason = (
-                4 * held * rank_memory.largest_numel,
-                "a weight that is stepped, and the next",
+            yield _node_entry(
+                "offloaded masters", ranks, master_bytes, "weights that the host updates"
             )
+        if rank_memory.streams_weights:
+            size = 4 * element_bytes * rank_memory.largest_numel
+            reason = "parameter being updated, and the next one"
             yield _node_entry("weights and gradients", ranks, size, reason)
         else:
-            size = held * rank_memory.numel(rank_memory.gradient_shards, trained=True)
-            yield _node_entry("offloaded gradients", ranks, size, "what the host steps by")
+            size = element_bytes * rank_memory.numel(rank_memory.gradient_shards, trained=True)
+            yield _node_entry(
+                "offloaded gradients", ranks, size, "read by the optimizer on the host"
+            )
     if rank_memory.states_paged:
-        reason = "where the device has no room for it"
+        reason = "when the device memory is full"
         yield _node_entry("paged optimizer state", ranks, rank_memory.state_bytes(run), reason)
     if rank_memory.parameters_on_host and not rank_memory.parameters_on_disk:
         size = rank_memory.weight_bytes(
-            zero.weight_element_bytes if zero else held, rank_memory.parameter_shards
+            zero.weight_element_bytes if zero else element_bytes, rank_memory.parameter_shards
         )
-        yield _node_entry(
-            "offloaded parameters", ranks, size, "gathered from there, block by block"
-        )
+        yield _node_entry("offloaded parameters", ranks, size, "gathered block by block")
     if rank_memory.parameters_on_host:
         reason = "moving average of the weights"
         yield _node_entry("offloaded average", ranks, rank_memory.ema_bytes(run), reason)
     if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, rank_memory)):
-        passes = -(-rank_memory.in_flight // len(rank_memory.stages))
+        waiting_passes = -(-rank_memory.in_flight // len(rank_memory.stages))
         yield _node_entry(
-            "offloaded activations", ranks, passes * size, "until backward reads them"
+            "offloaded activations", ranks, waiting_passes * size, "until backward reads them"
         )
     if run.checkpoint.background:
         size = rank_memory.weight_bytes(
-            held, rank_memory.parameter_shards
+            element_bytes, rank_memory.parameter_shards
         ) + rank_memory.state_bytes(run)
-        yield _node_entry("checkpoint on its way", ranks, size, "a copy that a thread writes")
-    rows = run.sequences_per_forward * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
-    yield _node_entry("rows", ranks, rows, "of the loader, as token ids")
+        yield _node_entry("checkpoint on its way", ranks, size, "copy that a thread writes")
+    loader_bytes = run.sequences_per_forward * (run.data.sequence + 1) * ID_BYTES * LOADER_BATCHES
+    yield _node_entry("rows", ranks, loader_bytes, "token IDs of prefetched batches")
 
 
 def _node_entry(name: str, ranks: int, bytes_per_rank: int, reason: str) -> MemoryEntry:

@@ -1,4 +1,4 @@
-"""What goes between a device, its host and the disk in a step, where weights or state lie there."""
+"""Traffic between device, host and disk in a step, for offloaded parameters and states."""
 
 from __future__ import annotations
 
@@ -18,87 +18,90 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Bytes of one rank and step.
-
-    ``link``: between the device and its host; ``host``: that the host's optimizer reads and
-    writes; ``disk``: between the host and the disk; ``activations``: that blocks hand over and
-    take back, along the link or, from the CPU, to the disk; ``paged``: optimizer state that the
-    driver brings and takes away, along the link.
-    """
+    """Traffic of one rank in one step, in bytes."""
 
     link: int = 0
+    """Copies between the device and the host."""
     host: int = 0
+    """Reads and writes of the optimizer on the host."""
     disk: int = 0
+    """Copies between the host and the disk."""
     activations: int = 0
+    """Offloaded activations, to the host and back; on the CPU, to the disk and back."""
     paged: int = 0
+    """Optimizer state that the driver pages in and out, between device and host."""
 
 
 @dataclass(frozen=True)
 class HostTransferTime:
-    """Seconds of a step: ``copies`` that may hide under arithmetic, and what cannot.
-
-    ``stepping``: of the optimizer; ``activations``: of what blocks keep, which is waited for.
-    """
+    """Time of the transfers in a step, in seconds."""
 
     copies: float
+    """Copies that can overlap with compute."""
     stepping: float
+    """Optimizer step on the host, and its transfers."""
     activations: float
+    """Offloaded activations, which the forward and backward pass wait for."""
 
 
 def rank_traffic(run: RunConfig, rank_memory: RankMemory) -> HostTraffic:
-    """Returns the bytes that a rank moves off its device and back.
+    """Return the bytes that a rank moves between device, host and disk in one step.
 
-    Weights come before each forward and, where they were dropped meanwhile, each backward; the
-    gradients of the rank's share go once a micro batch, or once where they stay whole until the
-    last; the optimizer steps where its state lies. FSDP2's ``CPUOffloadPolicy`` and ZeRO-Offload
-    (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
-    AdamW with ``offload`` has the weights on the device alone: they go there and back.
+    Parameters are copied to the device before each forward and, if they were resharded, before each
+    backward. Gradient partitions are copied to the host once per micro-batch, or once per step if
+    they are reduced only in the last one. The optimizer steps where its state is stored. FSDP2's
+    ``CPUOffloadPolicy`` and ZeRO-Offload (Ren et al., 2021) have the same traffic; with the latter,
+    parameters that stay on the device are copied back once per step. AdamW with ``offload`` stores
+    parameters on the device only, so they are copied to the host and back.
     """
-    zero, state = rank_memory.zero, rank_memory.state_bytes(run)
-    held = run.precision.parameters.bytes
-    moved = (
-        zero.weight_element_bytes if zero else held
-    )  # DeepSpeed's masters stay where they are stepped
-    share = rank_memory.numel(rank_memory.state_shards, trained=True)
-    weights, stepped = rank_memory.weight_bytes(moved, rank_memory.parameter_shards), held * share
+    zero, state_bytes = rank_memory.zero, rank_memory.state_bytes(run)
+    master_element_bytes = run.precision.parameters.bytes
+    # DeepSpeed's master weights stay on the host.
+    copied_element_bytes = zero.weight_element_bytes if zero else master_element_bytes
+    partition_elements = rank_memory.numel(rank_memory.state_shards, trained=True)
+    parameter_bytes, stepped_bytes = (
+        rank_memory.weight_bytes(copied_element_bytes, rank_memory.parameter_shards),
+        master_element_bytes * partition_elements,
+    )
     passes = run.accumulation * rank_memory.num_pipeline_micro_batches
     link = host = disk = 0
-    gathering = rank_memory.fsdp
+    fsdp = rank_memory.fsdp
     if rank_memory.parameters_on_host:
-        uses = 1 if gathering and gathering.keeps_unsharded else 2 + run.extra_forward_passes
-        link += weights * passes * uses
+        copies_per_pass = 1 if fsdp and fsdp.keeps_unsharded else 2 + run.extra_forward_passes
+        link += parameter_bytes * passes * copies_per_pass
     if rank_memory.states_on_host:
-        late = rank_memory.streams_weights or (
-            gathering is not None and gathering.has_unsharded_gradients
+        once_per_step = rank_memory.streams_weights or (
+            fsdp is not None and fsdp.has_unsharded_gradients
         )
         link += (
-            moved
+            copied_element_bytes
             * rank_memory.numel(rank_memory.gradient_shards, trained=True)
-            * (1 if late else passes)
+            * (1 if once_per_step else passes)
         )
         link += (
             (2 if rank_memory.streams_weights else not rank_memory.parameters_on_host)
-            * moved
-            * share
+            * copied_element_bytes
+            * partition_elements
         )
-        host = stepped * (2 + 1) + 2 * state  # weights and state there and back, and gradients
+        # Read and write weights and state, read gradients.
+        host = stepped_bytes * (2 + 1) + 2 * state_bytes
     if rank_memory.parameters_on_disk:
-        disk += weights * passes * 2 + moved * share
+        disk += parameter_bytes * passes * 2 + copied_element_bytes * partition_elements
     if rank_memory.states_on_disk:
-        disk += 2 * (state + stepped * (zero is not None))
+        disk += 2 * (state_bytes + stepped_bytes * (zero is not None))
     paged = (
-        2 * state
-        if rank_memory.states_paged and not _paged_state_fits(run, rank_memory, state)
+        2 * state_bytes
+        if rank_memory.states_paged and not _paged_state_fits(run, rank_memory, state_bytes)
         else 0
     )
     return HostTraffic(link, host, disk, 2 * passes * offloaded_bytes(run, rank_memory), paged)
 
 
 def _paged_state_fits(run: RunConfig, rank_memory: RankMemory, state_bytes: int) -> bool:
-    """Returns whether a device holds paged state beside all else; it stays there then.
+    """Whether paged optimizer state fits in the device memory next to all other memory.
 
-    Elsewhere each step reads all of it in one order, and what was used longest ago goes first: the
-    next that is wanted.
+    Otherwise each step reads all of it in the same order, so that a least-recently-used policy
+    evicts each page before its next use.
     """
     hardware = run.hardware
     if hardware.memory_gib is None:
@@ -110,9 +113,9 @@ def _paged_state_fits(run: RunConfig, rank_memory: RankMemory, state_bytes: int)
 
 
 def transfer_seconds(run: RunConfig, rank_memory: RankMemory) -> HostTransferTime:
-    """Returns the time of a rank's traffic; a rate that the profile lacks takes none.
+    """Return the transfer time of a rank; transfers without a rate in the profile take none.
 
-    The ranks of a node share its memory and its disk. On the CPU the device is the host.
+    Ranks on a node share its main memory and its disk. On the CPU, the device is the host.
     """
     hardware, traffic = run.hardware, rank_traffic(run, rank_memory)
     ranks = ranks_per_node(run)
@@ -132,7 +135,7 @@ def transfer_seconds(run: RunConfig, rank_memory: RankMemory) -> HostTransferTim
 
 
 def missing_rates(run: RunConfig) -> tuple[str, ...]:
-    """Returns the rates that the profile lacks for what the run moves off its devices."""
+    """Return the rates that the profile lacks for the transfers of the run."""
     traffic, hardware = rank_traffic(run, run.parallelism.rank_memory(run)), run.hardware
     rates = {
         "host_link_gb_per_s": traffic.link + traffic.activations + traffic.paged,
@@ -141,7 +144,9 @@ def missing_rates(run: RunConfig) -> tuple[str, ...]:
     }
     if hardware.device is DeviceKind.cpu:
         rates = {"disk_gb_per_s": traffic.activations}
-    return tuple(name for name, moved in rates.items() if moved and not getattr(hardware, name))
+    return tuple(
+        name for name, num_bytes in rates.items() if num_bytes and not getattr(hardware, name)
+    )
 
 
 def _seconds_over(moved_bytes: int, gb_per_s: float | None, efficiency: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""Every layout of a number of devices, as a user would type it."""
+"""Enumeration of the parallelism layouts of a number of devices, with their overrides."""
 
 from __future__ import annotations
 
@@ -19,56 +19,62 @@ from scalewise.planner.config import PlanSearch
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-ALONE = {"shards": "fsdp", "tensor": "tensor", "context": "context", "pipeline": "pipeline"}
-"""The option that is a mesh of one axis."""
+SINGLE_AXIS_OPTIONS = {
+    "shards": "fsdp",
+    "tensor": "tensor",
+    "context": "context",
+    "pipeline": "pipeline",
+}
+"""Option name of a mesh with one axis."""
 
 
 def available_devices(run: RunConfig) -> int:
-    """Returns how many devices a search may use: the profile's, or those that the run uses."""
+    """Return the number of devices of a search: those of the profile, or those of the run."""
     return run.hardware.total_devices or run.world_size
 
 
 def enumerate_layouts(
     run: RunConfig, fixed_keys: frozenset[str]
 ) -> Iterator[tuple[tuple[str, ...], ParallelismConfig]]:
-    """Yields each layout with what is typed for it, on all devices, on half of them, and so on.
+    """Yield each layout with its overrides, from all devices down to one.
 
-    Where the devices are no power of two, powers of two below their number are tried as well.
-
-    Sizes that were ``fixed_keys`` are held; the mesh's other fields are as in ``run``.
+    The device counts are powers of two, and the number of devices divided by powers of two. Sizes
+    in ``fixed_keys`` keep their value; other fields of the mesh are those of ``run``.
     """
-    base, held = _base_mesh(run, fixed_keys)
+    base, fixed_sizes = _base_mesh(run, fixed_keys)
     for count in _device_counts(available_devices(run)):
         for factors in _factorizations(count, len(AXES)):
-            named = dict(zip(AXES, factors, strict=True))
-            if all(named[axis] == size for axis, size in held.items()):
-                layout = _layout_of_sizes(base, named)
+            sizes = dict(zip(AXES, factors, strict=True))
+            if all(sizes[axis] == fixed_size for axis, fixed_size in fixed_sizes.items()):
+                layout = _layout_of_sizes(base, sizes)
                 yield layout_overrides(layout), layout
 
 
 def layout_issues(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[ConfigIssue]:
-    """Yields sizes that were ``fixed_keys`` and that take more devices than there are."""
-    _, held = _base_mesh(run, fixed_keys)
-    if run.plan.search is not PlanSearch.memory and prod(held.values()) > available_devices(run):
-        reason = f"a search keeps to what is typed, and there are {available_devices(run)} devices"
-        for axis, size in held.items():
-            yield ConfigIssue(f"parallelism.{axis}", size, reason, "leave it to the search")
+    """Yield a config issue for fixed sizes that need more devices than there are."""
+    _, fixed_sizes = _base_mesh(run, fixed_keys)
+    if run.plan.search is not PlanSearch.memory and prod(fixed_sizes.values()) > available_devices(
+        run
+    ):
+        reason = f"the fixed sizes need more than the {available_devices(run)} devices"
+        for axis, size in fixed_sizes.items():
+            yield ConfigIssue(f"parallelism.{axis}", size, reason, "remove it from the command")
 
 
 def _base_mesh(run: RunConfig, fixed_keys: frozenset[str]) -> tuple[MeshConfig, dict[str, int]]:
-    """Returns the mesh that layouts are made of, and its sizes that stay."""
+    """Return the mesh that layouts derive from, and its fixed sizes."""
     base = run.parallelism if isinstance(run.parallelism, MeshConfig) else MeshConfig()
     return base, {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in fixed_keys}
 
 
 def layout_overrides(layout: ParallelismConfig) -> tuple[str, ...]:
-    """Returns the overrides that say ``layout``."""
+    """Return the overrides that select ``layout``."""
     if isinstance(layout, DDPConfig):
         return ("parallelism=ddp", f"parallelism.replicas={layout.replicas}")
     if not isinstance(layout, MeshConfig):
         return ("parallelism=single",)
     used = {axis: size for axis, size in layout.sizes.items() if size > 1}
-    name = ALONE.get(next(iter(used)), "mesh") if len(used) == 1 else "mesh"
+    name = SINGLE_AXIS_OPTIONS.get(next(iter(used)), "mesh") if len(used) == 1 else "mesh"
     flags = [
         f"parallelism.{entry.name}={_axes_text(getattr(layout, entry.name))}"
         for entry in fields(MeshConfig)
@@ -78,7 +84,7 @@ def layout_overrides(layout: ParallelismConfig) -> tuple[str, ...]:
 
 
 def layout_text(layout: ParallelismConfig) -> str:
-    """Returns a layout in words: ``shards 4 x tensor 8``."""
+    """Return a short text of a layout, such as ``shards 4 x tensor 8``."""
     if isinstance(layout, MeshConfig):
         used = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
         return " x ".join(used) or "single"
@@ -87,20 +93,22 @@ def layout_text(layout: ParallelismConfig) -> str:
 
 
 def axis_sizes(layout: ParallelismConfig) -> tuple[int, ...]:
-    """Returns the size of each axis, outermost first; those of other strategies are replicas."""
+    """Return the size of each mesh axis, outermost first; other strategies only replicate."""
     if isinstance(layout, MeshConfig):
         return tuple(layout.sizes[axis] for axis in AXES)
     return tuple(layout.world_size if axis == "replicate" else 1 for axis in AXES)
 
 
 def sequences_per_forward(run: RunConfig) -> int:
-    """Returns the rows that a rank passes through the model together."""
-    pieces = run.parallelism.num_pipeline_micro_batches if is_pipeline(run.parallelism) else 1
-    return run.micro_batch // pieces
+    """Return the number of sequences in one forward pass of a rank."""
+    num_micro_batches = (
+        run.parallelism.num_pipeline_micro_batches if is_pipeline(run.parallelism) else 1
+    )
+    return run.micro_batch // num_micro_batches
 
 
 def is_pipeline(layout: ParallelismConfig) -> TypeGuard[MeshConfig]:
-    """Returns whether a layout has stages."""
+    """Whether a layout has pipeline stages."""
     return isinstance(layout, MeshConfig) and layout.sizes["pipeline"] > 1
 
 
@@ -122,7 +130,7 @@ def _device_counts(max_devices: int) -> list[int]:
 
 
 def _factorizations(count: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """Yields each way to write ``count`` as a product of so many factors, in order."""
+    """Yield each factorization of ``count`` into ``num_factors`` ordered factors."""
     if num_factors == 1:
         yield (count,)
         return

@@ -1,4 +1,4 @@
-"""What the parts of a model do in a pass, each worked out once."""
+"""Cached simulations of the parts of a model."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ if TYPE_CHECKING:
     from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
-NOTHING = PartLiveness(0, 0, 0, 0)
+EMPTY = PartLiveness(0, 0, 0, 0)
+"""Memory of a part that the rank does not store."""
 
 
 @lru_cache(maxsize=1024)
 def model_op_graphs(
     model: ModelConfig, forward_spec: ForwardSpec, full_recompute: bool = False
 ) -> ModelOpGraphs:
-    """Returns the tapes of a model; the many layouts of a search share few shapes.
+    """Return the operator graphs of a model, compiled kernels fused.
 
-    ``full_recompute``: whether backward computes all of a block a second time.
+    ``full_recompute``: whether backward recomputes whole blocks.
     """
-    found = model.build_op_graphs(forward_spec)
+    op_graphs = model.build_op_graphs(forward_spec)
     if not forward_spec.is_compiled:
-        return found
-    start, block = (
-        fuse(graph, full_recompute=full_recompute) for graph in (found.first_block, found.block)
+        return op_graphs
+    first_block, block = (
+        fuse(graph, full_recompute=full_recompute)
+        for graph in (op_graphs.first_block, op_graphs.block)
     )
-    return replace(found, first_block=start, block=block)
+    return replace(op_graphs, first_block=first_block, block=block)
 
 
 @lru_cache(maxsize=1024)
@@ -45,7 +47,7 @@ def block_liveness(
     offload: bool = False,
     step_scratch_ratio: float = -1,
 ) -> PartLiveness:
-    """Returns any block but the first of all."""
+    """Return the memory of any block after the first."""
     block = model_op_graphs(model, forward_spec, recompute is Recompute.full).block
     return simulate_part(
         block,
@@ -65,10 +67,10 @@ def first_block_liveness(
     offload: bool = False,
     step_scratch_ratio: float = -1,
 ) -> PartLiveness:
-    """Returns the first block of all."""
-    start = model_op_graphs(model, forward_spec, recompute is Recompute.full).first_block
+    """Return the memory of the first block."""
+    first_block = model_op_graphs(model, forward_spec, recompute is Recompute.full).first_block
     return simulate_part(
-        start,
+        first_block,
         recompute,
         fresh_gradients=fresh_gradients,
         offload=offload,
@@ -77,7 +79,7 @@ def first_block_liveness(
 
 
 def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
-    """Returns the bytes that one pass through each part of a rank leaves away from its device."""
+    """Return the offloaded bytes of one forward pass through all stages of a rank."""
     if not run.memory.offload:
         return 0
     return sum(
@@ -95,17 +97,17 @@ def ends_liveness(
     fresh_gradients: bool,
     step_scratch_ratio: float = -1,
 ) -> tuple[PartLiveness, PartLiveness, PartLiveness]:
-    """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
+    """Return the memory of embedding, head and loss; a chunked loss counts as part of the head."""
     op_graphs = model_op_graphs(model, forward_spec)
-    ends = (
-        min(step_scratch_ratio, 0.0) if model.tied_weights else step_scratch_ratio
-    )  # then stepped after both
+    # A tied weight is stepped after both its gradients are summed.
+    ratio = min(step_scratch_ratio, 0.0) if model.tied_weights else step_scratch_ratio
     return (
         simulate_part(
-            op_graphs.embedding, inputs=(), fresh_gradients=fresh_gradients, step_scratch_ratio=ends
+            op_graphs.embedding,
+            inputs=(),
+            fresh_gradients=fresh_gradients,
+            step_scratch_ratio=ratio,
         ),
-        simulate_part(op_graphs.head, fresh_gradients=fresh_gradients, step_scratch_ratio=ends),
-        simulate_part(op_graphs.loss, fresh_gradients=fresh_gradients)
-        if op_graphs.loss
-        else NOTHING,
+        simulate_part(op_graphs.head, fresh_gradients=fresh_gradients, step_scratch_ratio=ratio),
+        simulate_part(op_graphs.loss, fresh_gradients=fresh_gradients) if op_graphs.loss else EMPTY,
     )

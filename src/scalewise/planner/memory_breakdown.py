@@ -1,4 +1,8 @@
-"""Where the memory of one device goes: lines of bytes by phase of a step, and their peak."""
+"""Memory breakdown of a device: entries in bytes by phase of a step, and their peak.
+
+The names of entries and the values of phases are keys of ``plan.json`` and stay as they are;
+people read their titles.
+"""
 
 from __future__ import annotations
 
@@ -8,73 +12,147 @@ from enum import StrEnum
 
 
 class StepPhase(StrEnum):
-    """A moment of an optimizer step at which memory may be fullest."""
+    """Phase of an optimizer step at which memory may peak; the value is its key in records."""
 
     forward = "forward"
-    """The last block of forward runs."""
+    """Forward of the last block."""
     loss = "loss"
-    """Logits and loss are there."""
+    """Logits and loss."""
     backward_loss = "backward of the loss"
-    """Backward goes through the head."""
+    """Backward of the loss."""
     backward_head = "backward of the head"
-    """The gradients of the logits go through the head."""
+    """Backward of the output projection."""
     backward_last = "backward of the last block"
-    """Backward begins: activations are all there."""
+    """First block of the backward pass: all activations are alive."""
     reduce_last = "reduction of the last block"
-    """Its gradients are whole, and copied to be sent."""
+    """Its gradients are complete and copied into a reduction buffer."""
     backward_next = "backward of the last block but one"
-    """The gradients of the last are on their way to shards, and weights on theirs to whole ones."""
+    """Gradients of the last block are reduced while parameters are prefetched."""
     backward_second = "backward of the second block"
     """As above, with fewer activations and more gradients."""
     backward_first = "backward of the first block"
-    """Backward ends: gradients are nearly all there."""
+    """Last block of the backward pass: nearly all gradients are alive."""
     reduce_block = "reduction of the first block"
-    """Its gradients are whole, and copied to be sent."""
+    """Its gradients are complete and copied into a reduction buffer."""
     backward_embedding = "backward of the embedding"
-    """Gradients are all there, and that of the embedding is made."""
+    """All gradients are alive; that of the embedding is computed."""
     reduce_rest = "reduction of the rest"
-    """The gradients outside of blocks are copied to be sent."""
+    """Gradients outside of blocks are copied into a reduction buffer."""
     optimizer = "optimizer"
-    """The optimizer steps."""
+    """Optimizer step."""
+
+    @property
+    def description(self) -> str:
+        """Name of the phase for people, as in "in the forward pass"."""
+        return PHASE_DESCRIPTIONS[self]
+
+
+PHASE_DESCRIPTIONS = {
+    StepPhase.forward: "forward pass",
+    StepPhase.loss: "loss computation",
+    StepPhase.backward_loss: "backward pass of the loss",
+    StepPhase.backward_head: "backward pass of the head",
+    StepPhase.backward_last: "backward pass of the last block",
+    StepPhase.reduce_last: "gradient reduction of the last block",
+    StepPhase.backward_next: "backward pass of the second-to-last block",
+    StepPhase.backward_second: "backward pass of the second block",
+    StepPhase.backward_first: "backward pass of the first block",
+    StepPhase.reduce_block: "gradient reduction of the first block",
+    StepPhase.backward_embedding: "backward pass of the embedding",
+    StepPhase.reduce_rest: "gradient reduction outside of blocks",
+    StepPhase.optimizer: "optimizer step",
+}
 
 
 ALL_PHASES = tuple(StepPhase)
 
+ENTRY_TITLES = {
+    "average": "EMA weights",
+    "step": "optimizer temporaries",
+    "masters": "master weights",
+    "small weights": "unsharded small parameters",
+    "buckets": "gradient buckets",
+    "buckets on their way": "reduction buffers",
+    "gathered weights": "gathered parameters",
+    "gathered weights of blocks": "gathered block parameters",
+    "gathered weights outside of blocks": "gathered parameters outside of blocks",
+    "gradient of the embedding": "embedding gradient",
+    "gradient of the tied head": "tied head gradient",
+    "gradients of earlier micro batches": "gradients of earlier micro-batches",
+    "gradients of this pass": "gradients of this micro-batch",
+    "gradients on their way to shards": "gradient reduction buffers",
+    "whole gradients": "unsharded gradients",
+    "sums over replicas": "all-reduced gradient shards",
+    "activations of blocks": "block activations",
+    "activations of the embedding": "embedding activations",
+    "activations of the head": "head activations",
+    "activations of other pieces": "activations of other micro-batches",
+    "rotations": "RoPE tables",
+    "rotations and mask": "RoPE tables and attention mask",
+    "at work": "temporary tensors",
+    "output of the stage": "stage output",
+    "buffers between stages": "pipeline communication buffers",
+    "what else is alive": "other tensors",
+    "traced": "traced peak",
+    "offloaded masters": "offloaded master weights",
+    "weights and gradients": "streamed weights and gradients",
+    "offloaded average": "offloaded EMA weights",
+    "checkpoint on its way": "checkpoint copy",
+    "rows": "data loader batches",
+}
+"""Title of each entry whose key is no term of the field."""
+
+
+def entry_title(name: str) -> str:
+    """Return the name of an entry for people, from its key in ``plan.json``."""
+    return ENTRY_TITLES.get(name, name)
+
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Bytes of one purpose on one device, by the phases in which they are there."""
+    """Memory of one purpose on one device."""
 
     name: str
+    """Key of the entry in ``plan.json``."""
     bytes: Mapping[StepPhase, int]
+    """Size by phase; zero in all other phases."""
     formula: str
+    """Formula of the size."""
     reason: str
+    """Meaning of the entry."""
+
+    @property
+    def title(self) -> str:
+        """Name of the entry for people."""
+        return entry_title(self.name)
 
     @property
     def max_bytes(self) -> int:
-        """Returns the bytes of the phase that has most of it."""
+        """Largest size over all phases, in bytes."""
         return max(self.bytes.values(), default=0)
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """All lines of one device."""
+    """All entries of one device."""
 
     entries: tuple[MemoryEntry, ...]
+    """Entries, in order of computation."""
     phases: Mapping[StepPhase, int] = field(init=False)
+    """Sum of the entries by phase, in bytes."""
 
     def __post_init__(self) -> None:
         sums = {
-            phase: sum(line.bytes.get(phase, 0) for line in self.entries) for phase in StepPhase
+            phase: sum(entry.bytes.get(phase, 0) for entry in self.entries) for phase in StepPhase
         }
         object.__setattr__(self, "phases", sums)
 
     @property
     def peak(self) -> int:
-        """Returns the bytes of the fullest phase."""
+        """Peak memory, in bytes."""
         return max(self.phases.values())
 
     @property
     def peak_phase(self) -> StepPhase:
-        """Returns the phase of the peak."""
+        """Phase of the peak."""
         return max(self.phases, key=lambda phase: self.phases[phase])

@@ -1,4 +1,4 @@
-"""What a user typed, and the same line with something else in its place."""
+"""Edits of a list of command-line overrides."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Iterable
 
 
 def override_keys(overrides: Iterable[str]) -> frozenset[str]:
-    """Returns the keys of overrides."""
-    return frozenset(_override_key(line) for line in overrides)
+    """Return the config keys of ``overrides``."""
+    return frozenset(_override_key(override) for override in overrides)
 
 
 def replace_overrides(overrides: Iterable[str], replacements: Iterable[str]) -> list[str]:
-    """Returns the line that trains as ``overrides``, but for what is ``replacements``.
+    """Return ``overrides`` with ``replacements`` in place of the overrides of the same keys.
 
-    An option that is told takes the fields of the one before it along. What was asked of the
-    planner is left out.
+    A replaced option of a group removes the overrides of its fields. ``plan.*`` overrides are
+    removed.
     """
     replacements = list(replacements)
     keys = override_keys(replacements)
-    groups = ("plan.", *(f"{key}." for key in keys if "." not in key))
-    kept = [
-        line
-        for line in overrides
-        if _override_key(line) not in keys and not _override_key(line).startswith(groups)
+    removed_prefixes = ("plan.", *(f"{key}." for key in keys if "." not in key))
+    unchanged = [
+        override
+        for override in overrides
+        if _override_key(override) not in keys
+        and not _override_key(override).startswith(removed_prefixes)
     ]
-    return [*kept, *replacements]
+    return [*unchanged, *replacements]
 
 
 def _override_key(override: str) -> str:

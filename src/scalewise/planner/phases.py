@@ -1,4 +1,4 @@
-"""The phases of a step in the order of a pass: what comes when, and how far blocks are in each."""
+"""Order of the phases of a step, and the progress of the backward pass in each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ BACKWARD = (
     StepPhase.backward_embedding,
     StepPhase.reduce_rest,
 )
-PASSES = (StepPhase.forward, StepPhase.loss, *BACKWARD)
-WITH_ROTATIONS = PASSES[: PASSES.index(StepPhase.reduce_block)]
-"""Until the first block has taken its last look at them."""
-STEPPED_IN_BACKWARD = (StepPhase.reduce_last, StepPhase.reduce_block, StepPhase.reduce_rest)
-"""When shards are, as soon as they have been reduced."""
+FORWARD_BACKWARD = (StepPhase.forward, StepPhase.loss, *BACKWARD)
+ROPE_PHASES = FORWARD_BACKWARD[: FORWARD_BACKWARD.index(StepPhase.reduce_block)]
+"""Phases before the last use of the RoPE tables, in the backward of the first block."""
+REDUCTION_PHASES = (StepPhase.reduce_last, StepPhase.reduce_block, StepPhase.reduce_rest)
+"""Phases in which ``optimizer.in_backward`` steps shards, right after their reduction."""
 AFTER_HEAD = BACKWARD[BACKWARD.index(StepPhase.backward_last) :]
+"""Phases of the backward pass after the head."""
 
 
 def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
-    """Returns for each phase how many blocks await backward, and how many have been through it."""
+    """Return the number of blocks before and after their backward, by phase."""
     return {
         StepPhase.forward: (layers - 1, 0),
         StepPhase.loss: (layers, 0),
@@ -45,5 +46,5 @@ def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
 def constant_entry(
     name: str, size: int, phases: tuple[StepPhase, ...], formula: str, reason: str
 ) -> MemoryEntry:
-    """Returns a line of as many bytes in each of its phases."""
+    """Return an entry of the same size in each of ``phases``."""
     return MemoryEntry(name, dict.fromkeys(phases, size), formula, reason)

@@ -1,4 +1,4 @@
-"""When a rank of a pipeline may be fullest, and which passes wait there then."""
+"""Points of a pipeline schedule at which the memory of a rank may peak."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from scalewise.parallelism.rank_memory import RankMemory
 
 
 @dataclass(frozen=True)
-class PipelineMoment:
-    """When a rank is about to take a piece backward, in passes of one part each.
+class PipelinePeakPoint:
+    """State of a rank right before a backward pass through one of its stages.
 
-    ``waiting_passes``: those that wait besides the piece; ``finished_backwards``: those that have
-    been backward;
-    ``is_draining``: whether the last before it, through any part, was one of these, and no forward.
+    Forward passes are counted per stage.
     """
 
     waiting_passes: int = 0
+    """Forward passes that wait for their backward, without the one that runs next."""
     finished_backwards: int = 0
+    """Backward passes that have ended."""
     is_draining: bool = False
+    """Whether the last pass of the rank was a backward."""
 
 
-def iter_peak_moments(rank_memory: RankMemory) -> Iterator[PipelineMoment]:
-    """Yields when a rank may be fullest.
+def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
+    """Yield the points of a step at which the memory of a rank may peak.
 
-    In a pipeline that is with the first piece that goes backward; then with the last that follows
-    a forward, when there are gradients; then with the next, for which nobody has dropped weights.
+    Without a pipeline this is the backward pass. In a pipeline there are up to three: the first
+    backward, the last backward that follows a forward (gradients exist by then), and the backward
+    after it, for which no parameters were resharded.
     """
-    parts = len(rank_memory.stages)
-    others, done = (
-        rank_memory.in_flight - parts,
-        rank_memory.num_pipeline_micro_batches * parts - rank_memory.in_flight,
+    num_stages = len(rank_memory.stages)
+    waiting_passes, finished_backwards = (
+        rank_memory.in_flight - num_stages,
+        rank_memory.num_pipeline_micro_batches * num_stages - rank_memory.in_flight,
     )
-    yield PipelineMoment(others)
-    if rank_memory.num_pipeline_micro_batches > 1 and done:
-        yield PipelineMoment(others, done, is_draining=parts > 1)
-    if rank_memory.num_pipeline_micro_batches > 1 and others:
-        yield PipelineMoment(others - 1, done + 1, is_draining=True)
+    yield PipelinePeakPoint(waiting_passes)
+    if rank_memory.num_pipeline_micro_batches > 1 and finished_backwards:
+        yield PipelinePeakPoint(waiting_passes, finished_backwards, is_draining=num_stages > 1)
+    if rank_memory.num_pipeline_micro_batches > 1 and waiting_passes:
+        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, is_draining=True)
 
 
-def iter_waiting_parts(rank_memory: RankMemory, moment: PipelineMoment) -> Iterator[StageSlice]:
-    """Yields the part that each waiting pass went through, but for one pass through each.
+def iter_waiting_parts(
+    rank_memory: RankMemory, peak_point: PipelinePeakPoint
+) -> Iterator[StageSlice]:
+    """Yield the stage of each waiting forward pass, except one pass per stage.
 
-    Forwards go through a part as often as there are places, then through the next.
+    A rank runs as many forward passes through a stage as there are pipeline ranks, then goes on
+    to its next stage.
     """
-    parts, places = rank_memory.stages, rank_memory.pipeline_ranks
-    turns = range(moment.waiting_passes + len(parts))
-    passes = Counter(turn // places % len(parts) for turn in turns)
-    for place, count in passes.items():
-        yield from repeat(parts[place], count - 1)
+    stages, num_ranks = rank_memory.stages, rank_memory.pipeline_ranks
+    pass_indices = range(peak_point.waiting_passes + len(stages))
+    passes_by_stage = Counter(index // num_ranks % len(stages) for index in pass_indices)
+    for stage, count in passes_by_stage.items():
+        yield from repeat(stages[stage], count - 1)

@@ -1,4 +1,4 @@
-"""Everything that can be said of a run before it starts."""
+"""Plan of a run: memory, step time, throughput and price, predicted before it starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need and take on its hardware."""
+    """Predicted memory, time and price of a run on its hardware."""
 
     run: RunConfig
+    """The run, with ``auto`` values resolved."""
     fit: FitReport
+    """Predicted memory compared with the hardware."""
     step_time: StepTime | None
+    """Predicted step time; None if the hardware profile lacks a rate."""
     overrides: tuple[str, ...] = ()
-    """What is typed to get it, where it is not the run that was asked about."""
+    """Overrides that turn the requested run into ``run``."""
     trace_fit_check: FitCheck | None = None
-    """What judges changes of a run that is known by trace alone; None: nobody does."""
+    """Fit check for changes of a run that only a trace can plan; None: no fix is suggested."""
 
     @cached_property
     def suggested_fix(self) -> SuggestedFix | None:
-        """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
+        """The cheapest change that makes the run fit; None if it fits, or if no change helps."""
         if self.fit.status.is_acceptable:
             return None
         if self.run.objective.trace_only:
@@ -44,7 +47,7 @@ class Plan:
 
     @property
     def step_seconds_range(self) -> tuple[float, float] | None:
-        """Returns the shortest and the longest step, seconds."""
+        """Shortest and longest step time, in seconds."""
         if self.step_time is None:
             return None
         hardware, seconds = self.run.hardware, self.step_time.seconds
@@ -52,12 +55,12 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Returns tokens/s of all devices."""
+        """Throughput of all devices, in tokens/s."""
         return None if self.step_time is None else self.run.tokens_per_step / self.step_time.seconds
 
     @property
     def mfu(self) -> float | None:
-        """Returns the model's flops over the devices' peak."""
+        """Model FLOPs utilization: FLOP/s of the model over the peak of the devices."""
         run = self.run
         peak = run.hardware.peak_flops(run.precision.peak_kind)
         if self.step_time is None or not peak:
@@ -65,16 +68,16 @@ class Plan:
         return run.flops_per_step / run.world_size / self.step_time.seconds / peak
 
     def seconds_for(self, tokens: float) -> float | None:
-        """Returns the time to train on so many tokens."""
+        """Return the training time for ``tokens``, in seconds."""
         return None if self.tokens_per_s is None else tokens / self.tokens_per_s
 
     def dollars_for(self, tokens: float) -> float | None:
-        """Returns the price of training on so many tokens, US dollars."""
-        each = dollars_per_billion_tokens(self.run, self.tokens_per_s)
-        return None if each is None else each * tokens / 1e9
+        """Return the price of training on ``tokens``, in US dollars."""
+        price = dollars_per_billion_tokens(self.run, self.tokens_per_s)
+        return None if price is None else price * tokens / 1e9
 
     def kwh_for(self, tokens: float) -> float | None:
-        """Returns the energy of training on so many tokens, kWh."""
+        """Return the energy of training on ``tokens``, in kWh."""
         seconds, watts = self.seconds_for(tokens), self.run.hardware.watts
         return None if seconds is None or not watts else self._device_hours(seconds) * watts / 1e3
 
@@ -83,58 +86,59 @@ class Plan:
 
 
 def build_plan(run: RunConfig) -> Plan:
-    """Returns the plan of a run, from its specs alone; what it leaves open is chosen."""
-    run, rows = auto_micro_batch.resolve_auto_micro_batch(run)
-    run, kept = auto_checkpointing.resolve_auto_checkpointing(run)
-    return Plan(run, check_fit(run), predict_step_time(run), (*rows, *kept))
+    """Return the plan of a run from its configs, with ``auto`` values resolved."""
+    run, size_overrides = auto_micro_batch.resolve_auto_micro_batch(run)
+    run, memory_overrides = auto_checkpointing.resolve_auto_checkpointing(run)
+    overrides = (*size_overrides, *memory_overrides)
+    return Plan(run, check_fit(run), predict_step_time(run), overrides)
 
 
 def plan_record(run: RunConfig) -> dict[str, object]:
-    """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of.
+    """Return the prediction that a run folder stores in ``plan.json``.
 
-    Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
-    those that the layout declares for rank 0 and one step. Of what is known by trace nothing is.
+    Memory is that of the rank with the highest peak, in bytes: by entry at the peak, and by phase.
+    ``collectives`` are those of rank 0 in one step. Empty for runs that only a trace can plan.
     """
     if run.objective.trace_only:
         return {}
     fit, step = check_fit(run), predict_step_time(run)
     breakdown = fit.breakdown
-    at_peak = {line.name: line.bytes.get(breakdown.peak_phase, 0) for line in breakdown.entries}
+    at_peak = {entry.name: entry.bytes.get(breakdown.peak_phase, 0) for entry in breakdown.entries}
     return {
         **predicted_metrics(run),
         "fullest": breakdown.peak_phase.value,
-        "ledger": {what: size for what, size in at_peak.items() if size},
+        "ledger": {name: size for name, size in at_peak.items() if size},
         "phases": {phase.value: size for phase, size in breakdown.phases.items() if size},
         "step_parts": {} if step is None else step.parts(),
         "collectives": [
             {
-                "kind": sent.kind.value,
-                "axes": list(sent.axes),
-                "what": sent.name,
-                "bytes": sent.bytes,
-                "count": sent.count,
+                "kind": collective.kind.value,
+                "axes": list(collective.axes),
+                "what": collective.name,
+                "bytes": collective.bytes,
+                "count": collective.count,
             }
-            for sent in run.parallelism.collectives(run)
+            for collective in run.parallelism.collectives(run)
         ],
         "limit_bytes": fit.capacity,
     }
 
 
 def dollars_per_billion_tokens(run: RunConfig, tokens_per_s: float | None) -> float | None:
-    """Returns what a billion tokens cost at this speed, US dollars; None where no price is known.
+    """Return the price of a billion tokens, in US dollars; None without a price in the profile.
 
-    ``tokens_per_s`` is of all ranks.
+    ``tokens_per_s``: throughput of all ranks.
     """
-    hourly = run.hardware.dollars_per_hour
-    if not tokens_per_s or not hourly:
+    dollars_per_hour = run.hardware.dollars_per_hour
+    if not tokens_per_s or not dollars_per_hour:
         return None
-    return hourly * run.world_size * 1e9 / tokens_per_s / HOUR
+    return dollars_per_hour * run.world_size * 1e9 / tokens_per_s / HOUR
 
 
 def predicted_metrics(run: RunConfig) -> dict[str, float | None]:
-    """Returns what ``memory/peak_bytes`` and ``time/step_s`` will be, under ``plan/``.
+    """Return the predictions for ``memory/peak_bytes`` and ``time/step_s``, with prefix ``plan/``.
 
-    A time that cannot be told is None; what is known only by trace is not foreseen.
+    The step time is None if it is not predicted. Empty for runs that only a trace can plan.
     """
     if run.objective.trace_only:
         return {}

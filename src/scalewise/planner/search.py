@@ -1,7 +1,8 @@
-"""A walk over the runs that do the same job otherwise, judged by ledger and step time.
+"""Search over runs with the same training result, or over cheaper ones if requested.
 
-Every layout is tried on every power-of-two part of the devices, with the micro batches, the
-recomputation and, where asked, the formats that it admits. What a user typed is held.
+The search tries every layout on all devices and on fewer, with each micro-batch size, activation
+checkpointing and, with ``plan.search=memory`` or ``all``, precision, adapter and optimizer. Values
+typed on the command line stay fixed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.override_edit import override_keys
 from scalewise.planner.plan import Plan
 from scalewise.planner.step_time import device_rates, predict_step_time
-from scalewise.planner.suggested_fix import CHUNK
+from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.bitsandbytes_config import NF4Config
@@ -29,25 +30,25 @@ from scalewise.quantization.bitsandbytes_config import NF4Config
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-Told = tuple[str, ...]
-Way = tuple[Told, "RunConfig"]
-"""A run, and what says so on the command line."""
+Overrides = tuple[str, ...]
+SearchOption = tuple[Overrides, "RunConfig"]
+"""Overrides, and the run that they result in."""
 
 
 @dataclass(frozen=True)
 class SearchCandidate(Plan):
-    """A plan that a search came to."""
+    """Plan of one run of a search."""
 
-    training_overrides: Told = ()
-    """What of ``overrides`` changes what is trained, or how exactly."""
+    training_overrides: Overrides = ()
+    """Overrides that change the training result or its precision."""
 
     @property
     def is_acceptable(self) -> bool:
-        """Returns whether it surely fits."""
+        """Whether the run fits."""
         return self.fit.status.is_acceptable
 
     def cost(self, rank: RankBy) -> tuple[float, float]:
-        """Returns what a search wants least of, and then what breaks a tie."""
+        """Return the ranked quantity, and the one that breaks a tie."""
         seconds, peak = self.step_seconds, float(self.fit.breakdown.peak)
         if rank is RankBy.memory:
             return peak, seconds
@@ -55,27 +56,29 @@ class SearchCandidate(Plan):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Returns the time of a step; 0 where the profile lacks a rate."""
+        """Step time, in seconds; 0 if the hardware profile lacks a rate."""
         return 0.0 if self.step_time is None else self.step_time.seconds
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All that a search came to."""
+    """Candidates of a search."""
 
     base_run: RunConfig
+    """Requested run."""
     candidates: tuple[SearchCandidate, ...]
+    """Plans of all valid runs."""
 
     @cached_property
     def rank_by(self) -> RankBy:
-        """Returns what is wanted least of; memory where the profile tells of no time."""
+        """Ranked quantity; memory if the hardware profile lacks a rate."""
         return (
             self.base_run.plan.rank_by if device_rates(self.base_run) is not None else RankBy.memory
         )
 
     @cached_property
     def best(self) -> SearchCandidate | None:
-        """Returns what a user should run: what fits before what may, and what trains as asked."""
+        """The best candidate: by fit, then by changes of training, then by the ranked quantity."""
         rank = self.rank_by
         return min(
             (
@@ -89,22 +92,22 @@ class SearchResult:
 
     @cached_property
     def pareto_front(self) -> tuple[SearchCandidate, ...]:
-        """Returns what fits, trained as asked, and none such beats in time, memory and price."""
+        """Pareto front of time, memory and price among runs with unchanged training."""
         return _pareto_front(one for one in self.candidates if not one.training_overrides)
 
     @cached_property
     def changed_training_front(self) -> tuple[SearchCandidate, ...]:
-        """Returns what fits, trained otherwise, and none at all beats."""
+        """Runs with changed training on the Pareto front of all candidates."""
         return tuple(one for one in _pareto_front(self.candidates) if one.training_overrides)
 
 
 def _pareto_front(candidates: Iterable[SearchCandidate]) -> tuple[SearchCandidate, ...]:
-    """Returns those that fit and that none beats in time, memory and price, fastest first."""
-    kept: list[SearchCandidate] = []
+    """Return the candidates that fit and that no other dominates, fastest first."""
+    front: list[SearchCandidate] = []
     for candidate in sorted((one for one in candidates if one.is_acceptable), key=_candidate_costs):
-        if not any(_dominates(other, candidate) for other in kept):
-            kept.append(candidate)
-    return tuple(kept)
+        if not any(_dominates(other, candidate) for other in front):
+            front.append(candidate)
+    return tuple(front)
 
 
 def _candidate_costs(candidate: SearchCandidate) -> tuple[float, float, float]:
@@ -119,13 +122,15 @@ def _dominates(one: SearchCandidate, other: SearchCandidate) -> bool:
 def search_runs(
     run: RunConfig, report_progress: Callable[[int], None] = lambda count: None
 ) -> SearchResult:
-    """Returns what ``run.plan.search`` finds; ``report_progress`` hears of each run how many there
-    were.
+    """Run the search that ``run.plan.search`` selects.
 
-    Raises ``ConfigError`` for sizes that were typed and that no layout of the devices has.
+    ``report_progress`` is called with the number of candidates after each of them.
+
+    Raises:
+        ConfigError: Fixed mesh sizes need more devices than there are.
     """
-    if wrong := [*layout_enumeration.layout_issues(run, override_keys(run.overrides))]:
-        raise ConfigError(wrong)
+    if issues := [*layout_enumeration.layout_issues(run, override_keys(run.overrides))]:
+        raise ConfigError(issues)
     candidates = []
     for candidate in iter_candidates(run):
         candidates.append(candidate)
@@ -134,47 +139,66 @@ def search_runs(
 
 
 def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
-    """Yields candidates, but for those that the ledger has ruled out.
+    """Yield the candidates of a search.
 
-    Where a micro batch is out of memory no larger one is tried; where all rows fit at once nothing
-    is computed twice to save memory, unless that is what is wanted least of.
+    Micro-batches larger than one that runs out of memory are skipped. If the largest micro-batch
+    fits without recomputation, more recomputation is skipped, unless the search ranks by memory.
     """
-    typed = override_keys(run.overrides)  # what was typed is held
-    for training, trained in _training_options(run, typed):
-        for laid_out, laid in _layout_options(trained, typed):
-            if any((*laid.quantization.validate_with(laid), *laid.model.validate_with(laid))):
+    typed = override_keys(run.overrides)
+    for training_overrides, trained_run in _training_options(run, typed):
+        for layout_overrides, laid_run in _layout_options(trained_run, typed):
+            if any(
+                (
+                    *laid_run.quantization.validate_with(laid_run),
+                    *laid_run.model.validate_with(laid_run),
+                )
+            ):
                 continue
-            for saving, saved in _memory_options(laid, typed):
-                tried = list(_iter_micro_batches(saved, typed))
-                for passes, plan in tried:
-                    told = (*training, *laid_out, *saving, *passes)
-                    yield SearchCandidate(
-                        plan.run, plan.fit, plan.step_time, told, training_overrides=training
+            for memory_overrides, memory_run in _memory_options(laid_run, typed):
+                plans = list(_iter_micro_batches(memory_run, typed))
+                for size_overrides, plan in plans:
+                    overrides = (
+                        *training_overrides,
+                        *layout_overrides,
+                        *memory_overrides,
+                        *size_overrides,
                     )
-                roomy = bool(tried) and tried[-1][1].fit.status.is_acceptable
-                if roomy and run.plan.rank_by is not RankBy.memory:
+                    yield SearchCandidate(
+                        plan.run,
+                        plan.fit,
+                        plan.step_time,
+                        overrides,
+                        training_overrides=training_overrides,
+                    )
+                largest_fits = bool(plans) and plans[-1][1].fit.status.is_acceptable
+                if largest_fits and run.plan.rank_by is not RankBy.memory:
                     break
 
 
-def _iter_micro_batches(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[tuple[Told, Plan]]:
-    """Yields plans by micro batch until one is out of memory."""
-    for number, (told, tried) in enumerate(_micro_batch_options(run, fixed_keys)):
-        # All but the layout's rules are the same for every micro batch.
-        rules = tried.parallelism.validate_with(tried)
-        if any(rules if number else tried.validate()):
+def _iter_micro_batches(
+    run: RunConfig, fixed_keys: frozenset[str]
+) -> Iterator[tuple[Overrides, Plan]]:
+    """Yield plans by increasing micro-batch size until one is out of memory."""
+    for index, (overrides, candidate) in enumerate(_micro_batch_options(run, fixed_keys)):
+        # Only the checks of the strategy depend on the micro-batch size.
+        strategy_issues = candidate.parallelism.validate_with(candidate)
+        if any(strategy_issues if index else candidate.validate()):
             continue
-        fit = check_fit(tried)
-        out = fit.status is FitStatus.out_of_memory
-        yield told, Plan(tried, fit, None if out else predict_step_time(tried))
-        if out:
+        fit = check_fit(candidate)
+        is_out_of_memory = fit.status is FitStatus.out_of_memory
+        yield (
+            overrides,
+            Plan(candidate, fit, None if is_out_of_memory else predict_step_time(candidate)),
+        )
+        if is_out_of_memory:
             return
 
 
-def _training_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Way]:
+def _training_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
     if run.plan.search not in (PlanSearch.memory, PlanSearch.all):
         yield (), run
         return
-    trainings: list[Way] = [((), run)]
+    trainings: list[SearchOption] = [((), run)]
     if "precision" not in fixed_keys and run.hardware.bf16_tflops != 0:
         formats = {"bf16_mixed": Precision(compute=FloatFormat.bf16)}
         formats["bf16_true"] = Precision(FloatFormat.bf16, FloatFormat.bf16)
@@ -183,80 +207,84 @@ def _training_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Wa
             for name, precision in formats.items()
             if _peak_bytes(precision) < _peak_bytes(run.precision)
         ]
-    for told, trained in trainings:
-        yield told, trained
-        adapted: list[Way] = [(told, trained)] if run.has_frozen_weights else []
+    for overrides, trained_run in trainings:
+        yield overrides, trained_run
+        adapted: list[SearchOption] = [(overrides, trained_run)] if run.has_frozen_weights else []
         if "adapter" not in fixed_keys and not run.has_frozen_weights:
-            adapted = [((*told, "adapter=lora"), replace(trained, adapter=LoRAAdapterConfig()))]
+            adapted = [
+                ((*overrides, "adapter=lora"), replace(trained_run, adapter=LoRAAdapterConfig()))
+            ]
             yield from adapted
         if "quantization" not in fixed_keys and isinstance(run.quantization, NoQuantizationConfig):
-            for words, frozen in adapted:
-                packed = replace(frozen, quantization=NF4Config())
-                yield (*words, "quantization=nf4"), packed
+            for adapter_overrides, adapted_run in adapted:
+                quantized_run = replace(adapted_run, quantization=NF4Config())
+                yield (*adapter_overrides, "quantization=nf4"), quantized_run
         if "optimizer" not in fixed_keys and not isinstance(run.optimizer, SGDConfig):
-            yield (*told, "optimizer=sgd"), replace(trained, optimizer=SGDConfig())
+            yield (*overrides, "optimizer=sgd"), replace(trained_run, optimizer=SGDConfig())
 
 
 def _peak_bytes(precision: Precision) -> int:
     return precision.parameters.bytes + precision.compute.bytes
 
 
-def _layout_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Way]:
+def _layout_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
     if run.plan.search is PlanSearch.memory:
         yield (), run
         return
-    rows = run.global_batch
-    if run.trainer.global_batch is None:  # a row for every device, at the least
-        rows = max(rows, layout_enumeration.available_devices(run))
-    for told, layout in layout_enumeration.enumerate_layouts(run, fixed_keys):
-        if rows % layout.data_parallel_size:
+    global_batch = run.global_batch
+    if run.trainer.global_batch is None:  # at least one sequence per device
+        global_batch = max(global_batch, layout_enumeration.available_devices(run))
+    for overrides, layout in layout_enumeration.enumerate_layouts(run, fixed_keys):
+        if global_batch % layout.data_parallel_size:
             continue
-        trainer = replace(run.trainer, global_batch=rows)
-        yield told, replace(run, parallelism=layout, trainer=trainer)
+        trainer = replace(run.trainer, global_batch=global_batch)
+        yield overrides, replace(run, parallelism=layout, trainer=trainer)
 
 
-def _memory_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Way]:
+def _memory_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
     chunks: list[int | None] = [run.objective.loss_chunk]
     if run.plan.search is not PlanSearch.layout and chunks == [None]:
-        chunks = chunks if "objective.loss_chunk" in fixed_keys else [None, CHUNK]
-    held = any(key.split(".")[0] == "memory" for key in fixed_keys)
-    for recompute in [None] if held else Recompute:
+        chunks = chunks if "objective.loss_chunk" in fixed_keys else [None, LOSS_CHUNK_TOKENS]
+    is_fixed = any(key.split(".")[0] == "memory" for key in fixed_keys)
+    for recompute in [None] if is_fixed else Recompute:
         for chunk in chunks:
-            told: Told = ()
+            overrides: Overrides = ()
             changed = run
             if recompute is not None and (memory := FixedCheckpointing(recompute)) != run.memory:
                 changed = replace(changed, memory=memory)
                 name = "none" if recompute is Recompute.nothing else f"checkpoint_{recompute}"
-                told += (f"memory={name}",)
+                overrides += (f"memory={name}",)
             if chunk != run.objective.loss_chunk:
                 changed = replace(changed, objective=replace(run.objective, loss_chunk=chunk))
-                told += (f"objective.loss_chunk={chunk}",)
-            yield told, changed
+                overrides += (f"objective.loss_chunk={chunk}",)
+            yield overrides, changed
 
 
-def _micro_batch_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Way]:
-    """Yields ways to take a rank's rows, those with fewest rows at once first."""
-    rows = run.global_batch // run.parallelism.data_parallel_size
+def _micro_batch_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
+    """Yield micro-batch sizes, or numbers of pipeline micro-batches, from the least memory on."""
+    rank_sequences = run.global_batch // run.parallelism.data_parallel_size
     trainer = replace(run.trainer, global_batch=run.global_batch)
-    layout, batch = run.parallelism, (f"trainer.global_batch={run.global_batch}",)
+    layout, batch_overrides = run.parallelism, (f"trainer.global_batch={run.global_batch}",)
     if layout_enumeration.is_pipeline(layout):
-        size = run.micro_batch if "trainer.micro_batch" in fixed_keys else rows
-        whole = replace(run, trainer=replace(trainer, micro_batch=size))
-        for pieces in reversed(_powers_of_two_below(size)):
-            if pieces >= layout.num_stages and size % pieces == 0:
-                told: Told = (f"trainer.micro_batch={size}", *batch)
-                told += (f"parallelism.pipeline_micro_batches={pieces}",)
-                laid = replace(layout, pipeline_micro_batches=pieces)
-                yield told, replace(whole, parallelism=laid)
+        size = run.micro_batch if "trainer.micro_batch" in fixed_keys else rank_sequences
+        base_run = replace(run, trainer=replace(trainer, micro_batch=size))
+        for num_micro_batches in reversed(_powers_of_two_below(size)):
+            if num_micro_batches >= layout.num_stages and size % num_micro_batches == 0:
+                overrides: Overrides = (f"trainer.micro_batch={size}", *batch_overrides)
+                overrides += (f"parallelism.pipeline_micro_batches={num_micro_batches}",)
+                pipeline = replace(layout, pipeline_micro_batches=num_micro_batches)
+                yield overrides, replace(base_run, parallelism=pipeline)
         return
     for size in (
-        [run.micro_batch] if "trainer.micro_batch" in fixed_keys else _powers_of_two_below(rows)
+        [run.micro_batch]
+        if "trainer.micro_batch" in fixed_keys
+        else _powers_of_two_below(rank_sequences)
     ):
-        if rows % size == 0:
-            told = (f"trainer.micro_batch={size}", *batch)
-            yield told, replace(run, trainer=replace(trainer, micro_batch=size))
+        if rank_sequences % size == 0:
+            overrides = (f"trainer.micro_batch={size}", *batch_overrides)
+            yield overrides, replace(run, trainer=replace(trainer, micro_batch=size))
 
 
 def _powers_of_two_below(count: int) -> list[int]:
-    """Returns the powers of two below ``count``, and ``count``."""
+    """Return the powers of two below ``count``, and ``count``."""
     return [*(1 << power for power in range(count.bit_length()) if 1 << power < count), count]

@@ -1,8 +1,8 @@
-"""How long a step takes: operators over the device's rates, messages over its links.
+"""Predicted step time: operators at the rates of the device, collectives over its links.
 
-A roofline (Williams et al., 2009): a product takes its flops over the rate that products reach, a
-pointwise operator its bytes over the memory's bandwidth. Where a profile does not say how long a
-launch takes, models of few features run slower than said here.
+A roofline model (Williams et al., 2009): a matmul takes its FLOPs over the sustained matmul rate, a
+pointwise operator its bytes over the memory bandwidth. Without ``hardware.launch_us``, narrow
+models run slower than predicted.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ if TYPE_CHECKING:
     from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
-HIDDEN_SHARE = 0.8
-"""Part of a block's arithmetic under which its messages can hide: the rest waits for the first."""
+OVERLAP_SHARE = 0.8
+"""Share of the compute time that can overlap with collectives; the rest waits for the first."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device reaches: flop/s in products and in attention, bytes/s of its memory."""
+    """Sustained rates of a device."""
 
     matmul_flops_per_s: float
+    """Matmul rate, in FLOP/s."""
     fp8_matmul_flops_per_s: float
+    """fp8 matmul rate, in FLOP/s."""
     attention_flops_per_s: float
+    """Attention rate, in FLOP/s."""
     memory_bytes_per_s: float
+    """Memory bandwidth, in bytes/s."""
     launch_s: float
-    """Seconds in which the host starts one operator."""
+    """Launch time of one operator on the host, in seconds."""
 
     def op_seconds(self, work: OpWork, flops: float, moved_bytes: float) -> float:
-        """Returns the time of an operator; 0 where there is none."""
+        """Return the time of an operator, in seconds; collectives count elsewhere."""
         if work is OpWork.communication or not moved_bytes:
             return 0.0
         rates = {
@@ -57,29 +61,34 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step on the slowest rank, by what they go into."""
+    """Predicted time of one optimizer step on the slowest rank, in seconds."""
 
     matmul: float
+    """Matmuls."""
     attention: float
+    """Attention."""
     pointwise: float
+    """Pointwise operators and casts."""
     recompute: float
+    """Recomputation of activation checkpointing."""
     optimizer: float
+    """Optimizer step."""
     exposed_communication: dict[str, float]
-    """Seconds of messages that nothing hides, by the axes that they cross."""
+    """Collectives that do not overlap with compute, by mesh axes."""
     overlapped_communication: float
-    """Seconds of messages under the arithmetic."""
+    """Collectives that overlap with compute."""
     pipeline_bubble: float
-    """Seconds for which a pipeline's ranks wait for the first and the last piece."""
+    """Idle time of a pipeline rank at the start and at the end of a step."""
     data_loading: float = 0.0
-    """Seconds in which the loader gathers rows, before each micro batch."""
+    """Data loading before each micro-batch."""
     host_copies: float = 0.0
-    """Seconds of copies off the device and back that nothing hides."""
+    """Copies between device and host that do not overlap with compute."""
     forward_only: float = 0.0
-    """Seconds of passes forward alone: a reference is asked, or answers are written."""
+    """Forward passes without backward: of a reference model, or of generation."""
 
     @property
     def seconds(self) -> float:
-        """Returns their sum; what is hidden takes none."""
+        """Step time, in seconds; overlapped communication takes none."""
         busy = self.matmul + self.attention + self.pointwise + self.recompute + self.forward_only
         waits = (
             sum(self.exposed_communication.values())
@@ -90,17 +99,17 @@ class StepTime:
         return busy + self.optimizer + waits
 
     def scale(self, factor: float) -> StepTime:
-        """Returns a step of which every part takes ``factor`` times as long."""
-        messages = {axes: seconds * factor for axes, seconds in self.exposed_communication.items()}
+        """Return the step time with every part multiplied by ``factor``."""
+        exposed = {axes: seconds * factor for axes, seconds in self.exposed_communication.items()}
         others = {
             entry.name: getattr(self, entry.name) * factor
             for entry in fields(self)
             if entry.name != "exposed_communication"
         }
-        return StepTime(exposed_communication=messages, **others)
+        return StepTime(exposed_communication=exposed, **others)
 
     def parts(self) -> dict[str, float]:
-        """Returns seconds by what they go into, the largest first."""
+        """Return the time by part, in seconds, largest first; names are keys of ``plan.json``."""
         named = {
             "products": self.matmul,
             "attention": self.attention,
@@ -119,16 +128,33 @@ class StepTime:
         return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
+STEP_PART_TITLES = {
+    "products": "matmuls",
+    "reference": "forward-only passes",
+    "bubble": "pipeline bubble",
+    "loading rows": "data loading",
+    "copies off the device and back": "host copies",
+}
+"""Title of each part of a step whose key is no term of the field."""
+
+
+def step_part_title(name: str) -> str:
+    """Return the name of a part of a step for people, from its key in ``plan.json``."""
+    return STEP_PART_TITLES.get(name, name.replace("messages along ", "communication over "))
+
+
 def device_rates(run: RunConfig) -> DeviceRates | None:
-    """Returns what a rank reaches in the run's precision; None where a figure is missing."""
+    """Return the rates of a rank in the precision of the run; None if the profile lacks one."""
     hardware, kind = run.hardware, run.precision.peak_kind
-    peak, products = hardware.peak_flops(kind), hardware.matmul_flops(kind)
-    if not peak or not products or not hardware.memory_gb_per_s:
+    peak, matmul = hardware.peak_flops(kind), hardware.matmul_flops(kind)
+    if not peak or not matmul or not hardware.memory_gb_per_s:
         return None
-    ranks = run.world_size if hardware.device is DeviceKind.cpu else 1  # on one processor
+    ranks = (
+        run.world_size if hardware.device is DeviceKind.cpu else 1
+    )  # CPU ranks share a processor
     return DeviceRates(
-        products / ranks,
-        (hardware.matmul_flops("fp8") or products) / ranks,  # else emulated
+        matmul / ranks,
+        (hardware.matmul_flops("fp8") or matmul) / ranks,  # emulated without an fp8 rate
         peak * hardware.attention_share / ranks,
         hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share / ranks,
         hardware.launch_us * MICRO,
@@ -136,13 +162,13 @@ def device_rates(run: RunConfig) -> DeviceRates | None:
 
 
 def predict_step_time(run: RunConfig) -> StepTime | None:
-    """Returns the time of a step on the slowest rank; None where the profile lacks a figure."""
-    reached = device_rates(run)
-    if reached is None:
+    """Return the step time of the slowest rank; None if the profile lacks a rate."""
+    rates = device_rates(run)
+    if rates is None:
         return None
     ranks = run.parallelism.distinct_ranks(run)
     slowest = max(
-        (_rank_step_time(run, rank, reached) for rank in ranks), key=lambda step: step.seconds
+        (_rank_step_time(run, rank, rates) for rank in ranks), key=lambda step: step.seconds
     )
     return slowest.scale(run.hardware.step_scale)
 
@@ -150,42 +176,46 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     rank_memory = run.parallelism.rank_memory(run, rank)
     op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
-    passes = run.accumulation * rank_memory.num_pipeline_micro_batches
-    spent = dict.fromkeys(OpWork, 0.0)
+    micro_batches = run.accumulation * rank_memory.num_pipeline_micro_batches
+    compute_by_work = dict.fromkeys(OpWork, 0.0)
     for graph, count in _rank_parts(op_graphs, rank_memory):
         for operator in graph.operators:
-            spent[operator.work] += (
-                passes * count * _forward_backward_seconds(graph, operator, rates)
+            compute_by_work[operator.work] += (
+                micro_batches * count * _forward_backward_seconds(graph, operator, rates)
             )
-    recompute = passes * _part_recompute_seconds(
+    recompute = micro_batches * _part_recompute_seconds(
         op_graphs.block, Counter(run.memory.recompute_per_layer(rank_memory.stages)), rates
     )
-    reference = passes * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
+    reference = (
+        micro_batches * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
+    )
     host = host_transfer.transfer_seconds(run, rank_memory)
     optimizer = host.stepping
     if not rank_memory.states_on_host or run.hardware.device is DeviceKind.cpu:
-        # Weights and state are read and written, gradients read, and once before for their norm.
-        stepped = (
+        # Weights and state are read and written; gradients are read twice, once for their norm.
+        parameter_bytes = (
             rank_memory.numel(rank_memory.state_shards, trained=True)
             * run.precision.parameters.bytes
         )
         optimizer += (
-            stepped * (2 + 2) + 2 * rank_memory.state_bytes(run)
+            parameter_bytes * (2 + 2) + 2 * rank_memory.state_bytes(run)
         ) / rates.memory_bytes_per_s
-    arithmetic = sum(spent.values()) + recompute + reference
-    messages, hidden = _collective_seconds(run, rank, arithmetic)
-    beside = host.stepping if rank_memory.streams_weights else HIDDEN_SHARE * arithmetic - hidden
-    copies = max(0.0, host.copies - beside) + host.activations
-    rounds = rank_memory.num_pipeline_micro_batches * len(rank_memory.stages)
-    bubble = (arithmetic + sum(messages.values())) * (rank_memory.pipeline_ranks - 1) / rounds
+    compute = sum(compute_by_work.values()) + recompute + reference
+    exposed, overlapped = _collective_seconds(run, rank, compute)
+    overlap_seconds = (
+        host.stepping if rank_memory.streams_weights else OVERLAP_SHARE * compute - overlapped
+    )
+    copies = max(0.0, host.copies - overlap_seconds) + host.activations
+    pipeline_slots = rank_memory.num_pipeline_micro_batches * len(rank_memory.stages)
+    bubble = (compute + sum(exposed.values())) * (rank_memory.pipeline_ranks - 1) / pipeline_slots
     return StepTime(
-        spent[OpWork.matmul] + spent[OpWork.matmul_fp8],
-        spent[OpWork.attention],
-        spent[OpWork.pointwise],
+        compute_by_work[OpWork.matmul] + compute_by_work[OpWork.matmul_fp8],
+        compute_by_work[OpWork.attention],
+        compute_by_work[OpWork.pointwise],
         recompute,
         optimizer,
-        messages,
-        hidden,
+        exposed,
+        overlapped,
         bubble,
         _loader_seconds(run),
         copies,
@@ -194,17 +224,17 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
 
 
 def _rank_parts(op_graphs: ModelOpGraphs, rank_memory: RankMemory) -> list[tuple[OpGraph, int]]:
-    """Returns what a rank runs in a pass, and how often."""
-    ends = [
+    """Return the operator graphs that a rank runs in a forward pass, with their number of runs."""
+    end_graphs = [
         graph
         for graph in (op_graphs.head, op_graphs.loss)
         if graph is not None and rank_memory.has_head
     ]
-    return [(op_graphs.block, rank_memory.num_layers), *((end, 1) for end in ends)]
+    return [(op_graphs.block, rank_memory.num_layers), *((graph, 1) for graph in end_graphs)]
 
 
 def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRates) -> float:
-    """Returns the seconds of a pass forward through the model without its adapter."""
+    """Return the time of a forward pass of the model without its adapter, in seconds."""
     op_graphs = model_op_graphs(run.model, replace(rank_memory.forward_spec, adapted_layers=()))
     return sum(
         count * _forward_seconds(graph, operator, rates)
@@ -214,20 +244,22 @@ def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRat
 
 
 def _loader_seconds(run: RunConfig) -> float:
-    """Returns the seconds in which a rank's loader makes its rows of a step."""
+    """Return the data loading time of a rank per step, in seconds."""
     rate = run.hardware.loader_tokens_per_s
     return run.tokens_per_step / run.parallelism.data_parallel_size / rate if rate else 0.0
 
 
 def _forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    written = graph.count_moved_bytes(operator.gradients) + sum(operator.weight_gradient_bytes)
-    back = (
-        _moved_bytes(graph, operator) + written
+    gradient_bytes = graph.count_moved_bytes(operator.gradients) + sum(
+        operator.weight_gradient_bytes
+    )
+    moved_bytes = (
+        _moved_bytes(graph, operator) + gradient_bytes
         if operator.gradients or operator.weight_gradient_bytes[0]
         else 0
     )
     casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[1])
-    backward = rates.op_seconds(operator.work, operator.backward_flops, back) + casts
+    backward = rates.op_seconds(operator.work, operator.backward_flops, moved_bytes) + casts
     return _forward_seconds(graph, operator, rates) + backward
 
 
@@ -241,7 +273,7 @@ def _moved_bytes(graph: OpGraph, operator: Op) -> int:
 
 
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
-    """Returns the seconds that the model's blocks compute again in one pass."""
+    """Return the recomputation time of all blocks in one micro-batch, in seconds."""
     block = model_op_graphs(run.model, run.parallelism.rank_memory(run, 0).forward_spec).block
     return _part_recompute_seconds(block, run.memory.count_by_recompute(run.model.layers), rates)
 
@@ -259,49 +291,51 @@ def _part_recompute_seconds(
 def _recomputed_ops(graph: OpGraph, recompute: Recompute) -> Iterator[Op]:
     if recompute is Recompute.nothing:
         return
-    kept = selective_ops(graph) if recompute is Recompute.selective else frozenset()
-    yield from (op for op in graph.operators if op.writes[0] not in kept)
+    saved = selective_ops(graph) if recompute is Recompute.selective else frozenset()
+    yield from (op for op in graph.operators if op.writes[0] not in saved)
 
 
 def _collective_seconds(
     run: RunConfig, rank: int, compute_seconds: float
 ) -> tuple[dict[str, float], float]:
-    """Returns the seconds of messages that nothing hides, by axes, and of those hidden.
+    """Return the time of collectives that do not overlap, by mesh axes, and of those that do.
 
-    Weights and gradients travel while blocks are at work; activations are waited for.
+    Collectives of parameters and gradients overlap with compute; those of activations do not.
     """
     exposed: dict[str, float] = {}
-    hideable: dict[str, float] = {}
-    for message in run.parallelism.collectives(run, rank):
-        seconds = message.count * _message_seconds(run, message)
-        every = set(message.axes) == set(AXES)
-        cut = [
-            axis for axis in message.axes if run.parallelism.describe_group((axis,), None)[0] > 1
+    overlappable: dict[str, float] = {}
+    for collective in run.parallelism.collectives(run, rank):
+        seconds = collective.count * _seconds_per_collective(run, collective)
+        spans_mesh = set(collective.axes) == set(AXES)
+        used_axes = [
+            axis for axis in collective.axes if run.parallelism.describe_group((axis,), None)[0] > 1
         ]
-        name = "the whole mesh" if every else " and ".join(cut or message.axes)
-        kind = hideable if message.overlaps else exposed
-        kind[name] = kind.get(name, 0.0) + seconds
-    room = HIDDEN_SHARE * compute_seconds
-    hidden = 0.0
-    for name, seconds in hideable.items():
-        under = min(seconds, room)
-        room, hidden = room - under, hidden + under
-        exposed[name] = exposed.get(name, 0.0) + seconds - under
-    return {name: seconds for name, seconds in exposed.items() if seconds}, hidden
+        name = "the whole mesh" if spans_mesh else " and ".join(used_axes or collective.axes)
+        seconds_by_axes = overlappable if collective.overlaps else exposed
+        seconds_by_axes[name] = seconds_by_axes.get(name, 0.0) + seconds
+    remaining = OVERLAP_SHARE * compute_seconds
+    overlapped = 0.0
+    for name, seconds in overlappable.items():
+        overlap = min(seconds, remaining)
+        remaining, overlapped = remaining - overlap, overlapped + overlap
+        exposed[name] = exposed.get(name, 0.0) + seconds - overlap
+    return {name: seconds for name, seconds in exposed.items() if seconds}, overlapped
 
 
-def _message_seconds(run: RunConfig, collective: Collective) -> float:
-    """Returns the seconds of one message over the slowest link that it crosses."""
-    size, crosses = run.parallelism.describe_group(collective.axes, run.hardware.devices_per_node)
+def _seconds_per_collective(run: RunConfig, collective: Collective) -> float:
+    """Return the time of one collective over the slowest link of its group, in seconds."""
+    size, crosses_nodes = run.parallelism.describe_group(
+        collective.axes, run.hardware.devices_per_node
+    )
     if size == 1 and collective.kind is not CollectiveKind.send:
         return 0.0
-    return slowest_link(run.hardware, crosses_nodes=crosses).seconds(
+    return slowest_link(run.hardware, crosses_nodes=crosses_nodes).seconds(
         collective.kind, size, collective.bytes
     )
 
 
 def slowest_link(hardware: Hardware, *, crosses_nodes: bool) -> RingLink:
-    """Returns the link within a node, or between nodes; endless where the profile has none."""
+    """Return the link within a node or between nodes; infinitely fast if the profile has none."""
     bandwidth, latency = hardware.link_gb_per_s, hardware.link_latency_us
     if crosses_nodes:
         bandwidth = hardware.node_link_gb_per_s or bandwidth

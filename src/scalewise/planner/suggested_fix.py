@@ -1,4 +1,4 @@
-"""The smallest change that makes a run fit, found by trying changes and pairs of them."""
+"""Suggested fix: the cheapest change, or combination of changes, that makes a run fit."""
 
 from __future__ import annotations
 
@@ -21,80 +21,85 @@ from scalewise.torch_compile import CompileScope
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
-SHARDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Numbers of ranks that are tried where the profile does not say how many there are."""
-CHUNK = 1024
-"""Tokens of a piece of the loss."""
-TOGETHER = 3
-"""Changes that are tried at once, at the most."""
+SHARD_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Sharding sizes to try."""
+LOSS_CHUNK_TOKENS = 1024
+"""Chunk size of a chunked loss, in tokens."""
+MAX_CHANGES = 3
+"""Maximum number of combined changes."""
 
 
 @dataclass(frozen=True)
 class RunChange:
-    """One change of a run: what a user would type, what it costs, and what it does.
-
-    ``cost``: how much a user gives up, to compare changes by: time a little, another layout more,
-    another training most. ``kinds``: of two changes of one kind only one can be made.
-    """
+    """One change of a run."""
 
     override_text: str
+    """Overrides of the change, separated by spaces."""
     cost: float
+    """Relative cost: low for time, higher for another strategy, highest for another training."""
     kinds: frozenset[str]
+    """Kinds of the change; combined changes have distinct kinds."""
     apply: Callable[[RunConfig], RunConfig]
+    """Function that returns the changed run."""
 
 
 @dataclass(frozen=True)
 class SuggestedFix:
-    """Changes under which a run fits."""
+    """Changes with which a run fits."""
 
     changes: tuple[RunChange, ...]
+    """The changes."""
     run: RunConfig
+    """The changed run."""
     fit: FitReport
+    """Fit of the changed run."""
 
     @property
     def override_text(self) -> str:
-        """Returns what changes on the command line."""
+        """Overrides of all changes, separated by spaces."""
         return " ".join(change.override_text for change in self.changes)
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Returns the same, override by override."""
+        """Overrides of all changes."""
         return tuple(self.override_text.split())
 
 
 FitCheck = Callable[["RunConfig"], FitReport | None]
-"""How a run stands against its hardware; None: that cannot be told."""
+"""Function that compares a run with its hardware; None if it cannot be planned."""
 
 
 def suggest_fix(run: RunConfig, check: FitCheck = check_fit) -> SuggestedFix | None:
-    """Returns the cheapest changes under which ``run`` fits its hardware; None: none were found."""
+    """Return the cheapest changes with which ``run`` fits; None if no combination helps."""
     return next(suggest_fixes(run, check), None)
 
 
 def suggest_fixes(
-    run: RunConfig, check: FitCheck = check_fit, max_changes: int = TOGETHER
+    run: RunConfig, check: FitCheck = check_fit, max_changes: int = MAX_CHANGES
 ) -> Iterator[SuggestedFix]:
-    """Yields the changes under which ``run`` fits, the cheapest first, so many at once at most."""
-    tried = list(memory_saving_changes(run))
-    bundles = [
-        bundle
+    """Yield combinations of changes with which ``run`` fits, cheapest first."""
+    candidates = list(memory_saving_changes(run))
+    combinations_to_try = [
+        combination
         for count in range(1, max_changes + 1)
-        for bundle in combinations(tried, count)
-        if len(frozenset().union(*(change.kinds for change in bundle)))
-        == sum(len(change.kinds) for change in bundle)
+        for combination in combinations(candidates, count)
+        if len(frozenset().union(*(change.kinds for change in combination)))
+        == sum(len(change.kinds) for change in combination)
     ]
-    for bundle in sorted(bundles, key=lambda bundle: sum(change.cost for change in bundle)):
+    for combination in sorted(
+        combinations_to_try, key=lambda combination: sum(change.cost for change in combination)
+    ):
         changed = run
-        for change in bundle:
+        for change in combination:
             changed = change.apply(changed)
         if any(changed.validate()):
             continue
         if (fit := check(changed)) is not None and fit.status.is_acceptable:
-            yield SuggestedFix(bundle, changed, fit)
+            yield SuggestedFix(combination, changed, fit)
 
 
 def memory_saving_changes(run: RunConfig) -> Iterator[RunChange]:
-    """Yields the changes that may save memory, whatever they cost."""
+    """Yield all changes that may save memory."""
     yield from micro_batch_changes(run)
     yield from _memory_changes(run)
     yield from _layout_changes(run)
@@ -103,93 +108,109 @@ def memory_saving_changes(run: RunConfig) -> Iterator[RunChange]:
 
 
 def precision_changes(run: RunConfig) -> Iterator[RunChange]:
-    """Yields the mixed precision that the device has."""
+    """Yield mixed precision in the format that the device supports."""
     if run.precision.parameters is FloatFormat.fp32 and run.precision.compute is FloatFormat.fp32:
         lacks = run.hardware.device is DeviceKind.cuda and run.hardware.bf16_tflops == 0
-        number = FloatFormat.fp16 if lacks else FloatFormat.bf16
-        line, mixed = f"precision={number}_mixed", Precision(compute=number)
-        yield RunChange(line, 6, frozenset({"precision"}), _with_changes(precision=mixed))
+        compute = FloatFormat.fp16 if lacks else FloatFormat.bf16
+        override, precision = f"precision={compute}_mixed", Precision(compute=compute)
+        yield RunChange(override, 6, frozenset({"precision"}), _with_changes(precision=precision))
 
 
 def micro_batch_changes(run: RunConfig) -> Iterator[RunChange]:
-    """Yields smaller micro batches, which keep the rows of a step."""
+    """Yield smaller micro-batches with the same global batch."""
     size, cost = run.micro_batch // 2, 1.0
-    rows = run.global_batch
+    global_batch = run.global_batch
     while size >= 1:
-        trainer = replace(run.trainer, micro_batch=size, global_batch=rows)
-        line = f"trainer.micro_batch={size}"
+        trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
+        overrides = f"trainer.micro_batch={size}"
         if run.trainer.global_batch is None:
-            line += f" trainer.global_batch={rows}"
-        yield RunChange(line, cost, frozenset({"passes"}), _with_changes(trainer=trainer))
+            overrides += f" trainer.global_batch={global_batch}"
+        yield RunChange(overrides, cost, frozenset({"passes"}), _with_changes(trainer=trainer))
         size, cost = size // 2, cost + 0.5
 
 
 def _memory_changes(run: RunConfig) -> Iterator[RunChange]:
     costs = {Recompute.selective: 2.0, Recompute.full: 3.0}
     order = list(Recompute)
-    least = min(map(order.index, run.memory.count_by_recompute(run.model.layers)))
+    lowest_index = min(map(order.index, run.memory.count_by_recompute(run.model.layers)))
     for recompute, cost in costs.items():
-        if order.index(recompute) > least:
+        if order.index(recompute) > lowest_index:
             memory = FixedCheckpointing(recompute)
-            line = f"memory=checkpoint_{recompute}"
-            yield RunChange(line, cost, frozenset({"memory"}), _with_changes(memory=memory))
+            override = f"memory=checkpoint_{recompute}"
+            yield RunChange(override, cost, frozenset({"memory"}), _with_changes(memory=memory))
     if not run.memory.offload and run.compile.scope is CompileScope.none:
         memory = FixedCheckpointing(Recompute.full, offload=True)
-        line = "memory=offload_activations"
-        yield RunChange(line, 5, frozenset({"memory"}), _with_changes(memory=memory))
+        override = "memory=offload_activations"
+        yield RunChange(override, 5, frozenset({"memory"}), _with_changes(memory=memory))
     if run.checkpoint.background:
-        kept = replace(run.checkpoint, background=False)
-        line = "checkpoint.background=false"
-        yield RunChange(line, 0.5, frozenset({"checkpoint"}), _with_changes(checkpoint=kept))
+        checkpoint = replace(run.checkpoint, background=False)
+        override = "checkpoint.background=false"
+        yield RunChange(
+            override, 0.5, frozenset({"checkpoint"}), _with_changes(checkpoint=checkpoint)
+        )
     if run.objective.loss_chunk is None:
-        objective = replace(run.objective, loss_chunk=CHUNK)
-        line = f"objective.loss_chunk={CHUNK}"
-        yield RunChange(line, 1.5, frozenset({"loss"}), _with_changes(objective=objective))
+        objective = replace(run.objective, loss_chunk=LOSS_CHUNK_TOKENS)
+        override = f"objective.loss_chunk={LOSS_CHUNK_TOKENS}"
+        yield RunChange(override, 1.5, frozenset({"loss"}), _with_changes(objective=objective))
 
 
 def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
-    held, most, rows = run.parallelism, run.hardware.total_devices, run.global_batch
-    if isinstance(held, SingleConfig | DDPConfig | MeshConfig):
-        shards = held.sizes["shards"] if isinstance(held, MeshConfig) else 1
-        others = held.world_size // shards if isinstance(held, MeshConfig) else 1
-        tried = [size for size in SHARDS if size > shards]
-        if isinstance(
-            held, DDPConfig
-        ):  # as many ranks as were asked for, before fewer or more of them
-            tried.sort(key=lambda size: abs(size - held.world_size))
-        for step, size in enumerate(tried):
+    strategy, total_devices, global_batch = (
+        run.parallelism,
+        run.hardware.total_devices,
+        run.global_batch,
+    )
+    if isinstance(strategy, SingleConfig | DDPConfig | MeshConfig):
+        shards = strategy.sizes["shards"] if isinstance(strategy, MeshConfig) else 1
+        other_ranks = strategy.world_size // shards if isinstance(strategy, MeshConfig) else 1
+        shard_counts = [size for size in SHARD_COUNTS if size > shards]
+        if isinstance(strategy, DDPConfig):  # try the requested number of ranks first
+            shard_counts.sort(key=lambda size: abs(size - strategy.world_size))
+        for index, size in enumerate(shard_counts):
             layout: ParallelismConfig = MeshConfig(shards=size)
-            line, kinds = f"parallelism=fsdp parallelism.shards={size}", frozenset({"layout"})
-            if isinstance(held, MeshConfig):
-                layout, line = replace(held, shards=size), f"parallelism.shards={size}"
-            least, trainer = rows // layout.data_parallel_size, run.trainer
-            if least < 1 or (most is not None and size * others > most):
+            overrides, kinds = f"parallelism=fsdp parallelism.shards={size}", frozenset({"layout"})
+            if isinstance(strategy, MeshConfig):
+                layout, overrides = replace(strategy, shards=size), f"parallelism.shards={size}"
+            micro_batch, trainer = global_batch // layout.data_parallel_size, run.trainer
+            if micro_batch < 1 or (
+                total_devices is not None and size * other_ranks > total_devices
+            ):
                 continue
-            parts: dict[str, Any] = {"parallelism": layout}
-            if least < run.micro_batch:  # more ranks than rows for them
-                parts["trainer"] = replace(trainer, micro_batch=least, global_batch=rows)
-                line += f" trainer.micro_batch={least} trainer.global_batch={rows}"
+            changed_groups: dict[str, Any] = {"parallelism": layout}
+            if micro_batch < run.micro_batch:  # more ranks than micro-batches of this size
+                changed_groups["trainer"] = replace(
+                    trainer, micro_batch=micro_batch, global_batch=global_batch
+                )
+                overrides += (
+                    f" trainer.micro_batch={micro_batch} trainer.global_batch={global_batch}"
+                )
                 kinds |= {"passes"}
             elif trainer.global_batch is None:
-                parts["trainer"] = replace(trainer, global_batch=rows)
-                line += f" trainer.global_batch={rows}"
+                changed_groups["trainer"] = replace(trainer, global_batch=global_batch)
+                overrides += f" trainer.global_batch={global_batch}"
                 kinds |= {"passes"}
-            yield RunChange(line, 4 + step, kinds, _with_changes(**parts))
-    if isinstance(held, MeshConfig) and held.cpu_offload:
-        layout = replace(held, cpu_offload=False)
+            yield RunChange(overrides, 4 + index, kinds, _with_changes(**changed_groups))
+    if isinstance(strategy, MeshConfig) and strategy.cpu_offload:
+        layout = replace(strategy, cpu_offload=False)
         kinds = frozenset({"layout"})
         yield RunChange(
             "parallelism.cpu_offload=false", 0.5, kinds, _with_changes(parallelism=layout)
         )
-    if isinstance(held, MeshConfig) and not held.cpu_offload and held.sizes["shards"] > 1:
-        layout = replace(held, cpu_offload=True)
+    if (
+        isinstance(strategy, MeshConfig)
+        and not strategy.cpu_offload
+        and strategy.sizes["shards"] > 1
+    ):
+        layout = replace(strategy, cpu_offload=True)
         kinds = frozenset({"layout"})
         yield RunChange("parallelism.cpu_offload=true", 8, kinds, _with_changes(parallelism=layout))
 
 
 def _optimizer_changes(run: RunConfig) -> Iterator[RunChange]:
-    apart = run.parallelism.supports_optimizer_offload and run.hardware.device is DeviceKind.cuda
-    if apart and isinstance(run.optimizer, AdamWConfig) and not run.optimizer.offload:
+    can_offload = (
+        run.parallelism.supports_optimizer_offload and run.hardware.device is DeviceKind.cuda
+    )
+    if can_offload and isinstance(run.optimizer, AdamWConfig) and not run.optimizer.offload:
         optimizer, kinds = replace(run.optimizer, offload=True), frozenset({"optimizer"})
         yield RunChange("optimizer.offload=true", 7, kinds, _with_changes(optimizer=optimizer))
 

@@ -1,4 +1,4 @@
-"""The ledger of one device: what each rank holds, joined with what its passes keep and make."""
+"""Memory breakdown of a rank's device at its peak."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
-from scalewise.planner.pipeline_peaks import iter_peak_moments
+from scalewise.planner.pipeline_peaks import iter_peak_points
 
 if TYPE_CHECKING:
     from scalewise.parallelism.rank_memory import RankMemory
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 def device_breakdown(run: RunConfig, rank: int = 0) -> MemoryBreakdown:
-    """Returns the ledger of one rank's device at the last micro batch of a step."""
+    """Return the memory breakdown of one rank at the last micro-batch of a step."""
     return breakdown_of(run, run.parallelism.rank_memory(run, rank))
 
 
 def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
-    """Returns the same of a rank that holds this."""
+    """Return the memory breakdown of a rank with this partition, at its highest peak."""
     kind = DeviceMemory if rank_memory.zero is None else DeepSpeedDeviceMemory
-    devices = [kind(run, rank_memory, moment) for moment in iter_peak_moments(rank_memory)]
-    ledgers = [
-        MemoryBreakdown(tuple(line for line in device.iter_entries() if line.max_bytes))
+    devices = [kind(run, rank_memory, point) for point in iter_peak_points(rank_memory)]
+    breakdowns = [
+        MemoryBreakdown(tuple(entry for entry in device.iter_entries() if entry.max_bytes))
         for device in devices
     ]
-    return max(ledgers, key=lambda ledger: ledger.peak)
+    return max(breakdowns, key=lambda breakdown: breakdown.peak)
 
 
 def worst_rank_breakdown(run: RunConfig) -> MemoryBreakdown:
-    """Returns the ledger of the rank whose device is fullest."""
+    """Return the memory breakdown of the rank with the highest peak."""
     ranks = run.parallelism.distinct_ranks(run)
-    return max((device_breakdown(run, rank) for rank in ranks), key=lambda ledger: ledger.peak)
+    return max((device_breakdown(run, rank) for rank in ranks), key=lambda it: it.peak)
