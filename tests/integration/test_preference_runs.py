@@ -63,7 +63,7 @@ def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
     assert trained["reward_accuracy"] > 0.9 > untrained["reward_accuracy"] == 0.5
     assert trained["likelier"] > 0.8 > untrained["likelier"]
     page = (run.path / "report.html").read_text("utf-8")
-    said = re.search(r"Held-out pairs are preferred rightly in ([\d.]+)", page)
+    said = re.search(r"Preference accuracy is ([\d.]+)", page)
     last = float(run.metrics[-1]["val/reward_accuracy"])
     assert said is not None
     assert float(said[1]) / 100 == pytest.approx(last, abs=5e-3)

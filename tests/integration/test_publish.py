@@ -135,7 +135,7 @@ class TestASweep:
         assert run.summary["plan/peak_bytes"] == plan["plan/peak_bytes"]
         assert run.summary["final/memory/peak_bytes"] == metrics["memory/peak_bytes"]
         breakdown = table_of(run, "plan/ledger")
-        assert breakdown["columns"] == ["line", "bytes_at_peak"]
+        assert breakdown["columns"] == ["entry", "bytes_at_peak"]
         assert sum(size for _, size in breakdown["data"]) == plan["plan/peak_bytes"]
         assert (
             max(size for _, size in table_of(run, "plan/phases")["data"]) == plan["plan/peak_bytes"]
@@ -173,7 +173,7 @@ class TestASweep:
         assert {
             name for name in writes(server) if "iew" not in name and "roject" not in name
         } == set()
-        assert "not sent" not in again.out
+        assert "not uploaded" not in again.out
 
     def test_the_key_is_nowhere(self, told: Told) -> None:
         _, _, first, again = told
@@ -240,7 +240,7 @@ def test_what_the_server_drops_is_sent_the_next_time(
     with serving(faults={fault: 500}) as server:
         ended = publish(scalewise, server, job.path, env=ONE_TRY)
         assert ended.code == 1
-        assert "not sent" in ended.out
+        assert "not uploaded" in ended.out
         assert "try again later" in ended.out
         server.faults.clear()
         publish(scalewise, server, job.path).ok()
@@ -259,9 +259,9 @@ def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
         ended = publish(scalewise, server, sweep.path)
     assert ended.code == 1
     assert "Traceback" not in ended.said
-    line, report = [line for line in ended.out.splitlines() if "not sent" in line]
+    line, report = [line for line in ended.out.splitlines() if "not uploaded" in line]
     assert line.startswith("1/2 ")
-    assert f"{sweep.path.name}  not sent: its report: " in report
+    assert f"{sweep.path.name}  not uploaded: W&B report: " in report
     assert list(server.exit_codes.values()) == [0]
     assert_rows_are_those_of(whole, run_of(server, whole))
 
@@ -269,9 +269,9 @@ def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        (401, 2, "refuses the key; run `wandb login`, or set WANDB_API_KEY"),
-        (429, 1, "asks to wait (HTTP 429); try again later"),
-        pytest.param(500, 1, "has failed (HTTP 500); try again later", marks=LONG),
+        (401, 2, "rejects the API key; run `wandb login`, or set WANDB_API_KEY"),
+        (429, 1, "limits the request rate (HTTP 429); try again later"),
+        pytest.param(500, 1, "failed (HTTP 500); try again later", marks=LONG),
     ],
 )
 def test_a_server_that_says_no_costs_one_line(
@@ -296,7 +296,7 @@ def test_a_damaged_job_does_not_stop_the_others(sweep: Folder, scalewise: Doors)
     assert ended.code == 1
     assert "Traceback" not in ended.said
     assert "1/2 " in ended.out
-    assert "not sent: " in ended.out
+    assert "not uploaded: " in ended.out
     assert_rows_are_those_of(whole, run_of(server, whole))
 
 
@@ -329,7 +329,7 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
         folder = Folder(door.until_step(20))
         alive = publish(scalewise, server, folder.path)
         assert alive.code == 1
-        assert "it still runs; publish it when it has ended" in alive.out
+        assert "the run is in progress; publish it when it has ended" in alive.out
         assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
         door.kill()
         door.wait()

@@ -51,4 +51,4 @@ def test_digits_are_written_backwards_that_were_never_seen(scalewise: Doors) -> 
     assert metrics["val/reward_first"] < 0.25  # of ten digits one is right by chance
     assert metrics["val/reward"] > 0.9
     page = (ended.folder.path / "report.html").read_text("utf-8")
-    assert f"Held-out answers earn {metrics['val/reward']:.3f}" in page
+    assert f"Validation reward is {metrics['val/reward']:.3f}" in page

@@ -13,7 +13,7 @@ from fixtures.doors import TINY, Doors, Ended, Folder
 
 from scalewise import compose
 from scalewise.planner.host_memory import checkpoint_bytes
-from scalewise.tracking.metric_names import METRICS, TIMES
+from scalewise.tracking.metric_names import METRICS, STEP_PHASES
 
 ONCE = "measured in one step"
 JOINT = "time/forward_backward_s"
@@ -103,7 +103,7 @@ def test_the_loss_falls(folder: Folder) -> None:
 
 def test_shares_of_a_step_make_the_whole(folder: Folder) -> None:
     for row in folder.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in TIMES)
+        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
         assert parts == pytest.approx(float(row["time/step_s"]))
 
 

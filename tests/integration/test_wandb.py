@@ -125,7 +125,7 @@ def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise
     assert ended.seconds < 60
     assert_nothing_lost(ended.folder, 8)
     assert ended.folder.status["wandb"]["mode"] == "offline"
-    assert "W&B online is not to be had" in ended.out
+    assert "W&B online mode is unavailable" in ended.out
     assert_key_is_nowhere(ended)
 
 

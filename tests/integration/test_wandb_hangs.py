@@ -40,7 +40,7 @@ def test_a_broken_server_costs_five_seconds_at_each_end(how: str, scalewise: Doo
 
         published = scalewise(str(ended.folder.path), verb="publish", env=env)
         assert published.code == 1, published.said
-        assert "does not answer; try again when it does" in published.said
+        assert "does not respond; try again later" in published.said
         assert "Traceback" not in published.said
         assert published.seconds < 5 + STARTS
 

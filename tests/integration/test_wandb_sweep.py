@@ -112,9 +112,13 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
 @pytest.mark.parametrize(
     ("faults", "code", "told"),
     [
-        ({"*": 500}, 1, "the server has failed (HTTP 500)"),
-        ({"*": 401}, 2, "refuses the key"),
-        ({"UpsertSweep": 403}, 1, "W&B made no sweep: the server does not permit it (HTTP 403)"),
+        ({"*": 500}, 1, "the server failed (HTTP 500)"),
+        ({"*": 401}, 2, "rejects the API key"),
+        (
+            {"UpsertSweep": 403},
+            1,
+            "cannot create the W&B sweep: the server denies access (HTTP 403)",
+        ),
     ],
     ids=["server", "key", "rights"],
 )

@@ -178,7 +178,7 @@ class TestRefused:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(folder / "none"))
         with pytest.raises(
-            ConfigError, match=r"there is no key for .*; run `wandb login`, or set WANDB_API_KEY"
+            ConfigError, match=r"no API key is set; run `wandb login`, or set WANDB_API_KEY"
         ):
             publish(folder)
 
@@ -187,17 +187,19 @@ class TestRefused:
             port = taken.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        with pytest.raises(ScalewiseError, match="does not answer"):
+        with pytest.raises(ScalewiseError, match="does not respond"):
             publish(folder)
 
     @pytest.mark.parametrize("code", [401, 403, 404, 429, 500])
     def test_by_the_server(
         self, server: WandbServer, folder: Path, code: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(connection, "ANSWER_WAIT", 2)  # the client repeats after 429 and 500
+        monkeypatch.setattr(
+            connection, "REQUEST_TIMEOUT", 2
+        )  # the client repeats after 429 and 500
         before = (folder / "sweep.json").read_bytes()
         server.faults["upsertView"] = code
-        with pytest.raises(ScalewiseError, match="W&B refused") as caught:
+        with pytest.raises(ScalewiseError, match="W&B request failed") as caught:
             publish(folder)
         assert KEY not in str(caught.value)
         assert "\n" not in str(caught.value)

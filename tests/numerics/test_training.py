@@ -12,7 +12,7 @@ from fixtures.layouts import LAYOUTS, SHAPE
 from fixtures.probes import DAWDLES
 
 from scalewise import compose
-from scalewise.tracking.metric_names import TIMES
+from scalewise.tracking.metric_names import STEP_PHASES
 
 FP32_BYTES = 4
 LONG = pytest.mark.exhaustive
@@ -107,7 +107,7 @@ def test_activations_grow_with_the_micro_batch(job: Job) -> None:
 def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(job: Job) -> None:
     run = job("trainer.max_steps=30")
     for row in run.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in TIMES)
+        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
         assert float(row["time/step_s"]) == pytest.approx(parts)
         rate = float(row["throughput/tokens_per_s"]) * float(row["time/step_s"])
         assert rate == pytest.approx(8 * 32)
@@ -149,7 +149,7 @@ def test_steps_of_several_ranks_add_up_to_the_wall_of_one(layout: str, rows: int
         nearest = min(walls, key=lambda wall: abs(wall - told))
         assert told == pytest.approx(nearest, rel=0.02), walls
     for row in run.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in TIMES)
+        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
         assert float(row["time/step_s"]) == pytest.approx(parts)
 
 

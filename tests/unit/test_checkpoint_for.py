@@ -304,7 +304,7 @@ def test_a_config_that_is_absent_is_no_difference(compose: Compose, tmp_path: Pa
 @pytest.mark.parametrize("content", ["", "[1", "- 1\n", "model: text", "seed: [1]"])
 def test_a_damaged_config_is_named(compose: Compose, tmp_path: Path, content: str) -> None:
     (tmp_path / "resolved.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"resolved\.yaml is damaged.*; put a copy of it back"):
+    with pytest.raises(ConfigError, match=r"resolved\.yaml is damaged.*; restore it from a copy"):
         list(resume_issues(compose(), tmp_path))
 
 
@@ -316,7 +316,7 @@ def test_a_config_without_its_batch_is_named(
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.yaml is damaged") as caught:
         list(resume_issues(compose(), tmp_path))
-    assert "put a copy of it back" in str(caught.value)
+    assert "restore it from a copy" in str(caught.value)
 
 
 def written(run: RunConfig, folder: Path) -> Path:

@@ -68,8 +68,8 @@ def test_the_verb_says_what_came_and_what_was_foreseen(
 ) -> None:
     assert cli.main(["plan", "explain", *pair]) == 0
     said = capsys.readouterr().out
-    assert "The peak is 50% less; foreseen: 50% less" in said
-    assert "A step takes 50% more time; foreseen: 50% more time" in said
+    assert "Peak memory is 50% lower; predicted: 50% lower" in said
+    assert "Step time is 50% higher; predicted: 50% higher" in said
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if line}
     assert rows["memory"][-2:] == ["none", "checkpoint_full"]
     assert rows["activations of blocks"][-1] == "-67%"
@@ -84,7 +84,7 @@ def test_a_run_that_left_little_is_compared_in_what_it_left(
         (Path(pair[1]) / f"{name}.json").unlink()
     assert cli.main(["plan", "explain", *pair]) == 0
     said = capsys.readouterr().out
-    assert "predicted" not in said
+    assert "; predicted: " not in said
     assert "time/step_s" in said
 
 

@@ -16,7 +16,7 @@ from scalewise.planner.plan import plan_record
 from scalewise.run_config import RunConfig
 from scalewise.tracking import tables, wandb_api, wandb_sync
 from scalewise.tracking.connection import server_error_text
-from scalewise.tracking.run_files import FACTS, MetricsFile
+from scalewise.tracking.run_files import WANDB_FACTS, MetricsFile
 from scalewise.tracking.wandb_api import wandb_environment
 from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 
@@ -83,7 +83,7 @@ def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_left_its_facts(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
-    (tmp_path / FACTS).write_text('{"id": "abc", "project": "p"}')
+    (tmp_path / WANDB_FACTS).write_text('{"id": "abc", "project": "p"}')
     told = folder_of(tmp_path, 1, wandb={"mode": "disabled", "url": None})
     assert told.wandb["id"] == "abc"
 
@@ -123,9 +123,9 @@ def test_what_was_not_measured_has_no_row() -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        ("giving up\nwhile retrying: HTTP 429: {}", "asks to wait (HTTP 429)"),
-        ("returned error 401: {}", "refuses the key (HTTP 401); run `wandb login`"),
-        ("HTTP 503: gone", "has failed (HTTP 503); try again later"),
+        ("giving up\nwhile retrying: HTTP 429: {}", "limits the request rate (HTTP 429)"),
+        ("returned error 401: {}", "rejects the API key (HTTP 401); run `wandb login`"),
+        ("HTTP 503: gone", "failed (HTTP 503); try again later"),
         ("wandb: ERROR torn\n", "torn"),
         (KeyError(), "KeyError"),
     ],
@@ -166,7 +166,7 @@ class TestRefusals:
     def test_no_key(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 2
-        assert "there is no key for" in (told := capsys.readouterr().err)
+        assert "no API key is set" in (told := capsys.readouterr().err)
         assert "run `wandb login`, or set WANDB_API_KEY" in told
 
     def test_no_server(
@@ -180,7 +180,7 @@ class TestRefusals:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 1
         told = capsys.readouterr().err
-        assert told == "scalewise: http://127.0.0.1:9 does not answer; try again when it does\n"
+        assert told == "scalewise: http://127.0.0.1:9 does not respond; try again later\n"
 
 
 class TestGroup:
@@ -212,7 +212,7 @@ def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
     own = tmp_path / "wandb" / "run-20260101_000000-x"
     own.mkdir(parents=True)
     (own / "run-x.wandb").touch()
-    (tmp_path / wandb_sync.MARKER).write_text('{"path": "http://here/e/p/x"}')
+    (tmp_path / wandb_sync.PUBLISHED_FILE).write_text('{"path": "http://here/e/p/x"}')
 
     class Empty:
         url = "http://here"

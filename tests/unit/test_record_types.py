@@ -70,7 +70,7 @@ def test_readers_reject_a_field_of_another_type(name: str, value: str, tmp_path:
         if not any(type_mismatches(json.loads(content), declared)):
             continue
         read = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
-        with pytest.raises(RecordError, match=rf"{name} is damaged: .+; put a copy of it back"):
+        with pytest.raises(RecordError, match=rf"{name} is damaged: .+; restore it from a copy"):
             read(tmp_path / name)
         assert run_files.read_json(tmp_path / name) == {}
 

@@ -13,7 +13,7 @@ from scalewise.measure.steptime import StepTimer
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import planned_vs_measured
-from scalewise.tracking.metric_names import TIMES
+from scalewise.tracking.metric_names import STEP_PHASES
 from scalewise.training.callbacks import metrics_recorder
 from scalewise.training.callbacks.metrics_recorder import (
     MetricsRecorder,
@@ -38,7 +38,7 @@ def row(step: int, times: dict[str, float]) -> dict[str, Any]:
         "train/grad_norm": 1.0,
         "train/lr": 1e-3,
         "time/step_s": sum(times.values()),
-        **{f"time/{name}_s": times.get(name) for name in TIMES},
+        **{f"time/{name}_s": times.get(name) for name in STEP_PHASES},
     }
 
 
@@ -115,7 +115,7 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
     terminal = ProgressDisplay(run, 4, 0)
     terminal([{**row(3, OTHERS), **({"memory/peak_bytes": peak / 1.25} if measured else {})}])
     terminal([row(4, OTHERS)])
-    told = f"peak {format_bytes(peak / 1.25)} (foreseen +25.0%)  100 ms"
+    told = f"peak {format_bytes(peak / 1.25)} (predicted +25.0%)  100 ms"
     assert [told in line for line in capsys.readouterr().out.splitlines()] == [measured] * 2
 
 
@@ -125,9 +125,9 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
         ({}, ""),
         ({"memory/peak_bytes": 2**20, "time/step_s": 0.2}, ""),
         ({"memory/peak_bytes": 2**20, "plan/peak_bytes": 2**20, "plan/step_s": None,
-          "time/step_s": 0.2}, "peak 1.00 MiB (foreseen +0.0%)"),
+          "time/step_s": 0.2}, "peak 1.00 MiB (predicted +0.0%)"),
         ({"memory/peak_bytes": 2**20, "plan/peak_bytes": 2**19, "plan/step_s": 0.3,
-          "time/step_s": 0.2}, "peak 1.00 MiB (foreseen -50.0%)  step 200 ms (foreseen +50.0%)"),
+          "time/step_s": 0.2}, "peak 1.00 MiB (predicted -50.0%)  step 200 ms (predicted +50.0%)"),
         ({"memory/peak_bytes": None, "plan/peak_bytes": 2**19}, ""),
     ],
 )  # fmt: skip

@@ -28,13 +28,13 @@ def test_one_complaint_names_key_reason_and_cure(
 @pytest.mark.parametrize(
     ("variable", "value", "lines", "reason"),
     [
-        ("WANDB_MODE", "nonsense", [], "none of online, offline, disabled"),
+        ("WANDB_MODE", "nonsense", [], "one of online, offline, disabled"),
         ("WANDB_MODE", "nonsense", ["tracking=none"], ""),
         ("WANDB_MODE", " Online ", [], ""),
         ("WANDB_MODE", "", [], ""),
-        ("WANDB_BASE_URL", "localhost:8080", [], "is no address of a server"),
-        ("WANDB_BASE_URL", "http://host:port", [], "is no address of a server"),
-        ("WANDB_BASE_URL", "https://", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "localhost:8080", [], "is not a server URL"),
+        ("WANDB_BASE_URL", "http://host:port", [], "is not a server URL"),
+        ("WANDB_BASE_URL", "https://", [], "is not a server URL"),
         ("WANDB_BASE_URL", "http://localhost:8080", [], ""),
     ],
 )

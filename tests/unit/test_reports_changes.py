@@ -58,8 +58,8 @@ def test_times_of_jobs_that_ran_at_once_are_not_compared(tmp_path: Path) -> None
     assert isinstance(record, SweepRecord)
     found = ablation_effects.changes_section(compare.compare_sweep(record), UNIT)
     assert found is not None
-    assert ablation_effects.CROWDED in found.notes
-    told = " ".join([str(found.finding), *map(str, found.said)])
+    assert ablation_effects.OVERSUBSCRIBED_NOTE in found.notes
+    told = " ".join([str(found.finding), *map(str, found.bullets)])
     assert "memory" in told
     assert "time" not in told
     assert "step" not in told
@@ -69,16 +69,16 @@ class TestEffect:
     @pytest.mark.parametrize(
         ("time", "memory", "want"),
         [
-            (1.07, 0.56, "cut peak memory by 44% for 7% more time"),
-            (0.8, 1.03, "cut the step by 20% for 3% more memory"),
-            (0.8, 0.9, "cut peak memory by 10% and the step by 20%"),
-            (1.07, 1.2, "took 20% more memory and 7% more time"),
-            (1.0, 0.5, "cut peak memory by 50% for no more time"),
-            (1.0, 1.5, "took 50% more memory for no less time"),
-            (2.8, 0.5, "cut peak memory by 50% for 2.8× the time"),  # noqa: RUF001
-            (1.001, 0.999, "changed neither memory nor time"),
-            (0.8, None, "cut the step by 20%"),
-            (1.0, None, "left time as it was"),
+            (1.07, 0.56, "reduced peak memory by 44% and increased step time by 7%"),
+            (0.8, 1.03, "reduced step time by 20% and increased peak memory by 3%"),
+            (0.8, 0.9, "reduced peak memory by 10% and step time by 20%"),
+            (1.07, 1.2, "increased peak memory by 20% and step time by 7%"),
+            (1.0, 0.5, "reduced peak memory by 50% and did not change step time"),
+            (1.0, 1.5, "increased peak memory by 50% and did not change step time"),
+            (2.8, 0.5, "reduced peak memory by 50% and increased step time to 2.8×"),  # noqa: RUF001
+            (1.001, 0.999, "did not change peak memory or step time"),
+            (0.8, None, "reduced step time by 20%"),
+            (1.0, None, "did not change step time"),
             (None, None, ""),
         ],
     )
@@ -137,15 +137,16 @@ class TestLadder:
 
     def test_is_told_rung_by_rung(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", RUNGS, rung_job), "changes")
-        assert section.topic == "Ladder"
+        assert section.topic == "Ablation"
         assert section.finding == (
-            "Four techniques together cut peak memory by 78% and the step by 36%"
+            "Four techniques together reduced peak memory by 78% and step time by 36%"
         )
-        assert [sentence.striptags() for sentence in section.said] == [
-            "bf16 (precision=bf16_mixed) cut peak memory by 30% and the step by 38%.",
-            "block (compile=block) cut peak memory by 4% and the step by 19%.",
-            "less (memory=checkpoint_full) cut peak memory by 43% for 22% more time.",
-            "fsdp (parallelism=fsdp) cut peak memory by 42% for 5% more time.",
+        assert [sentence.striptags() for sentence in section.bullets] == [
+            "bf16 (precision=bf16_mixed) reduced peak memory by 30% and step time by 38%.",
+            "block (compile=block) reduced peak memory by 4% and step time by 19%.",
+            "less (memory=checkpoint_full) reduced peak memory by 43% and increased step time "
+            "by 22%.",
+            "fsdp (parallelism=fsdp) reduced peak memory by 42% and increased step time by 5%.",
         ]
         last = dict(section.numbers.rows)["fsdp"]
         assert last[:4] == ("parallelism=fsdp", "640", "621", "+4.9%")
@@ -171,14 +172,15 @@ class TestSwaps:
     def test_are_told_the_largest_first_and_the_idle_together(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "changes")
         assert section.finding == (
-            "ddp instead of single cut the step by 40% for 5% more memory, over five pairs of jobs"
+            "ddp instead of single reduced step time by 40% and increased peak memory by 5%, "
+            "over five pairs of jobs"
         )
-        said = [sentence.striptags() for sentence in section.said]
+        said = [sentence.striptags() for sentence in section.bullets]
         assert said[0].startswith(
-            "fsdp instead of single cut peak memory by 40% and the step by 35%"
+            "fsdp instead of single reduced peak memory by 40% and step time by 35%"
         )
         assert len(said) == 3
-        assert said[-1] == "optimizer.lr moved time and memory by less than 2%."
+        assert said[-1] == "optimizer.lr changed step time and peak memory by less than 2%."
 
     def test_one_setting_is_told_against_the_reference(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB * (2 + n))
@@ -187,8 +189,10 @@ class TestSwaps:
             sweep({"parallelism": ("single", "ddp", "fsdp")}, jobs), UNIT
         )
         assert section is not None
-        assert section.finding == "fsdp cut the step by 20% for 2.0× the memory"  # noqa: RUF001
-        assert section.notes[0].startswith("All against single:")
+        assert section.finding == (
+            "fsdp reduced step time by 20% and increased peak memory to 2.0×"  # noqa: RUF001
+        )
+        assert section.notes[0].startswith("Compared with single:")
 
     def test_two_jobs_leave_no_empty_figure(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB)
@@ -198,7 +202,7 @@ class TestSwaps:
         )
         assert section is not None
         assert section.notes == ()
-        assert section.said[0].startswith("All against single:")
+        assert section.bullets[0].startswith("Compared with single:")
 
     def test_seeds_are_no_change_and_average_out(self) -> None:
         rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
@@ -220,9 +224,11 @@ def comparison(folder: Path) -> ReportComparison:
     return report_model.build_report(records.read_record(folder)).comparison
 
 
-def part(folder: Path, ident: str) -> Any:
+def part(folder: Path, anchor: str) -> Any:
     (found,) = [
-        p for p in report_model.build_report(records.read_record(folder)).parts if p.ident == ident
+        p
+        for p in report_model.build_report(records.read_record(folder)).parts
+        if p.anchor == anchor
     ]
     assert isinstance(found, ReportSection)
     return found
@@ -293,15 +299,15 @@ class TestImportance:
 class TestCoordinates:
     def test_has_an_axis_for_each_setting_and_result(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
-        (drawn,) = section.live
+        (drawn,) = section.wandb_panels
         assert [label for _, label in drawn.panel.axes] == [
             "parallelism", "precision", "optimizer.lr", "step, ms", "peak, GiB", "train loss",
         ]  # fmt: skip
-        assert section.finding == "The four fastest jobs share precision=bf16_mixed"
+        assert section.finding == "The four fastest jobs have precision=bf16_mixed in common"
 
     def test_settings_are_where_runs_log_them(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
-        names = [axis.name for axis, _ in section.live[0].panel.axes]
+        names = [axis.name for axis, _ in section.wandb_panels[0].panel.axes]
         assert names[:3] == ["choices.parallelism", "choices.precision", "optimizer.lr"]
         assert names[3:] == [f"final/{key}" for key in (STEP, PEAK, LOSS)]
 

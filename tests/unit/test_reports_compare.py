@@ -183,7 +183,7 @@ class TestShown:
             run(n, {"seed": n}, tokens=1000.0 - n, step=1 + n, peak=200.0 - n) for n in range(80)
         ]
         found = sweep({"seed": tuple(range(80))}, jobs, 70)
-        assert len(found.charted_jobs) == compare.SHOWN
+        assert len(found.charted_jobs) == compare.MAX_CHARTED_JOBS
         assert found.reference in found.charted_jobs
         assert found.pareto_front[0] in found.charted_jobs
 
@@ -233,9 +233,9 @@ class TestSentences:
             .replace("\u00a0", " ")
         )
         assert said == (
-            "ddp · bf16 is fastest at 1,432 tok/s, 2.8× single · fp32. single · bf16 needs "
-            "the least memory, 3.65 GiB, 12% less than ddp · bf16 at 55% of its speed. "
-            "Final losses lie within 4.0e−3 of each other."
+            "ddp · bf16 is fastest at 1,432 tok/s, 2.8× as fast as single · fp32. "
+            "single · bf16 uses the least memory, 3.65 GiB, 12% less than ddp · bf16 at 55% of its "
+            "throughput. Final losses differ by at most 4.0e−3."
         )
 
     def test_verdict_claims_nothing_without_numbers(self) -> None:
@@ -251,7 +251,7 @@ class TestSentences:
 
     def test_loss_heading_parts_equal_mathematics_from_the_rest(self) -> None:
         assert section_titles.loss_heading(four()) == (
-            "One job follows single · fp32 to within 2.0e−6; two jobs stray 3.0e−3 to 4.0e−3"
+            "One job matches single · fp32 within 2.0e−6; two jobs differ by 3.0e−3 to 4.0e−3"
         )
 
     def test_time_heading_calls_out_a_stall(self) -> None:

@@ -36,8 +36,8 @@ def words(source: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", bare))).replace(" .", ".")
 
 
-def part(source: str, ident: str) -> str:
-    return source[source.index(f'<section id="{ident}">') :].split("</section>")[0]
+def part(source: str, anchor: str) -> str:
+    return source[source.index(f'<section id="{anchor}">') :].split("</section>")[0]
 
 
 class TestRun:
@@ -48,7 +48,7 @@ class TestRun:
             "time",
             "loss",
             "throughput",
-            "repeat",
+            "reproduce",
         ]
         assert "Train loss fell from" in words(source)
 
@@ -104,7 +104,7 @@ class TestPipeline:
         assert "Forward + backward takes 90% of the step" in said
         assert "forward + backward 900" in said
         assert "var(--t-both)" in part(source, "time")
-        assert "Peak of the fullest rank" in words(part(source, "memory"))
+        assert "Peak memory of the worst rank" in words(part(source, "memory"))
 
     def test_beside_another_layout_its_passes_are_compared_with_the_sum(
         self, tmp_path: Path
@@ -116,7 +116,7 @@ class TestPipeline:
 
         folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
         said = words(part(text_of(page.write_page(folder)), "time"))
-        assert "forward + backward differs most: 300 ms against 900 ms" in said
+        assert "forward + backward time differs most: 300 ms vs. 900 ms" in said
 
 
 class TestFailedRun:
@@ -145,7 +145,7 @@ class TestFailedRun:
 def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **out_of_memory(plan=foreseen(4.6, 1.4, 4.25)))
     said = words(part(text_of(page.write_page(folder)), "failed")).replace("\u00a0", " ")
-    assert "The planner foresaw a peak of 4.60 GiB; there are 4.25 GiB." in said
+    assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in said
 
 
 class TestTorn:
@@ -183,7 +183,7 @@ class TestTorn:
     def test_loss_that_breaks_is_said(self, run_folder: Path) -> None:
         lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
         (run_folder / "metrics.csv").write_text(lines, "utf-8")
-        assert "stops being a number at step 3" in words(text_of(page.write_page(run_folder)))
+        assert "becomes non-finite at step 3" in words(text_of(page.write_page(run_folder)))
 
     def test_a_start_that_is_no_time_is_left_out(self, tmp_path: Path) -> None:
         assert page.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
@@ -248,8 +248,8 @@ class TestSweep:
     def test_has_its_parts(self, sweep_folder: Path) -> None:
         source = text_of(page.write_page(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
-            "varied", "compare", "changes", "memory", "time", "loss", "trade", "coordinates",
-            "failed", "repeat",
+            "overview", "comparison", "changes", "memory", "time", "loss", "tradeoff",
+            "coordinates", "failed", "reproduce",
         ]  # fmt: skip
 
     def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
@@ -258,8 +258,8 @@ class TestSweep:
 
     def test_prose_equals_table(self, sweep_folder: Path) -> None:
         source = text_of(page.write_page(sweep_folder))
-        verdict = words(source[source.index('class="verdict">') + 16 :].split("</p>")[0])
-        table = part(source, "compare")
+        verdict = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
+        table = part(source, "comparison")
         fastest = re.search(r"fastest at ([\d,]+) tok/s", verdict)
         least = re.search(r"least memory, ([\d.]+) GiB", verdict.replace("\u00a0", " "))
         assert fastest is not None
@@ -267,17 +267,17 @@ class TestSweep:
         marked = re.findall(r'<span class="best">([\d.,%]+)<span', table)
         assert fastest[1] in marked
         assert least[1] in marked
-        assert f"{fastest[1]} tok/s" in words(part(source, "varied"))
+        assert f"{fastest[1]} tok/s" in words(part(source, "overview"))
         assert least[1] in words(part(source, "memory"))
 
     def test_best_is_said_not_only_coloured(self, sweep_folder: Path) -> None:
-        source = part(text_of(page.write_page(sweep_folder)), "compare")
+        source = part(text_of(page.write_page(sweep_folder)), "comparison")
         assert (
             source.count('class="best">') - 1 == source.count('<span class="vh"> best</span>') > 0
         )
 
     def test_table_opens_sorted_with_missing_last(self, sweep_folder: Path) -> None:
-        source = part(text_of(page.write_page(sweep_folder)), "compare")
+        source = part(text_of(page.write_page(sweep_folder)), "comparison")
         values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
         known = [float(v) for v in values if v]
         assert known == sorted(known, reverse=True)
@@ -297,10 +297,10 @@ class TestSweep:
         source = text_of(page.write_page(folder))
         assert "No job finished: 4 out of memory." in words(source)
         assert re.findall(r'<section id="(\w+)">', source) == [
-            "varied",
-            "compare",
+            "overview",
+            "comparison",
             "failed",
-            "repeat",
+            "reproduce",
         ]
         assert source.count('<article class="card">') == 4
 
@@ -309,7 +309,7 @@ class TestSweep:
             page.write_page(make_sweep(tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory()))
         )
         assert source.count('<article class="card">') == 1
-        assert "3 more ended the same way" in words(source)
+        assert "3 more jobs with the same failure" in words(source)
 
     def test_jobs_not_run_yet(self, tmp_path: Path) -> None:
         folder = make_sweep(
@@ -343,7 +343,7 @@ class TestSweep:
         source = text_of(
             page.write_page(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5}))
         )
-        assert part(source, "varied").count('<table class="matrix">') == 2
+        assert part(source, "overview").count('<table class="matrix">') == 2
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<b>"
@@ -380,7 +380,7 @@ def test_two_hundred_jobs(tmp_path: Path) -> None:
     path = page.write_page(make_sweep(tmp_path / "s", LARGE, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
-    assert part(source, "compare").count("<tr") == 201
+    assert part(source, "comparison").count("<tr") == 201
     assert "24 of 200 jobs" in words(part(source, "memory"))
 
 
@@ -412,8 +412,8 @@ def test_what_failed_is_tried_again_by_one_command(
 
     command = f"scalewise train {line}"
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
-    told = words(part(text_of(page.write_page(folder)), "repeat"))
-    assert ("The failed again" in told) == bool(again)
+    told = words(part(text_of(page.write_page(folder)), "reproduce"))
+    assert ("Retry failed jobs" in told) == bool(again)
     assert f"{command} {again}" in told or not again
 
 
@@ -423,7 +423,7 @@ def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
 
     facts = {"report": "https://w/reports/x--1"}
     folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=facts)
-    source = part(text_of(page.write_page(folder)), "repeat")
+    source = part(text_of(page.write_page(folder)), "reproduce")
     assert re.findall(r'<a href="([^"]+)"', source) == [
         "https://w/reports/x--1", "https://w/run0", "https://w/run1",
     ]  # fmt: skip
@@ -436,8 +436,8 @@ def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:
     summary["metrics"]["plan/peak_bytes"] = 1.04 * peak
     (folder / "summary.json").write_text(json.dumps(summary), "utf-8")
     source = text_of(page.write_page(folder))
-    assert "The planner foresaw a peak of" in source
-    assert "4% off" in source
+    assert "Predicted peak memory: " in source
+    assert "error 4%" in source
 
 
 def add_notes(folder: Path, *notes: str) -> None:

@@ -3,28 +3,30 @@
 import pytest
 
 from scalewise.reports import preferences
-from scalewise.reports.compare import PREFERRED, ReportJob
+from scalewise.reports.compare import PREFERENCE_ACCURACY, ReportJob
 from scalewise.reports.records import MetricSeries, RunRecord
 
 
 def job(name: str, *values: float) -> ReportJob:
     steps = tuple(range(10, 10 + len(values)))
-    return ReportJob(RunRecord(name, series={PREFERRED: MetricSeries(steps, values)}), name)
+    return ReportJob(
+        RunRecord(name, series={PREFERENCE_ACCURACY: MetricSeries(steps, values)}), name
+    )
 
 
 @pytest.mark.parametrize(
     ("jobs", "said"),
     [
-        ([job("a", 0.6, 0.975)], "in 98%, more than untrained"),
-        ([job("a", 0.6), job("b", 0.9)], "in 60\u201390%, more than untrained"),
-        ([job("a", 0.4), job("b", 0.9)], "in 40\u201390%, not always more than untrained"),
-        ([job("a", 0.5)], "in 50%, not more than untrained"),
+        ([job("a", 0.6, 0.975)], "98%, above the untrained model"),
+        ([job("a", 0.6), job("b", 0.9)], "60\u201390%, above the untrained model"),
+        ([job("a", 0.4), job("b", 0.9)], "40\u201390%, partly above the untrained model"),
+        ([job("a", 0.5)], "50%, not above the untrained model"),
     ],
 )
 def test_the_finding_is_beside_the_untrained_model(jobs: list[ReportJob], said: str) -> None:
     section = preferences.preference_section(jobs)
     assert section is not None
-    assert section.finding == f"Held-out pairs are preferred rightly {said}"
+    assert section.finding == f"Preference accuracy is {said}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 

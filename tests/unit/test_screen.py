@@ -209,8 +209,8 @@ class TestThePage:
         section = factorial_report.screening_section(compare.compare_sweep(sweep))
         assert section is not None
         assert section.finding == (
-            "Precision bf16_mixed moves step time most (\u221240%) and "
-            "memory checkpoint_full moves peak memory most (\u221250%)"
+            "Precision bf16_mixed changes step time most (\u221240%) and "
+            "memory checkpoint_full changes peak memory most (\u221250%)"
         )
         assert [panel.title for panel in section.panels] == ["Step time", "Peak memory"]
         assert section.numbers is not None
@@ -231,7 +231,7 @@ class TestThePage:
             compare.compare_sweep(self.screened(tmp_path / "screen", job))
         )
         assert section is not None
-        assert "moves step time most (\u221240%)" in section.finding
+        assert "changes step time most (\u221240%)" in section.finding
         notes = " ".join(str(note) for note in section.notes)
         assert "No intervals" in notes
         assert "precision \u00d7 memory = loss_chunk \u00d7 compile" in notes
@@ -254,4 +254,4 @@ class TestThePage:
             compare.compare_sweep(self.screened(tmp_path / "screen", job))
         )
         assert section is not None
-        assert any("For want of jobs that finished" in str(note) for note in section.notes)
+        assert any("Not estimable" in str(note) for note in section.notes)

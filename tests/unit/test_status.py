@@ -14,7 +14,7 @@ from fixtures.checkpoints import RANDOM_T5
 from scalewise.launch import exit_reports, rank_worker
 from scalewise.launch.status import Outcome, Status, git_state, suggested_overrides
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import FACTS, read_json, write_json
+from scalewise.tracking.run_files import WANDB_FACTS, read_json, write_json
 from scalewise.typed_override import command_line
 
 
@@ -122,7 +122,7 @@ def test_only_what_left_a_checkpoint_can_be_resumed(
 
 def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
-    write_json(tmp_path / FACTS, {"mode": "offline", "id": "x"})
+    write_json(tmp_path / WANDB_FACTS, {"mode": "offline", "id": "x"})
     outcome = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
     a_status().with_outcome(outcome, compose(), 2, tmp_path).write(tmp_path)
     found = read_json(tmp_path / "status.json")

@@ -7,7 +7,7 @@ import scalewise
 from scalewise import cli, errors
 from scalewise.config import paths, registry
 from scalewise.launch.status import Outcome
-from scalewise.tracking.metric_names import METRICS, TIMES
+from scalewise.tracking.metric_names import METRICS, STEP_PHASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +165,7 @@ def test_metric_keys() -> None:
         "memory/peak_bytes",
         "memory/host_peak_bytes",
     ]
-    assert {f"time/{name}_s" for name in TIMES} < set(METRICS)
+    assert {f"time/{name}_s" for name in STEP_PHASES} < set(METRICS)
 
 
 def test_every_metric_says_its_unit() -> None:

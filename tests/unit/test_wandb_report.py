@@ -94,7 +94,7 @@ class TestBuild:
 
     def test_a_long_question_is_cut_to_what_the_service_takes(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", steps=9, question="why " * 100)
-        assert len(content(folder)["title"]) == wandb_report.LONGEST_TITLE
+        assert len(content(folder)["title"]) == wandb_report.MAX_TITLE_LENGTH
 
 
 class TestOneOutline:
@@ -110,9 +110,9 @@ class TestOneOutline:
         bare = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
         parts = [f"{part.topic}. {markdown.to_plain_text(part.finding)}" for part in report.parts]
         assert headings(folder) == parts
-        for said in [*parts, markdown.to_plain_text(report.verdict)]:
+        for said in [*parts, markdown.to_plain_text(report.summary)]:
             assert " ".join(said.split()) in bare
-        assert markdown.to_markdown(report.verdict) in text(folder)
+        assert markdown.to_markdown(report.summary) in text(folder)
 
 
 class TestRun:
@@ -210,7 +210,9 @@ class TestSweep:
 
     def test_the_ladder_and_the_price(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
-        assert "- **less** \\(memory=checkpoint\\_full\\) cut peak memory by 43%" in text(folder)
+        assert "- **less** \\(memory=checkpoint\\_full\\) reduced peak memory by 43%" in text(
+            folder
+        )
         _, dear = views(folder, "Scatter Plot")
         assert dear["xAxis"] == "summary:final/price/dollars_per_billion_tokens"
         assert dear["yAxis"] == "summary:final/train/loss"
@@ -218,7 +220,7 @@ class TestSweep:
     def test_what_was_foreseen_stands_beside(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
         assert "step error | peak, GiB | peak error" in text(folder)
-        assert "The planner foresaw these peaks within 3%." in text(folder)
+        assert "Predicted vs. measured peak memory: the largest error is 3%." in text(folder)
 
     def test_a_job_of_a_sweep_has_a_report_of_its_own(self, sweep_folder: Path) -> None:
         names = {content(folder)["name"] for folder in (sweep_folder, *sweep_folder.glob("[0-9]"))}

@@ -12,7 +12,7 @@ from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.processes import limit_memory
 from scalewise.launch.status import Outcome
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import FACTS, write_json
+from scalewise.tracking.run_files import WANDB_FACTS, write_json
 from scalewise.tracking.wandb_session import NullSession, open_session
 from scalewise.training.fit import RankInfo, fit_run
 from scalewise.training.signal_stop import STOP
@@ -43,8 +43,8 @@ def _run_guarded(
     try:
         if rank_info.rank == 0 and tracking_metadata is not None and run.tracking.is_enabled:
             session = open_session(run, folder, tracking_metadata)
-            (folder / FACTS).parent.mkdir(exist_ok=True)
-            write_json(folder / FACTS, session.facts)
+            (folder / WANDB_FACTS).parent.mkdir(exist_ok=True)
+            write_json(folder / WANDB_FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps the memory of all devices
             limit_memory(run.launch.memory_limit_gib)  # after W&B has started its process
         fit_run(run, folder, rank_info, resume, session)

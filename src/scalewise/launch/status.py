@@ -21,7 +21,7 @@ from scalewise.failures import report_errors
 from scalewise.hardware import this_machine
 from scalewise.launch import oom_suggestions
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import FACTS, read_json, write_json
+from scalewise.tracking.run_files import WANDB_FACTS, read_json, write_json
 
 RESERVED_BYTES = 49152
 """Disk space reserved for the final status, in bytes: reason, log tail and suggested fixes."""
@@ -143,7 +143,7 @@ class Status:
             rank=outcome.rank,
             log_tail=outcome.log_tail,
             cures=_suggestions(outcome, run, folder),
-            wandb=read_json(folder / FACTS) or self.wandb,
+            wandb=read_json(folder / WANDB_FACTS) or self.wandb,
         )
 
     def write(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from scalewise.tracking.metric_names import TIMES
+from scalewise.tracking.metric_names import STEP_PHASES
 
 OTHER = "other"
 """Phase of validation, checkpoints and logging, which are no part of a step."""
@@ -54,7 +54,9 @@ class StepTimer:
         seconds_by_phase: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(marks):
             seconds_by_phase[phase] += _elapsed(start, end)
-        return {phase: seconds_by_phase[phase] for phase in TIMES if phase in seconds_by_phase}
+        return {
+            phase: seconds_by_phase[phase] for phase in STEP_PHASES if phase in seconds_by_phase
+        }
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

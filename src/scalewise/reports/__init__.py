@@ -1,1 +1,1 @@
-"""The offline page of a run or a sweep: one self-contained ``report.html``."""
+"""Reports of runs and sweeps: a self-contained ``report.html`` and a W&B report."""

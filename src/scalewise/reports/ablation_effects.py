@@ -1,4 +1,4 @@
-"""What was changed in time and memory: rung by rung, value by value, or against one job."""
+"""Effects on step time and peak memory: per ablation step, per value, or vs. the reference."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,21 @@ from scalewise.reports.records import RunRecord
 from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
 from scalewise.reports.summary_tables import format_price
 
-SENTENCES = 8
-"""Jobs that are told in a sentence each, at most."""
-AT_ONCE = 2
-"""Parts that a rung of a ladder may change at once."""
-ALIKE = 0.005
-"""Share by which two numbers differ that are said to be the same."""
-CHANCE = "seed"
-"""The setting whose values are no change of anything, and tell chance from the rest."""
-HARDLY = 0.02
-"""Share by which a setting must move time or memory to be told of by itself."""
-CROWDED = (
-    "Times are not compared: jobs ran at once on the cores of one machine, and slowed each other."
+MAX_SENTENCES = 8
+"""Maximum number of jobs or values described in a sentence."""
+MAX_GROUPS_PER_STEP = 2
+"""Maximum number of config groups that an ablation step may change."""
+UNCHANGED = 0.005
+"""Relative difference below which two values count as equal."""
+SEED_KEY = "seed"
+"""Setting whose values are replicates, not a change."""
+MIN_EFFECT = 0.02
+"""Smallest relative change of time or memory that is described by itself."""
+OVERSUBSCRIBED_NOTE = (
+    "Times are not compared: jobs overlapped on the CPU cores of one machine and slowed each other."
 )
-ASIDE = ("name", "question", "resume", "tracking", "launch", "checkpoint", "plan")
-"""Settings that change nothing of how a step is computed."""
+IGNORED_GROUPS = ("name", "question", "resume", "tracking", "launch", "checkpoint", "plan")
+"""Settings that do not affect the computation of a step."""
 
 
 _BOLD = Markup("<b>{}</b>")
@@ -38,25 +38,27 @@ _BOLD = Markup("<b>{}</b>")
 
 @dataclass(frozen=True)
 class AblationStep:
-    """A job of a ladder and what it adds to the one before it: ``key=value`` each."""
+    """A step of an ablation."""
 
     job: ReportJob
+    """Job of the step."""
     added_overrides: tuple[str, ...]
+    """``key=value`` of each setting added to the previous step."""
 
 
 def changes_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
-    """Returns what the jobs changed; ``None`` where no two of them were measured."""
+    """Section on the effect of the varied settings; ``None`` without two comparable jobs."""
     ablation_steps = as_ablation(comparison)
     if ablation_steps:
-        return _ablation_panel(ablation_steps, unit)
-    return _paired_swaps(comparison) or _reference_panel(comparison)
+        return _ablation_section(ablation_steps, unit)
+    return _value_swaps_section(comparison) or _reference_section(comparison)
 
 
 def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
-    """Returns the finished jobs as a ladder, the first without anything added; else nothing.
+    """Finished jobs as ablation steps; empty if the sweep is not an ablation.
 
-    It is one where each job keeps all that the one before it was set to and adds something new.
-    With that a compiler may go, which does not reach into everything; all else is kept.
+    In an ablation, each job keeps the settings of the job before it and adds at least one. Only
+    ``compile`` may be dropped on the way, as it is not supported with every setting.
     """
     jobs = [job for job in comparison.finished if job.measured(STEP) is not None]
     if len(jobs) < 3:
@@ -65,16 +67,16 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
     for before, job in pairwise(jobs):
         old, new = _setting_texts(before.run), _setting_texts(job.run)
         keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
-        parts = {key.split(".")[0] for key in keys}
-        left = [key for key in keys if key == "compile" and key not in new and seen - {key}]
-        if keys == left or len(parts) > AT_ONCE or seen & {*keys} - {*left}:
+        groups = {key.split(".")[0] for key in keys}
+        dropped = [key for key in keys if key == "compile" and key not in new and seen - {key}]
+        if keys == dropped or len(groups) > MAX_GROUPS_PER_STEP or seen & {*keys} - {*dropped}:
             return ()
         seen |= set(keys)
-        # A field of an option that has just been chosen goes without saying.
-        told = [key for key in keys if "." not in key or key.split(".")[0] not in keys]
-        added = [f"{key}={new.get(key, 'default')}" for key in told if key not in left]
+        # The fields of a newly chosen option follow from the option.
+        listed = [key for key in keys if "." not in key or key.split(".")[0] not in keys]
+        added = [f"{key}={new.get(key, 'default')}" for key in listed if key not in dropped]
         ablation_steps.append(
-            AblationStep(job, (*added, *(f"without {key}={old[key]}" for key in left)))
+            AblationStep(job, (*added, *(f"without {key}={old[key]}" for key in dropped)))
         )
     return tuple(ablation_steps)
 
@@ -83,87 +85,92 @@ def _setting_texts(run: RunRecord) -> Mapping[str, str]:
     changed = {
         change.key: number_format.format_value(change.value) for change in run.changed_settings
     }
-    return {key: text for key, text in changed.items() if key.split(".")[0] not in ASIDE}
+    return {key: text for key, text in changed.items() if key.split(".")[0] not in IGNORED_GROUPS}
 
 
 def effect_text(time_ratio: float | None, memory_ratio: float | None) -> str:
-    """Returns what ratios of step time and peak memory say: ``cut the step by 4% for 7% more ...``.
+    """Describe ratios of step time and peak memory: ``reduced step time by 4%, ...``.
 
-    Empty where neither is known.
+    Empty if neither ratio is known.
     """
     if time_ratio is None and memory_ratio is None:
         return ""
-    less, more, same = [], [], []
-    for ratio, whole, noun in (
-        (memory_ratio, "peak memory", "memory"),
-        (time_ratio, "the step", "time"),
-    ):
+    reduced, increased, unchanged = [], [], []
+    for ratio, noun in ((memory_ratio, "peak memory"), (time_ratio, "step time")):
         if ratio is None:
             continue
-        if abs(ratio - 1) < ALIKE:
-            same.append(noun)
+        if abs(ratio - 1) < UNCHANGED:
+            unchanged.append(noun)
         elif ratio < 1:
-            less.append(f"{whole} by {number_format.format_percent(1 - ratio)}")
+            reduced.append(f"{noun} by {number_format.format_percent(1 - ratio)}")
         else:
-            more.append(_more_text(ratio, noun))
-    if less:
-        cost = more or [f"no more {noun}" for noun in same]
-        return f"cut {' and '.join(less)}" + (f" for {cost[0]}" if cost else "")
-    if more:
-        return f"took {' and '.join(more)}" + "".join(f" for no less {noun}" for noun in same)
-    return f"changed neither {' nor '.join(same)}" if len(same) > 1 else f"left {same[0]} as it was"
+            increased.append(f"{noun} {_increase_text(ratio)}")
+    clauses = [
+        f"{verb} {conjunction.join(nouns)}"
+        for verb, nouns, conjunction in (
+            ("reduced", reduced, " and "),
+            ("increased", increased, " and "),
+            ("did not change", unchanged, " or "),
+        )
+        if nouns
+    ]
+    return " and ".join(clauses)
 
 
-def _more_text(ratio: float, noun: str) -> str:
+def _increase_text(ratio: float) -> str:
     if ratio >= 2:
-        return f"{number_format.format_ratio(ratio)} the {noun}"
-    return f"{number_format.format_percent(ratio - 1)} more {noun}"
+        return f"to {number_format.format_ratio(ratio)}"
+    return f"by {number_format.format_percent(ratio - 1)}"
 
 
-def _ratio_text(job: ReportJob, base: ReportJob, key: str) -> float | None:
-    ours, theirs = job.measured(key), base.measured(key)
-    return ours / theirs if ours is not None and theirs else None
+def _ratio(job: ReportJob, base: ReportJob, key: str) -> float | None:
+    value, base_value = job.measured(key), base.measured(key)
+    return value / base_value if value is not None and base_value else None
 
 
-def _between_text(job: ReportJob, base: ReportJob, *, timed: bool = True) -> str:
-    return effect_text(
-        _ratio_text(job, base, STEP) if timed else None, _ratio_text(job, base, PEAK)
-    )
+def _job_effect_text(job: ReportJob, base: ReportJob, *, timed: bool = True) -> str:
+    return effect_text(_ratio(job, base, STEP) if timed else None, _ratio(job, base, PEAK))
 
 
 @dataclass(frozen=True)
 class ValueSwap:
-    """One value of a setting in the place of another, all else being equal: geometric means."""
+    """Effect of one value of a setting in place of another, with all other settings equal."""
 
     key: str
+    """The setting."""
     value: str
+    """Its value."""
     base: str
+    """Value that it replaces, that of the reference."""
     time_ratio: float | None
+    """Geometric mean of the step-time ratios."""
     memory_ratio: float | None
+    """Geometric mean of the peak-memory ratios."""
     pairs: int
+    """Number of job pairs."""
 
     @property
     def magnitude(self) -> float:
-        """Returns how much it moved time or memory, whichever it moved more."""
+        """Larger of the log ratios of time and memory, in size."""
         return max(
             abs(math.log(ratio)) for ratio in (self.time_ratio, self.memory_ratio, 1.0) if ratio
         )
 
 
 def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
-    """Returns what each value of each setting changed against the reference's value.
+    """Effect of each value of each setting compared with the value of the reference.
 
-    From the pairs of finished jobs that differ in that setting alone; a value without a pair is
-    left out.
+    Each effect is computed from the pairs of finished jobs that differ in this setting only; a
+    value without a pair is omitted.
     """
     reference, keys = comparison.reference, list(comparison.varying)
     jobs = {
         tuple(number_format.format_value(job.run.varied_settings.get(key)) for key in keys): job
         for job in comparison.finished
     }
-    found = []
-    for place, key in enumerate(keys):
-        if key == CHANCE:
+    swaps = []
+    for index, key in enumerate(keys):
+        if key == SEED_KEY:
             continue
         base = (
             number_format.format_value(reference.run.varied_settings.get(key)) if reference else ""
@@ -172,17 +179,18 @@ def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
             value = number_format.format_value(item)
             pairs = [
                 (job, jobs[other])
-                for at, job in jobs.items()
-                if at[place] == value != base
-                and (other := (*at[:place], base, *at[place + 1 :])) in jobs
+                for values, job in jobs.items()
+                if values[index] == value != base
+                and (other := (*values[:index], base, *values[index + 1 :])) in jobs
             ]
             time, memory = (
-                _geometric_mean([_ratio_text(*pair, of) for pair in pairs]) for of in (STEP, PEAK)
+                _geometric_mean([_ratio(*pair, metric) for pair in pairs])
+                for metric in (STEP, PEAK)
             )
             time = None if comparison.is_oversubscribed else time
             if time is not None or memory is not None:
-                found.append(ValueSwap(key, value, base, time, memory, len(pairs)))
-    return found
+                swaps.append(ValueSwap(key, value, base, time, memory, len(pairs)))
+    return swaps
 
 
 def _geometric_mean(ratios: Sequence[float | None]) -> float | None:
@@ -190,74 +198,79 @@ def _geometric_mean(ratios: Sequence[float | None]) -> float | None:
     return math.exp(sum(known) / len(known)) if known else None
 
 
-def _paired_swaps(comparison: ReportComparison) -> ReportSection | None:
-    """Returns what swapping one value for another did, the largest change first."""
-    found = sorted(value_swaps(comparison), key=lambda swap: -swap.magnitude)
-    if not found or len(comparison.varying) < 2:
+def _value_swaps_section(comparison: ReportComparison) -> ReportSection | None:
+    """Section on value swaps, largest effect first; ``None`` below two settings."""
+    swaps = sorted(value_swaps(comparison), key=lambda swap: -swap.magnitude)
+    if not swaps or len(comparison.varying) < 2:
         return None
-    moving = [swap for swap in found if swap.magnitude >= HARDLY]
-    still = [key for key in comparison.varying if key not in {swap.key for swap in moving}]
-    still = [key for key in still if key in {swap.key for swap in found}]
-    said = [Markup("{}.").format(_swap_text(swap, _BOLD)) for swap in moving[1:SENTENCES]]
-    if still and moving:
-        what = "memory" if comparison.is_oversubscribed else "time and memory"
-        less = f"moved {what} by less than {number_format.format_percent(HARDLY)}"
-        said.append(Markup("{} {}.").format(summary_sentences.join_words(still), less))
-    finding = _swap_text(found[0], Markup("{}"))
-    note = "Each value against the reference's, from jobs alike in all else; geometric means."
-    notes = (note, CROWDED) if comparison.is_oversubscribed else (note,)
-    return ReportSection("changes", "Changes", finding, (), notes=notes, said=tuple(said))
+    notable = [swap for swap in swaps if swap.magnitude >= MIN_EFFECT]
+    minor = [key for key in comparison.varying if key not in {swap.key for swap in notable}]
+    minor = [key for key in minor if key in {swap.key for swap in swaps}]
+    bullets = [Markup("{}.").format(_swap_text(swap, _BOLD)) for swap in notable[1:MAX_SENTENCES]]
+    if minor and notable:
+        metrics = "peak memory" if comparison.is_oversubscribed else "step time and peak memory"
+        change = f"changed {metrics} by less than {number_format.format_percent(MIN_EFFECT)}"
+        bullets.append(Markup("{} {}.").format(summary_sentences.join_words(minor), change))
+    finding = _swap_text(swaps[0], Markup("{}"))
+    note = (
+        "Geometric means over pairs of jobs that differ in one setting only, compared with the "
+        "value of the reference."
+    )
+    notes = (note, OVERSUBSCRIBED_NOTE) if comparison.is_oversubscribed else (note,)
+    return ReportSection(
+        "changes", "Effect of settings", finding, (), notes=notes, bullets=tuple(bullets)
+    )
 
 
 def _swap_text(swap: ValueSwap, name: Markup) -> Markup:
-    """Returns what one swap did, its value in the form of ``name``."""
+    """Sentence on one swap; ``name`` formats the value."""
     over = f", over {number_format.pluralize(swap.pairs, 'pair')} of jobs" if swap.pairs > 1 else ""
-    said = effect_text(swap.time_ratio, swap.memory_ratio)
+    effect = effect_text(swap.time_ratio, swap.memory_ratio)
     value = name.format(_value_name(swap.key, swap.value))
-    return Markup("{} instead of {} {}{}").format(value, swap.base, said, over)
+    return Markup("{} instead of {} {}{}").format(value, swap.base, effect, over)
 
 
 def _value_name(key: str, value: str) -> str:
-    """Returns how a value is called: a word by itself, a number with its setting."""
-    word = not value.replace(".", "").replace("-", "").replace("e", "").isdigit()
-    return value if word and value not in ("true", "false", "null") else f"{key}={value}"
+    """Name of a value: a word alone, a number or boolean with its key."""
+    is_word = not value.replace(".", "").replace("-", "").replace("e", "").isdigit()
+    return value if is_word and value not in ("true", "false", "null") else f"{key}={value}"
 
 
-def _reference_panel(comparison: ReportComparison) -> ReportSection | None:
+def _reference_section(comparison: ReportComparison) -> ReportSection | None:
     base = comparison.reference
-    if base is None or not base.run.ok or set(comparison.varying) == {CHANCE}:
+    if base is None or not base.run.ok or set(comparison.varying) == {SEED_KEY}:
         return None
     others = [
-        (job, said)
+        (job, effect)
         for job in comparison.rank_jobs(*comparison.headline_metric)
         if job is not base
-        and (said := _between_text(job, base, timed=not comparison.is_oversubscribed))
+        and (effect := _job_effect_text(job, base, timed=not comparison.is_oversubscribed))
     ]
     if not others:
         return None
     (first, finding), rest = others[0], others[1:]
-    against = f"All against {base.name}: medians of its step time and its peak memory."
-    notes = [against] if rest else []  # the heading alone is no section
-    notes += [CROWDED] if comparison.is_oversubscribed else []
-    if len(rest) > SENTENCES:
-        notes.append(f"{len(rest) - SENTENCES} more jobs stand in the comparison.")
-    told = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:SENTENCES]]
+    note = f"Compared with {base.name}: median step time and peak memory."
+    notes = [note] if rest else []  # without other jobs, the note is the only bullet
+    notes += [OVERSUBSCRIBED_NOTE] if comparison.is_oversubscribed else []
+    if len(rest) > MAX_SENTENCES:
+        notes.append(f"{len(rest) - MAX_SENTENCES} more jobs are in the comparison table.")
+    bullets = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:MAX_SENTENCES]]
     heading = Markup("{} {}").format(first.name, finding)
     return ReportSection(
-        "changes", "Changes", heading, (), notes=tuple(notes),
-        said=tuple(told or [escape(against)]),
+        "changes", "Effect of settings", heading, (), notes=tuple(notes),
+        bullets=tuple(bullets or [escape(note)]),
     )  # fmt: skip
 
 
-def _ablation_panel(steps: Sequence[AblationStep], unit: MemoryUnit) -> ReportSection:
+def _ablation_section(steps: Sequence[AblationStep], unit: MemoryUnit) -> ReportSection:
     first, last = steps[0].job, steps[-1].job
     count = number_format.capitalize_first(number_format.pluralize(len(steps) - 1, "technique"))
-    finding = f"{count} together {_between_text(last, first)}"
-    said = [
+    finding = f"{count} together {_job_effect_text(last, first)}"
+    bullets = [
         Markup("<b>{}</b> ({}) {}.").format(
             ablation_step.job.name,
             ", ".join(ablation_step.added_overrides),
-            _between_text(ablation_step.job, before.job),
+            _job_effect_text(ablation_step.job, before.job),
         )
         for before, ablation_step in pairwise(steps)
     ]
@@ -271,14 +284,13 @@ def _ablation_panel(steps: Sequence[AblationStep], unit: MemoryUnit) -> ReportSe
     ]
     return ReportSection(
         "changes",
-        "Ladder",
+        "Ablation",
         finding,
         tuple(panel for panel in panels if panel is not None),
-        notes=(f"Each job keeps what the one above it has, and adds to it; all begin at "
-               f"{first.name}.",),
+        notes=(f"Each job adds settings to the job above it; the baseline is {first.name}.",),
         numbers=_effect_numbers(steps, unit),
-        reading=("In grey is the change from the job above; a dark line is what was foreseen.",),
-        said=tuple(said),
+        explanation=("Grey number: change from the job above. Dark tick: prediction.",),
+        bullets=tuple(bullets),
     )  # fmt: skip
 
 
@@ -289,49 +301,49 @@ def _effects_panel(
     unit: str,
     scale: float,
     text: Callable[[float | None], str],
-    colour: str,
+    color: str,
 ) -> ChartPanel | None:
     bars = []
     for before, ablation_step in zip((steps[0], *steps), steps, strict=False):
         number = ablation_step.job.measured(key)
         if number is None:
             continue
-        shown, name = f"{text(number)} {unit}", ablation_step.job.name
-        part = BarSegment(colour, number * scale, f"{name}: {shown}")
-        said = ablation_step.job.predicted(key)
+        number_text, name = f"{text(number)} {unit}", ablation_step.job.name
+        segment = BarSegment(color, number * scale, f"{name}: {number_text}")
+        predicted = ablation_step.job.predicted(key)
         bars.append(
             StackedBar(
                 name,
-                (part,),
-                shown,
-                predicted=None if said is None else said * scale,
+                (segment,),
+                number_text,
+                predicted=None if predicted is None else predicted * scale,
                 error=_change_text(ablation_step, before, key),
             )
         )
     if len(bars) < 2:
         return None
     sentence = (
-        f"Bars: {title.lower()} of {number_format.pluralize(len(bars), 'job')}, in their order."
+        f"Bars: {title.lower()} of {number_format.pluralize(len(bars), 'job')}, in job order."
     )
     picture = draw_both_widths(
-        lambda width: charts.draw_stacks(bars, width), f"ladder-{key.split('/')[0]}", sentence
+        lambda width: charts.draw_stacks(bars, width), f"ablation-{key.split('/')[0]}", sentence
     )
-    return ChartPanel(title, f"{unit}, in the order of the jobs", picture)
+    return ChartPanel(title, f"{unit}, in job order", picture)
 
 
 def _change_text(step: AblationStep, base: AblationStep, key: str) -> str:
-    ratio = _ratio_text(step.job, base.job, key)
+    ratio = _ratio(step.job, base.job, key)
     return "" if ratio is None or step is base else number_format.format_error(ratio - 1)
 
 
 def _effect_numbers(steps: Sequence[AblationStep], unit: MemoryUnit) -> NumbersTable:
     first = steps[0]
-    priced = any(ablation_step.job.measured(PRICE) is not None for ablation_step in steps)
-    heads = ["adds"]
+    is_priced = any(ablation_step.job.measured(PRICE) is not None for ablation_step in steps)
+    heads = ["added settings"]
     for key, head in ((STEP, "step, ms"), (PEAK, f"peak, {unit.name}")):
-        known = any(ablation_step.job.predicted(key) is not None for ablation_step in steps)
-        heads += [head, *(["foreseen"] if known else []), "change", "in all"]
-    heads += [*(["$ a billion tokens"] if priced else []), "train loss"]
+        is_predicted = any(ablation_step.job.predicted(key) is not None for ablation_step in steps)
+        heads += [head, *(["predicted"] if is_predicted else []), "change", "total change"]
+    heads += [*(["$ per billion tokens"] if is_priced else []), "train loss"]
     rows = []
     for before, ablation_step in zip((first, *steps), steps, strict=False):
         job, cells = (
@@ -339,14 +351,14 @@ def _effect_numbers(steps: Sequence[AblationStep], unit: MemoryUnit) -> NumbersT
             [", ".join(ablation_step.added_overrides) or number_format.MISSING],
         )
         for key, text in ((STEP, number_format.format_milliseconds), (PEAK, unit.text)):
-            known = any(each.job.predicted(key) is not None for each in steps)
+            is_predicted = any(each.job.predicted(key) is not None for each in steps)
             cells += [
                 text(job.measured(key)),
-                *([text(job.predicted(key))] if known else []),
+                *([text(job.predicted(key))] if is_predicted else []),
                 _change_text(ablation_step, before, key),
                 _change_text(ablation_step, first, key),
             ]
-        if priced:
+        if is_priced:
             cells.append(format_price(job.measured(PRICE)))
         rows.append((job.name, (*cells, number_format.format_loss(job.measured(LOSS)))))
     return NumbersTable("", tuple(heads), tuple(rows))

@@ -1,4 +1,4 @@
-"""Where the bytes and the milliseconds go: the stacked parts of the page."""
+"""Memory and step-time sections: stacked bars of measured parts with predicted totals."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from scalewise.reports import charts, number_format, section_titles, summary_sen
 from scalewise.reports.chart_layout import draw_both_widths
 from scalewise.reports.charts import BarSegment, StackedBar
 from scalewise.reports.compare import (
-    BOTH_PASSES,
+    FORWARD_BACKWARD,
     MEMORY,
     MEMORY_REST,
     PEAK,
@@ -26,44 +26,46 @@ from scalewise.reports.sections import (
     ChartPanel,
     NumbersTable,
     ReportSection,
-    drawn_jobs,
-    left_out_note,
+    charted_jobs_text,
+    missing_jobs_note,
     window_note,
 )
 from scalewise.reports.wandb_panels import BarsPanel, CurvesPanel, SummaryNumber, TitledPanel
 
-LIMIT_SHOWN = 1.35
-"""How far above the largest peak a limit may lie and still be drawn: beyond it says nothing."""
+MAX_LIMIT_RATIO = 1.35
+"""Largest ratio of the memory limit to the largest peak at which the limit is drawn."""
 
 
 def _prediction_error_text(
     jobs: Sequence[ReportJob], key: str, format_number: Callable[[float], str], noun: str
 ) -> str | None:
-    """Returns how near the planner came to peaks or steps; None where it said nothing."""
+    """Largest relative error of the predictions; ``None`` without a prediction."""
     errors = [
-        (far, job) for job in jobs if job.run.ok and (far := job.prediction_error(key)) is not None
+        (error, job)
+        for job in jobs
+        if job.run.ok and (error := job.prediction_error(key)) is not None
     ]
     if not errors:
         return None
-    worst = number_format.format_percent(max(abs(far) for far, _ in errors))
+    worst = number_format.format_percent(max(abs(error) for error, _ in errors))
     if len(errors) == 1:
-        said = errors[0][1].predicted(key) or 0
-        return f"The planner foresaw a {noun} of {format_number(said)}, {worst} off."
-    return f"The planner foresaw these {noun}s within {worst}."
+        predicted = errors[0][1].predicted(key) or 0
+        return f"Predicted {noun}: {format_number(predicted)}, error {worst}."
+    return f"Predicted vs. measured {noun}: the largest error is {worst}."
 
 
 def _common_limit(jobs: Sequence[ReportJob], unit: MemoryUnit) -> tuple[float, str] | None:
-    """Returns the memory that all jobs may take, where it is near enough to matter."""
+    """Memory limit with its label, if all jobs share it and it is close to the peaks."""
     limits = {job.run.predicted.get("limit_bytes") for job in jobs}
     limit = limits.pop() if len(limits) == 1 else None
     tops = [size for job in jobs for size in (job.measured(PEAK), job.predicted(PEAK)) if size]
-    if limit is None or not tops or limit > LIMIT_SHOWN * max(tops):
+    if limit is None or not tops or limit > MAX_LIMIT_RATIO * max(tops):
         return None
     return limit / unit.size, f"limit {unit.full(limit)}"
 
 
 def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
-    """Returns what fills the memory, largest peak first; ``None`` if nothing measured it."""
+    """Memory section, largest peak first; ``None`` if no job measured memory."""
     jobs = sorted(comparison.charted_jobs, key=lambda j: -(j.measured(PEAK) or 0))
     stack = _stacked_bar(
         comparison,
@@ -78,53 +80,59 @@ def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSect
     peaks = sorted(p for job in comparison.jobs if (p := job.measured(PEAK)) is not None)
     if stack is None or not peaks:
         return None
-    drawn, bars, key, table = stack
-    found = section_titles.part_shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
+    charted, bars, key, table = stack
+    shares = section_titles.part_shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
     notes: list[str | Markup] = []
-    reading = [
-        "Blue is model state, ochre is activations, grey is what the peak holds beyond them: "
-        "buffers, workspace and the allocator's reserve."
+    explanation = [
+        "Blue: model state. Ochre: activations. Grey: the rest of the peak, such as buffers, "
+        "workspace and memory reserved by the allocator."
     ]
-    lost = [
-        (job, said)
+    out_of_memory = [
+        (job, predicted)
         for job in jobs
-        if job not in drawn and job.run.status == "out_of_memory" and (said := job.predicted(PEAK))
+        if job not in charted
+        and job.run.status == "out_of_memory"
+        and (predicted := job.predicted(PEAK))
     ]
-    for job, said in lost:
-        tip = f"{job.name}: {unit.full(said)} foreseen"
-        pale = BarSegment("--faint", said / unit.size, tip)
-        bars.insert(0, StackedBar(job.name, (pale,), summary_sentences.status_word(job.run.status)))
-    if lost:
-        reading.append("A pale bar was foreseen and never reached.")
+    for job, predicted in out_of_memory:
+        tip = f"{job.name}: {unit.full(predicted)} predicted"
+        segment = BarSegment("--faint", predicted / unit.size, tip)
+        status = summary_sentences.status_word(job.run.status)
+        bars.insert(0, StackedBar(job.name, (segment,), status))
+    if out_of_memory:
+        explanation.append("Pale bar: predicted peak of a job that ran out of memory.")
     state = [
         (sum(size for part, size in breakdown(j, MEMORY[:3], "", MEMORY_REST).items()), j)
-        for j in drawn
+        for j in charted
     ]
     low, high = min(state, key=lambda s: s[0]), max(state, key=lambda s: s[0])
-    if len(drawn) == 1:
-        notes.append(f"Parameters, gradients and optimizer together take {unit.full(low[0])}.")
+    if len(charted) == 1:
+        notes.append(f"Parameters, gradients and optimizer state take {unit.full(low[0])}.")
     elif unit.text(low[0]) == unit.text(high[0]):
-        notes.append(f"Parameters, gradients and optimizer take {unit.full(low[0])} in every job.")
+        notes.append(
+            f"Parameters, gradients and optimizer state take {unit.full(low[0])} in every job."
+        )
     else:
         notes.append(
             Markup("<b>Model state</b> takes {} in {} and {} in {}.").format(
                 unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name
             )
         )
-    if told := _prediction_error_text(comparison.jobs, PEAK, unit.full, "peak"):
-        notes.append(told)
-    short = [job.name for job in drawn if not job.run.ok]
-    if short and len(drawn) > 1:
-        notes.append(f"Did not finish, drawn as far as measured: {', '.join(short)}.")
-    notes += left_out_note(comparison, [*drawn, *(job for job, _ in lost)])
-    title = "Peak of the fullest rank" if any(job.run.world_size > 1 for job in drawn) else "Peak"
-    count = number_format.pluralize(len(drawn), "job")
-    sentence = f"Stacked bars: peak memory of {count} by what fills it."
-    detail = f"{unit.name}{drawn_jobs(comparison, drawn)}"
+    if error_text := _prediction_error_text(comparison.jobs, PEAK, unit.full, "peak memory"):
+        notes.append(error_text)
+    unfinished = [job.name for job in charted if not job.run.ok]
+    if unfinished and len(charted) > 1:
+        notes.append(f"Unfinished, charted up to the last measurement: {', '.join(unfinished)}.")
+    notes += missing_jobs_note(comparison, [*charted, *(job for job, _ in out_of_memory)])
+    is_distributed = any(job.run.world_size > 1 for job in charted)
+    title = "Peak memory of the worst rank" if is_distributed else "Peak memory"
+    count = number_format.pluralize(len(charted), "job")
+    sentence = f"Stacked bars: peak memory of {count} by component."
+    detail = f"{unit.name}{charted_jobs_text(comparison, charted)}"
     return ReportSection(
         "memory",
         "Memory",
-        section_titles.memory_heading(found, peaks, unit, MEMORY_REST),
+        section_titles.memory_heading(shares, peaks, unit, MEMORY_REST),
         (
             _bars_panel(
                 title, detail, bars, "memory", sentence, _common_limit(comparison.jobs, unit)
@@ -133,13 +141,13 @@ def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSect
         key,
         tuple(notes),
         table,
-        tuple(reading),
-        live=_memory_panels(comparison),
+        tuple(explanation),
+        wandb_panels=_memory_panels(comparison),
     )
 
 
 def time_section(comparison: ReportComparison) -> ReportSection | None:
-    """Returns where the step goes, fastest first; ``None`` if nothing timed it."""
+    """Step-time section, fastest job first; ``None`` if no job measured step time."""
     timed = list(comparison.jobs)
     if comparison.reference is not None:
         timed = comparison.rank_jobs(STEP, False)
@@ -156,47 +164,50 @@ def time_section(comparison: ReportComparison) -> ReportSection | None:
     )
     if stack is None:
         return None
-    drawn, bars, key, table = stack
-    found = section_titles.part_shares(timed, TIME, STEP, TIME_REST)
+    charted, bars, key, table = stack
+    shares = section_titles.part_shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
-    rest = any(label.startswith(TIME_REST.label) for _, label in key)
-    reading = ("Grey at the end is the rest of the step: what no timer covers.",) if rest else ()
-    if len(drawn) > 1:
-        fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
-        if BOTH_PASSES in {*fast, *slow}:
+    has_rest = any(label.startswith(TIME_REST.label) for _, label in key)
+    explanation = ("Grey: the rest of the step, outside all timers.",) if has_rest else ()
+    if len(charted) > 1:
+        fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (charted[0], charted[-1]))
+        if FORWARD_BACKWARD in {*fast, *slow}:
             fast, slow = join_forward_backward(fast), join_forward_backward(slow)
         both = [part for part in fast if part in slow]
         widest = max(both, key=lambda p: abs(slow[p] - fast[p]), default=None)
         if widest:
-            told = Markup(
-                "Between <b>{}</b> and <b>{}</b>, the fastest and the slowest step drawn, "
-                "{} differs most: {}\u00a0ms against {}\u00a0ms."
+            template = Markup(
+                "Between <b>{}</b> and <b>{}</b>, the fastest and the slowest charted job, "
+                "{} time differs most: {}\u00a0ms vs. {}\u00a0ms."
             )
             spans = (
                 number_format.format_milliseconds(fast[widest]),
                 number_format.format_milliseconds(slow[widest]),
             )
-            notes.append(told.format(drawn[0].name, drawn[-1].name, widest.label, *spans))
-    if near := _prediction_error_text(
+            notes.append(template.format(charted[0].name, charted[-1].name, widest.label, *spans))
+    error_text = _prediction_error_text(
         timed,
         STEP,
         lambda s: f"{number_format.format_milliseconds(s)}{number_format.NO_BREAK}ms",
-        "step",
-    ):
-        notes.append(near)
-    notes += left_out_note(comparison, drawn)
-    detail = ", ".join(filter(None, ("ms", window_note(drawn)))) + drawn_jobs(comparison, drawn)
-    sentence = f"Stacked bars: step time of {number_format.pluralize(len(drawn), 'job')} by phase."
+        "step time",
+    )
+    if error_text:
+        notes.append(error_text)
+    notes += missing_jobs_note(comparison, charted)
+    detail = ", ".join(filter(None, ("ms", window_note(charted))))
+    detail += charted_jobs_text(comparison, charted)
+    count = number_format.pluralize(len(charted), "job")
+    sentence = f"Stacked bars: step time of {count} by phase."
     return ReportSection(
         "time",
-        "Time",
-        section_titles.time_heading(found),
-        (_bars_panel("Step split", detail, bars, "time", sentence),),
+        "Step time",
+        section_titles.time_heading(shares),
+        (_bars_panel("Step time by phase", detail, bars, "time", sentence),),
         key,
         tuple(notes),
         table,
-        reading,
-        live=_time_panels(comparison),
+        explanation,
+        wandb_panels=_time_panels(comparison),
     )
 
 
@@ -204,17 +215,17 @@ def _memory_panels(comparison: ReportComparison) -> tuple[TitledPanel, ...]:
     if comparison.reference is None:
         parts = tuple(part.key for part in MEMORY)
         return (
-            TitledPanel("Memory of the fullest rank, bytes", CurvesPanel(parts, stacked=True)),
-            TitledPanel("Peak memory, bytes", CurvesPanel((PEAK,), from_zero=True)),
+            TitledPanel("Memory of the worst rank (bytes)", CurvesPanel(parts, stacked=True)),
+            TitledPanel("Peak memory (bytes)", CurvesPanel((PEAK,), from_zero=True)),
         )
-    return (TitledPanel("Peak memory, bytes", BarsPanel(SummaryNumber(PEAK))),)
+    return (TitledPanel("Peak memory (bytes)", BarsPanel(SummaryNumber(PEAK))),)
 
 
 def _time_panels(comparison: ReportComparison) -> tuple[TitledPanel, ...]:
     if comparison.reference is None:
         parts = tuple(part.key for part in TIME if part.key)
-        return (TitledPanel("Parts of a step, s", CurvesPanel(parts, stacked=True)),)
-    return (TitledPanel("Step time, s", BarsPanel(SummaryNumber(STEP))),)
+        return (TitledPanel("Step time by phase (s)", CurvesPanel(parts, stacked=True)),)
+    return (TitledPanel("Step time (s)", BarsPanel(SummaryNumber(STEP))),)
 
 
 def _stacked_bar(
@@ -228,69 +239,72 @@ def _stacked_bar(
     text: Callable[[float | None], str],
     unit: str,
 ) -> tuple[list[ReportJob], list[StackedBar], tuple[tuple[str, str], ...], NumbersTable] | None:
-    split = {job.name: breakdown(job, parts, total, rest) for job in jobs}
-    drawn = [job for job in jobs if split[job.name]]
-    if not drawn:
+    sizes = {job.name: breakdown(job, parts, total, rest) for job in jobs}
+    charted = [job for job in jobs if sizes[job.name]]
+    if not charted:
         return None
-    present = [p for p in (*parts, rest) if any(p in split[job.name] for job in drawn)]
+    present = [p for p in (*parts, rest) if any(p in sizes[job.name] for job in charted)]
     bars = [
         StackedBar(
             job.name if len(comparison.jobs) > 1 else "",
             tuple(
                 BarSegment(
-                    part.colour, size * scale, f"{job.name}, {part.label}: {text(size)} {unit}"
+                    part.color, size * scale, f"{job.name}, {part.label}: {text(size)} {unit}"
                 )
-                for part, size in split[job.name].items()
+                for part, size in sizes[job.name].items()
             ),
             f"{text(job.measured(total))} {unit}",
-            None if (said := job.predicted(total)) is None else said * scale,
+            None if (predicted := job.predicted(total)) is None else predicted * scale,
             ""
             if job.prediction_error(total) is None
             else number_format.format_error(job.prediction_error(total)),
         )
-        for job in drawn
+        for job in charted
     ]
-    told = any(bar.predicted is not None for bar in bars)
-    key = tuple((part.colour, part.label) for part in present)
-    if len(drawn) == 1:
-        whole = drawn[0].measured(total)
+    has_prediction = any(bar.predicted is not None for bar in bars)
+    key = tuple((part.color, part.label) for part in present)
+    if len(charted) == 1:
+        total_size = charted[0].measured(total)
         key = tuple(
-            (p.colour, f"{p.label} {text(size)}{number_format.NO_BREAK}{unit}"
-             + (f", {number_format.format_percent(size / whole)}" if whole else ""))
-            for p, size in split[drawn[0].name].items()
+            (p.color, f"{p.label} {text(size)}{number_format.NO_BREAK}{unit}"
+             + (f", {number_format.format_percent(size / total_size)}" if total_size else ""))
+            for p, size in sizes[charted[0].name].items()
         )  # fmt: skip
-    if told:
-        key = (*key, ("tick", "foreseen"))
+    if has_prediction:
+        key = (*key, ("tick", "predicted"))
     rows = tuple(
         (
             job.name,
             (
-                *(text(split[job.name].get(p)) for p in present),
+                *(text(sizes[job.name].get(p)) for p in present),
                 text(job.measured(total)),
                 *(
                     (
                         text(job.predicted(total)),
                         number_format.format_error(job.prediction_error(total)),
                     )
-                    if told
+                    if has_prediction
                     else ()
                 ),
             ),
         )
-        for job in drawn
+        for job in charted
     )
-    heads = (*(part.label for part in present), "whole", *(("foreseen", "error") if told else ()))
-    return drawn, bars, key, NumbersTable(unit, heads, rows)
+    prediction_heads = ("predicted", "error") if has_prediction else ()
+    heads = (*(part.label for part in present), "total", *prediction_heads)
+    return charted, bars, key, NumbersTable(unit, heads, rows)
 
 
 def _bars_panel(
     title: str,
     detail: str,
     bars: Sequence[StackedBar],
-    ident: str,
+    anchor: str,
     sentence: str,
     limit: tuple[float, str] | None = None,
 ) -> ChartPanel:
-    told = f"{sentence} The same numbers stand in the table below."
-    picture = draw_both_widths(lambda width: charts.draw_stacks(bars, width, limit), ident, told)
+    description = f"{sentence} The table below has the same numbers."
+    picture = draw_both_widths(
+        lambda width: charts.draw_stacks(bars, width, limit), anchor, description
+    )
     return ChartPanel(title, detail, picture)

@@ -1,7 +1,7 @@
-"""What all charts share: two widths, round ticks, room for text, axes and the frame.
+"""Layout shared by all charts: two widths, ticks, text widths, axes and the frame.
 
-A chart is laid out in pixels here, not by the renderer, whose text widths are not the reader's:
-room for names and numbers is set aside by counting characters, with slack.
+Charts are laid out in pixels here, because the text widths of the renderer differ from those of
+the browser: space for names and numbers is estimated from character counts, with a margin.
 """
 
 import html
@@ -20,18 +20,19 @@ from scalewise.reports import number_format, svg
 WIDE, NARROW = 780, 328
 INK, GREY, GRID, PAGE = "var(--ink)", "var(--ink2)", "var(--grid)", "var(--bg)"
 NO_CHART = "This chart could not be drawn"
-CHARACTER = 7.0
-"""Pixels that a character of a name takes, on the safe side."""
+CHARACTER_WIDTH = 7.0
+"""Upper estimate of the width of a character, in pixels."""
 
 
 @dataclass(frozen=True)
 class ChartSheet:
-    """The rows of a drawing by name, kept beside its grammar, which the schema then checks fast."""
+    """Data tables of a chart, stored outside its spec so that schema validation is fast."""
 
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Rows by table name."""
 
     def chart(self, rows: Sequence[dict[str, Any]]) -> alt.Chart:
-        """Returns a chart of ``rows``; its encodings name their types."""
+        """Chart of ``rows``; its encodings must declare their types."""
         name = f"rows{len(self.tables)}"
         self.tables[name] = list(rows)
         return alt.Chart(alt.NamedData(name=name))
@@ -39,49 +40,54 @@ class ChartSheet:
 
 @dataclass(frozen=True)
 class ChartDrawing:
-    """A chart in its frame with the rows it draws."""
+    """A framed chart and its data."""
 
     chart: alt.LayerChart
+    """The chart."""
     sheet: ChartSheet
+    """Its data tables."""
 
 
 @dataclass(frozen=True)
 class ChartPicture:
-    """One chart for two widths, drawn when the page asks; it shows the one that fits."""
+    """A chart in two widths, rendered on access; CSS shows the one that fits the screen."""
 
     draw: Callable[[int], ChartDrawing]
-    ident: str
+    """Draws the chart for a width in pixels."""
+    anchor: str
+    """Id of the chart on the page."""
     sentence: str
+    """Description for screen readers."""
 
     @property
-    def wide(self) -> str:
-        """Returns the SVG for a desk."""
-        return self._rendered(WIDE)
+    def desktop_svg(self) -> str:
+        """SVG for a desktop screen."""
+        return self._render(WIDE)
 
     @property
-    def narrow(self) -> str:
-        """Returns the SVG for a phone."""
-        return self._rendered(NARROW)
+    def mobile_svg(self) -> str:
+        """SVG for a phone."""
+        return self._render(NARROW)
 
-    def _rendered(self, width: int) -> str:
+    def _render(self, width: int) -> str:
         try:
-            made = self.draw(width)
+            drawing = self.draw(width)
             return svg.render_svg(
-                made.chart, made.sheet.tables, f"{self.ident}-{width}", self.sentence
+                drawing.chart, drawing.sheet.tables, f"{self.anchor}-{width}", self.sentence
             )
-        except Exception as error:  # the report stands without a chart
+        except Exception as error:  # a failed chart must not prevent the report
             return f"<p>{NO_CHART}: {html.escape(describe_exception(error))}</p>"
 
 
 def draw_both_widths(
-    draw: Callable[[int], ChartDrawing], ident: str, sentence: str
+    draw: Callable[[int], ChartDrawing], anchor: str, sentence: str
 ) -> ChartPicture:
-    """Returns what ``draw`` gives for both widths; ``sentence`` says what it shows."""
-    return ChartPicture(draw, ident, sentence)
+    """Chart of ``draw`` for both widths; ``sentence`` describes it to screen readers."""
+    return ChartPicture(draw, anchor, sentence)
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """Returns about ``count`` round numbers (1, 2 or 5 times a power of ten) in ``[low, high]``."""
+    """About ``count`` round numbers (1, 2 or 5 times a power of ten) in ``[low, high]``."""
     if not high > low:
         return [low]
     raw = (high - low) / max(count, 1)
@@ -89,31 +95,32 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     digits = max(0, -math.floor(math.log10(step)))
-    return [round(place * step, digits) for place in range(first, last + 1)]
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 def spread_labels(positions: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Returns ``positions`` moved as little as needed to stand ``gap`` apart within the bounds."""
+    """Shift ``positions`` as little as needed so that they are ``gap`` apart within the bounds."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
-    moved = [min(max(p, top), bottom) for p in positions]
+    shifted = [min(max(p, top), bottom) for p in positions]
     for above, below in pairwise(order):
-        moved[below] = max(moved[below], moved[above] + gap)
+        shifted[below] = max(shifted[below], shifted[above] + gap)
     limit = bottom
-    for place in reversed(order):
-        moved[place] = min(moved[place], limit)
-        limit = moved[place] - gap
-    return moved
+    for index in reversed(order):
+        shifted[index] = min(shifted[index], limit)
+        limit = shifted[index] - gap
+    return shifted
 
 
-def text_width(texts: Sequence[str], most: int) -> int:
-    """Returns the pixels that the longest of ``texts`` takes, at most ``most``."""
-    return min(most, round(max((len(text) for text in texts), default=0) * CHARACTER) + 12)
+def text_width(texts: Sequence[str], max_width: int) -> int:
+    """Width in pixels of the longest of ``texts``, at most ``max_width``."""
+    longest = max((len(text) for text in texts), default=0)
+    return min(max_width, round(longest * CHARACTER_WIDTH) + 12)
 
 
 def build_axis(
     values: Sequence[float], *, grid: bool, log: bool = False, title: str | None = None
 ) -> alt.Axis:
-    """Returns an axis with ticks at ``values``, written as the page writes numbers."""
+    """Axis with ticks at ``values``, in the number format of the report."""
     digits = max((len(f"{v:.10f}".rstrip("0").split(".")[1]) for v in values), default=0)
     tiny = 0 < max(map(abs, values), default=0) < 1e-3
     texts = [
@@ -134,7 +141,7 @@ def build_frame(
     height: int,
     pads: tuple[int, int, int, int],
 ) -> ChartDrawing:
-    """Returns ``layers`` in one plot; ``pads`` are the pixels left, right, above and below it."""
+    """Combine ``layers`` in one plot; ``pads`` are the left, right, top and bottom margins."""
     left, right, top, bottom = pads
     padding = {"left": left, "right": right, "top": top, "bottom": bottom}
     chart = alt.layer(*layers).properties(

@@ -1,4 +1,4 @@
-"""The charts of a page: stacked bars, curves and the trade-off."""
+"""Charts of the HTML report: stacked bars, curves and the Pareto scatter plot."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import altair as alt
 
 from scalewise.reports import number_format
 from scalewise.reports.chart_layout import (
-    CHARACTER,
+    CHARACTER_WIDTH,
     GREY,
     INK,
     NARROW,
@@ -28,51 +28,70 @@ _LABEL_GAP = 15
 
 @dataclass(frozen=True)
 class BarSegment:
-    """One layer of a bar: a CSS variable, its length in the chart's unit and its tip."""
+    """A segment of a bar."""
 
-    colour: str
+    color: str
+    """CSS variable."""
     length: float
+    """Length in the chart's unit."""
     tip: str
+    """Tooltip."""
 
 
 @dataclass(frozen=True)
 class StackedBar:
-    """A stack under its name, with the number written beside it.
-
-    ``predicted`` is where the planner saw its end, ``error`` how far off that is.
-    """
+    """A stacked bar with its name and number."""
 
     name: str
+    """Label of the bar."""
     segments: tuple[BarSegment, ...]
+    """Segments from the origin."""
     number: str
+    """Text next to the bar."""
     predicted: float | None = None
+    """Predicted length, drawn as a tick."""
     error: str = ""
+    """Prediction error or change, after the number."""
 
 
 @dataclass(frozen=True)
 class CurveLine:
-    """A curve; ``label`` stands at its end (none if empty), ``colour`` is a CSS variable's name."""
+    """A curve over the steps."""
 
     points: tuple[tuple[float, float], ...]
+    """Step and value of each point."""
     label: str
-    colour: str = "--c-0"
-    label_colour: str = "--ct-0"
+    """Text at the end of the curve; empty for none."""
+    color: str = "--c-0"
+    """CSS variable of the curve."""
+    label_color: str = "--ct-0"
+    """CSS variable of the label."""
     tip: str = ""
+    """Tooltip."""
     faint: bool = False
+    """Whether the curve is drawn thin and grey."""
     dots: bool = False
+    """Whether points are marked."""
 
 
 @dataclass(frozen=True)
 class TradeoffMark:
-    """A job in the trade-off chart."""
+    """A job in the scatter plot."""
 
     name: str
+    """Label of the point."""
     x: float
+    """Horizontal value."""
     y: float
-    colour: str
+    """Vertical value."""
+    color: str
+    """CSS variable."""
     shape: str
+    """Vega shape."""
     tip: str
+    """Tooltip."""
     front: bool
+    """Whether the job is on the Pareto front."""
 
 
 def draw_stacks(
@@ -81,40 +100,45 @@ def draw_stacks(
     limit: tuple[float, str] | None = None,
     span: float = 0.0,
 ) -> ChartDrawing:
-    """Returns stacked bars in the order given, number and error in columns clear of the bars.
+    """Draw stacked bars in the given order, with columns for number and error.
 
-    ``limit`` is a dashed line across, with its label; the axis reaches ``span`` at least.
+    Args:
+        bars: Bars from top to bottom.
+        width: Width in pixels; ``NARROW`` puts the names above the bars.
+        limit: Position and label of a dashed line.
+        span: Minimum end of the axis.
     """
     sheet, narrow = ChartSheet(), width == NARROW
     row, thick = (40, 15) if narrow else (34, 20)
-    told = [bar.error for bar in bars if bar.error and not narrow]
-    errors = text_width(told, 70) + 6 if told else 0
+    error_texts = [bar.error for bar in bars if bar.error and not narrow]
+    errors = text_width(error_texts, 70) + 6 if error_texts else 0
     column = text_width([bar.number for bar in bars], 110) + errors
     left = 1 if narrow or not any(b.name for b in bars) else text_width([b.name for b in bars], 240)
     right = 10 if narrow else column + 8
     inner = width - left - right
     ends = [sum(s.length for s in bar.segments) for bar in bars]
     ends += [bar.predicted for bar in bars if bar.predicted is not None]
-    most = max([*ends, limit[0] if limit else 0, span]) or 1.0
-    marks = round_ticks(0, most, 4 if narrow else 6)
-    rows, texts, seen = [], [], []
-    for place, bar in enumerate(bars):
-        top = place * row + (row - thick - 3 if narrow else (row - thick) / 2)
+    longest = max([*ends, limit[0] if limit else 0, span]) or 1.0
+    tick_values = round_ticks(0, longest, 4 if narrow else 6)
+    rows, texts, ticks = [], [], []
+    for index, bar in enumerate(bars):
+        top = index * row + (row - thick - 3 if narrow else (row - thick) / 2)
         end = 0.0
         for part in bar.segments:
             rows.append({"a": end, "b": end + part.length, "y": top, "z": top + thick,
-                         "c": f"var({part.colour})", "tip": part.tip})  # fmt: skip
+                         "c": f"var({part.color})", "tip": part.tip})  # fmt: skip
             end += part.length
         if bar.predicted is not None:
-            over = 0 if narrow else 3
-            seen.append({"x": bar.predicted, "y": top - over, "z": top + thick + 3})
-        both = f"{bar.number}, {bar.error}" if narrow and bar.error else bar.number
+            overhang = 0 if narrow else 3
+            ticks.append({"x": bar.predicted, "y": top - overhang, "z": top + thick + 3})
+        number_text = f"{bar.number}, {bar.error}" if narrow and bar.error else bar.number
         texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
-                      "number": both, "error": bar.error})  # fmt: skip
+                      "number": number_text, "error": bar.error})  # fmt: skip
     height = len(bars) * row
-    scale, grid = alt.Scale(domain=[0, most], nice=False, zero=True), build_axis(marks, grid=True)
+    scale = alt.Scale(domain=[0, longest], nice=False, zero=True)
+    grid = build_axis(tick_values, grid=True)
     down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
-    drawn = (
+    rects = (
         sheet.chart(rows)
         .mark_rect(opacity=1, stroke=PAGE, strokeWidth=1)
         .encode(
@@ -126,30 +150,30 @@ def draw_stacks(
             description="tip:N",
         )
     )
-    layers = [drawn]
-    if seen:
+    layers = [rects]
+    if ticks:
         across = alt.X("x:Q", scale=scale, axis=grid)
-        places = {"x": across, "y": alt.Y("y:Q", scale=down, axis=None), "y2": "z:Q"}
+        encoding = {"x": across, "y": alt.Y("y:Q", scale=down, axis=None), "y2": "z:Q"}
         layers += [
-            sheet.chart(seen).mark_rule(color=colour, strokeWidth=thick_line, opacity=1)
-            .encode(**places)
-            for colour, thick_line in ((PAGE, 5), (INK, 2))
+            sheet.chart(ticks).mark_rule(color=color, strokeWidth=thick_line, opacity=1)
+            .encode(**encoding)
+            for color, thick_line in ((PAGE, 5), (INK, 2))
         ]  # fmt: skip
     if limit:
         layers += _limit_layer(sheet, limit, alt.X("x:Q", scale=scale, axis=grid))
-    below = alt.Y("y:Q", scale=down, axis=None)
+    text_y = alt.Y("y:Q", scale=down, axis=None)
     base = sheet.chart(texts)
     layers.append(base.mark_text(
         align="left" if narrow else "right", baseline="middle", fontSize=13, color=INK,
         limit=inner - column if narrow else left - 8,
-    ).encode(x=alt.value(0 if narrow else -8), y=below, text="name:N"))  # fmt: skip
+    ).encode(x=alt.value(0 if narrow else -8), y=text_y, text="name:N"))  # fmt: skip
     size = 12 if narrow else 13
-    at = inner if narrow else inner + right - errors
-    said = base.mark_text(align="right", baseline="middle", fontSize=size, color=INK)
-    layers.append(said.encode(x=alt.value(at), y=below, text="number:N"))
-    if told:
-        said = base.mark_text(align="right", baseline="middle", fontSize=size, color=GREY)
-        layers.append(said.encode(x=alt.value(inner + right), y=below, text="error:N"))
+    number_x = inner if narrow else inner + right - errors
+    text_mark = base.mark_text(align="right", baseline="middle", fontSize=size, color=INK)
+    layers.append(text_mark.encode(x=alt.value(number_x), y=text_y, text="number:N"))
+    if error_texts:
+        text_mark = base.mark_text(align="right", baseline="middle", fontSize=size, color=GREY)
+        layers.append(text_mark.encode(x=alt.value(inner + right), y=text_y, text="error:N"))
     return build_frame(sheet, layers, width, height, (left, right, 18 if limit else 2, 24))
 
 
@@ -171,17 +195,24 @@ def draw_curves(
     side_note: str = "",
     height: int = 190,
 ) -> ChartDrawing:
-    """Returns curves over the step with their names at their ends, pushed apart.
+    """Draw curves over the step, with labels at their ends.
 
-    ``log`` takes only positive values; ``bound`` is a dashed line, ``note`` one label for all,
-    ``side_note`` a text that must find room at the right, so that panels line up.
+    Args:
+        lines: The curves.
+        width: Width in pixels.
+        log: Whether the vertical axis is logarithmic; all values must be positive.
+        bound: Position of a horizontal dashed line.
+        zero: Whether the vertical axis includes 0.
+        note: A single label in place of one per curve.
+        side_note: A text that the right margin must fit, so that panels align.
+        height: Minimum height in pixels.
     """
     sheet, narrow = ChartSheet(), width == NARROW
     points = [point for line in lines for point in line.points]
     named = [line for line in lines if line.label]
     x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
     y_low, y_high = min(p[1] for p in points), max(p[1] for p in points)
-    scale, marks = _vertical_line(y_low, y_high, log=log, bound=bound, zero=zero)
+    scale, ticks = _vertical_scale(y_low, y_high, log=log, bound=bound, zero=zero)
     height = max(height, _LABEL_GAP * len(named) + 10)
     left = 46 if narrow else 56
     right = max(
@@ -198,13 +229,13 @@ def draw_curves(
         ),
     ]
     x = alt.X("x:Q", scale=across, axis=build_axis(steps, grid=False, title="step"))
-    y = alt.Y("y:Q", scale=scale, axis=build_axis(marks, grid=True, log=log))
-    layers = [*_faint_lines(sheet, lines, x, y), *_dots_layer(sheet, lines, x, y)]
+    y = alt.Y("y:Q", scale=scale, axis=build_axis(ticks, grid=True, log=log))
+    layers = [*_line_layers(sheet, lines, x, y), *_dots_layer(sheet, lines, x, y)]
     if bound is not None:
         layers += _bound_layer(sheet, bound, y)
-    where = [_position_of(line.points[-1][1], scale) * height for line in named]
-    ends = zip(named, spread_labels(where, _LABEL_GAP, 4, height - 4), strict=True)
-    labels = [(line.label, f"var({line.label_colour})", spot) for line, spot in ends]
+    positions = [_position_of(line.points[-1][1], scale) * height for line in named]
+    ends = zip(named, spread_labels(positions, _LABEL_GAP, 4, height - 4), strict=True)
+    labels = [(line.label, f"var({line.label_color})", spot) for line, spot in ends]
     if note:
         last = [line.points[-1][1] for line in lines]
         labels = [(note, INK, _position_of(sum(last) / len(last), scale) * height)]
@@ -218,26 +249,26 @@ def draw_curves(
     return build_frame(sheet, layers, width, height, (left, right, 6, 38))
 
 
-def _faint_lines(
+def _line_layers(
     sheet: ChartSheet, lines: Sequence[CurveLine], x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
-    """Returns a layer of faint lines, where there are any, below one of the others."""
+    """Layer of faint lines, if there are any, below the layer of the others."""
     layers = []
     for faint in (True, False):
         rows = [
-            {"x": step, "y": number, "line": place,
-             **({} if faint else {"c": f"var({line.colour})", "tip": line.tip})}
-            for place, line in enumerate(lines)
+            {"x": step, "y": number, "line": index,
+             **({} if faint else {"c": f"var({line.color})", "tip": line.tip})}
+            for index, line in enumerate(lines)
             if line.faint is faint
             for step, number in line.points
         ]  # fmt: skip
         chart = sheet.chart(rows)
         if rows and faint:
-            drawn = chart.mark_line(color="var(--faint)", strokeWidth=1, opacity=1)
-            layers.append(drawn.encode(x=x, y=y, detail="line:N"))
+            mark = chart.mark_line(color="var(--faint)", strokeWidth=1, opacity=1)
+            layers.append(mark.encode(x=x, y=y, detail="line:N"))
         elif rows:
-            drawn = chart.mark_line(strokeWidth=1.5, strokeJoin="round", opacity=1)
-            layers.append(drawn.encode(
+            mark = chart.mark_line(strokeWidth=1.5, strokeJoin="round", opacity=1)
+            layers.append(mark.encode(
                 x=x, y=y, detail="line:N", color=alt.Color("c:N", scale=None, legend=None),
                 description="tip:N",
             ))  # fmt: skip
@@ -248,7 +279,7 @@ def _dots_layer(
     sheet: ChartSheet, lines: Sequence[CurveLine], x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
     rows = [
-        {"x": step, "y": number, "c": f"var({line.colour})", "tip": line.tip}
+        {"x": step, "y": number, "c": f"var({line.color})", "tip": line.tip}
         for line in lines
         if line.dots and not line.faint
         for step, number in line.points
@@ -270,7 +301,7 @@ def _bound_layer(sheet: ChartSheet, bound: float, y: alt.Y) -> list[alt.Chart]:
     return [rule.encode(y=y), text.encode(x=alt.value(6), y=y, text="t:N")]
 
 
-def _vertical_line(
+def _vertical_scale(
     low: float, high: float, *, log: bool, bound: float | None, zero: bool
 ) -> tuple[alt.Scale, list[float]]:
     if log:
@@ -278,8 +309,8 @@ def _vertical_line(
         first, last = math.floor(math.log10(min(ends))), math.ceil(math.log10(max(ends)))
         last = max(last, first + 1)
         stride = max(1, round((last - first) / 4))
-        marks = [10.0**power for power in range(first, last + 1, stride)]
-        return alt.Scale(type="log", domain=[10.0**first, 10.0**last], nice=False), marks
+        ticks = [10.0**power for power in range(first, last + 1, stride)]
+        return alt.Scale(type="log", domain=[10.0**first, 10.0**last], nice=False), ticks
     low = min(low, 0.0) if zero else low
     slack = (high - low or abs(high) or 1) * 0.06
     bottom = low if zero and low == 0 else low - slack
@@ -290,7 +321,7 @@ def _vertical_line(
 
 
 def _position_of(number: float, scale: alt.Scale) -> float:
-    """Returns how far below the top of ``scale`` a number stands, 0 to 1."""
+    """Position of ``number`` from the top of ``scale``, as a fraction of the height."""
     low, high = scale["domain"]
     if scale["type"] == "log":
         low, high, number = math.log10(low), math.log10(high), math.log10(number)
@@ -298,7 +329,7 @@ def _position_of(number: float, scale: alt.Scale) -> float:
 
 
 def _number_at(fraction: float, scale: alt.Scale) -> float:
-    """Returns the number that stands ``fraction`` below the top of ``scale``."""
+    """Inverse of :func:`_position_of`."""
     low, high = scale["domain"]
     if scale["type"] == "log":
         return float(10 ** (math.log10(high) - fraction * math.log10(high / low)))
@@ -306,7 +337,7 @@ def _number_at(fraction: float, scale: alt.Scale) -> float:
 
 
 def draw_tradeoff(marks: Sequence[TradeoffMark], width: int, title: str) -> ChartDrawing:
-    """Returns points of which lower and further left is better, their front as a stair."""
+    """Draw a scatter plot of two metrics to be minimized, with the Pareto front as a staircase."""
     sheet, narrow = ChartSheet(), width == NARROW
     left, right, height = 46, 16, 250 if narrow else 280
     bounds = []
@@ -320,31 +351,29 @@ def draw_tradeoff(marks: Sequence[TradeoffMark], width: int, title: str) -> Char
     x = alt.X("x:Q", scale=wide_scale, axis=build_axis(marks_x, grid=False, title=title))
     y = alt.Y("y:Q", scale=tall_scale, axis=build_axis(round_ticks(y_low, y_high, 4), grid=True))
     front = sorted((m for m in marks if m.front), key=lambda m: m.x)
-    stair = [{"x": front[0].x, "y": y_high}, *({"x": m.x, "y": m.y} for m in front)]
-    stair.append({"x": x_high, "y": front[-1].y})
-    line = sheet.chart(stair).mark_line(
+    staircase = [{"x": front[0].x, "y": y_high}, *({"x": m.x, "y": m.y} for m in front)]
+    staircase.append({"x": x_high, "y": front[-1].y})
+    line = sheet.chart(staircase).mark_line(
         interpolate="step-after", color=GREY, strokeWidth=1, opacity=1
     )
-    rows = [
-        {"x": m.x, "y": m.y, "c": f"var({m.colour})", "s": m.shape, "tip": m.tip} for m in marks
-    ]
+    rows = [{"x": m.x, "y": m.y, "c": f"var({m.color})", "s": m.shape, "tip": m.tip} for m in marks]
     spots = sheet.chart(rows).mark_point(filled=True, size=95, opacity=1, stroke=INK, strokeWidth=1)
     layers = [line.encode(x=x, y=y), spots.encode(
         x=x, y=y, fill=alt.Fill("c:N", scale=None, legend=None),
         shape=alt.Shape("s:N", scale=None, legend=None), description="tip:N")]  # fmt: skip
     inner = width - left - right
-    taken: list[tuple[float, float, float, float]] = []
+    occupied: list[tuple[float, float, float, float]] = []
     spans = [(m, (m.x - x_low) / (x_high - x_low) * inner,
               (y_high - m.y) / (y_high - y_low) * height) for m in marks]  # fmt: skip
-    taken += [(across - 6, down - 6, across + 6, down + 6) for _, across, down in spans]
+    occupied += [(across - 6, down - 6, across + 6, down + 6) for _, across, down in spans]
     names: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for mark, across, down in sorted(spans, key=lambda one: not one[0].front):
-        spot = _place_label(mark, across, down, inner, taken)
-        if spot is not None:
-            start, middle = across + spot[0], down + spot[1]
-            at = {"x": x_low + start / inner * (x_high - x_low),
+        offset = _place_label(mark, across, down, inner, occupied)
+        if offset is not None:
+            start, middle = across + offset[0], down + offset[1]
+            row = {"x": x_low + start / inner * (x_high - x_low),
                   "y": y_high - middle / height * (y_high - y_low), "t": mark.name}  # fmt: skip
-            names.setdefault((spot[0] < 0, mark.front), []).append(at)
+            names.setdefault((offset[0] < 0, mark.front), []).append(row)
     for (leftward, front_name), rows in names.items():
         text = sheet.chart(rows).mark_text(
             align="right" if leftward else "left", baseline="middle", fontSize=12,
@@ -361,21 +390,21 @@ def _place_label(
     inner: float,
     occupied: list[tuple[float, float, float, float]],
 ) -> tuple[int, int] | None:
-    """Returns where from its point ``mark``'s name has room, and takes it; ``None`` if nowhere.
+    """Offset of a label from its point, and reserve its box; ``None`` if there is no room.
 
-    Names of the front go lower left, where no job can lie, the others upper right. A negative
-    first number is the right end of a name to the left.
+    Labels of the Pareto front go to the lower left, where no other job can be, and the others to
+    the upper right. A negative horizontal offset is the right end of the label.
     """
-    long = len(mark.name) * CHARACTER
+    text_length = len(mark.name) * CHARACTER_WIDTH
     first = [(-9, 11), (9, 11)] if mark.front else [(9, -10), (-9, -10)]
-    for aside, off in [*first, *((a, -b) for a, b in first)]:
-        start = across + aside - (long if aside < 0 else 0)
-        box = (start, down + off - 7, start + long, down + off + 7)
-        inside = start > -30 and start + long < inner + 16
-        clear = all(
+    for dx, dy in [*first, *((a, -b) for a, b in first)]:
+        start = across + dx - (text_length if dx < 0 else 0)
+        box = (start, down + dy - 7, start + text_length, down + dy + 7)
+        fits = start > -30 and start + text_length < inner + 16
+        is_free = all(
             box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in occupied
         )
-        if inside and clear:
+        if fits and is_free:
             occupied.append(box)
-            return aside, off
+            return dx, dy
     return None

@@ -1,4 +1,4 @@
-"""What the records of several jobs say beside each other: names, winners, distances. Pure."""
+"""Comparison of the jobs of a sweep: names, ranking, Pareto front and loss differences."""
 
 import math
 from collections import Counter
@@ -15,34 +15,37 @@ from scalewise.reports.records import MetricSeries, RunRecord, SweepRecord
 SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
 PEAK = "memory/peak_bytes"
-FORESEEN_PEAK = "plan/peak_bytes"
-FORESEEN_STEP = "plan/step_s"
-FORESEEN = {PEAK: FORESEEN_PEAK, STEP: FORESEEN_STEP}
-"""What was measured: under which key it was foreseen."""
+PREDICTED_PEAK = "plan/peak_bytes"
+PREDICTED_STEP = "plan/step_s"
+PREDICTED_KEYS = {PEAK: PREDICTED_PEAK, STEP: PREDICTED_STEP}
+"""Key of the predicted value, by key of the measured one."""
 PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
-VALIDATION = "val/loss"
-UNTRAINED = "val/loss_first"
-PREFERRED = "val/reward_accuracy"
-CHANCE = 0.5
-"""What a model that is its own reference has of it."""
+VALIDATION_LOSS = "val/loss"
+UNTRAINED_LOSS = "val/loss_first"
+PREFERENCE_ACCURACY = "val/reward_accuracy"
+CHANCE_ACCURACY = 0.5
+"""Preference accuracy of an untrained model, which equals its reference model."""
 REWARD = "val/reward"
 ACCURACY = "val/accuracy"
 
-EQUIVALENT = 1e-5
-"""Nats per token below which two losses come from the same mathematics, summed in another order."""
+EQUIVALENCE_BOUND = 1e-5
+"""Loss difference in nats per token that is explained by floating-point summation order."""
 
-SHOWN = 24
-"""Jobs that a chart draws one by one; beyond it the page picks."""
+MAX_CHARTED_JOBS = 24
+"""Jobs with their own mark or label in a chart; of more, a selection is charted."""
 
 
 @dataclass(frozen=True)
 class StackPart:
-    """One layer of a stack: its metric, how the page calls it and the CSS variable it wears."""
+    """A segment of a stacked bar."""
 
     key: str
+    """Metric key; empty for the remainder."""
     label: str
-    colour: str
+    """Name in the legend."""
+    color: str
+    """CSS variable."""
 
 
 MEMORY = (
@@ -52,15 +55,15 @@ MEMORY = (
     StackPart("memory/activations_bytes", "activations", "--m-act"),
 )
 MEMORY_REST = StackPart("", "other", "--m-other")
-PASSES = (
+FORWARD_BACKWARD_PARTS = (
     StackPart("time/forward_s", "forward", "--t-fwd"),
     StackPart("time/backward_s", "backward", "--t-bwd"),
 )
-BOTH_PASSES = StackPart("time/forward_backward_s", "forward + backward", "--t-both")
+FORWARD_BACKWARD = StackPart("time/forward_backward_s", "forward + backward", "--t-both")
 TIME = (
     StackPart("time/data_s", "data", "--t-data"),
-    *PASSES,
-    BOTH_PASSES,
+    *FORWARD_BACKWARD_PARTS,
+    FORWARD_BACKWARD,
     StackPart("time/optimizer_s", "optimizer", "--t-opt"),
 )
 TIME_REST = StackPart("", "other, idle", "--t-idle")
@@ -68,56 +71,66 @@ TIME_REST = StackPart("", "other, idle", "--t-idle")
 
 @dataclass(frozen=True, eq=False)
 class ReportJob:
-    """A run under the name it has everywhere on the page."""
+    """A run with its name in the report."""
 
     run: RunRecord
+    """Record of the run."""
     name: str
+    """Name, composed of the varied values."""
     group: int = 0
+    """Index into :attr:`ReportComparison.groups`, which sets the color."""
 
     def measured(self, key: str) -> float | None:
-        """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
+        """Measured value of ``key``; ``None`` if missing or not finite."""
         return measured_value(self.run, key)
 
     def predicted(self, key: str) -> float | None:
-        """Returns what the planner said of the peak or of the step, before the run."""
-        said = measured_value(self.run, FORESEEN[key])
-        return self.run.predicted.get(FORESEEN[key]) if said is None else said
+        """Predicted value of ``key``, the peak memory or the step time."""
+        summary_value = measured_value(self.run, PREDICTED_KEYS[key])
+        return (
+            self.run.predicted.get(PREDICTED_KEYS[key]) if summary_value is None else summary_value
+        )
 
     def prediction_error(self, key: str) -> float | None:
-        """Returns how far off the planner was, as a share of what was measured."""
-        said, came = self.predicted(key), self.measured(key)
-        return said / came - 1 if said is not None and came else None
+        """Relative error of the prediction, (predicted - measured) / measured."""
+        predicted, measured = self.predicted(key), self.measured(key)
+        return predicted / measured - 1 if predicted is not None and measured else None
 
 
 def is_preference(jobs: Iterable[ReportJob]) -> bool:
-    """Returns whether all jobs compare pairs of answers: their losses are of a pair."""
+    """Whether all jobs train with a preference objective, whose loss is per pair."""
     return {job.run.choices.get("objective") for job in jobs} == {"dpo"}
 
 
 @dataclass(frozen=True)
 class ReportComparison:
-    """The jobs of a sweep, or the one of a run, ready to be laid side by side."""
+    """The jobs of a sweep, or the single job of a run."""
 
     jobs: tuple[ReportJob, ...]
+    """All jobs."""
     reference: ReportJob | None
+    """Job with which the others are compared; ``None`` for a single run."""
     varying: Mapping[str, tuple[object, ...]]
+    """Values of each varied setting."""
     group_key: str
+    """Setting that sets the color of a curve; empty if none does."""
     groups: tuple[str, ...]
+    """Values of ``group_key``."""
 
     @cached_property
     def finished(self) -> tuple[ReportJob, ...]:
-        """The jobs that went to their end."""
+        """Jobs with status ``ok``."""
         return tuple(job for job in self.jobs if job.run.ok)
 
     @cached_property
     def unfinished(self) -> tuple[ReportJob, ...]:
-        """The jobs that ended in any other way, unasked; not those running or still to come."""
-        waiting = ("ok", "pruned", "running", "not_run")
-        return tuple(job for job in self.jobs if job.run.status not in waiting)
+        """Jobs that failed or were interrupted; not those pruned, running or waiting."""
+        excluded = ("ok", "pruned", "running", "not_run")
+        return tuple(job for job in self.jobs if job.run.status not in excluded)
 
     @cached_property
     def is_oversubscribed(self) -> bool:
-        """Whether jobs ran at the same time on the cores of one machine, slowing each other."""
+        """Whether CPU jobs overlapped in time on one machine and slowed each other."""
         spans = sorted(
             (job.run.started, job.run.ended)
             for job in self.finished
@@ -126,14 +139,14 @@ class ReportComparison:
         return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
     def rank_jobs(self, key: str, largest_first: bool) -> list[ReportJob]:
-        """Returns the finished jobs that measured ``key``, in its order."""
-        having = [(job.measured(key), job) for job in self.finished]
-        known = [(number, job) for number, job in having if number is not None]
+        """Finished jobs that measured ``key``, sorted by it."""
+        values = [(job.measured(key), job) for job in self.finished]
+        known = [(value, job) for value, job in values if value is not None]
         return [job for _, job in sorted(known, key=lambda p: p[0], reverse=largest_first)]
 
     @cached_property
     def headline_metric(self) -> tuple[str, bool]:
-        """The metric that orders the page, and whether the largest comes first."""
+        """Metric that sorts the jobs, and whether the largest value comes first."""
         for key, largest_first in ((SPEED, True), (STEP, False), (LOSS, False)):
             if self.rank_jobs(key, largest_first):
                 return key, largest_first
@@ -141,82 +154,85 @@ class ReportComparison:
 
     @cached_property
     def pareto_front(self) -> tuple[ReportJob, ...]:
-        """Finished jobs that no other beats on both step time and peak memory, fastest first."""
+        """Pareto front of step time and peak memory, fastest job first."""
         return self.find_pareto_front(STEP, PEAK)
 
     def find_pareto_front(self, one: str, other: str) -> tuple[ReportJob, ...]:
-        """Returns the finished jobs that none beats on two metrics of which less is better."""
-        best: list[ReportJob] = []
+        """Pareto front of the finished jobs for two metrics that are to be minimized."""
+        front: list[ReportJob] = []
         for job in sorted(
             (j for j in self.rank_jobs(one, False) if j.measured(other) is not None),
             key=lambda j: (j.measured(one), j.measured(other)),
         ):
-            if not best or (job.measured(other) or 0) < (best[-1].measured(other) or 0):
-                best.append(job)
-        return tuple(best)
+            if not front or (job.measured(other) or 0) < (front[-1].measured(other) or 0):
+                front.append(job)
+        return tuple(front)
 
     @cached_property
     def charted_jobs(self) -> tuple[ReportJob, ...]:
-        """The jobs that charts draw one by one: all, or the front, the failures and the best."""
-        if len(self.jobs) <= SHOWN:
+        """Jobs shown in charts: all, or the Pareto front, the failures and the best."""
+        if len(self.jobs) <= MAX_CHARTED_JOBS:
             return self.jobs
         first = [self.reference] if self.reference is not None else []
-        first += [*self.pareto_front[: SHOWN // 2], *_is_drawable(self.unfinished)[: SHOWN // 4]]
+        first += self.pareto_front[: MAX_CHARTED_JOBS // 2]
+        first += _drawable_jobs(self.unfinished)[: MAX_CHARTED_JOBS // 4]
         first += self.rank_jobs(*self.headline_metric)
-        kept = set(list(dict.fromkeys(first))[:SHOWN])
-        return tuple(job for job in self.jobs if job in kept)
+        selected = set(list(dict.fromkeys(first))[:MAX_CHARTED_JOBS])
+        return tuple(job for job in self.jobs if job in selected)
 
 
-def _is_drawable(jobs: Sequence[ReportJob]) -> list[ReportJob]:
+def _drawable_jobs(jobs: Sequence[ReportJob]) -> list[ReportJob]:
     return [job for job in jobs if job.run.summary or LOSS in job.run.series]
 
 
 def compare_run(run: RunRecord) -> ReportComparison:
-    """Returns the comparison that a run's own page is drawn from."""
+    """Comparison of a single run, without a reference."""
     return ReportComparison((ReportJob(run, run.name),), None, {}, "", ())
 
 
 def compare_sweep(sweep: SweepRecord) -> ReportComparison:
-    """Returns the jobs of ``sweep`` under their names; the reference is the first unless given."""
-    varying = {key: sweep.varying[key] for key in _order_jobs(sweep.varying)}
+    """Comparison of the jobs of ``sweep``; the default reference is the first job."""
+    varying = {key: sweep.varying[key] for key in _order_keys(sweep.varying)}
     short = {key: _short_values(values) for key, values in varying.items()}
     group_key, groups = _color_groups(varying, short)
     names = _ablation_names(sweep.jobs, short) or [_job_name(run, short) for run in sweep.jobs]
-    twice = {name for name, count in Counter(names).items() if count > 1}
+    duplicates = {name for name, count in Counter(names).items() if count > 1}
     jobs = []
     for run, name in zip(sweep.jobs, names, strict=True):
-        own = short.get(group_key, {}).get(
+        value = short.get(group_key, {}).get(
             number_format.format_value(run.varied_settings.get(group_key)), ""
         )
-        group = groups.index(own) if own in groups else 0
-        jobs.append(ReportJob(run, f"{name} #{run.number}" if name in twice else name, group))
+        group = groups.index(value) if value in groups else 0
+        jobs.append(ReportJob(run, f"{name} #{run.number}" if name in duplicates else name, group))
     reference = jobs[sweep.reference or 0] if jobs else None
     return ReportComparison(tuple(jobs), reference, varying, group_key, groups)
 
 
-def _order_jobs(varying: Mapping[str, object]) -> list[str]:
+def _order_keys(varying: Mapping[str, object]) -> list[str]:
     first = ("model", "parallelism", "precision")
     return [*(key for key in first if key in varying), *(k for k in varying if k not in first)]
 
 
 def _short_values(values: Sequence[object]) -> dict[str, str]:
-    """Returns each value as names say it: ``bf16_mixed`` is ``bf16`` where nothing else is."""
-    whole = [number_format.format_value(item) for item in values]
-    cut = {text: text.removesuffix("_mixed").rsplit("/", 1)[-1] for text in whole}
-    clear = Counter(text.split("_")[0] for text in whole)
-    cuts = Counter(cut.values())
+    """Short form of each value, where unambiguous: ``bf16`` for ``bf16_mixed``."""
+    texts = [number_format.format_value(item) for item in values]
+    short = {text: text.removesuffix("_mixed").rsplit("/", 1)[-1] for text in texts}
+    prefix_counts = Counter(text.split("_")[0] for text in texts)
+    short_counts = Counter(short.values())
     return {
-        text: cut[text] if cuts[cut[text]] == 1 and clear[text.split("_")[0]] == 1 else text
-        for text in whole
+        text: short[text]
+        if short_counts[short[text]] == 1 and prefix_counts[text.split("_")[0]] == 1
+        else text
+        for text in texts
     }
 
 
 def _ablation_names(
     runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]
 ) -> list[str] | None:
-    """Returns what each job adds to the one before it; None where that is not one setting each.
+    """Names of ablation steps; ``None`` unless each job adds one setting to the job before it.
 
-    With one that is added, a compiler may go.
+    A step may also disable ``compile``.
     """
     names, seen = ["baseline"], set[str]()
     for before, run in pairwise(runs):
@@ -231,8 +247,8 @@ def _ablation_names(
             return None
         seen |= set(keys)
         turned_on = new[keys[0]].lower() == "true"
-        told = keys[0].rsplit(".", 1)[-1] if turned_on else _value_word(run, keys[0], short)
-        names.append(f"+ {told}")
+        added = keys[0].rsplit(".", 1)[-1] if turned_on else _value_word(run, keys[0], short)
+        names.append(f"+ {added}")
     return names if len(names) > 2 else None
 
 
@@ -251,41 +267,48 @@ def _value_word(run: RunRecord, key: str, short: Mapping[str, Mapping[str, str]]
 def _color_groups(
     varying: Mapping[str, tuple[object, ...]], short: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the key whose values colour the curves, with its two to four values."""
-    few = [key for key, values in varying.items() if 2 <= len(values) <= 4]
-    if not few:
+    """Setting that sets the color of the curves, with its two to four values."""
+    candidates = [key for key, values in varying.items() if 2 <= len(values) <= 4]
+    if not candidates:
         return "", ()
-    key = "precision" if "precision" in few else min(few, key=lambda k: len(varying[k]))
+    if "precision" in candidates:
+        key = "precision"
+    else:
+        key = min(candidates, key=lambda k: len(varying[k]))
     return key, tuple(short[key].values())
 
 
 def measured_value(run: RunRecord, key: str) -> float | None:
-    """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
-    found = run.summary.metrics.get(key) if run.summary else None
-    return found if found is not None and math.isfinite(found) else None
+    """Value of ``key`` in the run's summary; ``None`` if missing or not finite."""
+    value = run.summary.metrics.get(key) if run.summary else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def breakdown(
     job: ReportJob, parts: Sequence[StackPart], total: str, rest: StackPart
 ) -> dict[StackPart, float]:
-    """Returns the measured parts of ``total`` and, where positive, what they leave of it."""
-    found = {part: size for part in parts if (size := job.measured(part.key)) is not None}
-    whole = job.measured(total)
-    if found and whole is not None and whole > sum(found.values()):
-        found[rest] = whole - sum(found.values())
-    return found
+    """Measured parts of ``total``, and the remainder ``rest`` if it is positive."""
+    sizes = {part: size for part in parts if (size := job.measured(part.key)) is not None}
+    total_size = job.measured(total)
+    if sizes and total_size is not None and total_size > sum(sizes.values()):
+        sizes[rest] = total_size - sum(sizes.values())
+    return sizes
 
 
 def join_forward_backward(parts: Mapping[StackPart, float]) -> dict[StackPart, float]:
-    """Returns a step's parts with forward and backward as one, as a pipeline measures them."""
-    both = sum(size for part, size in parts.items() if part in (*PASSES, BOTH_PASSES))
-    return {part: size for part, size in parts.items() if part not in PASSES} | {BOTH_PASSES: both}
+    """Parts of a step with forward and backward merged, as pipeline parallelism measures them."""
+    merged = sum(
+        size for part, size in parts.items() if part in (*FORWARD_BACKWARD_PARTS, FORWARD_BACKWARD)
+    )
+    return {part: size for part, size in parts.items() if part not in FORWARD_BACKWARD_PARTS} | {
+        FORWARD_BACKWARD: merged
+    }
 
 
 def best_index(
     values: Sequence[float | None], largest: bool, text: Callable[[float | None], str]
 ) -> int | None:
-    """Returns the place of the best value; ``None`` where there is no choice or it reads a tie."""
+    """Index of the best value; ``None`` below two values or if the formatted best ties."""
     known = [number for number in values if number is not None]
     if len(known) < 2:
         return None
@@ -296,39 +319,39 @@ def best_index(
 
 
 def loss_distance(job: ReportJob, reference: ReportJob | None) -> MetricSeries | None:
-    """Returns |loss - reference's loss| at the steps both measured (``None`` below two)."""
+    """|loss - loss of the reference| at common steps; ``None`` below two such steps."""
     if reference is None or job is reference:
         return None
-    ours, theirs = (j.run.series.get(LOSS, MetricSeries()) for j in (job, reference))
-    other = dict(zip(theirs.steps, theirs.values, strict=True))
+    own, base = (j.run.series.get(LOSS, MetricSeries()) for j in (job, reference))
+    base_values = dict(zip(base.steps, base.values, strict=True))
     pairs = [
-        (step, abs(number - other[step]))
-        for step, number in zip(ours.steps, ours.values, strict=True)
-        if step in other and math.isfinite(number) and math.isfinite(other[step])
+        (step, abs(number - base_values[step]))
+        for step, number in zip(own.steps, own.values, strict=True)
+        if step in base_values and math.isfinite(number) and math.isfinite(base_values[step])
     ]
     if len(pairs) < 2:
         return None
-    return MetricSeries(tuple(step for step, _ in pairs), tuple(far for _, far in pairs))
+    return MetricSeries(tuple(step for step, _ in pairs), tuple(distance for _, distance in pairs))
 
 
 def largest_distance(job: ReportJob, reference: ReportJob | None) -> float | None:
-    """Returns the largest of :func:`distance`, in nats per token."""
-    found = loss_distance(job, reference)
-    return max(found.values) if found else None
+    """Maximum of :func:`loss_distance`, in nats per token."""
+    distances = loss_distance(job, reference)
+    return max(distances.values) if distances else None
 
 
 def finite_series(series: MetricSeries) -> MetricSeries:
-    """Returns ``series`` without the steps at which it was not a number."""
+    """``series`` without non-finite values."""
     pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
     return MetricSeries(tuple(step for step, _ in pairs), tuple(number for _, number in pairs))
 
 
 def lttb(series: MetricSeries, count: int) -> MetricSeries:
-    """Returns at most ``count`` points of a finite ``series`` that keep its look.
+    """Downsample a finite ``series`` to at most ``count`` points (LTTB).
 
-    Largest triangle, three buckets (S. Steinarsson, 2013): of each bucket stays the point that
-    spans the largest triangle with the point kept before it and the mean of the next bucket.
-    The first and the last point always stay.
+    Largest triangle, three buckets (S. Steinarsson, 2013): each bucket keeps the point that spans
+    the largest triangle with the previously kept point and the mean of the next bucket. The first
+    and the last point are always kept.
     """
     size = len(series.steps)
     if size <= count or count < 3:
@@ -336,9 +359,9 @@ def lttb(series: MetricSeries, count: int) -> MetricSeries:
     x, y = np.asarray(series.steps, float), np.asarray(series.values, float)
     edges = np.linspace(1, size - 1, count - 1).astype(int)
     kept = [0]
-    for place in range(count - 2):
-        start, stop = edges[place], edges[place + 1]
-        after = slice(stop, edges[place + 2] if place + 2 < len(edges) else size)
+    for bucket in range(count - 2):
+        start, stop = edges[bucket], edges[bucket + 1]
+        after = slice(stop, edges[bucket + 2] if bucket + 2 < len(edges) else size)
         next_x, next_y = x[after].mean(), y[after].mean()
         last = kept[-1]
         area = np.abs(

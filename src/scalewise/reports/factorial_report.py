@@ -1,4 +1,4 @@
-"""What each technique of a screen did, alone and in pairs: step time and peak memory."""
+"""Factorial screening: effects of two-level factors and their interactions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,24 +24,26 @@ from scalewise.reports.compare import PEAK, STEP, ReportComparison
 from scalewise.reports.factorial_effects import FactorEffect, FactorEffects, Name
 from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
 
-LEAST = 3
-"""Factors below which a page has better ways to compare."""
+MIN_FACTORS = 3
+"""Minimum number of factors."""
 
-DRAWN = 10
-"""Effects that are drawn; the table has all."""
+MAX_CHARTED_EFFECTS = 10
+"""Maximum number of charted effects; the table lists all."""
 
 NOUNS = {STEP: "step time", PEAK: "peak memory"}
 
 
 @dataclass(frozen=True)
 class ScreeningEffects:
-    """The effects on each measurement, and what the factors' second levels are."""
+    """Effects of the factors on each metric."""
 
     levels: Mapping[str, tuple[object, object]]
+    """First and second level of each factor."""
     by_metric: Mapping[str, FactorEffects]
+    """Effects by metric key."""
 
     def label(self, name: Name) -> str:
-        """Returns how the page calls an effect: ``memory checkpoint_full``, ``memory x lr``."""
+        """Name of an effect: ``memory checkpoint_full``, or ``memory x lr`` for an interaction."""
         short = [key.rpartition(".")[2] for key in name]
         if len(name) == 1:
             return f"{short[0]} {number_format.format_value(self.levels[name[0]][1])}"
@@ -49,72 +51,76 @@ class ScreeningEffects:
 
 
 def screening_effects(comparison: ReportComparison) -> ScreeningEffects | None:
-    """Returns the effects of a sweep over three or more two-level factors, repeats by seed apart.
+    """Effects of a sweep over three or more two-level factors; seeds are replicates.
 
-    None for any other sweep, and where too few jobs finished.
+    ``None`` for any other sweep and if too few jobs finished.
     """
     varying = {key: values for key, values in comparison.varying.items() if key != "seed"}
-    if len(varying) < LEAST or any(len(values) != 2 for values in varying.values()):
+    if len(varying) < MIN_FACTORS or any(len(values) != 2 for values in varying.values()):
         return None
     levels = {key: (values[0], values[1]) for key, values in varying.items()}
-    found = {}
+    by_metric = {}
     for metric in NOUNS:
         jobs = comparison.rank_jobs(metric, False)
         measured = [job.measured(metric) or 0.0 for job in jobs]
         signs = {
-            key: [-1 if str(job.run.varied_settings.get(key)) == str(rest) else 1 for job in jobs]
-            for key, (rest, _) in levels.items()
+            key: [-1 if str(job.run.varied_settings.get(key)) == str(first) else 1 for job in jobs]
+            for key, (first, _) in levels.items()
         }
         if len(jobs) > len(levels) and min(measured) > 0:
-            found[metric] = factorial_effects.factor_effects(signs, measured)
-    return ScreeningEffects(levels, found) if found else None
+            by_metric[metric] = factorial_effects.factor_effects(signs, measured)
+    return ScreeningEffects(levels, by_metric) if by_metric else None
 
 
 def screening_section(comparison: ReportComparison) -> ReportSection | None:
-    """Returns the effects as dots with their intervals; ``None`` where nothing was screened."""
-    screen = screening_effects(comparison)
-    if screen is None:
+    """Section of effects with confidence intervals; ``None`` for other sweeps."""
+    screening = screening_effects(comparison)
+    if screening is None:
         return None
     panels = []
-    for metric, found in screen.by_metric.items():
-        noun, drawn = NOUNS[metric], found.effects[:DRAWN]
-        labels = [screen.label(effect.name) for effect in drawn]
+    for metric, result in screening.by_metric.items():
+        noun, charted = NOUNS[metric], result.effects[:MAX_CHARTED_EFFECTS]
+        labels = [screening.label(effect.name) for effect in charted]
         picture = draw_both_widths(
-            partial(_effects_dots, drawn, labels),
+            partial(_effects_dots, charted, labels),
             f"effects-{noun.replace(' ', '-')}",
-            f"Dots: change of {noun} by {number_format.pluralize(len(drawn), 'effect')}.",
+            f"Dots: change of {noun} for {number_format.pluralize(len(charted), 'effect')}.",
         )
-        detail = "change in %, from the first value to the second; left is less"
+        detail = "change in %, from the first level to the second; left is less"
         panels.append(ChartPanel(number_format.capitalize_first(noun), detail, picture))
     return ReportSection(
         "effects",
-        "Effects",
-        finding_text(screen),
+        "Factor effects",
+        finding_text(screening),
         tuple(panels),
-        notes=tuple(_effect_notes(screen)),
-        numbers=_effects_table(screen),
+        notes=tuple(_effect_notes(screening)),
+        numbers=_effects_table(screening),
     )
 
 
 def finding_text(screening: ScreeningEffects) -> Markup:
-    """Returns which technique moves what most, where its interval, if any, says that it does."""
-    said = []
-    for metric, found in screening.by_metric.items():
-        alone = [effect for effect in found.effects if len(effect.name) == 1]
-        clear = [
-            effect for effect in alone if effect.is_significant or not found.degrees_of_freedom
+    """Largest significant effect on each metric; without intervals, the largest effect."""
+    findings = []
+    for metric, result in screening.by_metric.items():
+        main_effects = [effect for effect in result.effects if len(effect.name) == 1]
+        candidates = [
+            effect
+            for effect in main_effects
+            if effect.is_significant or not result.degrees_of_freedom
         ]
-        if clear:
-            most = clear[0]
-            name, change = screening.label(most.name), format_signed(most.change)
-            said.append(f"{name} moves {NOUNS[metric]} most ({change})")
+        if candidates:
+            largest = candidates[0]
+            name, change = screening.label(largest.name), format_signed(largest.change)
+            findings.append(f"{name} changes {NOUNS[metric]} most ({change})")
         else:
-            said.append(f"no effect on {NOUNS[metric]} stands out of the noise")
-    return summary_sentences.join_words([number_format.capitalize_first(said[0]), *said[1:]])
+            findings.append(f"no effect on {NOUNS[metric]} is significant")
+    return summary_sentences.join_words(
+        [number_format.capitalize_first(findings[0]), *findings[1:]]
+    )
 
 
 def format_signed(share: float | None) -> str:
-    """Returns a change with its sign, where it is one: ``+12%``, ``<1%``."""
+    """Format a fraction as a signed percentage: ``+12%``; ``0%`` and ``<1%`` have no sign."""
     text = number_format.format_percent(None if share is None else abs(share))
     if share is None or text in ("0%", "<1%"):
         return text
@@ -122,35 +128,35 @@ def format_signed(share: float | None) -> str:
 
 
 def _effect_notes(screening: ScreeningEffects) -> list[str]:
-    any_of = next(iter(screening.by_metric.values()))
-    jobs = number_format.pluralize(any_of.jobs, "job")
-    said = [
-        f"Each change is that of the geometric mean over {jobs}, "
-        "whatever else varied. Of a pair: how much more the one changes beside the other.",
-        f"95% intervals by Student's t with {any_of.degrees_of_freedom} degrees of freedom."
-        if any_of.degrees_of_freedom
-        else "No intervals: the jobs are as many as the effects. Repeat them to get some.",
+    first = next(iter(screening.by_metric.values()))
+    jobs = number_format.pluralize(first.jobs, "job")
+    notes = [
+        f"Changes are of the geometric mean over {jobs}, averaged over the other factors. "
+        "An interaction is the further change of one factor at the second level of the other.",
+        f"95% intervals by Student's t with {first.degrees_of_freedom} degrees of freedom."
+        if first.degrees_of_freedom
+        else "No intervals: there are as many jobs as effects. Add replicates to get them.",
     ]
-    mixed = [
+    aliased = [
         " = ".join(screening.label(name) for name in (effect.name, *effect.aliases))
-        for effect in any_of.effects
+        for effect in first.effects
         if effect.aliases
     ]
-    if mixed:
-        said.append(f"These jobs cannot tell apart: {'; '.join(mixed)}.")
-    if any_of.inestimable:
-        lost = ", ".join(screening.label(name) for name in any_of.inestimable)
-        said.append(f"For want of jobs that finished, not told: {lost}.")
-    return said
+    if aliased:
+        notes.append(f"Aliased effects, not distinguishable: {'; '.join(aliased)}.")
+    if first.inestimable:
+        names = ", ".join(screening.label(name) for name in first.inestimable)
+        notes.append(f"Not estimable, because some jobs failed: {names}.")
+    return notes
 
 
 def _effects_table(screening: ScreeningEffects) -> NumbersTable:
     heads = [head for metric in screening.by_metric for head in (NOUNS[metric], "95% interval")]
     by_name: dict[Name, list[str]] = {}
-    for place, found in enumerate(screening.by_metric.values()):
-        for effect in found.effects:
+    for index, result in enumerate(screening.by_metric.values()):
+        for effect in result.effects:
             cells = by_name.setdefault(effect.name, [number_format.MISSING] * len(heads))
-            cells[2 * place : 2 * place + 2] = [
+            cells[2 * index : 2 * index + 2] = [
                 format_signed(effect.change),
                 _interval_text(effect),
             ]
@@ -167,49 +173,51 @@ def _interval_text(effect: FactorEffect) -> str:
 def _effects_dots(
     effects: Sequence[FactorEffect], labels: Sequence[str], width: int
 ) -> ChartDrawing:
-    """Returns a row an effect: a dot on its interval, blue where that leaves out no change."""
+    """Draw one row per effect: a dot on its interval, blue if the interval excludes 0."""
     sheet, narrow = ChartSheet(), width == NARROW
     row = 40 if narrow else 26
     column = 56
     left = 1 if narrow else text_width(labels, 240)
     right = 10 if narrow else column + 8
     inner, height = width - left - right, row * len(effects)
-    most = max(abs(effect.change) for effect in effects) * 1.5 or 0.01
-    ends = [min(max(end or 0, -most), most) for e in effects for end in (e.low, e.high, e.change)]
+    extent = max(abs(effect.change) for effect in effects) * 1.5 or 0.01
+    ends = [
+        min(max(end or 0, -extent), extent) for e in effects for end in (e.low, e.high, e.change)
+    ]
     low, high = min(*ends, 0) * 105, max(*ends, 0) * 105
-    across = alt.Scale(domain=[low, high if high > low else low + 1], nice=False, zero=False)
-    down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
+    x_scale = alt.Scale(domain=[low, high if high > low else low + 1], nice=False, zero=False)
+    y_scale = alt.Scale(domain=[0, height], range=[0, height], nice=False)
     rows, texts = [], []
-    for place, (effect, label) in enumerate(zip(effects, labels, strict=True)):
-        middle = place * row + (row - 11 if narrow else row / 2)
+    for index, (effect, label) in enumerate(zip(effects, labels, strict=True)):
+        middle = index * row + (row - 11 if narrow else row / 2)
         bounds = (effect.change if end is None else end for end in (effect.low, effect.high))
         a, b = (min(max(100 * end, low), high) for end in bounds)
         tip = f"{label}: {format_signed(effect.change)}, 95% {_interval_text(effect)}"
-        colour = "var(--accent)" if effect.is_significant else "var(--m-other)"
-        rows.append({"x": 100 * effect.change, "a": a, "b": b, "y": middle, "c": colour,
+        color = "var(--accent)" if effect.is_significant else "var(--m-other)"
+        rows.append({"x": 100 * effect.change, "a": a, "b": b, "y": middle, "c": color,
                      "tip": tip})  # fmt: skip
         texts.append({"y": middle - 17 if narrow else middle, "name": label,
                       "number": format_signed(effect.change)})  # fmt: skip
     grid = build_axis(round_ticks(low, high, 4 if narrow else 6), grid=True)
-    x = alt.X("x:Q", scale=across, axis=grid)
-    y = alt.Y("y:Q", scale=down, axis=None)
+    x = alt.X("x:Q", scale=x_scale, axis=grid)
+    y = alt.Y("y:Q", scale=y_scale, axis=None)
     fill = alt.Color("c:N", scale=None, legend=None)
     zero = sheet.chart([{"x": 0}]).mark_rule(color=INK, opacity=1).encode(x=x)
-    reach = (
+    intervals = (
         sheet.chart(rows)
         .mark_rule(strokeWidth=2, opacity=1)
-        .encode(x=alt.X("a:Q", scale=across, axis=grid), x2="b:Q", y=y, color=fill)
+        .encode(x=alt.X("a:Q", scale=x_scale, axis=grid), x2="b:Q", y=y, color=fill)
     )
-    spots = sheet.chart(rows).mark_point(filled=True, size=70, opacity=1)
-    dots = spots.encode(x=x, y=y, color=fill, description="tip:N")
+    points = sheet.chart(rows).mark_point(filled=True, size=70, opacity=1)
+    dots = points.encode(x=x, y=y, color=fill, description="tip:N")
     base = sheet.chart(texts)
     names = base.mark_text(
         align="left" if narrow else "right", baseline="middle", fontSize=13, color=INK,
         limit=inner - column if narrow else left - 8,
     ).encode(x=alt.value(0 if narrow else -8), y=y, text="name:N")  # fmt: skip
-    counted = base.mark_text(align="right", baseline="middle", fontSize=12, color=GREY).encode(
+    numbers = base.mark_text(align="right", baseline="middle", fontSize=12, color=GREY).encode(
         x=alt.value(inner if narrow else inner + right), y=y, text="number:N"
     )
     return build_frame(
-        sheet, [zero, reach, dots, names, counted], width, height, (left, right, 4, 24)
+        sheet, [zero, intervals, dots, names, numbers], width, height, (left, right, 4, 24)
     )

@@ -1,4 +1,4 @@
-"""Writes reports in both renderings: ``report.html`` and ``report_spec.json``."""
+"""Report files of a folder: ``report.html`` and ``report_spec.json``."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from scalewise.reports import page, records, report_model, wandb_report
 
 
 def write_reports(folders: Sequence[Path]) -> list[Path]:
-    """Writes the reports of runs and sweeps into their folders; returns the pages' paths.
+    """Write the reports of runs and sweeps into their folders and return the paths of the pages.
 
-    Those that W&B has runs of, or will have, get a W&B report as well. A report that cannot be
-    written is told of and left out. Raises :class:`scalewise.errors.ScalewiseError` for a folder
-    that is neither run nor sweep, before anything is written.
+    Folders with W&B runs, synced or offline, get a W&B report as well. A report that cannot be
+    written is reported on the terminal and skipped. Raises
+    :class:`scalewise.errors.ScalewiseError` for a folder that is neither a run nor a sweep, before
+    anything is written.
     """
-    read = {folder: records.read_record(folder) for folder in folders}
+    folder_records = {folder: records.read_record(folder) for folder in folders}
     reports, pages = dict[Path, report_model.ReportModel](), list[Path]()
-    for folder, record in read.items():
-        with report_errors(f"no report of {folder}"):
+    for folder, record in folder_records.items():
+        with report_errors(f"cannot write the report of {folder}"):
             reports[folder] = report_model.build_report(record)
     tracked = [
         folder for folder, report in reports.items() if wandb_report.wandb_run_ids(report.record)
     ]
     with _write_wandb_reports(tracked):
         for folder, report in reports.items():
-            with report_errors(f"no report of {folder}"):
+            with report_errors(f"cannot write the report of {folder}"):
                 pages.append(page.save_page(report, folder))
     return pages
 
 
 @contextmanager
 def _write_wandb_reports(folders: Sequence[Path]) -> Iterator[None]:
-    """Writes the W&B reports meanwhile, in a process of its own: its packages load for a second."""
+    """Write the W&B reports in a subprocess meanwhile: importing their packages takes a second."""
     if not folders:
         yield
         return
-    line = [sys.executable, "-P", "-m", wandb_report.__name__, *map(str, folders)]
+    command = [sys.executable, "-P", "-m", wandb_report.__name__, *map(str, folders)]
     try:
-        beside = subprocess.Popen(  # noqa: S603 (a list of our own words)
-            line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        process = subprocess.Popen(  # noqa: S603 (no shell)
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
     except OSError as error:
-        print_lines(f"no {wandb_report.FILE}: {describe_exception(error)}")
+        print_lines(f"cannot write {wandb_report.FILE}: {describe_exception(error)}")
         yield
         return
-    with beside:
+    with process:
         yield
-        _, said = beside.communicate()
-    if beside.returncode:
-        print_lines(f"no {wandb_report.FILE}: {(said.splitlines() or ['no word why'])[-1]}")
+        _, stderr = process.communicate()
+    if process.returncode:
+        reason = (stderr.splitlines() or [f"exit code {process.returncode}"])[-1]
+        print_lines(f"cannot write {wandb_report.FILE}: {reason}")

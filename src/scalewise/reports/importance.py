@@ -1,4 +1,4 @@
-"""How much of what differs from job to job goes with each setting, alone."""
+"""Parameter importance: share of the variance of a result explained by each setting alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from scalewise.reports.compare import LOSS, PEAK, STEP, ReportComparison, Report
 from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
 from scalewise.reports.wandb_panels import ImportancePanel, SummaryNumber, TitledPanel
 
-FEWEST = 4
-"""Jobs below which nothing is said."""
-LEADS = 0.3
-"""Share from which a setting is said to lead."""
-FLAT = 0.005
-"""Spread of a number, as a share of it, below which it has nothing to tell apart."""
+MIN_JOBS = 4
+"""Minimum number of jobs."""
+MIN_LEADING_SHARE = 0.3
+"""Share from which the heading names a setting."""
+MIN_SPREAD = 0.005
+"""Relative range of a result below which no share is computed."""
 
 
 @dataclass(frozen=True)
 class _ImportanceTarget:
     key: str
     label: str
-    colour: str
+    color: str
     scale: Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
@@ -38,53 +38,56 @@ TARGETS = (
 
 
 def importance_section(comparison: ReportComparison) -> ReportSection | None:
-    """Returns the share of each setting; ``None`` below two settings or :data:`FEWEST` jobs."""
-    found = {
+    """Importance section; ``None`` below two settings or :data:`MIN_JOBS` jobs."""
+    shares_by_target = {
         target: shares
         for target in TARGETS
         if len(shares := variance_shares(comparison, target.key, target.scale)) > 1
     }
-    if not found:
+    if not shares_by_target:
         return None
-    most: dict[str, float] = {}
-    for shares in found.values():
+    largest: dict[str, float] = {}
+    for shares in shares_by_target.values():
         for key, share in shares.items():
-            most[key] = max(share, most.get(key, 0.0))
-    keys = sorted(most, key=lambda key: -most[key])
+            largest[key] = max(share, largest.get(key, 0.0))
+    keys = sorted(largest, key=lambda key: -largest[key])
     notes = []
     if not _is_full_grid(comparison):
-        notes.append("Not all combinations ran: settings that vary together share what is theirs.")
-    count = min(len(_measured_jobs(comparison, target.key)) for target in found)
+        notes.append("Not all combinations ran: settings that vary together share their variance.")
+    count = min(len(_measured_jobs(comparison, target.key)) for target in shares_by_target)
     notes.append(
-        f"From {number_format.pluralize(count, 'job')}; what is left of the whole goes with "
-        "combinations of settings, and with chance."
+        f"From {number_format.pluralize(count, 'job')}; the rest of the variance is due to "
+        "interactions and noise."
     )
     return ReportSection(
         "importance",
-        "Importance",
-        _finding_text({target.label: shares for target, shares in found.items()}),
-        tuple(_importance_panel(target, shares) for target, shares in found.items()),
+        "Parameter importance",
+        _finding_text({target.label: shares for target, shares in shares_by_target.items()}),
+        tuple(_importance_panel(target, shares) for target, shares in shares_by_target.items()),
         notes=tuple(notes),
         numbers=NumbersTable(
             "setting",
-            tuple(target.label for target in found),
+            tuple(target.label for target in shares_by_target),
             tuple(
                 (
                     key,
                     tuple(
-                        number_format.format_percent(shares.get(key)) for shares in found.values()
+                        number_format.format_percent(shares.get(key))
+                        for shares in shares_by_target.values()
                     ),
                 )
                 for key in keys
             ),
         ),
-        reading=(
-            "Share of the variance that goes with one setting alone, less what as many values "
-            "would take by chance; of time and memory that of their logarithms.",
+        explanation=(
+            "Share of the variance explained by one setting alone, adjusted for chance (epsilon "
+            "squared); of the logarithm for time and memory.",
         ),
-        live=tuple(
-            TitledPanel(f"What tells of {t.label}", ImportancePanel(SummaryNumber(t.key)))
-            for t in found
+        wandb_panels=tuple(
+            TitledPanel(
+                f"Parameter importance for {t.label}", ImportancePanel(SummaryNumber(t.key))
+            )
+            for t in shares_by_target
         ),
     )
 
@@ -94,24 +97,25 @@ def variance_shares(
     key: str,
     scale: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.asarray,
 ) -> dict[str, float]:
-    """Returns the share of the variance of ``key`` that goes with each varying setting, 0 to 1.
+    """Share of the variance of ``key`` explained by each varied setting, 0 to 1.
 
-    That of values which several jobs share is the analysis of variance's epsilon squared
-    (T. L. Kelley, 1935): the variance between the values, less what chance makes of it. Numbers
-    that hardly any two jobs share are ranked (Spearman), and the squared correlation is adjusted
-    alike. A setting of which neither can be told is left out, as is a flat ``key``.
+    For a setting whose values are shared by several jobs, the share is epsilon squared of the
+    analysis of variance (T. L. Kelley, 1935): the variance between groups, less its expectation by
+    chance. For a numeric setting with mostly distinct values, it is the squared Spearman rank
+    correlation with the same adjustment. A setting for which neither applies is omitted. The
+    result is empty if ``key`` hardly varies.
     """
     jobs = _measured_jobs(comparison, key)
     y = scale(np.array([job.measured(key) for job in jobs], float))
-    middle = abs(float(np.mean(y))) if scale is np.asarray and len(y) else 1.0
-    if len(jobs) < FEWEST or np.ptp(y) < FLAT * middle:
+    scale_of_y = abs(float(np.mean(y))) if scale is np.asarray and len(y) else 1.0
+    if len(jobs) < MIN_JOBS or np.ptp(y) < MIN_SPREAD * scale_of_y:
         return {}
-    found = {}
+    shares = {}
     for setting in comparison.varying:
         values = [number_format.format_value(job.run.varied_settings.get(setting)) for job in jobs]
         if (share := _variance_share(values, y)) is not None:
-            found[setting] = share
-    return found
+            shares[setting] = share
+    return shares
 
 
 def _measured_jobs(comparison: ReportComparison, key: str) -> list[ReportJob]:
@@ -139,41 +143,41 @@ def _variance_share(values: Sequence[str], y: NDArray[np.float64]) -> float | No
 
 
 def _rank_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns ranks from 0; those of equal values are their mean."""
-    _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    """Ranks from 0; equal values share their mean rank."""
+    _, inverse, sizes = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(sizes)
-    ranks: NDArray[np.float64] = (ends - (sizes + 1) / 2)[place]
+    ranks: NDArray[np.float64] = (ends - (sizes + 1) / 2)[inverse]
     return ranks
 
 
 def _is_full_grid(comparison: ReportComparison) -> bool:
     keys = list(comparison.varying)
-    ran = {
+    combinations = {
         tuple(number_format.format_value(job.run.varied_settings.get(key)) for key in keys)
         for job in comparison.finished
     }
-    return len(ran) == len(list(product(*(comparison.varying[key] for key in keys))))
+    return len(combinations) == len(list(product(*(comparison.varying[key] for key in keys))))
 
 
 def _finding_text(shares_by_target: dict[str, dict[str, float]]) -> str:
-    leads: dict[str, list[str]] = {}
+    leading: dict[str, list[str]] = {}
     for label, shares in shares_by_target.items():
         key = max(shares, key=lambda k: shares[k])
-        if shares[key] >= LEADS:
-            leads.setdefault(key, []).append(
+        if shares[key] >= MIN_LEADING_SHARE:
+            leading.setdefault(key, []).append(
                 f"{number_format.format_percent(shares[key])} of {label}"
             )
-    if not leads:
-        share = number_format.format_percent(LEADS)
-        return f"No one setting accounts for {share} of {' or of '.join(shares_by_target)}"
-    return "; ".join(f"{key} accounts for {' and '.join(of)}" for key, of in leads.items())
+    if not leading:
+        share = number_format.format_percent(MIN_LEADING_SHARE)
+        return f"No single setting explains {share} of {' or of '.join(shares_by_target)}"
+    return "; ".join(f"{key} explains {' and '.join(of)}" for key, of in leading.items())
 
 
 def _importance_panel(target: _ImportanceTarget, shares: dict[str, float]) -> ChartPanel:
     bars = [
         StackedBar(
             key,
-            (BarSegment(target.colour, 100 * shares[key], f"{key}: {text} of {target.label}"),),
+            (BarSegment(target.color, 100 * shares[key], f"{key}: {text} of {target.label}"),),
             text,
         )
         for key in sorted(shares, key=lambda key: -shares[key])
@@ -182,8 +186,8 @@ def _importance_panel(target: _ImportanceTarget, shares: dict[str, float]) -> Ch
     picture = draw_both_widths(
         lambda width: charts.draw_stacks(bars, width, span=100),
         f"importance-{target.key.split('/')[0]}",
-        f"Bars: share of the spread of {target.label} that goes with each setting.",
+        f"Bars: share of the variance of {target.label} explained by each setting.",
     )
     return ChartPanel(
-        number_format.capitalize_first(target.label), "% of its spread, by setting", picture
+        number_format.capitalize_first(target.label), "% of variance, by setting", picture
     )

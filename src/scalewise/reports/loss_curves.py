@@ -1,4 +1,4 @@
-"""What the jobs learned, over the steps: losses, distances, norms, rates and throughput."""
+"""Training curves: loss, loss difference, gradient norm, learning rate and throughput."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,12 +8,12 @@ from scalewise.reports import charts, number_format, section_titles, summary_sen
 from scalewise.reports.chart_layout import ChartDrawing, draw_both_widths
 from scalewise.reports.charts import CurveLine
 from scalewise.reports.compare import (
-    EQUIVALENT,
+    EQUIVALENCE_BOUND,
     LOSS,
-    SHOWN,
+    MAX_CHARTED_JOBS,
     SPEED,
-    UNTRAINED,
-    VALIDATION,
+    UNTRAINED_LOSS,
+    VALIDATION_LOSS,
     ReportComparison,
     ReportJob,
     finite_series,
@@ -26,38 +26,42 @@ from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection, 
 from scalewise.reports.wandb_panels import CurvesPanel, TitledPanel
 from scalewise.units import format_count
 
-NATS = "nats per token"
-UNITS = {
-    "classification": "nats per row",
+DEFAULT_LOSS_UNIT = "nats per token"
+LOSS_UNITS = {
+    "classification": "nats per sample",
     "dpo": "nats per pair",
-    "grpo": "what answers lack of the whole reward",
-    "module": "as the module returns it",
+    "grpo": "maximum reward minus reward",
+    "module": "unit of the user-defined module",
 }
-"""What the loss of other objectives is told in."""
+"""Loss unit by objective, where it is not :data:`DEFAULT_LOSS_UNIT`."""
 
 
 def loss_section(comparison: ReportComparison) -> ReportSection | None:
-    """Returns the loss of all jobs and how far each is from the reference."""
+    """Loss section of a sweep: loss curves, and loss differences from the reference."""
     curves = _loss_curves(comparison, LOSS)
     if not curves:
         return None
-    points = 200 if len(comparison.jobs) <= SHOWN else 60
+    points = 200 if len(comparison.jobs) <= MAX_CHARTED_JOBS else 60
     finals = [curves[job].values[-1] for job in curves]
     lows, highs = zip(*((min(c.values), max(c.values)) for c in curves.values()), strict=True)
-    far = {job: found for job in curves if (found := loss_distance(job, comparison.reference))}
-    spread = max((max(found.values) for found in far.values()), default=0)
-    same = len(far) == len(curves) - 1 > 0 and spread < 0.01 * (max(highs) - min(lows))
+    distances = {
+        job: distance for job in curves if (distance := loss_distance(job, comparison.reference))
+    }
+    largest = max((max(distance.values) for distance in distances.values()), default=0)
+    is_overlapping = len(distances) == len(curves) - 1 > 0 and largest < 0.01 * (
+        max(highs) - min(lows)
+    )
     note = ""
-    if same:
+    if is_overlapping:
         span = number_format.format_range(
             number_format.format_loss(min(finals)), number_format.format_loss(max(finals))
         )
         note = f"{len(curves)} jobs, {span}"
-    drawn = [job for job in curves if job in comparison.charted_jobs]
-    aside = max([note, *(f"{job.name} 0.0000" for job in drawn)], key=len)
+    charted = [job for job in curves if job in comparison.charted_jobs]
+    side_note = max([note, *(f"{job.name} 0.0000" for job in charted)], key=len)
 
-    def ends(of: Mapping[ReportJob, MetricSeries], dots: bool = False) -> list[CurveLine]:
-        named = [] if same and not dots else drawn
+    def curve_lines(of: Mapping[ReportJob, MetricSeries], dots: bool = False) -> list[CurveLine]:
+        named = [] if is_overlapping and not dots else charted
         return [
             _curve_line(
                 job,
@@ -71,42 +75,57 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
         ]
 
     detail = f"{loss_unit(curves)}, {number_format.pluralize(len(curves), 'job')}"
-    told = "Curves: train loss over the steps."
+    sentence = "Curves: train loss over the steps."
     panels = [
-        _curve_lines("Train loss", detail, ends(curves), "loss", told, note=note, side_note=aside)
-    ]
-    validation = _loss_curves(comparison, VALIDATION)
-    if validation:
-        told = "Points: validation loss over the steps."
-        checks = ends(validation, dots=True)
-        panels.append(
-            _curve_lines("Validation loss", loss_unit(curves), checks, "val", told, side_note=aside)
+        _curves_panel(
+            "Train loss",
+            detail,
+            curve_lines(curves),
+            "loss",
+            sentence,
+            note=note,
+            side_note=side_note,
         )
-    distances = _distance_curves(comparison, far, points, aside)
-    panels += distances
+    ]
+    validation = _loss_curves(comparison, VALIDATION_LOSS)
+    if validation:
+        sentence = "Points: validation loss over the steps."
+        points_lines = curve_lines(validation, dots=True)
+        panels.append(
+            _curves_panel(
+                "Validation loss",
+                loss_unit(curves),
+                points_lines,
+                "val",
+                sentence,
+                side_note=side_note,
+            )
+        )
+    distance_panels = _distance_curves(comparison, distances, points, side_note)
+    panels += distance_panels
     notes: list[str | Markup] = []
-    reading: list[str | Markup] = []
-    if same and distances:
-        reading.append(
-            "The curves cannot be told apart by eye: the panel of distances shows what is left."
+    explanation: list[str | Markup] = []
+    if is_overlapping and distance_panels:
+        explanation.append(
+            "The curves overlap at this scale; the loss difference shows how far apart they are."
         )
     if comparison.groups:
         names = [
             Markup('<b class="ct{}">{}</b>').format(place, name)
             for place, name in enumerate(comparison.groups)
         ]
-        reading.append(
-            Markup("Colour is {}: {}.").format(
+        explanation.append(
+            Markup("Color shows {}: {}.").format(
                 comparison.group_key, summary_sentences.join_words(names)
             )
         )
-    if far:
+    if distances:
         notes.append(
-            "Distance is the absolute difference of train loss at the same step; the number is the "
-            "largest. It compares single runs and says nothing of the spread between seeds."
+            "The loss difference is the absolute difference of train loss at the same step, labeled"
+            " with its maximum. It compares single runs and does not measure the spread over seeds."
         )
     notes += data_notes(comparison.jobs)
-    table = _loss_table({job: curves[job] for job in drawn}) if drawn else None
+    table = _loss_table({job: curves[job] for job in charted}) if charted else None
     finding = section_titles.loss_heading(comparison)
     return ReportSection(
         "loss",
@@ -116,30 +135,34 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
         (),
         tuple(notes),
         table,
-        tuple(reading),
-        live=_loss_panels(curves, validation),
+        tuple(explanation),
+        wandb_panels=_loss_panels(curves, validation),
     )
 
 
-def _loss_panels(*shown: Mapping[ReportJob, MetricSeries]) -> tuple[TitledPanel, ...]:
-    """Returns the panels of train and of validation loss, as far as there are any."""
-    kinds = ((LOSS, "Train loss"), (VALIDATION, "Validation loss"))
+def _loss_panels(*curves: Mapping[ReportJob, MetricSeries]) -> tuple[TitledPanel, ...]:
+    """W&B panels of train and validation loss, as far as measured."""
+    kinds = ((LOSS, "Train loss"), (VALIDATION_LOSS, "Validation loss"))
     return tuple(
         TitledPanel(title, CurvesPanel((key,)))
-        for (key, title), of in zip(kinds, shown, strict=True)
+        for (key, title), of in zip(kinds, curves, strict=True)
         if of
     )
 
 
 def loss_unit(jobs: Iterable[ReportJob]) -> str:
-    """Returns what the loss of jobs of one objective is told in."""
+    """Unit of the loss of the jobs' objective."""
     objectives = {str(job.run.choices.get("objective")) for job in jobs}
-    return UNITS.get(objectives.pop(), NATS) if len(objectives) == 1 else NATS
+    if len(objectives) != 1:
+        return DEFAULT_LOSS_UNIT
+    return LOSS_UNITS.get(objectives.pop(), DEFAULT_LOSS_UNIT)
 
 
 def _loss_curves(comparison: ReportComparison, key: str) -> dict[ReportJob, MetricSeries]:
-    found = {job: finite_series(job.run.series.get(key, MetricSeries())) for job in comparison.jobs}
-    return {job: curve for job, curve in found.items() if curve.steps}
+    curves = {
+        job: finite_series(job.run.series.get(key, MetricSeries())) for job in comparison.jobs
+    }
+    return {job: curve for job, curve in curves.items() if curve.steps}
 
 
 def _curve_line(
@@ -150,9 +173,9 @@ def _curve_line(
     faint: bool = False,
     dots: bool = False,
 ) -> CurveLine:
-    kept = lttb(curve, points)
+    sampled = lttb(curve, points)
     return CurveLine(
-        tuple(zip(kept.steps, kept.values, strict=True)),
+        tuple(zip(sampled.steps, sampled.values, strict=True)),
         label,
         f"--c-{job.group}",
         f"--ct-{job.group}",
@@ -162,11 +185,11 @@ def _curve_line(
     )
 
 
-def _curve_lines(
+def _curves_panel(
     title: str,
     detail: str,
     lines: Sequence[CurveLine],
-    ident: str,
+    anchor: str,
     sentence: str,
     *,
     note: str = "",
@@ -188,7 +211,7 @@ def _curve_lines(
             height=height,
         )
 
-    return ChartPanel(title, detail, draw_both_widths(draw, ident, sentence))
+    return ChartPanel(title, detail, draw_both_widths(draw, anchor, sentence))
 
 
 def _distance_curves(
@@ -198,21 +221,23 @@ def _distance_curves(
     side_note: str,
 ) -> list[ChartPanel]:
     lines = []
-    for job, found in distances.items():
-        kept = [(s, v) for s, v in zip(found.steps, found.values, strict=True) if v > 0]
-        if kept and job in comparison.charted_jobs:
-            clean = MetricSeries(tuple(s for s, _ in kept), tuple(v for _, v in kept))
-            label = f"{job.name} {number_format.format_power(max(clean.values))}"
-            lines.append(_curve_line(job, clean, points, label))
+    for job, series in distances.items():
+        pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if v > 0]
+        if pairs and job in comparison.charted_jobs:
+            positive = MetricSeries(tuple(s for s, _ in pairs), tuple(v for _, v in pairs))
+            label = f"{job.name} {number_format.format_power(max(positive.values))}"
+            lines.append(_curve_line(job, positive, points, label))
     if not lines or comparison.reference is None:
         return []
-    least = min(number for line in lines for _, number in line.points)
-    title = f"Distance from {comparison.reference.name}"
+    smallest = min(number for line in lines for _, number in line.points)
+    title = f"Loss difference from {comparison.reference.name}"
     detail = "absolute difference of train loss, log scale"
-    told = "Curves: distance of each job's loss from the reference, on a log scale."
-    bound = EQUIVALENT if least < 10 * EQUIVALENT else None
+    sentence = "Curves: loss difference of each job from the reference, log scale."
+    bound = EQUIVALENCE_BOUND if smallest < 10 * EQUIVALENCE_BOUND else None
     return [
-        _curve_lines(title, detail, lines, "far", told, log=True, bound=bound, side_note=side_note)
+        _curves_panel(
+            title, detail, lines, "far", sentence, log=True, bound=bound, side_note=side_note
+        )
     ]
 
 
@@ -228,51 +253,54 @@ def _loss_table(curves: Mapping[ReportJob, MetricSeries]) -> NumbersTable:
 
 
 def run_loss_section(job: ReportJob) -> ReportSection | None:
-    """Returns a run's losses with its gradient norm and learning rate below them."""
+    """Loss section of a run, with gradient norm and learning rate."""
     series = {key: finite_series(curve) for key, curve in job.run.series.items()}
     train = series.get(LOSS, MetricSeries())
     if not train.steps:
         return None
-    drawn = lttb(train, 200)
+    sampled = lttb(train, 200)
     lines = [
         CurveLine(
-            tuple(zip(drawn.steps, drawn.values, strict=True)),
+            tuple(zip(sampled.steps, sampled.values, strict=True)),
             f"train {number_format.format_loss(train.values[-1])}",
             tip="train loss",
         )
     ]
-    check = series.get(VALIDATION, MetricSeries())
-    if check.steps:
-        untrained = job.measured(UNTRAINED)
-        points = tuple(zip(check.steps, check.values, strict=True))
-        begins = ((0, untrained),) if untrained is not None else ()
+    validation = series.get(VALIDATION_LOSS, MetricSeries())
+    if validation.steps:
+        untrained = job.measured(UNTRAINED_LOSS)
+        points = tuple(zip(validation.steps, validation.values, strict=True))
+        start = ((0, untrained),) if untrained is not None else ()
         lines.append(
             CurveLine(
-                (*begins, *points),
-                f"val {number_format.format_loss(check.values[-1])}",
+                (*start, *points),
+                f"val {number_format.format_loss(validation.values[-1])}",
                 "--c-1",
                 "--ct-1",
                 "validation loss",
                 dots=True,
             )
         )
-    what = "Train and validation loss" if check.steps else "Train loss"
-    aside = max((line.label for line in lines), key=len)
-    told = f"Curves: {what.lower()} over the steps."
-    panels = [_curve_lines(what, loss_unit([job]), lines, "loss", told)]
-    live = [TitledPanel(what, CurvesPanel((LOSS, VALIDATION) if check.steps else (LOSS,)))]
+    title = "Train and validation loss" if validation.steps else "Train loss"
+    side_note = max((line.label for line in lines), key=len)
+    sentence = f"Curves: {title.lower()} over the steps."
+    panels = [_curves_panel(title, loss_unit([job]), lines, "loss", sentence)]
+    loss_keys = (LOSS, VALIDATION_LOSS) if validation.steps else (LOSS,)
+    wandb_panels = [TitledPanel(title, CurvesPanel(loss_keys))]
     for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
         curve = lttb(series.get(key, MetricSeries()), 200)
         if len(curve.steps) > 1:
             line = CurveLine(
                 tuple(zip(curve.steps, curve.values, strict=True)), "", tip=title.lower()
             )
-            told = f"Curve: {title.lower()} over the steps."
-            ident = key.split("/")[1]
+            sentence = f"Curve: {title.lower()} over the steps."
+            anchor = key.split("/")[1]
             panels.append(
-                _curve_lines(title, "", [line], ident, told, side_note=aside, zero=True, height=110)
+                _curves_panel(
+                    title, "", [line], anchor, sentence, side_note=side_note, zero=True, height=110
+                )
             )
-            live.append(TitledPanel(title, CurvesPanel((key,), from_zero=True)))
+            wandb_panels.append(TitledPanel(title, CurvesPanel((key,), from_zero=True)))
     return ReportSection(
         "loss",
         "Loss",
@@ -280,51 +308,54 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
         tuple(panels),
         notes=(*_training_amount(job), *data_notes([job])),
         numbers=_loss_table({job: train}),
-        live=tuple(live),
+        wandb_panels=tuple(wandb_panels),
     )
 
 
 def _training_amount(job: ReportJob) -> tuple[str, ...]:
-    """Returns a note on how much the run saw, as far as it recorded it."""
-    ended = job.run.summary
-    if ended is None or not ended.tokens or not ended.steps:
+    """Note on model size, tokens and steps, as far as recorded."""
+    summary = job.run.summary
+    if summary is None or not summary.tokens or not summary.steps:
         return ()
-    size = f" {format_count(ended.parameters)} parameters" if ended.parameters else " The run"
-    rows = "pairs of twice" if is_preference([job]) else "rows of"
+    size = f"{format_count(summary.parameters)} parameters" if summary.parameters else "The run"
+    unit = "pairs of 2 \u00d7" if is_preference([job]) else "samples of"
     batch = (
-        f", {ended.global_batch:,} {rows} {ended.sequence:,} tokens a step"
-        if ended.global_batch and ended.sequence
+        f", {summary.global_batch:,} {unit} {summary.sequence:,} tokens per step"
+        if summary.global_batch and summary.sequence
         else ""
     )
-    steps = number_format.pluralize(ended.steps, "step")
-    return (f"{size.strip()} saw {ended.tokens:,} tokens in {steps}{batch}.",)
+    steps = number_format.pluralize(summary.steps, "step")
+    verb = "were trained" if summary.parameters else "trained"
+    return (f"{size} {verb} on {summary.tokens:,} tokens in {steps}{batch}.",)
 
 
 def data_notes(jobs: Sequence[ReportJob]) -> list[str | Markup]:
-    """Returns the notes about the data, each once, with the jobs where not all have it."""
-    having: dict[str, list[str]] = {}
+    """Distinct data notes, each with its jobs unless all jobs share it."""
+    job_names: dict[str, list[str]] = {}
     for job in jobs:
         for note in job.run.summary.notes if job.run.summary else ():
-            having.setdefault(note, []).append(job.name)
+            job_names.setdefault(note, []).append(job.name)
     return [
         f"{number_format.capitalize_first(note)}."
         if len(names) == len(jobs)
         else Markup("{}: {}.").format(summary_sentences.join_words(names), note)
-        for note, names in having.items()
+        for note, names in job_names.items()
     ]
 
 
 def throughput_section(job: ReportJob) -> ReportSection | None:
-    """Returns a run's tokens per second over the steps."""
+    """Throughput section of a run."""
     curve = finite_series(job.run.series.get(SPEED, MetricSeries()))
     if len(curve.steps) < 10:
         return None
-    kept = lttb(curve, 200)
+    sampled = lttb(curve, 200)
     median, steps = job.measured(SPEED), window_note([job])
-    over = f", {steps}" if steps else ""
-    line = CurveLine(tuple(zip(kept.steps, kept.values, strict=True)), "", tip="tokens per second")
+    window_text = f", {steps}" if steps else ""
+    line = CurveLine(
+        tuple(zip(sampled.steps, sampled.values, strict=True)), "", tip="tokens per second"
+    )
     notes = (
-        [f"The summary's number is {number_format.format_whole(median)} tok/s{over}."]
+        [f"Reported throughput: {number_format.format_whole(median)} tok/s{window_text}."]
         if median
         else []
     )
@@ -333,9 +364,9 @@ def throughput_section(job: ReportJob) -> ReportSection | None:
         "Throughput",
         section_titles.throughput_heading(curve.values),
         (
-            _curve_lines(
+            _curves_panel(
                 "Tokens per second",
-                "all ranks together",
+                "all ranks",
                 [line],
                 "speed",
                 "Curve: tokens per second over the steps.",
@@ -344,5 +375,7 @@ def throughput_section(job: ReportJob) -> ReportSection | None:
             ),
         ),
         notes=tuple(notes),
-        live=(TitledPanel("Tokens/s of all ranks", CurvesPanel((SPEED,), from_zero=True)),),
+        wandb_panels=(
+            TitledPanel("Tokens per second, all ranks", CurvesPanel((SPEED,), from_zero=True)),
+        ),
     )

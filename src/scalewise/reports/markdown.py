@@ -1,4 +1,4 @@
-"""Writes the texts of an outline as Markdown, in which nothing that came from a file has power."""
+"""Markdown rendering of report texts, with all Markdown syntax from files escaped."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _LEADING = re.compile(r"^(\s*\d*)([-=.])(?=\s|$)")
 
 
 class _BoldParser(HTMLParser):
-    """Keeps the text of HTML, and the bold of it."""
+    """Converts HTML to Markdown text with ``<b>`` as bold; other tags are dropped."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -30,7 +30,7 @@ class _BoldParser(HTMLParser):
 
 
 def to_markdown(text: str | Markup) -> str:
-    """Returns a text of an outline as one line of Markdown."""
+    """Convert a report text to one line of Markdown."""
     if not isinstance(text, Markup):
         return _escape(text)
     parser = _BoldParser()
@@ -45,34 +45,34 @@ def _escape(raw: str) -> str:
 
 
 def to_plain_text(text: str | Markup) -> str:
-    """Returns a text of an outline without any form."""
+    """Convert a report text to plain text."""
     return text.striptags() if isinstance(text, Markup) else text
 
 
 def markdown_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True
 ) -> str:
-    """Returns a table of Markdown; its cells are Markdown, all but the first column to the right.
+    """Build a Markdown table of cells in Markdown.
 
-    ``numbers``: whether columns but the first hold numbers.
+    With ``numbers``, all columns but the first are right-aligned.
     """
-    side = "---:" if numbers else ":---"
-    lines = [heads, [":---", *([side] * (len(heads) - 1))], *rows]
+    alignment = "---:" if numbers else ":---"
+    lines = [heads, [":---", *([alignment] * (len(heads) - 1))], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def markdown_list(lines: Sequence[str | Markup]) -> str:
-    """Returns texts of an outline as a list."""
+    """Build a Markdown list of report texts."""
     return "\n".join(f"- {to_markdown(line)}" for line in lines)
 
 
 def fenced_block(code: str) -> str:
-    """Returns what stands as it is: a command, lines of a log."""
+    """Wrap a command or log lines in a code fence."""
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{code}\n{fence}"
 
 
 def markdown_link(text: str, url: str) -> str:
-    """Returns a link; ``url`` is a web address."""
+    """Build a Markdown link to an http(s) URL."""
     return f"[{to_markdown(text)}](<{url.replace('<', '%3C').replace('>', '%3E')}>)"

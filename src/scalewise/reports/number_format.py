@@ -1,7 +1,7 @@
-"""How a page writes numbers: one way for each quantity, in tables, charts and sentences alike.
+"""Number formats of a report: one format per quantity, in tables, charts and sentences.
 
-Every function takes the unrounded number and rounds once. A missing number is an en dash, a
-number that is not finite says so, an exact zero is ``0``.
+Each function takes the unrounded number and rounds once. A missing number is an en dash, a
+non-finite one is ``not finite`` and an exact zero is ``0``.
 """
 
 import math
@@ -34,7 +34,7 @@ WORDS = (
 
 
 def format_fixed(number: float | None, digits: int) -> str:
-    """Returns ``number`` with ``digits`` decimals; one too small to show is ``<0.01``."""
+    """Format with ``digits`` decimals; a number that would round to 0 becomes ``<0.01``."""
     if number is None:
         return MISSING
     if not math.isfinite(number):
@@ -48,17 +48,17 @@ def format_fixed(number: float | None, digits: int) -> str:
 
 
 def format_whole(number: float | None) -> str:
-    """Returns a count or a rate: ``1,432``."""
+    """Format a count or a rate: ``1,432``."""
     return format_fixed(number, 0)
 
 
 def format_loss(number: float | None) -> str:
-    """Returns a loss in nats: ``6.1423``."""
+    """Format a loss in nats: ``6.1423``."""
     return format_fixed(number, 4)
 
 
 def format_milliseconds(seconds: float | None) -> str:
-    """Returns ``seconds`` in ms, without the unit: ``1,430``, ``4.7``, ``0.52``."""
+    """Format ``seconds`` in ms, without the unit: ``1,430``, ``4.7``, ``0.52``."""
     if seconds is None or not math.isfinite(seconds) or seconds == 0:
         return format_fixed(seconds, 0)
     count = seconds * 1e3
@@ -66,7 +66,7 @@ def format_milliseconds(seconds: float | None) -> str:
 
 
 def format_significant(number: float, digits: int) -> str:
-    """Returns ``number`` to ``digits`` significant digits, never in powers of ten."""
+    """Format with ``digits`` significant digits, without an exponent."""
     if number == 0 or not math.isfinite(number):
         return format_fixed(number, 0)
     exponent = int(f"{number:.{digits - 1}e}".split("e")[1])
@@ -74,18 +74,18 @@ def format_significant(number: float, digits: int) -> str:
 
 
 def format_ratio(number: float) -> str:
-    """Returns how many times: 2.8 times, with the sign."""
+    """Format a ratio: two significant digits and a multiplication sign."""
     return f"{format_significant(number, 2)}{TIMES}"
 
 
 def format_percent(fraction: float | None) -> str:
-    """Returns a share: ``27%``, ``<1%``."""
+    """Format a fraction as a percentage: ``27%``, ``<1%``."""
     text = format_fixed(None if fraction is None else fraction * 100, 0)
     return text if text in (MISSING, "not finite") else f"{'<1' if text == '<1' else text}%"
 
 
 def format_error(fraction: float | None) -> str:
-    """Returns a difference with its sign: ``+0.4%``, with a true minus."""
+    """Format a fraction as a signed percentage: ``+0.4%``, with U+2212 as minus."""
     text = format_fixed(None if fraction is None else fraction * 100, 1)
     if text in (MISSING, "not finite", "0"):
         return text
@@ -93,7 +93,7 @@ def format_error(fraction: float | None) -> str:
 
 
 def format_power(number: float | None) -> str:
-    """Returns a small quantity by its size: 3.1e-6, with a true minus."""
+    """Format in scientific notation: ``3.1e-6``, with U+2212 as minus."""
     if number is None or not math.isfinite(number) or number == 0:
         return format_fixed(number, 0)
     mantissa, exponent = f"{number:.1e}".split("e")
@@ -101,7 +101,7 @@ def format_power(number: float | None) -> str:
 
 
 def format_range(low: str, high: str, unit: str = "") -> str:
-    """Returns a range of two texts, or the one value where both ends read the same."""
+    """Format a range of two texts, or one of them if they are equal."""
     if low == high:
         return f"{low}{unit}"
     if low.endswith("%") and high.endswith("%"):
@@ -111,23 +111,25 @@ def format_range(low: str, high: str, unit: str = "") -> str:
 
 @dataclass(frozen=True)
 class MemoryUnit:
-    """The one unit in which a page writes bytes, chosen by the largest number on it."""
+    """Unit of all byte counts of a report."""
 
     name: str
+    """``GiB``, ``MiB`` or ``KiB``."""
     size: int
+    """Bytes per unit."""
 
     def text(self, count: float | None) -> str:
-        """Returns ``count`` bytes in this unit, without the unit's name: ``4.13``."""
+        """Format ``count`` bytes without the unit: ``4.13``."""
         return format_fixed(None if count is None else count / self.size, 2)
 
     def full(self, count: float | None) -> str:
-        """Returns ``count`` bytes with the unit: ``4.13 GiB``."""
+        """Format ``count`` bytes with the unit: ``4.13 GiB``."""
         return f"{self.text(count)}{NO_BREAK}{self.name}"
 
 
-def memory_unit(counts: Sequence[float]) -> MemoryUnit:
-    """Returns the unit for ``counts`` bytes: the largest in which their largest reaches 1."""
-    largest = max(counts, default=0)
+def memory_unit(byte_counts: Sequence[float]) -> MemoryUnit:
+    """Largest unit in which the largest of ``byte_counts`` (bytes) is at least 1."""
+    largest = max(byte_counts, default=0)
     for name, size in (("GiB", GIB), ("MiB", MIB)):
         if largest >= size:
             return MemoryUnit(name, size)
@@ -135,7 +137,7 @@ def memory_unit(counts: Sequence[float]) -> MemoryUnit:
 
 
 def format_instant(moment: datetime | None) -> str:
-    """Returns a moment in UTC: ``14 Mar 2026, 09:26 UTC``."""
+    """Format a time in UTC: ``14 Mar 2026, 09:26 UTC``."""
     if moment is None:
         return MISSING
     utc = moment.astimezone(UTC) if moment.tzinfo else moment
@@ -144,22 +146,23 @@ def format_instant(moment: datetime | None) -> str:
 
 
 def number_word(count: int) -> str:
-    """Returns a count as prose has it: ``three``, ``12``."""
+    """Spell out a count up to twelve: ``three``, ``13``."""
     return WORDS[count] if count < len(WORDS) else f"{count:,}"
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Returns ``one job``, ``three jobs``."""
-    return f"{number_word(count)} {noun if count == 1 else noun + 's'}"
+    """Count and noun: ``one job``, ``three strategies``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number_word(count)} {noun if count == 1 else plural}"
 
 
 def capitalize_first(text: str) -> str:
-    """Returns ``text`` with its first letter large."""
+    """Capitalize the first letter of ``text``."""
     return text[:1].upper() + text[1:]
 
 
 def format_value(item: object) -> str:
-    """Returns a configuration value as it is typed on the command line."""
+    """Format a config value as on the command line."""
     if item is None:
         return "null"
     if isinstance(item, bool):

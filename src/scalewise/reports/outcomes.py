@@ -1,4 +1,4 @@
-"""What jobs reach on held-out rows besides a loss, beside the model before it was trained."""
+"""Validation outcomes besides the loss (reward, accuracy), compared with the untrained model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,42 +14,50 @@ from scalewise.reports.wandb_panels import CurvesPanel, TitledPanel
 
 @dataclass(frozen=True)
 class ValidationOutcome:
-    """A measure that validation logs, and the words for it."""
+    """A validation metric and its texts in the report."""
 
     key: str
+    """Metric key."""
     anchor: str
+    """Id of the section."""
     title: str
+    """Topic of the section."""
     panel: str
+    """Title of the chart."""
     unit: str
+    """Unit or scope of the chart."""
     text: Callable[[float], str]
+    """Number format."""
     points: str
+    """Description of the chart for screen readers."""
     finding: str
+    """Start of the heading, before the range of values."""
 
 
 REWARDED = ValidationOutcome(
     REWARD,
     "rewarded",
-    "Rewards",
-    "Held-out reward",
-    "mean over answers",
+    "Reward",
+    "Validation reward",
+    "mean over completions",
     "{:.3f}".format,
-    "mean reward of the likeliest answers to held-out prompts",
-    "Held-out answers earn",
+    "mean reward of greedy completions of validation prompts",
+    "Validation reward is",
 )
 CLASSIFIED = ValidationOutcome(
     ACCURACY,
     "classified",
-    "Classes",
-    "Held-out accuracy",
-    "share of held-out rows",
+    "Classification accuracy",
+    "Validation accuracy",
+    "fraction of validation samples",
     number_format.format_percent,
-    "share of held-out rows whose class is told rightly",
-    "The class is right of held-out rows in",
+    "fraction of validation samples classified correctly",
+    "Validation accuracy is",
 )
 
 
 def outcome_section(outcome: ValidationOutcome, jobs: Sequence[ReportJob]) -> ReportSection | None:
-    """Returns the outcome over the steps; None where no job has it."""
+    """Section of the metric over the steps; ``None`` if no job measured it."""
     curves = {job: _full_curve(outcome, job) for job in jobs}
     known = {job: curve for job, curve in curves.items() if curve.steps}
     if not known:
@@ -59,14 +67,20 @@ def outcome_section(outcome: ValidationOutcome, jobs: Sequence[ReportJob]) -> Re
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
 
-    told = f"Points: {outcome.points}, over the steps."
-    panel = ChartPanel(outcome.panel, outcome.unit, draw_both_widths(draw, outcome.anchor, told))
-    return ReportSection(outcome.anchor, outcome.title, _finding_text(outcome, known), (panel,),
-                   live=(TitledPanel(outcome.panel, CurvesPanel((outcome.key,))),))  # fmt: skip
+    sentence = f"Points: {outcome.points}, over the steps."
+    picture = draw_both_widths(draw, outcome.anchor, sentence)
+    panel = ChartPanel(outcome.panel, outcome.unit, picture)
+    return ReportSection(
+        outcome.anchor,
+        outcome.title,
+        _finding_text(outcome, known),
+        (panel,),
+        wandb_panels=(TitledPanel(outcome.panel, CurvesPanel((outcome.key,))),),
+    )
 
 
 def _full_curve(outcome: ValidationOutcome, job: ReportJob) -> MetricSeries:
-    """Returns a job's curve, with the untrained model's point in front where it was validated."""
+    """Curve of a job, starting with the untrained model at step 0 if it was validated."""
     curve = finite_series(job.run.series.get(outcome.key, MetricSeries()))
     first = job.measured(f"{outcome.key}_first")
     if first is None or not curve.steps:
@@ -77,9 +91,9 @@ def _full_curve(outcome: ValidationOutcome, job: ReportJob) -> MetricSeries:
 def _finding_text(outcome: ValidationOutcome, curves: dict[ReportJob, MetricSeries]) -> str:
     ends = sorted(curve.values[-1] for curve in curves.values())
     values = number_format.format_range(outcome.text(ends[0]), outcome.text(ends[-1]))
-    said = f"{outcome.finding} {values}"
+    text = f"{outcome.finding} {values}"
     starts = [curve.values[0] for curve in curves.values() if curve.steps[0] == 0]
     if len(starts) < len(curves):
-        return said
-    least, most = outcome.text(min(starts)), outcome.text(max(starts))
-    return f"{said}, {number_format.format_range(least, most)} before training"
+        return text
+    lowest, highest = outcome.text(min(starts)), outcome.text(max(starts))
+    return f"{text}, {number_format.format_range(lowest, highest)} before training"

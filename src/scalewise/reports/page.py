@@ -1,4 +1,4 @@
-"""Writes ``report.html``: one file, no network, the same bytes for the same records."""
+"""HTML rendering of a report: ``report.html``, without network access and reproducible."""
 
 from pathlib import Path
 
@@ -13,22 +13,22 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(folder: Path) -> Path:
-    """Writes the page of the run or sweep in ``folder`` and returns its path.
+    """Write ``report.html`` of the run or sweep in ``folder`` and return its path.
 
-    Raises :class:`scalewise.errors.ScalewiseError` where it holds neither.
+    Raises :class:`scalewise.errors.ScalewiseError` if ``folder`` holds neither.
     """
     return save_page(report_model.build_report(records.read_record(folder)), folder)
 
 
 def save_page(report: ReportModel, folder: Path) -> Path:
-    """Writes ``report`` as a page into ``folder``, whole or not at all, and returns its path."""
+    """Write ``report`` to ``report.html`` in ``folder`` atomically and return its path."""
     path = folder / FILE
     write_text(path, build_page(report))
     return path
 
 
 def build_page(report: ReportModel) -> str:
-    """Returns the HTML of ``report``."""
+    """Render ``report`` as HTML."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,

@@ -1,31 +1,40 @@
-"""How often jobs prefer the better of two answers, beside the model before it was trained."""
+"""Preference accuracy on validation pairs, compared with the untrained model."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from scalewise.reports import charts, number_format
 from scalewise.reports.chart_layout import ChartDrawing, draw_both_widths
 from scalewise.reports.charts import CurveLine
-from scalewise.reports.compare import CHANCE, PREFERRED, SHOWN, ReportJob, finite_series, lttb
+from scalewise.reports.compare import (
+    CHANCE_ACCURACY,
+    MAX_CHARTED_JOBS,
+    PREFERENCE_ACCURACY,
+    ReportJob,
+    finite_series,
+    lttb,
+)
 from scalewise.reports.records import MetricSeries
 from scalewise.reports.sections import ChartPanel, ReportSection
 from scalewise.reports.wandb_panels import CurvesPanel, TitledPanel
 
-UNTRAINED = (
-    "Before training a model rewards no answer above another, being its own reference: it is right "
-    "in half of the pairs."
+UNTRAINED_NOTE = (
+    "Before training, the model equals its reference model and rewards both completions equally: "
+    "its preference accuracy is 50%."
 )
 
 
 def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
-    """Returns the share of held-out pairs that are preferred rightly, over the steps."""
-    curves = {job: finite_series(job.run.series.get(PREFERRED, MetricSeries())) for job in jobs}
+    """Section of the preference accuracy over the steps; ``None`` if no job measured it."""
+    curves = {
+        job: finite_series(job.run.series.get(PREFERENCE_ACCURACY, MetricSeries())) for job in jobs
+    }
     known = {job: curve for job, curve in curves.items() if curve.steps}
     if not known:
         return None
     last = max(curve.steps[-1] for curve in known.values())
     chance = CurveLine(
-        ((0, CHANCE), (last, CHANCE)),
-        f"untrained {number_format.format_percent(CHANCE)}",
+        ((0, CHANCE_ACCURACY), (last, CHANCE_ACCURACY)),
+        f"untrained {number_format.format_percent(CHANCE_ACCURACY)}",
         tip="untrained",
         faint=True,
     )
@@ -34,32 +43,34 @@ def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
 
-    told = "Points: share of held-out pairs that are preferred rightly, over the steps."
+    sentence = "Points: preference accuracy on validation pairs, over the steps."
     panel = ChartPanel(
-        "Preference accuracy", "share of held-out pairs", draw_both_widths(draw, "preferred", told)
+        "Preference accuracy",
+        "fraction of validation pairs",
+        draw_both_widths(draw, "preferred", sentence),
     )
     return ReportSection(
         "preferred",
-        "Preferences",
+        "Preference accuracy",
         _finding_text(known),
         (panel,),
-        notes=(UNTRAINED,),
-        live=(TitledPanel("Preference accuracy", CurvesPanel((PREFERRED,))),),
+        notes=(UNTRAINED_NOTE,),
+        wandb_panels=(TitledPanel("Preference accuracy", CurvesPanel((PREFERENCE_ACCURACY,))),),
     )
 
 
 def outcome_labels(
     curves: Mapping[ReportJob, MetricSeries], format_label: Callable[[float], str]
 ) -> list[CurveLine]:
-    """Returns the lines of jobs, with what is ``format_label`` of their ends beside them."""
+    """Curves of jobs, labeled with their formatted last values."""
     lines = []
     for job, curve in curves.items():
-        kept = lttb(curve, 60)
+        sampled = lttb(curve, 60)
         name = f"{job.name} " if len(curves) > 1 else ""
-        label = f"{name}{format_label(curve.values[-1])}" if len(curves) <= SHOWN else ""
-        points = tuple(zip(kept.steps, kept.values, strict=True))
-        colours = (f"--c-{job.group}", f"--ct-{job.group}")
-        lines.append(CurveLine(points, label, *colours, job.name, dots=True))
+        label = f"{name}{format_label(curve.values[-1])}" if len(curves) <= MAX_CHARTED_JOBS else ""
+        points = tuple(zip(sampled.steps, sampled.values, strict=True))
+        colors = (f"--c-{job.group}", f"--ct-{job.group}")
+        lines.append(CurveLine(points, label, *colors, job.name, dots=True))
     return lines
 
 
@@ -68,5 +79,6 @@ def _finding_text(curves: dict[ReportJob, MetricSeries]) -> str:
     span = number_format.format_range(
         number_format.format_percent(ends[0]), number_format.format_percent(ends[-1])
     )
-    way = "more" if ends[0] > CHANCE else "not more" if ends[-1] <= CHANCE else "not always more"
-    return f"Held-out pairs are preferred rightly in {span}, {way} than untrained"
+    above = ends[0] > CHANCE_ACCURACY
+    relation = "above" if above else "not above" if ends[-1] <= CHANCE_ACCURACY else "partly above"
+    return f"Preference accuracy is {span}, {relation} the untrained model"

@@ -1,4 +1,4 @@
-"""Sends a run or a sweep to Weights & Biases, with its report; no run stops the others."""
+"""Upload of a run or sweep to Weights & Biases, with its report; a failed run is skipped."""
 
 from __future__ import annotations
 
@@ -18,48 +18,62 @@ from scalewise.tracking.wandb_sync import SyncedRun, deliver_run, send_missing
 
 
 class ReportPublication:
-    """One run or sweep on its way to the server."""
+    """Upload of one run or sweep.
+
+    Args:
+        server: The W&B server.
+        folder: Folder of the run or sweep.
+        entity: Entity from the environment; ``None`` for that of the run.
+        project: Project from the environment; ``None`` for that of the run.
+    """
 
     def __init__(
         self, server: WandbServer, folder: Path, entity: str | None, project: str | None
     ) -> None:
-        """``entity`` and ``project`` are those that the environment asks for."""
         self._server, self._folder = server, folder
         self._entity, self._project = entity, project
         jobs = load_json(folder / "sweep.json").get("jobs", [])
-        listed = sorted(jobs, key=lambda job: job["number"])
-        inside = [folder / job["folder"] for job in listed]
-        inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
-        self._folders = inside or [folder]
+        job_folders = [
+            folder / job["folder"] for job in sorted(jobs, key=lambda job: job["number"])
+        ]
+        root = folder.resolve()
+        job_folders = [path for path in job_folders if path.resolve().is_relative_to(root)]
+        self._folders = job_folders or [folder]
         self._count, self._complete = len(self._folders), True
 
     def publish(self) -> bool:
-        """Returns whether all of it is at the server now; says what is not."""
-        there = [(told, run) for told in self._iter_tracked_runs() if (run := self._deliver(told))]
-        if there:
-            _, newest = there[-1]
+        """Upload everything, print failures, and return whether nothing failed."""
+        uploaded = [
+            (synced_run, run)
+            for synced_run in self._iter_tracked_runs()
+            if (run := self._deliver(synced_run))
+        ]
+        if uploaded:
+            _, newest = uploaded[-1]
             self._publish_report(str(newest.entity), str(newest.project))
-        for told, run in there:
-            self._send_missing(told.folder, run)
-        if there and self._folder not in self._folders:
+        for synced_run, run in uploaded:
+            self._send_missing(synced_run.folder, run)
+        if uploaded and self._folder not in self._folders:
             self._rewrite_page(self._folder)
         return self._complete
 
     def _iter_tracked_runs(self) -> Iterable[SyncedRun]:
-        """Yields the runs that have something to send."""
+        """Yield the runs that can be uploaded, and print why the others are skipped."""
         for folder in self._folders:
             try:
-                told = SyncedRun.from_folder(folder)
+                synced_run = SyncedRun.from_folder(folder)
             except ScalewiseError as error:
-                self._print_status(folder, f"left out: {error}")
+                self._print_status(folder, f"skipped: {error}")
                 continue
-            if not told.wandb.get("id"):
-                self._print_status(folder, "left out: it was not tracked")
-            elif sweep_record.is_running(told.status):
-                self._print_status(folder, "left out: it still runs; publish it when it has ended")
+            if not synced_run.wandb.get("id"):
+                self._print_status(folder, "skipped: the run was not tracked")
+            elif sweep_record.is_running(synced_run.status):
+                self._print_status(
+                    folder, "skipped: the run is in progress; publish it when it has ended"
+                )
                 self._complete = False
             else:
-                yield told
+                yield synced_run
 
     def _deliver(self, synced_run: SyncedRun) -> Any:
         entity = self._entity or str(synced_run.wandb.get("entity") or self._server.account)
@@ -72,21 +86,21 @@ class ReportPublication:
                 "project": run.project,
                 "url": run.url,
             }
-            _print_note(synced_run.folder / "status.json", facts)
-        except Exception as error:  # a server, a disk, a damaged file
+            _write_wandb_facts(synced_run.folder / "status.json", facts)
+        except Exception as error:  # server errors, full disks and damaged files
             self._record_failure(synced_run.folder, _failure_reason(error, synced_run.folder))
             return None
         self._print_status(synced_run.folder, str(run.url))
         return run
 
     def _publish_report(self, entity: str, project: str) -> None:
-        """Publishes the report of the whole, which notes where it is; a job's is its sweep's."""
+        """Publish the report, unless the folder is a job of a sweep, which has its own report."""
         if (self._folder.parent / "sweep.json").is_file():
             return
         try:
             url = wandb_report.publish_report(self._folder, entity=entity, project=project)
-        except Exception as error:  # the client raises many kinds
-            self._record_failure(self._folder, f"its report: {server_error_text(error)}")
+        except Exception as error:  # the client raises many types
+            self._record_failure(self._folder, f"W&B report: {server_error_text(error)}")
         else:
             print_lines(f"W&B report {url}")
 
@@ -98,36 +112,36 @@ class ReportPublication:
             self._record_failure(folder, _failure_reason(error, folder))
 
     def _rewrite_page(self, folder: Path) -> None:
-        """Writes a folder's page again, which knows now where W&B has it."""
+        """Write ``report.html`` again, with the W&B URLs."""
         try:
             page.write_page(folder)
-        except OSError as error:  # a full disk costs the page and nothing else
-            self._record_failure(folder, f"its page: {error}")
+        except OSError as error:  # a full disk does not stop the upload
+            self._record_failure(folder, f"report.html: {error}")
 
     def _record_failure(self, folder: Path, error: object) -> None:
         self._complete = False
-        self._print_status(folder, f"not sent: {error}")
+        self._print_status(folder, f"not uploaded: {error}")
         self._server.require_answer()
 
     def _print_status(self, folder: Path, message: str) -> None:
-        listed = self._count > 1 and folder in self._folders
-        place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
-        print_lines(f"{place}{_short_text(folder)}  {message}")
+        is_job = self._count > 1 and folder in self._folders
+        position = f"{self._folders.index(folder) + 1}/{self._count} " if is_job else ""
+        print_lines(f"{position}{_display_path(folder)}  {message}")
 
 
 def _failure_reason(error: Exception, folder: Path) -> str:
-    """Returns what went wrong, in one line; most other errors are of a file in the folder."""
+    """One line on ``error``; unexpected types are caused by damaged files in the folder."""
     if isinstance(error, ScalewiseError | OSError):
         return " ".join(str(error).split())
     kind = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return f"a file in {folder} is damaged ({kind}); put a copy of the folder back"
+    return f"a file in {folder} is damaged ({kind}); restore the folder from a copy"
 
 
-def _print_note(path: Path, facts: dict[str, object]) -> None:
+def _write_wandb_facts(path: Path, facts: dict[str, object]) -> None:
     record = read_json(path)
     if record.get("wandb") != facts:
         write_json(path, {**record, "wandb": facts})
 
 
-def _short_text(path: Path) -> str:
+def _display_path(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

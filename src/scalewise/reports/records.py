@@ -1,8 +1,8 @@
-"""Reads what a run or a sweep left in its folder, whole or torn, into frozen records.
+"""Records of runs and sweeps, read from their folders.
 
-A damaged ``status.json`` or ``sweep.json`` of the folder that is asked for is rejected. Any other
-file that is missing or damaged reads as ``None`` or empty, and so does a job of a sweep, because
-the page must be built above all when something went wrong.
+A damaged ``status.json`` or ``sweep.json`` of the requested folder is rejected. Any other missing
+or damaged file, or job of a sweep, reads as ``None`` or empty: a report is needed most when
+something has failed.
 """
 
 from collections.abc import Mapping
@@ -33,33 +33,42 @@ CURVES = (
     "train/lr",
     "throughput/tokens_per_s",
 )
-"""Columns of ``metrics.csv`` that a page draws over the steps."""
+"""Columns of ``metrics.csv`` that a report charts over the steps."""
 
 PREDICTED = ("plan/peak_bytes", "plan/step_s", "limit_bytes")
-"""Keys of ``plan.json`` that a page compares with measurements."""
+"""Keys of ``plan.json`` that a report compares with measurements."""
 
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """One metric over the steps at which it was measured; a value may be NaN or infinite."""
+    """A metric over the steps."""
 
     steps: tuple[int, ...] = ()
+    """Steps at which the metric was measured."""
     values: tuple[float, ...] = ()
+    """Value at each step; may be NaN or infinite."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The numbers a run ends with; ``metrics`` holds only what was measured."""
+    """Content of ``summary.json``."""
 
     parameters: int | None = None
+    """Number of model parameters."""
     steps: int | None = None
+    """Optimizer steps done."""
     tokens: int | None = None
+    """Tokens trained on, all ranks."""
     global_batch: int | None = None
+    """Samples per optimizer step, all ranks."""
     sequence: int | None = None
+    """Sequence length in tokens."""
     window: str = ""
+    """Steps and statistic behind the medians."""
     notes: tuple[str, ...] = ()
-    """Lines about the data: what was cut, left out, padded or repeated."""
+    """Notes on the data: truncated, dropped, padded or repeated samples."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Measured metrics by key."""
 
 
 @dataclass(frozen=True)
@@ -67,107 +76,150 @@ class SettingChange:
     """A setting that differs from the default."""
 
     key: str
+    """Dotted key."""
     default: object
+    """Default value."""
     value: object
+    """Value of the run."""
 
 
 @dataclass(frozen=True)
 class SuggestedOverride:
-    """An override that may mend a failure, and why."""
+    """An override that may fix a failure."""
 
     override: str
+    """``key=value``."""
     reason: str
+    """Why it may help, with its predicted effect."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. ``status`` is ``not_run`` for a job that has not left a folder yet."""
+    """A run, read from its folder."""
 
     folder: str
+    """Name of the folder."""
     number: int | None = None
+    """Job number in the sweep; ``None`` for a single run."""
     status: str = "not_run"
+    """Status; ``not_run`` for a job without a folder."""
     reason: str = ""
+    """Why the run ended, if not ``ok``."""
     subcommand: str = "train"
+    """CLI subcommand."""
     name: str = ""
+    """Name of the run."""
     question: str = ""
+    """Question that the run answers, from the config."""
     command: str = ""
+    """Command line that repeats the run."""
     choices: Mapping[str, object] = field(default_factory=dict)
+    """Chosen option of each config group."""
     overrides: tuple[str, ...] = ()
+    """Hydra overrides."""
     varied_settings: Mapping[str, object] = field(default_factory=dict)
+    """Values of the settings that the sweep varies."""
     changed_settings: tuple[SettingChange, ...] = ()
+    """Settings that differ from the defaults."""
     started: datetime | None = None
+    """Start time."""
     ended: datetime | None = None
+    """End time."""
     seconds: float | None = None
+    """Duration in seconds."""
     attempts: int = 1
+    """Number of attempts, retries included."""
     world_size: int = 1
+    """Number of ranks."""
     machine: Mapping[str, Any] = field(default_factory=dict)
+    """Device, processor, cores, memory and system."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Package versions."""
     git_commit: str = ""
+    """Commit hash."""
     git_dirty: bool | None = None
+    """Whether the working tree had uncommitted changes."""
     wandb: Mapping[str, object] = field(default_factory=dict)
+    """The W&B run."""
     micro_batch: Mapping[str, object] = field(default_factory=dict)
-    """How ``trainer.micro_batch=auto`` was settled."""
+    """Resolved value of ``trainer.micro_batch=auto``."""
     rank: int | None = None
+    """Rank that failed."""
     log_tail: tuple[str, ...] = ()
+    """Last lines of the log."""
     fixes: tuple[SuggestedOverride, ...] = ()
+    """Suggested fixes."""
     summary: RunSummary | None = None
+    """Content of ``summary.json``."""
     series: Mapping[str, MetricSeries] = field(default_factory=dict)
+    """Metrics over the steps, by key."""
     memory_breakdown: Mapping[str, float] = field(default_factory=dict)
-    """Bytes that were foreseen at the peak, by line."""
+    """Predicted bytes at peak memory, by entry."""
     step_parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step that were foreseen, by what they go into."""
+    """Predicted seconds of a step, by part."""
     predicted: Mapping[str, float] = field(default_factory=dict)
-    """The numbers of :data:`PREDICTED` that are known."""
+    """Values of :data:`PREDICTED` in ``plan.json``."""
 
     @property
     def ok(self) -> bool:
-        """Whether the run went to its end."""
+        """Whether the run finished."""
         return self.status == "ok"
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """A sweep and its jobs, in the order of their numbers; ``reference`` indexes ``jobs``."""
+    """A sweep, read from its folder."""
 
     folder: str
+    """Name of the folder."""
     name: str
+    """Name of the sweep."""
     question: str
+    """Question that the sweep answers, from the config."""
     command: str
+    """Command line that repeats the sweep."""
     subcommand: str
+    """CLI subcommand."""
     started: datetime | None
+    """Start time."""
     ended: datetime | None
+    """End time."""
     varying: Mapping[str, tuple[object, ...]]
+    """Values of each varied setting."""
     reference: int | None
+    """Index of the reference job in ``jobs``."""
     jobs: tuple[RunRecord, ...]
+    """Jobs by number."""
     wandb: Mapping[str, object] = field(default_factory=dict)
+    """The W&B report."""
 
 
 def read_record(folder: Path) -> RunRecord | SweepRecord:
-    """Returns the record of ``folder``, a sweep if it holds ``sweep.json``, else a run.
+    """Read the record of a sweep, if ``folder`` holds ``sweep.json``, else of a run.
 
-    Raises :class:`ConfigError` where the folder is neither, or its record is damaged.
+    Raises :class:`ConfigError` if the folder holds neither or its record is damaged.
     """
     if sweep := load_json(folder / "sweep.json"):
         return _read_sweep(folder, sweep)
     run = read_run(folder)
     if run is None:
-        reason = "neither a run (readable status.json) nor a sweep (readable sweep.json)"
+        reason = "holds neither a run (status.json) nor a sweep (sweep.json)"
         raise ConfigError.for_key(
-            "", "", f"{folder}: {reason}", "scalewise report runs/NAME/TIMESTAMP"
+            "", "", f"{folder} {reason}", "pass the folder of a run or sweep, runs/NAME/TIMESTAMP"
         )
     return run
 
 
 def read_run(folder: Path) -> RunRecord | None:
-    """Returns the record of a run's folder, ``None`` if it has no ``status.json``.
+    """Read the record of a run; ``None`` if the folder has no ``status.json``.
 
-    Raises :class:`RecordError` where that is damaged.
+    Raises :class:`RecordError` if ``status.json`` is damaged.
     """
-    found = load_json(folder / "status.json")
-    if not found:
+    content = load_json(folder / "status.json")
+    if not content:
         return None
-    commit = found.pop("git_commit", None)  # forty hex digits, not a key
-    status, plan = _redacted(found), read_json(folder / "plan.json")
+    commit = content.pop("git_commit", None)  # redaction would hide 40 hex digits
+    status, plan = _redacted(content), read_json(folder / "plan.json")
     return RunRecord(
         folder=folder.name,
         status=status.get("status") or "failed",
@@ -229,8 +281,8 @@ def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
 
 
 def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
-    name, listed = row["folder"], row["status"] or "not_run"
-    reason = "" if listed == "not_run" else "The job left no readable status.json."
+    name, listed_status = row["folder"], row["status"] or "not_run"
+    reason = "" if listed_status == "not_run" else "The job has no readable status.json."
     run = None
     if (folder / name).resolve().is_relative_to(folder.resolve()):
         try:
@@ -241,7 +293,7 @@ def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
         run = RunRecord(
             folder=name,
             name=name,
-            status=listed,
+            status=listed_status,
             reason=row.get("reason") or reason,
             overrides=tuple(row.get("overrides", ())),
         )
@@ -249,29 +301,29 @@ def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
 
 
 def _read_summary(path: Path) -> RunSummary | None:
-    found = read_json(path)
-    if not found:
+    content = read_json(path)
+    if not content:
         return None
     return RunSummary(
-        parameters=found.get("parameters"),
-        steps=found.get("steps"),
-        tokens=found.get("tokens"),
-        global_batch=found.get("global_batch"),
-        sequence=found.get("sequence"),
-        window=found.get("window", ""),
-        notes=tuple(found.get("notes", ())),
-        metrics=_known_numbers(found.get("metrics", {})),
+        parameters=content.get("parameters"),
+        steps=content.get("steps"),
+        tokens=content.get("tokens"),
+        global_batch=content.get("global_batch"),
+        sequence=content.get("sequence"),
+        window=content.get("window", ""),
+        notes=tuple(content.get("notes", ())),
+        metrics=_known_numbers(content.get("metrics", {})),
     )
 
 
 def _read_series(path: Path) -> dict[str, MetricSeries]:
-    """Returns the columns of :data:`CURVES` that hold a value; a torn last line is dropped."""
+    """Columns of :data:`CURVES` with at least one value; an incomplete last line is dropped."""
     try:
         lines = regular_files.read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:
         return {}
     rows = read_csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])
-    found = {}
+    series = {}
     for key in CURVES:
         pairs = [
             (step, value)
@@ -280,10 +332,10 @@ def _read_series(path: Path) -> dict[str, MetricSeries]:
             and (value := parse_number(row.get(key, ""))) is not None
         ]
         if pairs:
-            kept = dict(pairs)  # a resumed run writes some steps twice: the later one holds
-            steps = sorted(kept)
-            found[key] = MetricSeries(tuple(steps), tuple(kept[step] for step in steps))
-    return found
+            by_step = dict(pairs)  # a resumed run repeats some steps: the later value counts
+            steps = sorted(by_step)
+            series[key] = MetricSeries(tuple(steps), tuple(by_step[step] for step in steps))
+    return series
 
 
 def _redacted(record: dict[str, Any]) -> dict[str, Any]:

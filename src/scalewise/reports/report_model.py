@@ -1,7 +1,7 @@
-"""What a report says, in order, made once from the records: a page and W&B only render it.
+"""Contents of a report, independent of the renderer (HTML page or W&B report).
 
-Texts are plain strings, which a rendering escapes, or HTML-safe ``Markup`` whose only element
-with a meaning is ``<b>``.
+A text is a plain string, which the renderer escapes, or an HTML-safe ``Markup`` in which only
+``<b>`` has a meaning.
 """
 
 from __future__ import annotations
@@ -39,59 +39,75 @@ from scalewise.reports.wandb_panels import RunComparerPanel, TitledPanel
 
 @dataclass(frozen=True)
 class VariedPart:
-    """Which jobs ran, by what they were set to; ``statuses`` are the glyphs in use."""
+    """Overview of a sweep: its jobs by the values of the varied settings."""
 
-    ident: ClassVar[str] = "varied"
-    topic: ClassVar[str] = "What varied"
+    anchor: ClassVar[str] = "overview"
+    topic: ClassVar[str] = "Sweep overview"
     finding: str
+    """Heading after the topic."""
     matrices: tuple[OutcomeMatrix, ...]
+    """Job outcomes by the varied settings."""
     statuses: tuple[str, ...]
+    """Statuses in the legend."""
     notes: tuple[Markup, ...]
+    """Notes next to the matrices."""
 
 
 @dataclass(frozen=True)
 class ComparedPart:
-    """One row a job, one column a number."""
+    """Comparison table: one row per job, one column per metric."""
 
-    ident: ClassVar[str] = "compare"
+    anchor: ClassVar[str] = "comparison"
     topic: ClassVar[str] = "Comparison"
     finding: str
+    """Heading after the topic."""
     rows: tuple[ReportJob, ...]
+    """Jobs in the initial sort order."""
     columns: tuple[TableColumn, ...]
+    """Metric columns."""
     notes: tuple[str, ...]
+    """Notes below the table."""
 
     @property
-    def tall(self) -> bool:
-        """Whether there are more rows than a screen shows."""
-        return len(self.rows) > compare.SHOWN
+    def is_long(self) -> bool:
+        """Whether the table needs its own scroll box."""
+        return len(self.rows) > compare.MAX_CHARTED_JOBS
 
 
 @dataclass(frozen=True)
 class FailedPart:
-    """One card for each way of not finishing; ``more`` for those beyond the first."""
+    """Failed jobs: one card per distinct failure."""
 
-    ident: ClassVar[str] = "failed"
-    topic: ClassVar[str] = "What failed"
+    anchor: ClassVar[str] = "failed"
+    topic: ClassVar[str] = "Failed jobs"
     finding: str
+    """Heading after the topic."""
     cards: tuple[FailureCard, ...]
-    more: tuple[FailureCard, ...]
+    """Failures shown as cards."""
+    further_cards: tuple[FailureCard, ...]
+    """Failures beyond the first ``MAX_CARDS``, shown as table rows."""
 
 
 @dataclass(frozen=True)
 class ReproducePart:
-    """What to paste, what was set, where it ran."""
+    """Commands, settings, environment and versions."""
 
-    ident: ClassVar[str] = "repeat"
-    topic: ClassVar[str] = "Repeat"
+    anchor: ClassVar[str] = "reproduce"
+    topic: ClassVar[str] = "Reproduce"
     finding: str
+    """Heading after the topic."""
     commands: tuple[tuple[str, str], ...]
+    """Description and command line."""
     links: tuple[tuple[str, str], ...]
+    """Job name and URL of its W&B run."""
     report: str
-    """Address of the W&B report; empty where there is none."""
+    """URL of the W&B report; empty if it is not published."""
     changes: tuple[tuple[str, str, str], ...]
+    """Key, default and value of each changed setting."""
     facts: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
-    """Titles of tables with their rows of a name and a text."""
-    live: tuple[TitledPanel, ...] = ()
+    """Title and rows (name, text) of each table."""
+    wandb_panels: tuple[TitledPanel, ...] = ()
+    """Panels of the W&B report."""
 
 
 Part = VariedPart | ComparedPart | ReportSection | FailedPart | ReproducePart
@@ -99,27 +115,32 @@ Part = VariedPart | ComparedPart | ReportSection | FailedPart | ReproducePart
 
 @dataclass(frozen=True)
 class ReportModel:
-    """A report: its head, then its parts."""
+    """A report: header and sections."""
 
     record: RunRecord | SweepRecord
+    """Record of the run or sweep."""
     comparison: ReportComparison
-    verdict: Markup
+    """Jobs under their report names."""
+    summary: Markup
+    """Summary sentences below the title."""
     facts: tuple[tuple[str, str], ...]
+    """Label and text of each header fact."""
     parts: tuple[Part, ...]
+    """Sections in page order."""
 
     @property
     def kind(self) -> str:
-        """Returns ``sweep`` or ``run``."""
+        """``sweep`` or ``run``."""
         return "sweep" if isinstance(self.record, SweepRecord) else "run"
 
     @property
     def title(self) -> str:
-        """Returns the question, or where none was asked the name."""
+        """The question of the record, else its name."""
         return self.record.question or self.record.name
 
 
 def build_report(record: RunRecord | SweepRecord) -> ReportModel:
-    """Returns the report of ``record``."""
+    """Build the report of a run or sweep."""
     if isinstance(record, SweepRecord):
         comparison = compare.compare_sweep(record)
     else:
@@ -139,7 +160,7 @@ def build_report(record: RunRecord | SweepRecord) -> ReportModel:
 def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part]:
     (job,) = comparison.jobs
     yield from _failed_part(comparison)
-    drawn = (
+    sections = (
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
         loss_curves.run_loss_section(job),
@@ -148,13 +169,13 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
         outcomes.outcome_section(outcomes.CLASSIFIED, [job]),
         loss_curves.throughput_section(job),
     )
-    yield from (section for section in drawn if section is not None)
+    yield from (section for section in sections if section is not None)
 
 
 def _sweep_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part]:
     yield _varied_part(comparison)
     yield _compared_part(comparison, unit)
-    drawn = (
+    sections = (
         ablation_effects.changes_section(comparison, unit),
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
@@ -167,17 +188,18 @@ def _sweep_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Pa
         importance.importance_section(comparison),
         factorial_report.screening_section(comparison),
     )
-    yield from (section for section in drawn if section is not None)
+    yield from (section for section in sections if section is not None)
     yield from _failed_part(comparison)
 
 
 def _varied_part(comparison: ReportComparison) -> VariedPart:
-    held, empty = summary_tables.held_constant(comparison), summary_tables.empty_cells(comparison)
+    constants = summary_tables.constant_settings(comparison)
+    num_empty = summary_tables.count_empty_cells(comparison)
     notes = [
         Markup("{}").format(summary_tables.matrix_sum_text(comparison)),
-        Markup("<b>Held constant:</b> {}.").format(held) if held else Markup(),
-        Markup("<b>No job:</b> the sweep left out {} of the possible combinations.").format(empty)
-        if empty
+        Markup("<b>Held constant:</b> {}.").format(constants) if constants else Markup(),
+        Markup("<b>Not in the sweep:</b> {} of the possible combinations.").format(num_empty)
+        if num_empty
         else Markup(),
     ]
     return VariedPart(
@@ -193,11 +215,11 @@ def _compared_part(comparison: ReportComparison, unit: MemoryUnit) -> ComparedPa
     window, reference = sections.window_note(comparison.jobs), comparison.reference
     notes = [f"Times and rates are the {window}."] if window else []
     if any(column.label.endswith(" error") for column in columns):
-        notes.append("Error is what the planner foresaw, less what was measured, over that.")
+        notes.append("Error is (predicted \u2212 measured) / measured.")
     if reference:
         notes.append(
-            f"Distance is the largest difference of train loss from {reference.name} over the"
-            " steps."
+            f"The loss difference is the largest absolute difference of train loss from"
+            f" {reference.name} at the same step."
         )
     return ComparedPart(
         section_titles.comparison_heading(comparison),
@@ -210,22 +232,22 @@ def _compared_part(comparison: ReportComparison, unit: MemoryUnit) -> ComparedPa
 def _failed_part(comparison: ReportComparison) -> Iterator[FailedPart]:
     cards = tuple(summary_tables.failure_cards(comparison))
     if cards:
-        shown, more = cards[: summary_tables.CARDS], cards[summary_tables.CARDS :]
-        yield FailedPart(section_titles.failed_heading(comparison), shown, more)
+        first, further = cards[: summary_tables.MAX_CARDS], cards[summary_tables.MAX_CARDS :]
+        yield FailedPart(section_titles.failed_heading(comparison), first, further)
 
 
 def _reproduce_part(comparison: ReportComparison, record: RunRecord | SweepRecord) -> ReproducePart:
-    each = isinstance(record, SweepRecord)
+    is_sweep = isinstance(record, SweepRecord)
     tables = (
         ("Environment", tuple(reproduce.environment_facts(comparison))),
         ("Versions", tuple(reproduce.software_versions(comparison))),
     )
     return ReproducePart(
-        "One command for the sweep, one for any job" if each else "One command for the run",
+        "Commands, settings and environment",
         tuple(reproduce.reproduce_commands(comparison, record)),
         tuple(reproduce.wandb_links(comparison)),
         reproduce.web_address(record.wandb.get("report")),
         tuple(reproduce.setting_changes(comparison)),
         tuple((title, rows) for title, rows in tables if rows),
-        (TitledPanel("What was set otherwise", RunComparerPanel()),) if each else (),
+        (TitledPanel("Config differences", RunComparerPanel()),) if is_sweep else (),
     )

@@ -1,7 +1,7 @@
-"""The sentences of the header, written from the numbers: the verdict and how the jobs ended.
+"""Sentences of the report header: job counts by status, and the summary.
 
-A sentence is chosen by thresholds and says nothing that the numbers do not carry; where none
-holds, it states the range. Sentences are HTML-safe: what came from a file is escaped.
+A sentence is chosen by thresholds and states only what the numbers show; if no threshold is
+reached, it states the range. Sentences are HTML-safe: text from files is escaped.
 """
 
 from collections import Counter
@@ -36,83 +36,85 @@ _BOLD = Markup("<b>{}</b>")
 
 
 def status_word(status: str) -> str:
-    """Returns how a page says ``status``."""
+    """Display text of ``status``."""
     return STATUS.get(status, status.replace("_", " "))
 
 
 def outcome_counts(comparison: ReportComparison) -> str:
-    """Returns how the jobs ended: ``3 ok (1 on retry), 1 out of memory``."""
+    """Number of jobs by status: ``3 ok (1 on retry), 1 out of memory``."""
     jobs = comparison.jobs
-    ended = Counter(job.run.status for job in jobs)
-    if ended["ok"] == len(jobs) > 1:
+    counts = Counter(job.run.status for job in jobs)
+    if counts["ok"] == len(jobs) > 1:
         return f"All {len(jobs)} jobs finished"
-    retried = sum(job.run.ok and job.run.attempts > 1 for job in jobs)
-    order = [*STATUS, *sorted(set(ended) - set(STATUS))]
-    said = [f"{ended[status]} {status_word(status)}" for status in order if ended[status]]
-    if retried:
-        said[0] += f" ({retried} on retry)"
-    return ", ".join(said)
+    num_retried = sum(job.run.ok and job.run.attempts > 1 for job in jobs)
+    order = [*STATUS, *sorted(set(counts) - set(STATUS))]
+    texts = [f"{counts[status]} {status_word(status)}" for status in order if counts[status]]
+    if num_retried:
+        texts[0] += f" ({num_retried} on retry)"
+    return ", ".join(texts)
 
 
 def join_words(words: Sequence[str]) -> Markup:
-    """Returns ``a, b and c``, escaped."""
+    """Join words as ``a, b and c``, escaped."""
     if len(words) < 2:
         return Markup(", ").join(words)
     return Markup("{} and {}").format(Markup(", ").join(words[:-1]), words[-1])
 
 
 def summary_text(comparison: ReportComparison, unit: MemoryUnit) -> Markup:
-    """Returns the answer in up to three sentences: speed, memory, loss."""
+    """Summary in up to three sentences: throughput, memory, loss."""
     if not comparison.varying and len(comparison.jobs) == 1:
         return _run_summary(comparison.jobs[0], unit)
     if not comparison.finished:
         return Markup("No job finished: {}.").format(outcome_counts(comparison))
-    said = [
+    sentences = [
         _speed_sentence(comparison),
         _memory_sentence(comparison, unit),
         _loss_sentence(comparison),
     ]
-    found = [one for one in said if one]
-    return Markup(" ").join(found or [Markup("{}.").format(outcome_counts(comparison))])
+    known = [sentence for sentence in sentences if sentence]
+    return Markup(" ").join(known or [Markup("{}.").format(outcome_counts(comparison))])
 
 
 def _run_summary(job: ReportJob, unit: MemoryUnit) -> Markup:
     run = job.run
-    done = run.summary.steps if run.summary else None
+    steps_done = run.summary.steps if run.summary else None
     if run.status == "running":
-        return Markup("The run has not ended yet.")
+        return Markup("The run is in progress.")
     if not run.ok:
-        after = f" after {number_format.pluralize(done, 'step')}" if done else ""
-        return Markup("The run ended {}{}.").format(_BOLD.format(status_word(run.status)), after)
+        after_text = f" after {number_format.pluralize(steps_done, 'step')}" if steps_done else ""
+        return Markup("Status: {}{}.").format(_BOLD.format(status_word(run.status)), after_text)
     first, last = job.measured("train/loss_first"), job.measured(LOSS)
-    said = []
+    sentences = []
     if first is not None and last is not None:
-        moved = "fell" if last < first else "rose" if last > first else "stayed"
-        span = f"from {number_format.format_loss(first)} to" if last != first else "at"
-        steps = f" in {number_format.pluralize(done, 'step')}" if done else ""
-        said.append(
+        verb = "fell" if last < first else "rose" if last > first else "stayed"
+        start = f"from {number_format.format_loss(first)} to" if last != first else "at"
+        steps_text = f" in {number_format.pluralize(steps_done, 'step')}" if steps_done else ""
+        sentences.append(
             Markup("Train loss {} {} {}{}.").format(
-                moved, span, _BOLD.format(number_format.format_loss(last)), steps
+                verb, start, _BOLD.format(number_format.format_loss(last)), steps_text
             )
         )
     speed, step, peak = (job.measured(key) for key in (SPEED, STEP, PEAK))
     if speed is not None:
-        took = f", {number_format.format_milliseconds(step)} ms a step" if step is not None else ""
-        said.append(
-            Markup("It trained at {}{}.").format(
-                _BOLD.format(f"{number_format.format_whole(speed)} tok/s"), took
+        step_text = (
+            f", {number_format.format_milliseconds(step)} ms per step" if step is not None else ""
+        )
+        sentences.append(
+            Markup("Throughput was {}{}.").format(
+                _BOLD.format(f"{number_format.format_whole(speed)} tok/s"), step_text
             )
         )
     if peak is not None:
-        said.append(Markup("Memory peaked at {}.").format(_BOLD.format(unit.full(peak))))
-    return Markup(" ").join(said or [Markup("The run finished.")])
+        sentences.append(Markup("Peak memory was {}.").format(_BOLD.format(unit.full(peak))))
+    return Markup(" ").join(sentences or [Markup("The run finished.")])
 
 
 def _speedup_text(faster: float, slower: float) -> str:
-    """Returns 2.8 times or, for less than 1.1 times, ``3% more than``."""
+    """Speedup as a ratio, or below 1.1 as a percentage: ``3% faster than``."""
     if faster / slower >= 1.1:
-        return number_format.format_ratio(faster / slower)
-    return f"{number_format.format_percent(faster / slower - 1)} more than"
+        return f"{number_format.format_ratio(faster / slower)} as fast as"
+    return f"{number_format.format_percent(faster / slower - 1)} faster than"
 
 
 def _speed_sentence(comparison: ReportComparison) -> Markup | None:
@@ -120,19 +122,19 @@ def _speed_sentence(comparison: ReportComparison) -> Markup | None:
     if not order:
         return None
     top, speed = order[0], order[0].measured(SPEED) or 0
-    said = Markup("{} is fastest at {}").format(
+    text = Markup("{} is fastest at {}").format(
         _BOLD.format(top.name), _BOLD.format(f"{number_format.format_whole(speed)} tok/s")
     )
     if len(order) == 1:
-        return Markup("{}, the only job with a measured speed.").format(said)
+        return Markup("{}, the only job with a measured throughput.").format(text)
     reference = comparison.reference if comparison.reference in order else order[-1]
     other = order[1] if reference is top else reference
-    behind = (other.measured(SPEED) or 0) if other else 0
-    if not other or behind <= 0:
-        return Markup("{}.").format(said)
-    if number_format.format_whole(speed) == number_format.format_whole(behind):
-        return Markup("{}, level with {}.").format(said, other.name)
-    return Markup("{}, {} {}.").format(said, _speedup_text(speed, behind), other.name)
+    other_speed = (other.measured(SPEED) or 0) if other else 0
+    if not other or other_speed <= 0:
+        return Markup("{}.").format(text)
+    if number_format.format_whole(speed) == number_format.format_whole(other_speed):
+        return Markup("{}, the same as {}.").format(text, other.name)
+    return Markup("{}, {} {}.").format(text, _speedup_text(speed, other_speed), other.name)
 
 
 def _memory_sentence(comparison: ReportComparison, unit: MemoryUnit) -> Markup | None:
@@ -142,19 +144,23 @@ def _memory_sentence(comparison: ReportComparison, unit: MemoryUnit) -> Markup |
         return None
     top, peak = order[0], order[0].measured(PEAK) or 0
     if top is fastest[0]:
-        return Markup("It also needs the least memory, {}.").format(_BOLD.format(unit.full(peak)))
-    theirs = fastest[0].measured(PEAK)
-    if theirs is None or unit.text(theirs) == unit.text(peak):
+        return Markup("It also uses the least memory, {}.").format(_BOLD.format(unit.full(peak)))
+    fastest_peak = fastest[0].measured(PEAK)
+    if fastest_peak is None or unit.text(fastest_peak) == unit.text(peak):
         return None
-    said = Markup("{} needs the least memory, {}").format(
+    text = Markup("{} uses the least memory, {}").format(
         _BOLD.format(top.name), _BOLD.format(unit.full(peak))
     )
-    ours, lead = top.measured(SPEED), fastest[0].measured(SPEED)
-    less = Markup(", {} less than {}").format(
-        number_format.format_percent(1 - peak / theirs), fastest[0].name
+    own_speed, top_speed = top.measured(SPEED), fastest[0].measured(SPEED)
+    savings_text = Markup(", {} less than {}").format(
+        number_format.format_percent(1 - peak / fastest_peak), fastest[0].name
     )
-    cost = f" at {number_format.format_percent(ours / lead)} of its speed" if ours and lead else ""
-    return Markup("{}{}{}.").format(said, less, cost)
+    cost_text = (
+        f" at {number_format.format_percent(own_speed / top_speed)} of its throughput"
+        if own_speed and top_speed
+        else ""
+    )
+    return Markup("{}{}{}.").format(text, savings_text, cost_text)
 
 
 def _loss_sentence(comparison: ReportComparison) -> Markup | None:
@@ -163,12 +169,12 @@ def _loss_sentence(comparison: ReportComparison) -> Markup | None:
         return None
     low, high = order[0].measured(LOSS) or 0, order[-1].measured(LOSS) or 0
     if low == high:
-        return Markup("All final losses are equal.")
+        return Markup("Final losses are equal.")
     if high - low < 0.01:
-        return Markup("Final losses lie within {} of each other.").format(
+        return Markup("Final losses differ by at most {}.").format(
             number_format.format_power(high - low)
         )
-    return Markup("{} ends at the lowest loss, {}; the highest is {}.").format(
+    return Markup("{} has the lowest final loss, {}; the highest is {}.").format(
         _BOLD.format(order[0].name),
         _BOLD.format(number_format.format_loss(low)),
         number_format.format_loss(high),

@@ -1,88 +1,99 @@
-"""Which panels W&B draws by itself, told by the keys under which runs log what they draw.
-
-A part of the outline names them beside its own pictures; only the W&B rendering reads them.
-"""
+"""Panels of a W&B report or dashboard, which W&B draws from the logged metrics."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SummaryNumber:
-    """A number that a run ends with, by its key in ``summary.json``."""
+    """A value of the run summary."""
 
     key: str
+    """Key in ``summary.json``."""
 
     @property
     def name(self) -> str:
-        """Returns where W&B's summary has it."""
+        """Key in the summary of the W&B run."""
         return f"final/{self.key}"
 
 
 @dataclass(frozen=True)
 class RunSetting:
-    """A setting, by the key that a command line has for it; ``option``: it names a part."""
+    """A setting of a run."""
 
     key: str
+    """Key on the command line."""
     option: bool
+    """Whether the setting is the chosen option of a config group."""
 
     @property
     def name(self) -> str:
-        """Returns where a run's config has it, dotted."""
+        """Dotted key in the config of the W&B run."""
         return f"choices.{self.key}" if self.option else self.key
 
 
 @dataclass(frozen=True)
 class CurvesPanel:
-    """Metrics over the steps, one line a run and metric; ``stacked`` on each other of one run."""
+    """Line plot of metrics over the steps."""
 
     metrics: tuple[str, ...]
+    """Metric keys."""
     stacked: bool = False
+    """Whether the metrics are stacked areas."""
     from_zero: bool = False
+    """Whether the vertical axis starts at 0."""
 
 
 @dataclass(frozen=True)
 class BarsPanel:
-    """One number of each run."""
+    """Bar chart with one bar per run."""
 
     number: SummaryNumber
+    """Length of the bar."""
 
 
 @dataclass(frozen=True)
 class ScatterPanel:
-    """Two numbers of each run against each other, a third as colour."""
+    """Scatter plot with one point per run."""
 
     x: SummaryNumber
+    """Horizontal axis."""
     y: SummaryNumber
-    colour: SummaryNumber | None = None
+    """Vertical axis."""
+    color: SummaryNumber | None = None
+    """Color of the point."""
 
 
 @dataclass(frozen=True)
 class CoordinatesPanel:
-    """Settings and numbers of each run side by side."""
+    """Parallel coordinates with one line per run."""
 
     axes: tuple[tuple[RunSetting | SummaryNumber, str], ...]
+    """Axes with their titles."""
 
 
 @dataclass(frozen=True)
 class ImportancePanel:
-    """How much each setting tells of a number."""
+    """Parameter importance."""
 
     target: SummaryNumber
+    """Result to explain."""
 
 
 @dataclass(frozen=True)
 class RunComparerPanel:
-    """What is set otherwise from run to run."""
+    """Config differences between runs."""
 
 
-Live = (
+WandbPanel = (
     CurvesPanel | BarsPanel | ScatterPanel | CoordinatesPanel | ImportancePanel | RunComparerPanel
 )
 
 
 @dataclass(frozen=True)
 class TitledPanel:
-    """A panel that W&B draws, under its title."""
+    """A panel with its title."""
 
     title: str
-    panel: Live
+    """Title of the panel."""
+    panel: WandbPanel
+    """The panel."""

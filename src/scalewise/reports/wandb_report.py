@@ -1,6 +1,6 @@
-"""Writes ``report_spec.json``, the W&B report of a run or a sweep, and publishes it.
+"""W&B report of a run or sweep: ``report_spec.json``, and its publication.
 
-The file is made without a key and without a network; ``publish`` sends what it says.
+The file is written without an API key or network access; ``scalewise publish`` uploads it.
 """
 
 from __future__ import annotations
@@ -20,66 +20,66 @@ from scalewise.tracking.run_files import json_text, read_json, write_json, write
 
 FILE = "report_spec.json"
 PROJECT = "scalewise"
-"""Project of a report whose runs name none."""
-LONGEST_TITLE = 128
-"""Characters of a title that W&B takes."""
+"""Project of a report whose runs have none."""
+MAX_TITLE_LENGTH = 128
+"""Maximum number of characters of a title."""
 
 
 def build_wandb_report(folder: Path) -> Path:
-    """Writes the W&B report of the run or sweep in ``folder`` and returns its path.
+    """Write ``report_spec.json`` of the run or sweep in ``folder`` and return its path.
 
-    The same records give the same bytes. Raises :class:`scalewise.errors.ScalewiseError` where
-    it holds neither.
+    The file is a function of the records alone. Raises
+    :class:`scalewise.errors.ScalewiseError` if ``folder`` holds neither.
     """
     return save_wandb_report(report_model.build_report(records.read_record(folder)), folder)
 
 
 def save_wandb_report(report: ReportModel, folder: Path) -> Path:
-    """Writes ``report`` as a W&B report into ``folder`` and returns its path."""
+    """Write ``report`` to ``report_spec.json`` in ``folder`` and return its path."""
     content = report_content(report, report_id(folder))
     write_text(folder / FILE, json_text(content, indent=1, ascii_only=False) + "\n")
     return folder / FILE
 
 
 def report_id(folder: Path) -> str:
-    """Returns what tells a run or sweep from all others of a project: ``NAME/TIMESTAMP[/JOB]``."""
-    whole = folder.resolve()
-    parts = 3 if (whole.parent / "sweep.json").is_file() else 2
-    return "/".join(whole.parts[-parts:])
+    """Id of a run or sweep in a project: ``NAME/TIMESTAMP[/JOB]``."""
+    path = folder.resolve()
+    depth = 3 if (path.parent / "sweep.json").is_file() else 2
+    return "/".join(path.parts[-depth:])
 
 
 def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
-    """Returns the content of ``report_spec.json``.
+    """Content of ``report_spec.json``.
 
-    ``name`` is the report's name in its project, the same whenever it is made for ``report_id``;
-    ``spec`` is what W&B keeps, but for the number of the project that holds the runs.
+    ``name`` is the name of the report in its project, derived from ``report_id``. ``spec`` is the
+    W&B report spec without the internal id of the project.
     """
     import wandb_workspaces.reports.v2 as wr
 
     from scalewise.reports.wandb_blocks import ReportBlocks, run_set_filter
 
-    group, held = _wandb_group(report.record, report_id), wandb_run_ids(report.record)
+    group, run_ids = _wandb_group(report.record, report_id), wandb_run_ids(report.record)
     entity, project = (
         _shared_value(report.record, "entity"),
         _shared_value(report.record, "project"),
     )
-    # Of a Report without an entity W&B's server is asked; which is not there, or not yet.
-    made = wr.Report(
+    # Without an entity, Report would query the server for the default one.
+    model = wr.Report(
         project=project or PROJECT,
         entity=entity or "-",
-        title=report.title[:LONGEST_TITLE],
-        description=markdown.to_plain_text(report.verdict),
-        blocks=list(ReportBlocks(run_set_filter(group, held)).build(report)),
+        title=report.title[:MAX_TITLE_LENGTH],
+        description=markdown.to_plain_text(report.summary),
+        blocks=list(ReportBlocks(run_set_filter(group, run_ids)).build(report)),
     )._to_model()
     return {
-        "title": made.display_name,
-        "description": made.description,
+        "title": model.display_name,
+        "description": model.description,
         "name": hashlib.sha256(report_id.encode()).hexdigest()[:12],
         "project": project,
         "entity": entity,
         "group": group,
-        "run_ids": held,
-        "spec": json.loads(made.spec.model_dump_json(by_alias=True, exclude_none=True)),
+        "run_ids": run_ids,
+        "spec": json.loads(model.spec.model_dump_json(by_alias=True, exclude_none=True)),
     }
 
 
@@ -88,12 +88,12 @@ def _report_runs(record: RunRecord | SweepRecord) -> tuple[RunRecord, ...]:
 
 
 def wandb_run_ids(record: RunRecord | SweepRecord) -> list[str]:
-    """Returns the ids of the runs that W&B holds or will hold."""
+    """Ids of the W&B runs, uploaded or offline."""
     return [str(run.wandb["id"]) for run in _report_runs(record) if run.wandb.get("id")]
 
 
 def _wandb_group(record: RunRecord | SweepRecord, report_id: str) -> str:
-    """Returns the group of a sweep's runs; empty where they share none, and of a single run."""
+    """Common group of a sweep's W&B runs; empty if there is none or for a single run."""
     if isinstance(record, RunRecord) or not wandb_run_ids(record):
         return ""
     groups = {
@@ -103,31 +103,36 @@ def _wandb_group(record: RunRecord | SweepRecord, report_id: str) -> str:
 
 
 def _shared_value(record: RunRecord | SweepRecord, key: str) -> str | None:
-    """Returns what all tracked runs say of ``key``, if they say the same."""
-    said = {str(run.wandb[key]) for run in _report_runs(record) if run.wandb.get(key)}
-    return said.pop() if len(said) == 1 else None
+    """Value of ``key`` that all tracked runs share; ``None`` if they differ."""
+    values = {str(run.wandb[key]) for run in _report_runs(record) if run.wandb.get(key)}
+    return values.pop() if len(values) == 1 else None
 
 
 def publish_report(folder: Path, *, entity: str | None, project: str) -> str:
-    """Saves the report of ``folder`` in a project and returns its address, which it notes there.
+    """Publish the report of ``folder`` to a project and return its URL.
 
-    It is built anew. One that the folder or the project knows is updated, so that there is never
-    a second. ``entity`` None: the one that its runs name, else the account's. Raises
-    :class:`scalewise.errors.ScalewiseError` with what the service said, in one line.
+    The report is built again from the records. A report that the folder or the project already has
+    is updated, not duplicated. The URL is written to the folder's record. With ``entity=None``, the
+    entity of the runs is used, else the default entity of the account. Raises
+    :class:`scalewise.errors.ScalewiseError` with the error of the service in one line.
     """
     from wandb_workspaces.reports.v2 import gql
 
     content = json.loads(build_wandb_report(folder).read_text("utf-8"))
     service = WandbReportService()
     entity = entity or content["entity"] or service.entity
-    where = {"name": project, "entityName": entity, "id": service.project(entity, project)}
+    project_fields = {
+        "name": project,
+        "entityName": entity,
+        "id": service.project(entity, project),
+    }
     for block in content["spec"]["blocks"]:
         for runs in block.get("metadata", {}).get("runSets", ()):
-            runs["project"] = where
-    known = _noted_report_id(folder, service, entity, project)
-    known = known or service.report(entity, project, content["name"])
-    sent = {
-        "id": known,
+            runs["project"] = project_fields
+    existing = _recorded_report_id(folder, service, entity, project)
+    existing = existing or service.report(entity, project, content["name"])
+    variables = {
+        "id": existing,
         "name": content["name"],
         "entityName": entity,
         "projectName": project,
@@ -136,43 +141,43 @@ def publish_report(folder: Path, *, entity: str | None, project: str) -> str:
         "type": "runs",
         "spec": json_text(content["spec"]),
     }
-    ident = service.execute(gql.upsert_view, sent)["upsertView"]["view"]["id"]
+    view_id = service.execute(gql.upsert_view, variables)["upsertView"]["view"]["id"]
     words = re.sub(r"\W+", "-", content["title"]).strip("-") or "report"
-    place = "/".join(quote(part) for part in (entity, project, "reports", f"{words}--"))
-    url = f"{service.address}/{place}{ident.rstrip('=')}"
-    _note_address(folder, url)
+    path = "/".join(quote(part) for part in (entity, project, "reports", f"{words}--"))
+    url = f"{service.address}/{path}{view_id.rstrip('=')}"
+    _write_url(folder, url)
     return url
 
 
-def _existing_report(folder: Path) -> Path:
+def _record_file(folder: Path) -> Path:
     sweep = folder / "sweep.json"
     return sweep if sweep.is_file() else folder / "status.json"
 
 
-def _note_address(folder: Path, url: str) -> None:
-    """Writes the report's address into the folder's record, under ``wandb.report``."""
-    content = read_json(_existing_report(folder))
+def _write_url(folder: Path, url: str) -> None:
+    """Write the report's URL to the folder's record, as ``wandb.report``."""
+    content = read_json(_record_file(folder))
     content["wandb"] = {**content.get("wandb", {}), "report": url}
-    write_json(_existing_report(folder), content)
+    write_json(_record_file(folder), content)
 
 
-def _noted_report_id(
+def _recorded_report_id(
     folder: Path, service: WandbReportService, entity: str, project: str
 ) -> str | None:
-    """Returns the id of the report that the folder notes, if the project still has it."""
+    """Id of the report in the folder's record, if the project still has it."""
     from wandb_workspaces.reports.v2 import gql
 
-    facts = read_json(_existing_report(folder)).get("wandb", {})
+    facts = read_json(_record_file(folder)).get("wandb", {})
     url = facts.get("report") or ""
-    ident = url.rpartition("--")[2]
-    if not ident:
+    view_id = url.rpartition("--")[2]
+    if not view_id:
         return None
-    view = service.execute(gql.view_report, {"reportId": ident + "=" * (-len(ident) % 4)}).get(
+    view = service.execute(gql.view_report, {"reportId": view_id + "=" * (-len(view_id) % 4)}).get(
         "view"
     )
-    there = (view or {}).get("project") or {}
-    same = (there.get("entityName"), there.get("name")) == (entity, project)
-    return str(view["id"]) if view and same else None
+    view_project = (view or {}).get("project") or {}
+    is_same = (view_project.get("entityName"), view_project.get("name")) == (entity, project)
+    return str(view["id"]) if view and is_same else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The W&B service, for reports and dashboards: asked only where there is a key and an answer."""
+"""Client of the W&B service for reports and dashboards."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from scalewise.tracking.connection import wandb_client
 
 
 class WandbReportService:
-    """A connection; its queries are those that the client's own reports make."""
+    """Authenticated client that sends the same GraphQL queries as W&B's report library.
+
+    Raises the errors of :func:`scalewise.tracking.connection.wandb_client` on creation.
+    """
 
     def __init__(self) -> None:
-        """Raises as :func:`connected` does."""
         self._api = wandb_client()
 
     def execute(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
-        """Returns the data that answers a GraphQL query."""
+        """Execute a GraphQL query and return its data."""
         from wandb_workspaces._graphql import execute_graphql
 
         with wandb_errors():
-            found: dict[str, Any] = execute_graphql(self._api, query, variables)
-            return found
+            data: dict[str, Any] = execute_graphql(self._api, query, variables)
+            return data
 
     @property
     def entity(self) -> str:
-        """Returns the account's own entity."""
+        """Default entity of the account."""
         with wandb_errors():
             return str(self._api.default_entity)
 
     @property
     def address(self) -> str:
-        """Returns where people look at it, without a last slash."""
+        """URL of the web app, without a trailing slash."""
         from wandb_workspaces._graphql import get_app_url
 
         return str(get_app_url(self._api)).rstrip("/")
 
     def project(self, entity: str, name: str) -> str:
-        """Returns the inner id of a project, which is made where there is none."""
+        """Internal id of a project, which is created if it does not exist."""
         from wandb_workspaces.reports.v2 import gql
 
-        asked = {"entityName": entity, "projectName": name}
+        variables = {"entityName": entity, "projectName": name}
         for attempt in range(2):
-            found = self.execute(gql.projectInternalId, asked).get("project")
-            if found:
-                return str(found["internalId"])
+            project = self.execute(gql.projectInternalId, variables).get("project")
+            if project:
+                return str(project["internalId"])
             if attempt == 0:
                 with wandb_errors():
                     self._api.create_project(name, entity)
-        raise ScalewiseError(f"W&B has no project {entity}/{name}, and made none")
+        raise ScalewiseError(f"W&B project {entity}/{name} does not exist and cannot be created")
 
     def report(self, entity: str, project: str, name: str) -> str | None:
-        """Returns the id of a report by its name in a project; None where there is none."""
+        """Id of the report ``name`` of a project; ``None`` if it does not exist."""
         with wandb_errors():
-            found = [
+            views = [
                 view for view in self._api.reports(f"{entity}/{project}", name=name)
                 if view.name == name
             ]  # fmt: skip
-        return str(found[0].id) if found else None
+        return str(views[0].id) if views else None
 
 
 @contextmanager
 def wandb_errors() -> Iterator[None]:
-    """Turns whatever the client raises into one line, without a key in it."""
+    """Convert errors of the client to ``ScalewiseError`` with one redacted line."""
     try:
         yield
     except ScalewiseError:
         raise
-    except Exception as error:  # the client's errors are of many kinds
+    except Exception as error:  # the client raises many types
         text = redact.redact_text(" ".join(str(error).split()))[:300] or type(error).__name__
-        raise ScalewiseError(f"W&B refused: {text}") from error
+        raise ScalewiseError(f"W&B request failed: {text}") from error

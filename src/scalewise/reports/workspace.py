@@ -1,4 +1,4 @@
-"""A dashboard: a saved W&B workspace of a project, with the panels that every run fills."""
+"""Dashboard: a saved W&B workspace with the panels that every run fills."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from scalewise.reports.compare import (
     ACCURACY,
     LOSS,
     PEAK,
-    PREFERRED,
+    PREFERENCE_ACCURACY,
     PRICE,
     REWARD,
     SPEED,
     STEP,
-    VALIDATION,
+    VALIDATION_LOSS,
 )
 from scalewise.reports.wandb_panels import (
     CoordinatesPanel,
@@ -36,91 +36,92 @@ def _curve_panels(*rows: tuple[str, str]) -> tuple[TitledPanel, ...]:
 
 SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
     (
-        "Learning",
+        "Training",
         _curve_panels(
-            (LOSS, "Train loss, nats per token"),
-            (VALIDATION, "Validation loss, nats per token"),
+            (LOSS, "Train loss (nats per token)"),
+            (VALIDATION_LOSS, "Validation loss (nats per token)"),
             ("train/grad_norm", "Gradient norm"),
             ("train/lr", "Learning rate"),
         ),
     ),
     (
-        "Preferences",
+        "Preference optimization",
         _curve_panels(
-            (PREFERRED, "Held-out pairs preferred rightly, by chance a half"),
-            ("val/reward_margin", "Held-out margin of the rewards, nats"),
-            ("train/reward_accuracy", "Pairs of the batch preferred rightly"),
+            (PREFERENCE_ACCURACY, "Validation preference accuracy (untrained: 0.5)"),
+            ("val/reward_margin", "Validation reward margin (nats)"),
+            ("train/reward_accuracy", "Train preference accuracy"),
         ),
     ),
     (
-        "Rewards",
+        "Reinforcement learning",
         _curve_panels(
-            (REWARD, "Held-out reward of the likeliest answers"),
-            ("train/reward", "Reward of the answers drawn"),
-            ("train/kl", "Divergence from the reference, nats per token"),
+            (REWARD, "Validation reward, greedy decoding"),
+            ("train/reward", "Train reward"),
+            ("train/kl", "KL divergence from the reference model (nats per token)"),
         ),
     ),
     (
-        "Classes",
+        "Classification",
         _curve_panels(
-            (ACCURACY, "Held-out rows whose class is told rightly"),
-            ("train/accuracy", "Rows of the batch"),
+            (ACCURACY, "Validation accuracy"),
+            ("train/accuracy", "Train accuracy"),
         ),
     ),
     (
-        "Speed",
+        "Throughput",
         _curve_panels(
-            (SPEED, "Tokens/s, all ranks"),
-            ("throughput/mfu", "Model flops utilization"),
-            (STEP, "Step, s"),
-            ("time/data_s", "Waiting for data, s"),
+            (SPEED, "Tokens per second, all ranks"),
+            ("throughput/mfu", "Model FLOPs utilization (MFU)"),
+            (STEP, "Step time (s)"),
+            ("time/data_s", "Time waiting for data (s)"),
         ),
     ),
     (
         "Memory",
         _curve_panels(
-            (PEAK, "Peak of the fullest device, bytes"),
-            ("memory/activations_bytes", "Activations, bytes"),
-            ("memory/host_peak_bytes", "Largest process, bytes"),
+            (PEAK, "Peak device memory, worst rank (bytes)"),
+            ("memory/activations_bytes", "Activations (bytes)"),
+            ("memory/host_peak_bytes", "Peak host memory of a process (bytes)"),
         ),
     ),
     (
-        "Across runs",
+        "Run comparison",
         (
             TitledPanel(
-                "Peak memory against step time, loss as colour",
+                "Peak memory vs. step time, colored by loss",
                 ScatterPanel(SummaryNumber(STEP), SummaryNumber(PEAK), SummaryNumber(LOSS)),
             ),
             TitledPanel(
-                "Loss against price of a billion tokens",
+                "Loss vs. price per billion tokens, colored by peak memory",
                 ScatterPanel(SummaryNumber(PRICE), SummaryNumber(LOSS), SummaryNumber(PEAK)),
             ),
             TitledPanel(
-                "Settings and what came of them",
+                "Parallel coordinates: settings and results",
                 CoordinatesPanel((
                     (RunSetting("model", True), "model"),
-                    (RunSetting("parallelism", True), "layout"),
+                    (RunSetting("parallelism", True), "parallelism"),
                     (RunSetting("precision", True), "precision"),
                     (RunSetting("optimizer", True), "optimizer"),
                     (RunSetting("optimizer.lr", False), "learning rate"),
                     (SummaryNumber(SPEED), "tokens/s"),
-                    (SummaryNumber(PEAK), "peak, bytes"),
+                    (SummaryNumber(PEAK), "peak memory (bytes)"),
                     (SummaryNumber(LOSS), "train loss"),
                 )),
             ),
-            TitledPanel("What tells of the loss", ImportancePanel(SummaryNumber(LOSS))),
-            TitledPanel("What is set otherwise", RunComparerPanel()),
+            TitledPanel("Parameter importance for loss", ImportancePanel(SummaryNumber(LOSS))),
+            TitledPanel("Config differences", RunComparerPanel()),
         ),
     ),
 )  # fmt: skip
-"""The sections of a dashboard, each with its panels."""
+"""Title and panels of each section of the dashboard."""
 
 
 def save_workspace(name: str, *, entity: str | None, project: str) -> str:
-    """Makes the dashboard ``name`` of a project, or updates the panels of it; returns its address.
+    """Create the dashboard ``name`` in a project, or update its panels, and return its URL.
 
-    ``entity`` None: the account's. What people set otherwise about its runs stays. Raises
-    :class:`scalewise.errors.ScalewiseError` with what the service said, in one line.
+    With ``entity=None``, the default entity of the account is used. Run settings that users changed
+    in the dashboard are kept. Raises :class:`scalewise.errors.ScalewiseError` with the error of the
+    service in one line.
     """
     service = WandbReportService()
     import wandb_workspaces.workspaces as ws
@@ -131,19 +132,19 @@ def save_workspace(name: str, *, entity: str | None, project: str) -> str:
     entity = entity or service.entity
     service.project(entity, project)
     slug = hashlib.sha256(name.encode()).hexdigest()[:11]
-    own = f"nw-{slug}-v"
+    view_name = f"nw-{slug}-v"
     with wandb_errors():
         try:
-            view = ws.Workspace._from_model(internal.View.from_name(entity, project, own))
-        except ValueError:  # there is none of that name
+            view = ws.Workspace._from_model(internal.View.from_name(entity, project, view_name))
+        except ValueError:  # no workspace has this name
             view = ws.Workspace(entity=entity, project=project)
-            view._internal_name = own
+            view._internal_name = view_name
             view.runset_settings.groupby = [ws.Metric("Group")]
         view.name = name
         view.settings.x_axis = "step"
         view.sections = [
-            ws.Section(name=title, panels=[build_panel(one) for one in drawn], is_open=True)
-            for title, drawn in SECTIONS
+            ws.Section(name=title, panels=[build_panel(panel) for panel in panels], is_open=True)
+            for title, panels in SECTIONS
         ]
         internal.upsert_view2(view._to_model())
     return f"{service.address}/{entity}/{project}?nw={slug}"

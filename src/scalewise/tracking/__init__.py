@@ -1,1 +1,1 @@
-"""Where measurements go: the run's folder and Weights & Biases."""
+"""Run files and Weights & Biases tracking."""

@@ -1,4 +1,4 @@
-"""Where measurements are sent besides the run's own folder."""
+"""Config group ``tracking``: the Weights & Biases run of a job."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scalewise.errors import ConfigIssue
 
 
 class WandbMode(StrEnum):
-    """How Weights & Biases is used. ``auto``: online with a key and a server, else offline."""
+    """W&B mode of a run."""
 
     auto = "auto"
     """Online with an API key and a server, else offline."""
     online = "online"
-    """Send metrics while training."""
+    """Upload metrics while training."""
     offline = "offline"
-    """Write to disk; send later with ``scalewise publish``."""
+    """Write to disk; upload later with ``scalewise publish``."""
     disabled = "disabled"
     """No tracking."""
 
@@ -33,17 +33,17 @@ class ArtifactsKind(StrEnum):
     files = "files"
     """Small files, and artifacts that reference the checkpoints."""
     checkpoints = "checkpoints"
-    """The same and the checkpoints themselves."""
+    """Small files and the checkpoints themselves."""
 
 
-VARIABLE = {
+WANDB_MODES = {
     "online": WandbMode.online,
     "offline": WandbMode.offline,
     "disabled": WandbMode.disabled,
     "run": WandbMode.online,
     "dryrun": WandbMode.offline,
 }
-"""What ``WANDB_MODE`` may say."""
+"""Values of ``WANDB_MODE``."""
 
 
 @register_option("tracking", "wandb")
@@ -59,50 +59,50 @@ class WandbConfig:
     project: str = "scalewise"
     """Project of the run."""
     entity: str | None = None
-    """Team or user; null: the account's default."""
+    """Team or user; null: the account's default entity."""
     group: str | None = None
-    """Group of the run; null: the name of the sweep, if there is one."""
+    """Group of the run; null: the name of the sweep, if any."""
     tags: tuple[str, ...] = ()
-    """Tags in addition to the chosen options."""
+    """Tags, in addition to the chosen options."""
     notes: str = ""
-    """Free description."""
+    """Notes of the run."""
     log_artifacts: ArtifactsKind = ArtifactsKind.files
     """Files that are uploaded in addition to metrics and tables when the run is published."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a project that W&B would not take."""
+        """Yield an issue for an invalid project name."""
         if not self.project or any(c in self.project for c in "/\\#?%:"):
             yield ConfigIssue(
-                "tracking.project", self.project, "must be a name without / \\ # ? % :"
+                "tracking.project", self.project, "must not be empty or contain / \\ # ? % :"
             )
 
     @property
     def requested_mode(self) -> WandbMode:
-        """Returns the mode that ``WANDB_MODE`` asks for, else this spec's; none stays none."""
+        """Mode set by ``WANDB_MODE``, else ``mode``; ``mode=disabled`` takes precedence."""
         if self.mode is WandbMode.disabled:
             return self.mode
-        return VARIABLE.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
+        return WANDB_MODES.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
 
     @property
     def is_enabled(self) -> bool:
-        """Returns whether there is a tracker at all."""
+        """Whether the run is tracked."""
         return self.requested_mode is not WandbMode.disabled
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yields variables of the environment on which W&B would stumble."""
+        """Yield issues for invalid ``WANDB_*`` environment variables."""
         if not self.is_enabled:
             return
         mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
-        if mode.strip() and mode.strip().lower() not in VARIABLE:
+        if mode.strip() and mode.strip().lower() not in WANDB_MODES:
             fix = "set WANDB_MODE=offline, or unset it"
-            yield ConfigIssue("WANDB_MODE", mode, f"is none of {', '.join(VARIABLE)}", fix)
+            yield ConfigIssue("WANDB_MODE", mode, f"must be one of {', '.join(WANDB_MODES)}", fix)
         if server and not is_server_url(server):
-            fix = "write it with its scheme, as http://localhost:8080, or unset it"
-            yield ConfigIssue("WANDB_BASE_URL", server, "is no address of a server", fix)
+            fix = "set an http(s) URL such as http://localhost:8080, or unset it"
+            yield ConfigIssue("WANDB_BASE_URL", server, "is not a server URL", fix)
 
 
 def is_server_url(address: str) -> bool:
-    """Returns whether an address has what a client needs: a scheme, a host, a port that is one."""
+    """Whether ``address`` is an http(s) URL with a host and a valid port."""
     try:
         parts = urlsplit(address)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,6 +1,6 @@
-"""Every metric the suite measures: its key, its unit and what it means. A part of the surface.
+"""All metrics: key, unit and meaning. The keys are part of the public interface.
 
-A new metric is one row here; the files of a run, W&B and the report take it from this table.
+Run files, W&B and reports take the metrics from this table.
 """
 
 from dataclasses import dataclass
@@ -8,84 +8,95 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """One measured number."""
+    """A metric."""
 
     key: str
+    """Key in run files and W&B."""
     unit: str
+    """Unit; empty if dimensionless."""
     meaning: str
+    """Description."""
 
 
-_ROWS = (
+_METRICS = (
     MetricInfo("step", "", "Optimizer steps done"),
     MetricInfo(
         "train/loss",
         "nats/token",
-        "Mean loss of the global batch; of preferences, a pair; of classes, a row",
+        "Mean loss of the global batch; per pair for preferences, per sample for classification",
     ),
     MetricInfo(
         "val/loss",
         "nats/token",
-        "Mean loss of the held-out rows; of preferences, a pair; of classes, a row",
+        "Mean validation loss; per pair for preferences, per sample for classification",
     ),
+    MetricInfo("train/reward_margin", "nats", "Reward of the chosen minus the rejected completion"),
+    MetricInfo("val/reward_margin", "nats", "Reward margin of the validation pairs"),
     MetricInfo(
-        "train/reward_margin", "nats", "Reward of the chosen answer over the rejected one's"
+        "train/reward_accuracy", "", "Fraction of pairs whose chosen completion has more reward"
     ),
-    MetricInfo("val/reward_margin", "nats", "The same, of the held-out pairs"),
-    MetricInfo("train/reward_accuracy", "", "Share of pairs whose chosen answer has more reward"),
-    MetricInfo("val/reward_accuracy", "", "The same, of the held-out pairs; by chance 0.5"),
-    MetricInfo("train/reward", "", "Mean reward of the answers drawn for a step's prompts"),
-    MetricInfo("val/reward", "", "Mean reward of the likeliest answers to the held-out prompts"),
-    MetricInfo("train/kl", "nats/token", "Divergence of the drawn answers from the reference"),
-    MetricInfo("val/kl", "nats/token", "The same, of the answers to the held-out prompts"),
-    MetricInfo("train/accuracy", "", "Share of the step's rows whose class is told rightly"),
-    MetricInfo("val/accuracy", "", "The same, of the held-out rows"),
-    MetricInfo("train/tokens", "tokens", "Tokens trained on so far, padding included, all ranks"),
-    MetricInfo("train/grad_norm", "", "Norm of the whole gradient before clipping"),
+    MetricInfo("val/reward_accuracy", "", "Reward accuracy of the validation pairs; 0.5 by chance"),
+    MetricInfo("train/reward", "", "Mean reward of the completions sampled for a step's prompts"),
+    MetricInfo("val/reward", "", "Mean reward of greedy completions of the validation prompts"),
+    MetricInfo(
+        "train/kl",
+        "nats/token",
+        "KL divergence of the sampled completions from the reference model",
+    ),
+    MetricInfo("val/kl", "nats/token", "KL divergence of the validation completions"),
+    MetricInfo("train/accuracy", "", "Fraction of the step's samples classified correctly"),
+    MetricInfo("val/accuracy", "", "Fraction of the validation samples classified correctly"),
+    MetricInfo("train/tokens", "tokens", "Tokens trained on so far, all ranks, including padding"),
+    MetricInfo("train/grad_norm", "", "Global gradient norm before clipping"),
     MetricInfo("train/lr", "", "Learning rate of the first parameter group"),
     MetricInfo(
         "throughput/tokens_per_s",
         "tokens/s",
-        "Tokens of a step over its time, all ranks; padding is counted",
+        "Tokens per second of a step, all ranks, including padding",
     ),
-    MetricInfo("throughput/tokens_per_s_per_device", "tokens/s", "The same, for one device"),
+    MetricInfo("throughput/tokens_per_s_per_device", "tokens/s", "Tokens per second per device"),
     MetricInfo(
         "throughput/unpadded_tokens_per_s",
         "tokens/s",
-        "The same of all ranks without padding, by the mean length of the training rows",
+        "Tokens per second without padding, from the mean length of the training samples",
     ),
     MetricInfo(
         "throughput/tflops_per_s_per_device",
         "TFLOP/s",
-        "Model flops of a step over its time, for one device; recomputation is not counted",
+        "Model FLOPs per second per device, excluding recomputation",
     ),
-    MetricInfo("throughput/mfu", "", "Model flops over the peak of the hardware profile"),
-    MetricInfo("time/step_s", "s", "One whole step of the rank that was slowest over its window"),
-    MetricInfo("time/data_s", "s", "Waiting for rows and moving them to the device, on that rank"),
+    MetricInfo("throughput/mfu", "", "Model FLOPs utilization of the hardware profile's peak"),
+    MetricInfo("time/step_s", "s", "Step time of the slowest rank of the window"),
+    MetricInfo("time/data_s", "s", "Waiting for data and its transfer to the device, on that rank"),
     MetricInfo("time/forward_s", "s", "Forward pass and loss"),
-    MetricInfo("time/backward_s", "s", "Backward pass with the gradient reduction it hides"),
+    MetricInfo("time/backward_s", "s", "Backward pass with the overlapping gradient reduction"),
     MetricInfo(
-        "time/forward_backward_s", "s", "The two together, of a pipeline: it runs them at once"
+        "time/forward_backward_s", "s", "Forward and backward passes of a pipeline, which overlap"
     ),
     MetricInfo("time/optimizer_s", "s", "Clipping, optimizer, schedule and callbacks after a step"),
-    MetricInfo("memory/parameters_bytes", "B", "Parameters and buffers, on the rank of the peak"),
-    MetricInfo("memory/gradients_bytes", "B", "Gradients after backward, on that rank"),
-    MetricInfo("memory/optimizer_bytes", "B", "Optimizer state held by that rank"),
-    MetricInfo("memory/activations_bytes", "B", "What forward keeps there for backward, at most"),
-    MetricInfo("memory/peak_bytes", "B", "Most device memory that tensors held, of all ranks"),
-    MetricInfo("memory/host_peak_bytes", "B", "Largest resident set of that rank's process"),
+    MetricInfo(
+        "memory/parameters_bytes", "B", "Parameters and buffers, on the rank with the highest peak"
+    ),
+    MetricInfo("memory/gradients_bytes", "B", "Gradients after the backward pass, on that rank"),
+    MetricInfo("memory/optimizer_bytes", "B", "Optimizer state of that rank"),
+    MetricInfo(
+        "memory/activations_bytes", "B", "Peak of activations saved for backward, on that rank"
+    ),
+    MetricInfo("memory/peak_bytes", "B", "Peak device memory of tensors, over all ranks"),
+    MetricInfo("memory/host_peak_bytes", "B", "Peak resident set size of that rank's process"),
 )
 
-METRICS: dict[str, MetricInfo] = {metric.key: metric for metric in _ROWS}
-"""The table by key, in the order of the columns of metrics.csv."""
+METRICS: dict[str, MetricInfo] = {metric.key: metric for metric in _METRICS}
+"""Metrics by key, in the order of the columns of ``metrics.csv``."""
 
-TIMES = {
+STEP_PHASES = {
     "data": "d",
     "forward": "f",
     "backward": "b",
     "forward_backward": "f+b",
     "optimizer": "o",
 }
-"""The parts of a step that are timed, and their letters in a line; ``time/NAME_s`` each.
+"""Timed phases of a step with their letters in the progress line; the metric is ``time/NAME_s``.
 
-A step has those that its layout can tell apart.
+A run measures the phases that its parallelism strategy can separate.
 """

@@ -1,7 +1,7 @@
-"""Declared types of the JSON and YAML files in a run or sweep folder, and the check against them.
+"""Declared types of the JSON and YAML files in a run or sweep folder, and their validation.
 
-A reader that has passed the check relies on these types. Keys that are not declared are allowed:
-later versions add some. Numbers are finite and fit into 64 bits; integers are 0 or more.
+Readers rely on these types after validation. Undeclared keys are allowed, because later versions
+add keys. Numbers are finite and fit into 64 bits; integers are non-negative.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class SettingRecord(TypedDict):
 
 
 class SuggestionRecord(TypedDict):
-    """An override that may mend a failure, and why."""
+    """An override that may fix a failure, and the reason."""
 
     override: str
     why: str
@@ -57,7 +57,7 @@ class MachineRecord(TypedDict, total=False):
 
 
 class MicroBatchRecord(TypedDict, total=False):
-    """How ``trainer.micro_batch=auto`` was resolved; empty where a number was given."""
+    """Resolved value of ``trainer.micro_batch=auto``; empty for a fixed number."""
 
     rows: int
     how: str
@@ -153,7 +153,7 @@ _PlanMetrics = TypedDict(
 
 
 class PlanRecord(_PlanMetrics, total=False):
-    """``plan.json``: bytes of the fullest device, seconds of a step."""
+    """``plan.json``: predicted bytes of the device with the highest peak, and seconds of a step."""
 
     steps: int
     fullest: str
@@ -217,14 +217,14 @@ class TrialRecord(TypedDict):
 
 
 class PublishedRecord(TypedDict, total=False):
-    """``wandb/published.json``: the W&B run, and digests of the files that it was sent."""
+    """``wandb/published.json``: the W&B run and digests of the uploaded files."""
 
     path: str
     files: Mapping[str, str]
 
 
 class ResolvedRecord(TypedDict, total=False):
-    """``resolved.yaml``: a config of each group, which checks its own fields when it is built."""
+    """``resolved.yaml``: a config per group, which validates its own fields when it is built."""
 
     model: Group
     data: Group
@@ -267,7 +267,7 @@ RECORDS: Mapping[str, Any] = {
     "jobs.json": Mapping[str, str],
     "resolved.yaml": ResolvedRecord,
 }
-"""The declared type of a file, by its name."""
+"""Declared type by file name."""
 
 _TYPE_NAMES: Mapping[object, str] = {
     str: "text",
@@ -281,7 +281,7 @@ _MAX_INTEGER = 2**63
 
 
 def type_mismatches(value: object, declared: Any, key: str = "") -> Iterator[str]:
-    """Yields where a value of a parsed file is not of its declared type.
+    """Yield a description of each value that does not have its declared type.
 
     Args:
         value: Plain content: mappings, lists, text, numbers, booleans, None.
@@ -317,14 +317,14 @@ def _field_types(declared: Any) -> Mapping[str, Any]:
 
 
 def _is_scalar(value: object, kind: Any) -> bool:
-    """Returns whether a value is of a scalar type as JSON has it: an integer is a number too."""
+    """Whether a value has a scalar type of JSON, in which an integer is also a number."""
     if kind is object:
         return True
     if isinstance(value, bool):
         return kind is bool
     if isinstance(value, int):
-        least = -_MAX_INTEGER if kind is float else 0
-        return kind in (int, float) and least <= value < _MAX_INTEGER
+        minimum = -_MAX_INTEGER if kind is float else 0
+        return kind in (int, float) and minimum <= value < _MAX_INTEGER
     if isinstance(value, float):
         return kind is float and isfinite(value)
     return isinstance(kind, type) and not is_typeddict(kind) and isinstance(value, kind)

@@ -1,4 +1,4 @@
-"""The files of a run's folder: JSON written whole or not at all, metrics row by row."""
+"""Reading and writing of run files: atomic JSON and YAML, and ``metrics.csv``."""
 
 import csv
 import io
@@ -17,26 +17,26 @@ from scalewise.redaction import redact
 from scalewise.tracking.metric_names import METRICS
 from scalewise.tracking.record_types import RECORDS, type_mismatches
 
-FACTS = "wandb/facts.json"
-"""What rank 0 tells about its W&B run while it trains, relative to the run's folder."""
+WANDB_FACTS = "wandb/facts.json"
+"""Facts of the W&B run, which rank 0 writes during training; relative to the run folder."""
 
 
 class RecordError(ConfigError):
-    """A file of a run folder that is damaged."""
+    """A damaged file in a run folder."""
 
     @classmethod
-    def for_file(cls, path: Path, reason: str, fix: str = "put a copy of it back") -> Self:
-        """Returns the error of one file."""
+    def for_file(cls, path: Path, reason: str, fix: str = "restore it from a copy") -> Self:
+        """Error of the file at ``path``."""
         return cls.for_key("", "", f"{path} {reason}", fix)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Writes ``content`` so that a reader sees the old file or the new one, never a part."""
+    """Write ``content`` as JSON atomically."""
     write_text(path, json_text(content, indent=2) + "\n")
 
 
 def json_text(content: object, *, indent: int | None = None, ascii_only: bool = True) -> str:
-    """Returns content as JSON; NaN and infinities, for which JSON has no number, become null."""
+    """Serialize as JSON; NaN and infinities become null."""
     plain = _nan_to_none(content)
     return json.dumps(plain, indent=indent, default=str, ensure_ascii=ascii_only, allow_nan=False)
 
@@ -50,20 +50,17 @@ def _nan_to_none(value: object) -> object:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` so that a reader sees the old file or the new one, never a part.
-
-    Secrets of the environment are replaced by ``[hidden]``.
-    """
+    """Write ``text`` atomically, with secrets of the environment replaced by ``[hidden]``."""
     atomic.write_atomic(path, redact(text).encode("utf-8", errors="backslashreplace"))
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """Copies a file so that a reader sees the old file or the new one, never a part."""
+    """Copy a file atomically."""
     atomic.copy_atomic(source, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object, or an empty one where the file is absent or damaged."""
+    """Read a JSON object; empty if the file is missing or damaged."""
     try:
         return load_json(path)
     except RecordError:
@@ -71,16 +68,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object, or an empty one where the file is absent.
+    """Read a JSON object; empty if the file is missing.
 
-    Raises ``RecordError`` where the file is damaged: it cannot be parsed, or a value is not of the
-    type that ``RECORDS`` declares for a file of this name.
+    Raises ``RecordError`` if the file is damaged: it cannot be parsed, or a value does not have the
+    type that ``RECORDS`` declares for this file name.
     """
     return _load(path, json.loads)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Returns a YAML mapping as ``load_json`` does a JSON object."""
+    """Read a YAML mapping, as ``load_json`` reads a JSON object."""
     return _load(path, bounded_yaml.load_yaml)
 
 
@@ -94,11 +91,11 @@ def _load(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
     except RecursionError:
         raise RecordError.for_file(path, "is damaged: it is nested too deeply") from None
     except (ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())[:120]
-        raise RecordError.for_file(path, f"is damaged: {why}") from None
+        reason = " ".join(str(error).split())[:120]
+        raise RecordError.for_file(path, f"is damaged: {reason}") from None
     if not isinstance(content, dict):
         raise RecordError.for_file(
-            path, f"is damaged: it holds no mapping but a {type(content).__name__}"
+            path, f"is damaged: it contains a {type(content).__name__}, not a mapping"
         )
     for mismatch in type_mismatches(content, RECORDS.get(path.name, object)):
         raise RecordError.for_file(path, f"is damaged: {mismatch}")
@@ -106,37 +103,39 @@ def _load(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns a YAML mapping, or an empty one where the file is absent or damaged."""
+    """Read a YAML mapping; empty if the file is missing or damaged."""
     try:
         return load_yaml(path)
     except RecordError:
         return {}
 
 
-DIGITS = 18
-"""Digits of the largest step: it is an integer of 64 bits."""
+MAX_STEP_DIGITS = 18
+"""Maximum number of digits of a step, which fits into 64 bits."""
 
 
 class MetricsFile:
-    """``metrics.csv``: one row per optimizer step, one column per metric, flushed per batch."""
+    """``metrics.csv``: one row per optimizer step, one column per metric.
+
+    Args:
+        path: The file, which is opened for appending.
+        after_step: Last step to keep; later rows are dropped.
+        earlier: File of the run that this run resumes; its rows come first.
+    """
 
     def __init__(self, path: Path, *, after_step: int = 0, earlier: Path | None = None) -> None:
-        """Opens the file to append to; rows above ``after_step`` are dropped.
-
-        ``earlier`` is the file of the run that this one resumes: its rows come first.
-        """
         source = path if path.exists() else earlier
-        kept = [row for row in _iter_rows(source) if int(row["step"]) <= after_step]
+        rows = [row for row in _iter_rows(source) if int(row["step"]) <= after_step]
         self._path = path
-        self.earlier_rows = _parse_json(kept)
+        self.earlier_rows = _parse_rows(rows)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(METRICS), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept)
+        writer.writerows(rows)
         write_text(path, text.getvalue())
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Appends rows; a metric that a row lacks is left empty."""
+        """Append rows and flush; missing metrics are left empty."""
         with (
             atomic.name_file_in_errors(self._path),
             open(self._path, "a", encoding="utf-8", newline="", opener=_open_without_links) as file,
@@ -145,25 +144,25 @@ class MetricsFile:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    """Opens a file, but not through a symbolic link."""
+    """Open a file without following symbolic links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
-    """Returns the rows of a ``metrics.csv``, a step each; none where it is absent or torn.
+    """Rows of a ``metrics.csv``, one per step; empty if the file is missing.
 
-    Raises ``RecordError`` for a cell that holds no number.
+    Raises ``RecordError`` for a cell that is not a number.
     """
     rows = _iter_rows(path)
-    parsed = _parse_json(rows)
+    parsed = _parse_rows(rows)
     for row, numbers in zip(rows, parsed, strict=True):
         if damaged := [key for key, text in row.items() if text and numbers[key] is None]:
-            reason = f"is damaged: {damaged[0]} of step {row['step']} is no number"
-            raise RecordError.for_file(path, reason, "put a copy of it back, or remove that line")
+            reason = f"is damaged: {damaged[0]} of step {row['step']} is not a number"
+            raise RecordError.for_file(path, reason, "restore it from a copy, or remove that line")
     return parsed
 
 
-def _parse_json(rows: Iterable[Mapping[str, str]]) -> list[dict[str, float | int | None]]:
+def _parse_rows(rows: Iterable[Mapping[str, str]]) -> list[dict[str, float | int | None]]:
     return [{key: _parse_number(text) for key, text in row.items()} for row in rows]
 
 
@@ -179,14 +178,14 @@ def _iter_rows(path: Path | None) -> list[dict[str, str]]:
         lines = regular_files.read_text(path, errors="replace").splitlines()
     except OSError:
         return []
-    whole = [row for row in read_csv_rows(lines) if parse_step(row.get("step", "")) is not None]
-    return [{key: row[key] for key in METRICS if key in row} for row in whole]
+    complete = [row for row in read_csv_rows(lines) if parse_step(row.get("step", "")) is not None]
+    return [{key: row[key] for key in METRICS if key in row} for row in complete]
 
 
 def read_csv_rows(lines: Sequence[str]) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file below its header; rows that are torn or damaged are left out.
+    """Rows of a CSV file below its header, without incomplete or damaged ones.
 
-    Each line is parsed by itself, so that an open quote costs its own row only.
+    Each line is parsed by itself, so that an open quote affects its own row only.
     """
     header, *body = [_parse_cells(line) for line in lines] or [[]]
     return [dict(zip(header, cells, strict=True)) for cells in body if len(cells) == len(header)]
@@ -200,12 +199,12 @@ def _parse_cells(line: str) -> list[str]:
 
 
 def parse_step(text: str) -> int | None:
-    """Returns the number of a step, which has at most ``DIGITS`` digits; None for other text."""
-    return int(text) if text.isdecimal() and len(text) <= DIGITS else None
+    """Parse a step of at most ``MAX_STEP_DIGITS`` digits; ``None`` for other text."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_STEP_DIGITS else None
 
 
 def parse_number(text: str) -> float | None:
-    """Returns the number that a cell holds; None for other text."""
+    """Parse the number in a cell; ``None`` for other text."""
     try:
         return float(text)
     except ValueError:

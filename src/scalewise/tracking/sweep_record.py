@@ -1,4 +1,4 @@
-"""What a sweep's record says of its jobs, and whether a process that a record names lives."""
+"""State of runs and sweeps by their records: start times, and whether their processes are alive."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 from scalewise import atomic
 from scalewise.tracking.run_files import read_json
 
-CLOCKS_APART = 2.0
-"""Seconds by which a process may seem to have begun after it wrote when it did."""
+MAX_CLOCK_SKEW = 2.0
+"""Seconds by which the creation time of a process may exceed its recorded start."""
 
 
 def run_start(folder: Path) -> datetime:
-    """Returns when the run in a folder started, in UTC: names of folders are in local time.
+    """Start time of the run in ``folder``, in UTC (folder names are in local time).
 
-    A folder without a readable ``status.json`` is as old as its ``overrides.txt``.
+    Without a readable ``status.json``, the modification time of ``overrides.txt``.
     """
     return _recorded_start(read_json(folder / "status.json"), folder / "overrides.txt")
 
 
 def sweep_start(folder: Path) -> datetime:
-    """Returns when the sweep in a folder started, in UTC."""
+    """Start time of the sweep in ``folder``, in UTC."""
     return _recorded_start(read_json(folder / "sweep.json"), folder / "sweep.json")
 
 
@@ -43,61 +43,63 @@ def _recorded_start(record: Mapping[str, Any], file: Path) -> datetime:
 
 
 def is_same_process(pid: object, started: object) -> bool:
-    """Returns whether the process that had ``pid`` at a time has it still, on this machine.
+    """Whether the process with ``pid`` on this machine is the one of the record.
 
-    ``started``: seconds since 1970, or a time as ISO 8601.
+    Args:
+        pid: Process id.
+        started: Recorded start, in seconds since 1970 or as ISO 8601.
     """
     try:
-        number = int(str(pid))
+        process_id = int(str(pid))
         if isinstance(started, int | float):
-            at = float(started)
+            start = float(started)
         else:
-            at = datetime.fromisoformat(str(started)).timestamp()
-        process = psutil.Process(number)
-        begun = process.create_time() <= at + CLOCKS_APART
-        return number != os.getpid() and begun and process.status() != psutil.STATUS_ZOMBIE
+            start = datetime.fromisoformat(str(started)).timestamp()
+        process = psutil.Process(process_id)
+        is_older = process.create_time() <= start + MAX_CLOCK_SKEW
+        return process_id != os.getpid() and is_older and process.status() != psutil.STATUS_ZOMBIE
     except (ValueError, OverflowError, psutil.Error):
         return False
 
 
 def is_running(status: Mapping[str, Any]) -> bool:
-    """Returns whether a job runs, by a process of this machine."""
-    runs = status.get("status") == "running"
-    return runs and is_same_process(status.get("process"), status.get("started"))
+    """Whether the job is running in a process of this machine."""
+    is_marked = status.get("status") == "running"
+    return is_marked and is_same_process(status.get("process"), status.get("started"))
 
 
 def is_lost(status: Mapping[str, Any]) -> bool:
-    """Returns whether a job that says that it runs has no process any more on this machine."""
-    here = status.get("status") == "running" and status.get("host") == socket.gethostname()
-    return here and not is_same_process(status.get("process"), status.get("started"))
+    """Whether the job is marked as running on this machine, but its process is gone."""
+    is_local = status.get("status") == "running" and status.get("host") == socket.gethostname()
+    return is_local and not is_same_process(status.get("process"), status.get("started"))
 
 
 def release_reserved(folder: Path) -> None:
-    """Frees the disk space that killed processes left reserved in the folder of a run or sweep.
+    """Free disk space reserved by killed processes in the folder of a run or sweep.
 
-    A process of another machine may still need it: there it stays.
+    Space reserved on another machine is kept, as its process may be running.
     """
-    for place in (folder, *(file.parent for file in folder.glob("*/status.json"))):
-        status = read_json(place / "status.json")
+    for job_folder in (folder, *(file.parent for file in folder.glob("*/status.json"))):
+        status = read_json(job_folder / "status.json")
         if is_lost(status) and status.get("process") != os.getpid():
-            atomic.release_space(place / "status.json")
+            atomic.release_space(job_folder / "status.json")
     if is_abandoned_sweep(read_json(folder / "sweep.json")):
         atomic.release_space(folder / "sweep.json")
 
 
 def read_final_record(file: Path, is_dead: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-    """Returns a record that its process keeps writing; the last one where the process is dead.
+    """Read a record that its process updates; read it again if the process is dead.
 
-    A process may write its end and exit between the first read and the look at the process.
+    A process may write its final state and exit between the first read and the check.
     """
     record = read_json(file)
     return read_json(file) if is_dead(record) else record
 
 
 def is_abandoned_sweep(record: Mapping[str, Any]) -> bool:
-    """Returns whether a sweep has not ended, and its process is gone from this machine."""
+    """Whether a sweep has not ended, but its process is gone from this machine."""
     process = record.get("process", {})
     if record.get("ended") is not None:
         return False
-    here = process.get("host") == socket.gethostname()
-    return here and not is_same_process(process.get("pid"), process.get("started"))
+    is_local = process.get("host") == socket.gethostname()
+    return is_local and not is_same_process(process.get("pid"), process.get("started"))

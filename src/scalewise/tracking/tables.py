@@ -1,4 +1,4 @@
-"""What W&B shows as tables: what was foreseen of a run, and how it came."""
+"""W&B tables: the plan of a run, and predicted vs. measured values."""
 
 from __future__ import annotations
 
@@ -8,36 +8,46 @@ from typing import Any
 
 from scalewise.tracking.metric_names import METRICS
 
-PAIRS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
-"""What was foreseen, and the metric that it is to be held against."""
+MEASURED_KEYS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
+"""Key of the measured metric by key of the predicted one."""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows under named columns."""
+    """A table.
+
+    Attributes:
+        columns: Column names.
+        rows: One tuple per row.
+    """
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[object, ...]]
 
 
 def predicted_tables(plan: Mapping[str, Any]) -> dict[str, TextTable]:
-    """Returns the tables of a ``plan.json``, by key: bytes of the fullest device, seconds."""
-    sent = [
+    """Tables of a ``plan.json`` by key, in bytes of the worst device and seconds."""
+    rows = [
         (c["kind"], " ".join(c["axes"]), c["what"], c["bytes"], c["count"], c["bytes"] * c["count"])
         for c in plan.get("collectives", [])
     ]
-    collectives = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
+    columns = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
     tables = {
-        "plan/ledger": TextTable(("line", "bytes_at_peak"), _mapping_rows(plan, "ledger")),
+        "plan/ledger": TextTable(("entry", "bytes_at_peak"), _mapping_rows(plan, "ledger")),
         "plan/phases": TextTable(("phase", "bytes"), _mapping_rows(plan, "phases")),
         "plan/step_parts": TextTable(("part", "seconds"), _mapping_rows(plan, "step_parts")),
-        "plan/collectives": TextTable(collectives, sent),
+        "plan/collectives": TextTable(columns, rows),
     }
     return {key: table for key, table in tables.items() if table.rows}
 
 
 def measured_table(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, TextTable]:
-    """Returns what a run measured, and beside it what was foreseen; ``metrics`` of its summary."""
+    """Tables of measured memory and of predicted vs. measured values.
+
+    Args:
+        plan: Content of ``plan.json``.
+        metrics: ``metrics`` of ``summary.json``.
+    """
     memory = [
         (key.removeprefix("memory/").removesuffix("_bytes"), metrics[key])
         for key in METRICS
@@ -46,8 +56,8 @@ def measured_table(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[
     tables = {
         "memory/measured": TextTable(("part", "bytes"), memory),
         "plan/against_measured": TextTable(
-            ("metric", "unit", "foreseen", "measured", "foreseen_over_measured"),
-            list(_comparison_row(plan, metrics)),
+            ("metric", "unit", "predicted", "measured", "predicted_over_measured"),
+            list(_comparison_rows(plan, metrics)),
         ),
     }
     return {key: table for key, table in tables.items() if table.rows}
@@ -57,11 +67,11 @@ def _mapping_rows(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]
     return [(name, value) for name, value in plan.get(key, {}).items() if value is not None]
 
 
-def _comparison_row(
+def _comparison_rows(
     plan: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Iterator[tuple[object, ...]]:
-    for said, key in PAIRS.items():
-        planned, found = plan.get(said), metrics.get(key)
-        if planned is not None and found:
-            ratio = planned / found
-            yield key, METRICS[key].unit, float(planned), float(found), ratio
+    for plan_key, key in MEASURED_KEYS.items():
+        predicted, measured = plan.get(plan_key), metrics.get(key)
+        if predicted is not None and measured:
+            ratio = predicted / measured
+            yield key, METRICS[key].unit, float(predicted), float(measured), ratio

@@ -1,4 +1,4 @@
-"""Weights & Biases outside of a run: what it has of one, one opened again, a sweep made."""
+"""W&B server access outside of training: finding, reopening and uploading runs, and sweeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from scalewise.errors import ScalewiseError
 from scalewise.redaction import redact_tree
 from scalewise.tracking.connection import (
-    ANSWER_WAIT,
+    REQUEST_TIMEOUT,
     base_url,
     call_with_timeout,
     is_answering,
@@ -28,97 +28,100 @@ from scalewise.tracking.connection import (
 )
 from scalewise.tracking.wandb_session import define_metrics
 
-UPLOAD_WAIT = 60.0
-"""Seconds that one small file may take."""
-SYNC_WAIT = 300.0
-"""Seconds that ``wandb sync`` may take for one run."""
+UPLOAD_TIMEOUT = 60.0
+"""Seconds for the upload of a small file."""
+SYNC_TIMEOUT = 300.0
+"""Seconds for ``wandb sync`` of one run."""
 
 T = TypeVar("T")
-TRIES = {"GRAPHQL": "2", "FILE_STREAM": "3", "FILE_TRANSFER": "3"}
-"""How often the client tries again, where the environment does not say."""
-OF_A_RUN = ("MODE", "RUN_ID", "RUN_GROUP", "NAME", "NOTES", "TAGS", "JOB_TYPE", "RESUME", "DIR")
-"""Variables that are about a run to be made: those that are sent here were made before."""
+MAX_RETRIES = {"GRAPHQL": "2", "FILE_STREAM": "3", "FILE_TRANSFER": "3"}
+"""Default retries of the client by service, unless the environment sets them."""
+RUN_VARIABLES = (
+    *("MODE", "RUN_ID", "RUN_GROUP", "NAME", "NOTES", "TAGS", "JOB_TYPE", "RESUME", "DIR"),
+)
+"""Suffixes of ``WANDB_*`` variables for a new run, which must not affect existing ones."""
 
 
 class WandbServer:
-    """One server and one account."""
+    """Authenticated access to a W&B server.
+
+    Raises the errors of :func:`scalewise.tracking.connection.wandb_client` on creation.
+    """
 
     def __init__(self) -> None:
-        """Raises as :func:`connected` does."""
         self.url = base_url()
         self._api = wandb_client()
         self.account = str(self._api.default_entity)
 
     def require_answer(self) -> None:
-        """Raises ``ScalewiseError`` where nobody takes a connection any more."""
+        """Raise ``ScalewiseError`` if the server does not respond."""
         require_answer(self.url)
 
     def find_run(self, path: str) -> Any:
-        """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""
+        """The run ``entity/project/id`` of the server; ``None`` if it does not exist."""
         from wandb.errors import CommError
 
-        self._api.flush()  # it keeps what it has once seen
+        self._api.flush()  # clears the cache of the client
         try:
             return self._request(lambda: self._api.run(path))
         except CommError as error:
-            if isinstance(error.exc, ValueError):  # it answered, and there is none
+            if isinstance(error.exc, ValueError):  # the server responded that there is none
                 return None
             raise ScalewiseError(server_error_text(error)) from None
 
-    def _request(self, request: Callable[[], T], timeout: float = ANSWER_WAIT) -> T:
+    def _request(self, request: Callable[[], T], timeout: float = REQUEST_TIMEOUT) -> T:
         return call_with_timeout(self.url, request, timeout)
 
     def has_artifact(self, name: str) -> bool:
-        """Returns whether ``entity/project/name:alias`` is there."""
+        """Whether the artifact ``entity/project/name:alias`` exists."""
         try:
             return bool(self._request(lambda: self._api.artifact_exists(name)))
         except ScalewiseError:
             raise
-        except Exception as error:  # the client raises many kinds
+        except Exception as error:  # the client raises many types
             raise ScalewiseError(server_error_text(error)) from None
 
     def upload_files(self, run: Any, folder: Path, names: Iterable[str]) -> None:
-        """Uploads files of ``folder`` to a run that ``find_run`` returned."""
+        """Upload files of ``folder`` to a run returned by ``find_run``."""
         for name in names:
             try:
                 send = partial(run.upload_file, str(folder / name), root=str(folder))
-                self._request(send, UPLOAD_WAIT)
+                self._request(send, UPLOAD_TIMEOUT)
             except ScalewiseError:
                 raise
-            except Exception as error:  # the client raises many kinds
-                if not isinstance(getattr(error, "exc", error), IndexError):  # not listed yet
+            except Exception as error:  # the client raises many types
+                # An IndexError only means that the uploaded file is not listed yet.
+                if not isinstance(getattr(error, "exc", error), IndexError):
                     raise ScalewiseError(server_error_text(error)) from None
 
     def sync_log(self, log: Path, entity: str, project: str) -> None:
-        """Sends the transaction log of a run that the server has nothing of.
+        """Upload the transaction log of a run that the server does not have.
 
-        Of one that it knows all rows would come a second time. The client ends well, and marks
-        the log as sent, whether the server took it or not: ask ``find_run`` afterwards.
+        For an existing run, all rows would be duplicated. The client reports success and marks the
+        log as synced even if the server rejected it: check with ``find_run`` afterwards.
         """
-        line = [sys.executable, "-P", "-m", "wandb", "sync"]
-        line += ["--include-online", "--include-synced"]
-        line += ["--entity", entity, "--project", project, str(log)]
+        command = [sys.executable, "-P", "-m", "wandb", "sync"]
+        command += ["--include-online", "--include-synced"]
+        command += ["--entity", entity, "--project", project, str(log)]
         try:
-            with TemporaryDirectory(
-                prefix="scalewise-sync-"
-            ) as scratch:  # for the client's own log
-                code, stderr = self._run_sync(line, scratch)
+            with TemporaryDirectory(prefix="scalewise-sync-") as log_folder:
+                code, stderr = self._run_sync(command, log_folder)
         except subprocess.TimeoutExpired:
-            raise ScalewiseError(f"not sent within {SYNC_WAIT:g} s") from None
+            raise ScalewiseError(f"wandb sync did not finish within {SYNC_TIMEOUT:g} s") from None
         errors = [text for text in stderr.splitlines() if "ERROR" in text]
         if errors or code:
-            told = errors[-1] if errors else stderr or f"exit code {code}"
-            if "error while uploading" in told:
-                told = "the server dropped some of it; try again later"
-            raise ScalewiseError(server_error_text(told))
+            message = errors[-1] if errors else stderr or f"exit code {code}"
+            if "error while uploading" in message:
+                message = "the server rejected part of the data; try again later"
+            raise ScalewiseError(server_error_text(message))
 
-    def _run_sync(self, command: list[str], scratch: str) -> tuple[int, str]:
-        """Returns exit code and stderr; kills the command if the server stops answering."""
-        deadline = time.monotonic() + SYNC_WAIT
-        with subprocess.Popen(  # noqa: S603 (a list of our own words)
+    def _run_sync(self, command: list[str], log_folder: str) -> tuple[int, str]:
+        """Run a command and return exit code and stderr; kill it if the server stops responding."""
+        deadline = time.monotonic() + SYNC_TIMEOUT
+        with subprocess.Popen(  # noqa: S603 (no shell)
             command,
-            # It says there what went wrong.
-            env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": scratch},
+            # The client reports errors on stderr only if it is not silent, and logs to TMPDIR.
+            env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": log_folder},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -127,24 +130,24 @@ class WandbServer:
         ) as process:
             while True:
                 try:
-                    _, stderr = process.communicate(timeout=ANSWER_WAIT)
+                    _, stderr = process.communicate(timeout=REQUEST_TIMEOUT)
                 except subprocess.TimeoutExpired:
                     if time.monotonic() < deadline and is_answering(self.url):
                         continue
-                    os.killpg(process.pid, signal.SIGKILL)  # and its service, which has the pipe
+                    os.killpg(process.pid, signal.SIGKILL)  # with its service process
                     if time.monotonic() < deadline:
                         require_answer(self.url)
                     raise
                 except BaseException:
-                    os.killpg(process.pid, signal.SIGKILL)  # it is beyond a terminal's Ctrl-C
+                    os.killpg(process.pid, signal.SIGKILL)  # its own session gets no Ctrl-C
                     raise
                 return process.returncode, stderr
 
     def create_sweep(self, config: Mapping[str, Any], entity: str | None, project: str) -> str:
-        """Makes a sweep; returns its ``ENTITY/PROJECT/ID``.
+        """Create a sweep and return its ``ENTITY/PROJECT/ID``.
 
-        Within ``own_environment``, or tries outlast the client's patience with its service, whose
-        end it then waits for without one.
+        Call it within :func:`wandb_environment`: with the client's default retries, the request may
+        hang.
         """
         import wandb
 
@@ -152,19 +155,21 @@ class WandbServer:
         project = os.environ.get("WANDB_PROJECT", project)
         try:
             with redirect_stdout(StringIO()):
-                known = wandb.sweep(redact_tree(config), entity=entity, project=project)
-        except Exception as error:  # the client raises many kinds
-            raise ScalewiseError(f"W&B made no sweep: {server_error_text(error)}") from None
-        # The client notes there where the server has put the sweep.
-        return f"{os.environ['WANDB_ENTITY']}/{os.environ['WANDB_PROJECT']}/{known}"
+                sweep_id = wandb.sweep(redact_tree(config), entity=entity, project=project)
+        except Exception as error:  # the client raises many types
+            raise ScalewiseError(
+                f"cannot create the W&B sweep: {server_error_text(error)}"
+            ) from None
+        # The client sets these variables to the entity and project that the server chose.
+        return f"{os.environ['WANDB_ENTITY']}/{os.environ['WANDB_PROJECT']}/{sweep_id}"
 
     @contextmanager
     def reopen_run(
         self, entity: str, project: str, run_id: str, *, exit_code: int, timeout: float
     ) -> Iterator[Any]:
-        """Opens a run again to add to it, as it stands at the server, then ends it so.
+        """Resume an existing run to add data, and finish it with ``exit_code``.
 
-        ``timeout``: seconds that sending may take at the end; past them it is a ``ScalewiseError``.
+        Raises ``ScalewiseError`` if the final upload takes longer than ``timeout`` seconds.
         """
         import wandb
 
@@ -181,7 +186,7 @@ class WandbServer:
                     console="off",
                     finish_timeout=timeout,
                     finish_timeout_raises=True,
-                    init_timeout=round(ANSWER_WAIT),
+                    init_timeout=round(REQUEST_TIMEOUT),
                     x_disable_stats=True,
                     x_disable_meta=True,
                     x_save_requirements=False,
@@ -193,7 +198,7 @@ class WandbServer:
             define_metrics(run)
             yield run
             self._request(partial(run.finish, exit_code=exit_code), timeout)
-        except Exception as error:  # the client raises many kinds
+        except Exception as error:  # the client raises many types
             if run is not None and wandb.run is run and is_answering(self.url):
                 with suppress(Exception):
                     self._request(partial(run.finish, exit_code=exit_code))
@@ -204,12 +209,12 @@ class WandbServer:
 
 @contextmanager
 def wandb_environment() -> Iterator[None]:
-    """Keeps the client quick to give up, and what it leaves on disk in a folder that goes."""
+    """Environment for the client: few retries, and a temporary ``WANDB_DIR``."""
     before = dict(os.environ)
-    for name in OF_A_RUN:
+    for name in RUN_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
-    for name, tries in TRIES.items():
-        os.environ.setdefault(f"WANDB__{name}_RETRY_MAX", tries)
+    for name, retries in MAX_RETRIES.items():
+        os.environ.setdefault(f"WANDB__{name}_RETRY_MAX", retries)
     os.environ["WANDB_SILENT"] = "true"
     try:
         with TemporaryDirectory(prefix="scalewise-wandb-") as folder:

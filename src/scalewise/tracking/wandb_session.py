@@ -1,4 +1,4 @@
-"""The Weights & Biases run of a job: begun without a prompt, fed in windows, always finished."""
+"""W&B run of a job during training: never prompts, logs window means, always finishes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,45 @@ from scalewise.tracking.connection import base_url, has_key, hide_credentials, i
 from scalewise.tracking.metric_names import METRICS
 from scalewise.tracking.wandb_sweeps import flat_keys
 
-INIT_WAIT = 5.0
-"""Seconds that a server which took the connection has to take the run."""
-FINISH_WAIT = 5.0
-"""Seconds that finishing may take; what is left is on disk, and ``publish`` sends it."""
+INIT_TIMEOUT = 5.0
+"""Seconds for the creation of the run."""
+FINISH_TIMEOUT = 5.0
+"""Seconds for finishing the run; ``scalewise publish`` uploads the rest from disk."""
 
-ONE_RUN = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
-"""Variables that say which run a process is: an agent or a batch script sets them."""
+SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
+"""Variables that identify one run, set by a W&B agent or a batch script."""
 
 Row = dict[str, Any]
 
 
 class NullSession:
-    """No tracker. The other sessions do something in each of these places."""
+    """Session of an untracked job, which ignores all calls; base class of the other sessions."""
 
     facts: Mapping[str, object] = {"mode": "disabled", "url": None, "folder": None}
+    """Facts of the W&B run for ``status.json``."""
 
     def log_plan(self, plan: Mapping[str, object]) -> None:
-        """Sends what is foreseen of the run: the content of ``plan.json``."""
+        """Log the predictions in ``plan.json``."""
 
     def log(self, rows: list[Row]) -> None:
-        """Sends one window of steps."""
+        """Log one window of steps."""
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """Sends what stays of the run: the content of ``summary.json``."""
+        """Log the content of ``summary.json``."""
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
-        """Ends the run; called on every ending."""
+        """Finish the run; called for every outcome."""
 
 
 class WandbSession(NullSession):
-    """One W&B run."""
+    """A W&B run.
+
+    Args:
+        run: Config of the job.
+        folder: Run folder.
+        mode: Online or offline.
+        facts: Further entries of the W&B config.
+    """
 
     def __init__(
         self, run: RunConfig, folder: Path, mode: WandbMode, facts: Mapping[str, object]
@@ -55,27 +63,29 @@ class WandbSession(NullSession):
         import wandb
 
         tracking, environment = run.tracking, os.environ
-        wanted = {
+        defaults = {
             "project": ("WANDB_PROJECT", tracking.project),
             "entity": ("WANDB_ENTITY", tracking.entity),
             "group": ("WANDB_RUN_GROUP", tracking.group),
             "name": ("WANDB_NAME", run.name),
             "notes": ("WANDB_NOTES", tracking.notes or run.question or None),
         }
-        given = {key: value for key, (name, value) in wanted.items() if name not in environment}
+        arguments = {
+            key: value for key, (name, value) in defaults.items() if name not in environment
+        }
         if facts.get("attempt", 1) != 1:
-            given["id"] = secrets.token_hex(4)  # WANDB_RUN_ID names the first attempt
+            arguments["id"] = secrets.token_hex(4)  # WANDB_RUN_ID is the id of the first attempt
         self._run = wandb.init(
-            **cast(dict[str, Any], given),
+            **cast(dict[str, Any], arguments),
             dir=environment.get("WANDB_DIR") or str(folder),
             mode=cast(Literal["online", "offline", "disabled"], mode.value),
             job_type=environment.get("WANDB_JOB_TYPE", "train"),
             tags=[*_run_tags(environment), *tracking.tags, *_part_tags(run)],
             config=redact_tree({**_without_flat_keys(run.as_dict()), **facts}),
             settings=wandb.Settings(
-                x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
-                finish_timeout=FINISH_WAIT,
-                init_timeout=INIT_WAIT,
+                x_transaction_log_flush_interval=1.0,  # keeps the data of a killed run
+                finish_timeout=FINISH_TIMEOUT,
+                init_timeout=INIT_TIMEOUT,
                 silent=True,
                 show_errors=True,
             ),
@@ -88,49 +98,49 @@ class WandbSession(NullSession):
             "project": self._run.project,
             "group": self._run.group or None,
             "url": self._run.url if mode is WandbMode.online else None,
-            "folder": _paste_path(Path(self._run.dir).parent),
+            "folder": _display_path(Path(self._run.dir).parent),
             "resumed_from": facts.get("resumed_from"),
         }
 
     def log_plan(self, plan: Mapping[str, object]) -> None:
-        """Writes what is foreseen into the run's summary, where what was measured will stand."""
+        """Write the predictions to the summary of the W&B run, next to the measurements."""
         self._run.summary.update(predicted_metrics(plan))
 
     def log(self, rows: list[Row]) -> None:
-        """Sends the mean of each metric over the window, at the window's last step."""
+        """Log the mean of each metric over the window at its last step."""
         self._run.log(average_window(rows))
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """Writes the summary's numbers under ``final/``."""
+        """Write the values of ``summary.json`` to the W&B summary, under ``final/``."""
         self._run.summary.update(summary_metrics(summary))
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
-        """Ends the run with its exit code, so that W&B tells failure from success."""
+        """Finish the run with its exit code, so that W&B marks failures."""
         self._run.summary.update({"status": status, "reason": redact(reason)})
         self._run.finish(exit_code=exit_code)
 
 
 class GuardedSession(NullSession):
-    """Another session, whose troubles never reach the training: it is said once and let go."""
+    """Wrapper of a session that disables it after its first error, so that training continues."""
 
     def __init__(self, session: NullSession) -> None:
         self._session, self._failed = session, False
         self.facts = session.facts
 
     def log_plan(self, plan: Mapping[str, object]) -> None:
-        """Sends what is foreseen of the run."""
+        """Log the predictions in ``plan.json``."""
         self._call_guarded(self._session.log_plan, plan)
 
     def log(self, rows: list[Row]) -> None:
-        """Sends one window of steps."""
+        """Log one window of steps."""
         self._call_guarded(self._session.log, rows)
 
     def log_summary(self, summary: Mapping[str, object]) -> None:
-        """Sends what stays of the run."""
+        """Log the content of ``summary.json``."""
         self._call_guarded(self._session.log_summary, summary)
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
-        """Ends the run, in time bounded by ``FINISH_WAIT``."""
+        """Finish the run within ``FINISH_TIMEOUT``."""
         self._call_guarded(self._session.finish, status, reason, exit_code)
 
     def _call_guarded(self, send: Callable[..., None], *content: object) -> None:
@@ -140,19 +150,21 @@ class GuardedSession(NullSession):
             send(*content)
         except ScalewiseError:
             raise
-        except Exception as error:  # a tracker, whatever ails it, must not end a training
+        except Exception as error:  # no tracking error may stop the training
             self._failed = True
-            print_lines(f"W&B is lost ({_short_text(error)}); the run's folder holds all")
+            print_lines(
+                f"W&B tracking stopped ({_short_text(error)}); the run folder has all the data"
+            )
 
 
 def clear_run_id(environment: MutableMapping[str, str]) -> None:
-    """Removes what names one run, so that each job of a sweep becomes a run of its own."""
-    for name in ONE_RUN:
+    """Remove the variables that identify one run, so that each job gets its own run."""
+    for name in SINGLE_RUN_VARIABLES:
         environment.pop(name, None)
 
 
 def define_metrics(run: Any) -> None:
-    """Makes the optimizer step the axis of every metric, and the lowest loss the one that stays."""
+    """Set the optimizer step as x-axis of all metrics, and the minimum as summary of losses."""
     run.define_metric("step")
     for key in METRICS:
         if key != "step":
@@ -161,49 +173,55 @@ def define_metrics(run: Any) -> None:
 
 
 def average_window(rows: Sequence[Row]) -> Row:
-    """Returns one row of a window of steps: means of what a step measures, else the last value.
+    """Reduce a window of steps to one row: the mean of per-step metrics, else the last value.
 
-    What a user's module logs by names of its own goes along.
+    Metrics of a user-defined module are included.
     """
-    sent: Row = {}
+    averages: Row = {}
     for key in dict.fromkeys([*METRICS, *(key for row in rows for key in row)]):
-        known = [row[key] for row in rows if row.get(key) is not None]
-        if known:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if values:
             mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
-            sent[key] = sum(known) / len(known) if mean else known[-1]
-    return sent
+            averages[key] = sum(values) / len(values) if mean else values[-1]
+    return averages
 
 
 def summary_metrics(summary: Mapping[str, Any]) -> Row:
-    """Returns the numbers of a ``summary.json`` by their keys at W&B."""
-    rest = {key: value for key, value in summary.items() if key not in ("metrics", "notes")}
-    return {f"final/{key}": value for key, value in {**summary["metrics"], **rest}.items()}
+    """Values of a ``summary.json`` by W&B key."""
+    other = {key: value for key, value in summary.items() if key not in ("metrics", "notes")}
+    return {f"final/{key}": value for key, value in {**summary["metrics"], **other}.items()}
 
 
 def predicted_metrics(plan: Mapping[str, Any]) -> Row:
-    """Returns the numbers of a ``plan.json`` by their keys at W&B."""
+    """Values of a ``plan.json`` by W&B key."""
     return {key: value for key, value in plan.items() if key.startswith("plan/")}
 
 
 def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> NullSession:
-    """Returns the tracker of a job. ``facts`` are further entries of its config.
+    """Open the tracking session of a job.
 
-    A server that refuses the run costs a line and the online mode, never the training.
+    If the server rejects the run, a line is printed and mode ``offline`` is used; training goes
+    on.
+
+    Args:
+        run: Config of the job.
+        folder: Run folder.
+        facts: Further entries of the W&B config.
     """
     try:
         if run.tracking.is_enabled:
             hide_credentials()
         mode = choose_mode(run.tracking)
-    except Exception as error:  # W&B's settings files and variables may hold anything
-        print_lines(f"W&B goes offline: {_short_text(error)}")
+    except Exception as error:  # invalid W&B settings files or variables
+        print_lines(f"W&B mode is offline: {_short_text(error)}")
         mode = WandbMode.offline
     for attempt in dict.fromkeys((mode, WandbMode.offline)):
         if mode is WandbMode.disabled:
             break
         try:
             return GuardedSession(WandbSession(run, folder, attempt, facts))
-        except Exception as error:  # the client raises many kinds; the next mode is tried
-            print_lines(f"W&B {attempt} is not to be had: {_short_text(error)}")
+        except Exception as error:  # the client raises many types; the next mode is tried
+            print_lines(f"W&B {attempt} mode is unavailable: {_short_text(error)}")
     return NullSession()
 
 
@@ -212,10 +230,10 @@ def _short_text(error: Exception) -> str:
 
 
 def choose_mode(tracking: WandbConfig) -> WandbMode:
-    """Returns the mode to use, before W&B could prompt or wait.
+    """Resolve the mode without letting W&B prompt or wait.
 
-    ``WANDB_MODE`` wins over all but ``disabled``; ``auto`` is online where a key is found and the
-    server answers.
+    ``WANDB_MODE`` takes precedence except over ``disabled``. ``auto`` is online if an API key is
+    set and the server responds.
     """
     if tracking.requested_mode is not WandbMode.auto:
         return tracking.requested_mode
@@ -224,15 +242,16 @@ def choose_mode(tracking: WandbConfig) -> WandbMode:
 
 
 def _without_flat_keys(config: Mapping[str, object]) -> dict[str, object]:
-    """Returns a config in which nothing is lost to the flat keys of a W&B sweep.
+    """Move config entries that a W&B sweep overwrites with its flat keys to ``parts``.
 
-    The sweep's ``precision: bf16_mixed``, by which its search knows the run, would take the place
-    of our ``precision: {compute: ...}``: that is then found under ``parts``.
+    A sweep sets flat keys such as ``precision: bf16_mixed`` in the config, which would replace the
+    group ``precision: {compute: ...}``.
     """
-    taken = {key: part for key, part in config.items() if key in flat_keys()}
-    if not taken:
+    overwritten = {key: part for key, part in config.items() if key in flat_keys()}
+    if not overwritten:
         return dict(config)
-    return {**{key: part for key, part in config.items() if key not in taken}, "parts": taken}
+    kept = {key: part for key, part in config.items() if key not in overwritten}
+    return {**kept, "parts": overwritten}
 
 
 def _run_tags(environment: Mapping[str, str]) -> list[str]:
@@ -244,6 +263,6 @@ def _part_tags(run: RunConfig) -> list[str]:
     return [run.choices[key] for key in keys if key in run.choices]
 
 
-def _paste_path(path: Path) -> str:
-    """Returns a path to paste where the run was started."""
+def _display_path(path: Path) -> str:
+    """Path relative to the launch folder, if it is below it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""A search as W&B Sweeps takes it: the same axes, driven by ``wandb agent``."""
+"""Conversion of a hyperparameter search to a W&B sweep, driven by ``wandb agent``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
 from scalewise.hpo.space import Axis, ChoiceAxis, grid_points
 
 METHODS = {"tpe": "bayes", "nsga2": "bayes", "random": "random", "grid": "grid"}
-"""Which method of W&B comes nearest to each sampler."""
+"""Closest W&B method by sampler."""
 
-UNDERSTOOD = ("_target_", "_convert_", "_recursive_", "params", "max_batch_size")
-"""Options of a grid that W&B has too, or that are for the launcher alone."""
+GRID_OPTIONS = ("_target_", "_convert_", "_recursive_", "params", "max_batch_size")
+"""Options of a grid sweeper that W&B supports or that concern the launcher only."""
 
 
 def wandb_sweep_config(
@@ -24,24 +24,31 @@ def wandb_sweep_config(
     name: str,
     question: str,
 ) -> dict[str, Any]:
-    """Returns the configuration of a W&B sweep; ``fixed`` are the overrides of every job.
+    """Build the config of a W&B sweep.
 
-    Raises ``ConfigError`` for what W&B cannot search. The metric is the figure that stays of a
-    run, ``final/...``: the value of the others at W&B is that of the last window.
+    The metric is ``final/...`` of the run summary, because other keys have the value of the last
+    window only. Raises ``ConfigError`` for a search that W&B does not support.
+
+    Args:
+        search: Settings of the search.
+        space: Search space.
+        fixed: Overrides of every job.
+        name: Name of the sweep.
+        question: Description of the sweep.
     """
     issues = list(search.validate(space))
     method = METHODS.get(search.sampler, "")
     if method == "bayes" and len(search.objectives) > 1:
-        fix = "name one objective, or set hydra.sweeper.sampler=random"
-        asked = dict(search.objectives)
-        reason = "W&B searches by one metric"
-        issues.append(ConfigIssue("hydra.sweeper.objectives", asked, reason, fix))
+        fix = "set one objective, or set hydra.sweeper.sampler=random"
+        objectives = dict(search.objectives)
+        reason = "Bayesian search of W&B supports one metric"
+        issues.append(ConfigIssue("hydra.sweeper.objectives", objectives, reason, fix))
     if issues:
         raise ConfigError(issues)
     metric, goal = next(iter(search.objectives.items()))
-    capped = {} if method == "grid" and search.trials is None else {"run_cap": search.trials}
+    run_cap = {} if method == "grid" and search.trials is None else {"run_cap": search.trials}
     if method != "grid":
-        capped = {"run_cap": search.trials or DEFAULT_TRIALS}
+        run_cap = {"run_cap": search.trials or DEFAULT_TRIALS}
     return {
         "name": name,
         **({"description": question} if question else {}),
@@ -49,7 +56,7 @@ def wandb_sweep_config(
         "method": method,
         "metric": {"name": f"final/{metric}", "goal": goal},
         "parameters": {axis.key: _sweep_parameter(axis, method) for axis in space},
-        **capped,
+        **run_cap,
         "command": [
             *("${env}", "${interpreter}", "-P", "-m", "${program}", "train"),
             *(*fixed, "${args_no_hyphens}"),
@@ -58,27 +65,27 @@ def wandb_sweep_config(
 
 
 def unsupported_settings(search: SearchConfig) -> list[str]:
-    """Returns what a W&B sweep has no place for."""
-    said = []
+    """Describe the settings of the search that a W&B sweep does not support."""
+    messages = []
     if search.constraints:
-        said.append(f"constraints {dict(search.constraints)}: W&B Sweeps knows none")
+        messages.append(f"constraints {dict(search.constraints)}: not supported by W&B Sweeps")
     if search.pruner != "none":
-        said.append(f"pruner {search.pruner}: runs of a W&B sweep go to their end")
+        messages.append(f"pruner {search.pruner}: runs of a W&B sweep are not pruned")
     if len(search.objectives) > 1:
-        said.append(f"objectives beside the first: {', '.join(list(search.objectives)[1:])}")
-    return said
+        messages.append(f"further objectives: {', '.join(list(search.objectives)[1:])}")
+    return messages
 
 
 def sweeper_search(sweeper: Mapping[str, Any], option: str) -> SearchConfig:
-    """Returns the search that ``hydra.sweeper`` asks for, a grid where it is the suite's own.
+    """Search of ``hydra.sweeper``: that of the Optuna sweeper, or a grid for scalewise's sweeper.
 
-    Raises ``ConfigError``, which names the ``option``, for a way through the axes that W&B has not.
+    Raises ``ConfigError`` naming ``option`` for a sweeper setting that W&B does not support.
     """
     if str(sweeper["_target_"]).endswith(".OptunaSweeper"):
         return SearchConfig.from_options(sweeper)
-    strange = [key for key, value in sweeper.items() if value and key not in UNDERSTOOD]
-    if strange:
-        reason = f"W&B Sweeps cannot walk the axes by {', '.join(strange)}"
+    unsupported = [key for key, value in sweeper.items() if value and key not in GRID_OPTIONS]
+    if unsupported:
+        reason = f"W&B Sweeps does not support {', '.join(unsupported)}"
         raise ConfigError.for_key("hydra/sweeper", option, reason, "use scalewise train")
     return SearchConfig(sampler="grid")
 
@@ -91,12 +98,12 @@ def _sweep_parameter(axis: Axis, method: str) -> dict[str, Any]:
     kind = "int_uniform" if axis.is_integer else "uniform"
     if axis.log:
         kind = "q_log_uniform_values" if axis.is_integer else "log_uniform_values"
-    whole: dict[str, Any] = {"q": 1} if kind.startswith("q_") else {}
-    return {"distribution": kind, "min": axis.low, "max": axis.high, **whole}
+    step: dict[str, Any] = {"q": 1} if kind.startswith("q_") else {}
+    return {"distribution": kind, "min": axis.low, "max": axis.high, **step}
 
 
 def _as_number(text: str) -> str | int | float:
-    """Returns a value as a number where it is one, so that W&B draws it as such."""
+    """Convert to a number if possible, so that W&B plots it as one."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -106,7 +113,7 @@ def _as_number(text: str) -> str | int | float:
 
 
 def flat_keys() -> set[str]:
-    """Returns the keys that a ``wandb agent`` puts into the config of the run it starts."""
+    """Keys that ``wandb agent`` writes to the config of the run that it starts."""
     import yaml
 
     from scalewise import bounded_yaml

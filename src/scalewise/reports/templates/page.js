@@ -14,7 +14,7 @@
         getSelection().addRange(range);
         copied = document.execCommand("copy");
       }
-      button.textContent = copied ? "Copied" : "Press Ctrl C";
+      button.textContent = copied ? "Copied" : "Press Ctrl+C";
       setTimeout(() => (button.textContent = "Copy"), 1600);
     };
   }
@@ -22,7 +22,7 @@
   const table = document.getElementById("cmp");
   if (table) {
     const body = table.tBodies[0];
-    const heads = [...table.tHead.rows[0].cells];
+    const headings = [...table.tHead.rows[0].cells];
     const sort = (column, direction) => {
       const value = (row) => {
         const text = row.cells[column].dataset.v;
@@ -34,16 +34,16 @@
         return (left < right ? -1 : left > right ? 1 : 0) * direction;
       };
       [...body.rows].sort(compare).forEach((row) => body.append(row));
-      heads.forEach((head, place) => {
-        if (place !== column) head.removeAttribute("aria-sort");
-        else head.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+      headings.forEach((heading, index) => {
+        if (index !== column) heading.removeAttribute("aria-sort");
+        else heading.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
       });
     };
-    heads.forEach((head, place) => {
-      head.firstElementChild.onclick = () => {
-        const now = head.getAttribute("aria-sort");
-        const first = Number(head.dataset.first || 1);
-        sort(place, now === null ? first : now === "ascending" ? -1 : 1);
+    headings.forEach((heading, index) => {
+      heading.firstElementChild.onclick = () => {
+        const order = heading.getAttribute("aria-sort");
+        const first = Number(heading.dataset.first || 1);
+        sort(index, order === null ? first : order === "ascending" ? -1 : 1);
       };
     });
     document.getElementById("sortsel").onchange = (event) => {
@@ -62,7 +62,7 @@
     tip.style.top = `${event.clientY + 18}px`;
   });
 
-  const closed = all("details").filter((one) => !one.open);
-  addEventListener("beforeprint", () => closed.forEach((one) => (one.open = true)));
-  addEventListener("afterprint", () => closed.forEach((one) => (one.open = false)));
+  const closed = all("details").filter((element) => !element.open);
+  addEventListener("beforeprint", () => closed.forEach((element) => (element.open = true)));
+  addEventListener("afterprint", () => closed.forEach((element) => (element.open = false)));
 })();

@@ -17,7 +17,7 @@ from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.torch_compile import CompileScope
-from scalewise.tracking.metric_names import TIMES
+from scalewise.tracking.metric_names import STEP_PHASES
 from scalewise.training.callbacks.callback_args import EMAArgs, ProfilerArgs
 from scalewise.training.lightning_module import TrainingModule
 
@@ -215,7 +215,7 @@ class MetricsRecorder(Callback):
         means_SK = losses_NK.view(steps, accumulation, len(keys)).mean(1)
         norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
         step_times = self.timer.drain()[-steps:]
-        phases = [phase for phase in TIMES if phase in step_times[0]]
+        phases = [phase for phase in STEP_PHASES if phase in step_times[0]]
         seconds_SP = torch.tensor(
             [[step[phase] for phase in phases] for step in step_times],
             dtype=torch.float64,
@@ -249,7 +249,7 @@ class MetricsRecorder(Callback):
             / total,
             **self.flops_metrics(total),
             "time/step_s": total,
-            **{f"time/{phase}_s": times.get(phase) for phase in TIMES},
+            **{f"time/{phase}_s": times.get(phase) for phase in STEP_PHASES},
         }
 
     def flops_metrics(self, seconds: float) -> Row:

@@ -11,7 +11,7 @@ from scalewise.plain_console import PlainConsole
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import planned_vs_measured
-from scalewise.tracking.metric_names import TIMES
+from scalewise.tracking.metric_names import STEP_PHASES
 
 Row = dict[str, Any]
 BAR_WIDTH = 12
@@ -70,7 +70,7 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
     seconds = sum(row["time/step_s"] for row in rows)
     shares = [
         f"{letter} {sum(row[f'time/{name}_s'] for row in rows) / seconds:.0%}"
-        for name, letter in TIMES.items()
+        for name, letter in STEP_PHASES.items()
         if last[f"time/{name}_s"] is not None
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
