@@ -32,7 +32,7 @@ def test_an_evaluation_is_the_last_validation(
     run = scalewise(*SHORT, *way).ok().folder
     assert cli.main(["evaluate", str(run.path), "prompt=return self.name"]) == 0
     said = capsys.readouterr().out
-    assert "7 labels of 7 held-out rows" in said
+    assert "7 labels of 7 held-out samples" in said
     assert "forwards " in said
     assert "backwards " in said
     found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["4"]

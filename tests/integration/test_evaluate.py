@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_the_last_validation(
     assert cli.main(["evaluate", str(run.path)]) == 0
     said = capsys.readouterr().out
     assert f"step 6 of {run.path}: " in said
-    assert "6 held-out rows" in said
+    assert "6 held-out samples" in said
     found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["6"]
     near = 1e-3 if "bf16" in case else 1e-5
     assert found["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)

@@ -43,7 +43,7 @@ class TestASearch:
         ]
 
     def test_it_says_why(self, ended: Ended) -> None:
-        assert "trial 2 refused" in ended.out
+        assert "trial 2 rejected" in ended.out
         assert "data.sequence=65536" in ended.out
         assert "Traceback" not in ended.said
 

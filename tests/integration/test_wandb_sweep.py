@@ -105,7 +105,7 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
     assert config["parameters"] == {
         "optimizer.lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2}
     }
-    assert re.search("left out: pruner asha", ended.err)
+    assert re.search("omitted: pruner asha", ended.err)
     assert not (scalewise.cwd / "runs").exists()
 
 

@@ -152,9 +152,9 @@ def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[C
 def _argument_issue(field: str, value: object, kind: type) -> str:
     """Reason why a value is invalid for an argument; empty: it is valid."""
     if kind is bool:
-        return "" if isinstance(value, bool) else "is neither true nor false"
+        return "" if isinstance(value, bool) else "is not true or false"
     if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
-        return "is not a number" if kind is float else "is not a whole number"
+        return "is not a number" if kind is float else "is not an integer"
     minimum = MIN_VALUES[field]
     if field in UPPER_BOUNDS:
         return (
