@@ -1,7 +1,7 @@
-"""YAML of files that anybody may have written: aliases and nesting are bounded before it is read.
+"""YAML of untrusted files: aliases and nesting are bounded before the document is loaded.
 
-Nine lists of nine aliases each are a few hundred bytes and a billion entries once something walks
-through them. Nesting of some ten thousand brackets crashes the parser in C.
+Nine lists of nine aliases each take a few hundred bytes and expand to a billion entries. Some ten
+thousand nested brackets crash the parser in C.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 import yaml
 
 MAX_ENTRIES = 200_000
-"""Scalars and containers of a file, those behind an alias counted at each place."""
+"""Maximum number of scalars and containers, with each use of an alias counted in full."""
 MAX_DEPTH = 100
-"""Containers inside each other."""
+"""Maximum number of nested containers."""
 
 
 class YamlLimitError(yaml.YAMLError):
-    """A file that is larger than any config, or refers to itself."""
+    """A document that exceeds the limits, or an alias that cannot be resolved."""
 
 
 def load_yaml(text: str) -> Any:
-    """Returns the content of a YAML document of plain values; raises ``yaml.YAMLError``."""
+    """Return the content of a YAML document of plain values; raises ``yaml.YAMLError``."""
     check_bounds(text)
     return yaml.load(text, Loader=_SAFE_LOADER)  # noqa: S506 (a safe loader)
 
 
 def check_bounds(text: str) -> None:
-    """Raises ``UnboundedError`` for a document with too many entries, or nested too deep."""
+    """Raise ``YamlLimitError`` for a document with too many entries or too deep nesting."""
     if (
         "&" not in text
         and text.count("[") + text.count("{") < MAX_DEPTH
@@ -46,16 +46,18 @@ def check_bounds(text: str) -> None:
             anchor, size = open_containers.pop()
         elif isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
-                raise YamlLimitError(f"refers to itself, or to what is not there, by *{anchor}")
+                raise YamlLimitError(
+                    f"has an alias *{anchor} to itself, or to an anchor that does not exist"
+                )
             size = sizes[anchor]
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
         if size:
             if anchor is not None:
                 sizes[anchor] = size
-            outer, held = open_containers[-1]
-            open_containers[-1] = outer, held + size
-            if held + size > MAX_ENTRIES:
+            parent_anchor, parent_size = open_containers[-1]
+            open_containers[-1] = parent_anchor, parent_size + size
+            if parent_size + size > MAX_ENTRIES:
                 raise YamlLimitError(f"has more than {MAX_ENTRIES:,} entries, with its aliases")
 
 

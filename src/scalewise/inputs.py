@@ -1,4 +1,4 @@
-"""The files that a run reads: recorded by content, found again from any folder."""
+"""Input files of a run: digests of their content, and their paths after the run has moved."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from scalewise.errors import ConfigError, ConfigIssue, DataError
 from scalewise.tracking.run_files import read_json, write_json
 
 INPUTS_FILE = "inputs.json"
-"""Where a run folder records its launch folder and the digests of its input files."""
+"""File of a run folder with the launch folder and the digests of the input files."""
 
-
-OTHER_CONTENT = "holds other content than the run has read"
+CHANGED_CONTENT = "has other content than the run has read"
 
 
 def _files(patterns: object) -> list[Path]:
     return match_paths([str(it) for it in patterns]) if isinstance(patterns, Sequence) else []
 
 
-def _record_files(patterns: object) -> list[str]:
+def _record_digests(patterns: object) -> list[str]:
     return sorted(content.file_digests(_files(patterns)))
 
 
-def _shard_files(patterns: object) -> list[str]:
+def _shard_digests(patterns: object) -> list[str]:
     return content.file_digests(_files(patterns))
 
 
-def _tokenizer_files(path: object) -> list[str]:
+def _tokenizer_digests(path: object) -> list[str]:
     return sorted(content.file_digests(tokenizer_files.tokenizer_files(str(path))))
 
 
-def _dataset_files(path: object) -> list[str]:
+def _dataset_digests(path: object) -> list[str]:
     return sorted(content.file_digests(match_paths([str(Path(str(path)) / "**" / "*")])))
 
 
-def _model_files(path: object) -> list[str]:
+def _model_digests(path: object) -> list[str]:
     folder = Path(str(path)).expanduser()
     files = (
         [folder] if folder.is_file() else [folder / "config.json", *folder.glob("*.safetensors")]
@@ -48,42 +47,43 @@ def _model_files(path: object) -> list[str]:
     return sorted(content.sampled_digests([it for it in files if it.is_file()]))
 
 
-READERS: Mapping[str, Callable[[object], list[str]]] = {
-    "data.paths": _record_files,
-    "data.validation_paths": _shard_files,
-    "data.tokenizer": _tokenizer_files,
-    "data.path": _dataset_files,
-    "model.path": _model_files,
-    "model.weights": _model_files,
+DIGEST_FUNCTIONS: Mapping[str, Callable[[object], list[str]]] = {
+    "data.paths": _record_digests,
+    "data.validation_paths": _shard_digests,
+    "data.tokenizer": _tokenizer_digests,
+    "data.path": _dataset_digests,
+    "model.path": _model_digests,
+    "model.weights": _model_digests,
 }
-"""Keys that name files, and digests of what they hold; none where there are no such files."""
+"""Function that returns the file digests of each option with input files."""
 
 
 def content_digests(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a digest of the content of each input of a resolved config that lies here."""
-    found = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _input_paths(values)}
-    return {key: digest for key, digest in found.items() if digest is not None}
+    """Return the digest of each existing input of a resolved config, by its key."""
+    digests = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _input_paths(values)}
+    return {key: digest for key, digest in digests.items() if digest is not None}
 
 
 def _digest(key: str, group_values: Mapping[str, Any]) -> str | None:
-    """Returns the digest of one input of a group; None where there are no such files."""
-    reader = READERS[key]
+    """Return the digest of one input of a config group; None if there are no such files."""
+    compute_digests = DIGEST_FUNCTIONS[key]
     if key == "data.paths" and "validation_paths" in group_values:
-        reader = _shard_files  # rows are in the order of the shards
-    parts = reader(group_values[key.partition(".")[2]])
-    return content.combine_digests(parts) if parts else None
+        # The order of the shards decides the order of the sequences.
+        compute_digests = _shard_digests
+    digests = compute_digests(group_values[key.partition(".")[2]])
+    return content.combine_digests(digests) if digests else None
 
 
 def _input_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for key in READERS:
+    for key in DIGEST_FUNCTIONS:
         group, _, name = key.partition(".")
-        part = values.get(group)
-        if isinstance(part, Mapping) and part.get(name):
-            yield key, part[name]
+        group_values = values.get(group)
+        if isinstance(group_values, Mapping) and group_values.get(name):
+            yield key, group_values[name]
 
 
 def with_digests(values: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a resolved config with digests in place of the paths of its inputs."""
+    """Return a copy of a resolved config in which digests replace the paths of its inputs."""
     replaced = dict(values)
     for key, digest in digests.items():
         group, _, name = key.partition(".")
@@ -93,122 +93,126 @@ def with_digests(values: Mapping[str, Any], digests: Mapping[str, str]) -> dict[
 
 
 def write_inputs(values: Mapping[str, Any], folder: Path) -> None:
-    """Writes the launch folder of a run and the digests of its inputs into its folder."""
-    at = {"launch_folder": os.getcwd(), "run_folder": str(folder.absolute())}
-    write_json(folder / INPUTS_FILE, {**at, "digests": content_digests(values)})
+    """Write the launch folder and the input digests of a run into its folder."""
+    folders = {"launch_folder": os.getcwd(), "run_folder": str(folder.absolute())}
+    write_json(folder / INPUTS_FILE, {**folders, "digests": content_digests(values)})
 
 
 def add_missing(values: dict[str, Any], current_values: Mapping[str, Any] | None = None) -> None:
-    """Adds to the resolved config of an earlier version what it did without a key for.
+    """Add options that the resolved config of an earlier version lacks.
 
-    Documents had no special tokens, which only matters where a tokenizer is given.
+    Earlier versions did not add special tokens to documents. This matters only with a given
+    tokenizer.
     """
     data = values.get("data")
     if not isinstance(data, Mapping) or "special_tokens" in data:
         return
     registry.import_options()
-    kind = registry.registered_targets().get(str(data.get("_target_")))
-    if not hasattr(kind, "special_tokens"):
+    data_class = registry.registered_targets().get(str(data.get("_target_")))
+    if not hasattr(data_class, "special_tokens"):
         return
-    given = (current_values or {}).get("data")
+    current_data = (current_values or {}).get("data")
     if data.get("tokenizer") is not None:
         values["data"] = {**data, "special_tokens": False}
-    elif isinstance(given, Mapping) and "special_tokens" in given:
-        values["data"] = {**data, "special_tokens": given["special_tokens"]}
+    elif isinstance(current_data, Mapping) and "special_tokens" in current_data:
+        values["data"] = {**data, "special_tokens": current_data["special_tokens"]}
 
 
 def recorded_digests(folder: Path) -> Mapping[str, str]:
-    """Returns the digests that a run folder records; none in folders of earlier versions."""
-    found: dict[str, str] = read_json(folder / INPUTS_FILE).get("digests", {})
-    return found
+    """Return the digests that a run folder records; empty for folders of earlier versions."""
+    digests: dict[str, str] = read_json(folder / INPUTS_FILE).get("digests", {})
+    return digests
 
 
 def launch_folders(folder: Path) -> list[Path]:
-    """Returns where relative paths of a run may lie.
+    """Return the folders that relative paths of a run may refer to, in order of preference.
 
-    First its launch folder as recorded, and as it would be if it moved with the run; then the
-    current one.
+    These are the recorded launch folder, the same folder if it has moved together with the run, and
+    the working directory.
     """
-    known = read_json(folder / INPUTS_FILE)
-    found: list[Path] = []
-    if {"launch_folder", "run_folder"} <= known.keys():
-        launch = known["launch_folder"]
-        found.append(Path(launch))
-        relative = os.path.relpath(known["run_folder"], launch)
+    recorded = read_json(folder / INPUTS_FILE)
+    folders: list[Path] = []
+    if {"launch_folder", "run_folder"} <= recorded.keys():
+        launch = recorded["launch_folder"]
+        folders.append(Path(launch))
+        relative = os.path.relpath(recorded["run_folder"], launch)
         parts = Path(relative).parts
         if ".." not in parts and folder.absolute().parts[-len(parts) :] == parts:
-            found.append(folder.absolute().parents[len(parts) - 1])
-    return list(dict.fromkeys([*found, Path.cwd()]))
+            folders.append(folder.absolute().parents[len(parts) - 1])
+    return list(dict.fromkeys([*folders, Path.cwd()]))
 
 
 def check_data(data: object, folder: Path) -> None:
-    """Raises ``DataError`` for data files of other content than the run in ``folder`` has read."""
-    known = recorded_digests(folder)
-    here = content_digests({"data": vars(data)}) if known else {}
-    wrong = [
+    """Raise ``DataError`` for data files whose content differs from the run in ``folder``."""
+    expected_digests = recorded_digests(folder)
+    digests = content_digests({"data": vars(data)}) if expected_digests else {}
+    issues = [
         ConfigIssue(
-            key, vars(data)[key.partition(".")[2]], OTHER_CONTENT, f"give {key} with the same files"
+            key, vars(data)[key.partition(".")[2]], CHANGED_CONTENT, f"set {key} to the same files"
         )
-        for key in known
-        if key.startswith("data.") and here.get(key) != known[key]
+        for key in expected_digests
+        if key.startswith("data.") and digests.get(key) != expected_digests[key]
     ]
-    if wrong:
-        raise DataError(wrong)
+    if issues:
+        raise DataError(issues)
 
 
 def relocate_inputs(
     values: Mapping[str, Any], folder: Path, new_paths: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Returns the resolved config of a run with the paths where its inputs lie now.
+    """Return the resolved config of a run with the current paths of its inputs.
 
-    ``new_paths`` holds paths that a user gives instead. Raises ``ConfigError`` for given files of
-    other content than the run has read.
+    ``new_paths`` contains paths that the user gives instead, by their key. Raises ``ConfigError``
+    if their content differs from that of the run.
     """
-    known = recorded_digests(folder)
-    found = {key: dict(part) if isinstance(part, Mapping) else part for key, part in values.items()}
-    wrong = []
+    expected_digests = recorded_digests(folder)
+    relocated = {
+        key: dict(group_values) if isinstance(group_values, Mapping) else group_values
+        for key, group_values in values.items()
+    }
+    issues = []
     for key, _ in _input_paths(values):
         group, _, name = key.partition(".")
         if key in new_paths:
-            found[group][name] = new_paths[key]
-            here = _digest(key, found[group])
-            if key in known and here != known[key]:
-                reason = (
-                    "no such files" if here is None else "holds other content than the run read"
-                )
-                wrong.append(
-                    ConfigIssue(key, new_paths[key], reason, f"give {key} with the same files")
+            relocated[group][name] = new_paths[key]
+            digest = _digest(key, relocated[group])
+            if key in expected_digests and digest != expected_digests[key]:
+                reason = "no such files" if digest is None else CHANGED_CONTENT
+                issues.append(
+                    ConfigIssue(key, new_paths[key], reason, f"set {key} to the same files")
                 )
             continue
-        found[group][name] = _find_moved(key, found[group], folder, known.get(key))
-    known_keys = dict(_input_paths(values))
-    wrong += [
-        ConfigIssue(key, value, "is no path that the run has read", "leave it out")
+        relocated[group][name] = _find_moved(
+            key, relocated[group], folder, expected_digests.get(key)
+        )
+    input_keys = dict(_input_paths(values))
+    issues += [
+        ConfigIssue(key, value, "is not an input path of the run", "remove it")
         for key, value in new_paths.items()
-        if key not in known_keys
+        if key not in input_keys
     ]
-    if wrong:
-        raise ConfigError(wrong)
-    return found
+    if issues:
+        raise ConfigError(issues)
+    return relocated
 
 
 def _find_moved(
     key: str, group_values: Mapping[str, Any], folder: Path, expected_digest: str | None
 ) -> object:
-    """Returns the paths of an input where it lies now, with the known content if possible."""
+    """Return the current paths of an input, preferably with the recorded content."""
     name = key.partition(".")[2]
-    first = None
+    first_existing = None
     for base in launch_folders(folder):
-        place = _join_launch_folder(base, group_values[name], folder)
-        digest = _digest(key, {**group_values, name: place})
+        path = _join_launch_folder(base, group_values[name], folder)
+        digest = _digest(key, {**group_values, name: path})
         if digest is not None and digest == (expected_digest or digest):
-            return place
-        first = first or (place if digest else None)
-    return first or group_values[name]
+            return path
+        first_existing = first_existing or (path if digest else None)
+    return first_existing or group_values[name]
 
 
 def _join_launch_folder(base: Path, value: object, folder: Path) -> object:
-    """Returns paths as they are from a launch folder; absolute ones move with it."""
+    """Return paths relative to a launch folder, also those inside the recorded one."""
     if isinstance(value, str):
         launch = read_json(folder / INPUTS_FILE).get("launch_folder")
         path = Path(value).expanduser()

@@ -1,4 +1,4 @@
-"""Reading files that anybody may have put into a folder: a FIFO there would block for ever."""
+"""Opening of regular files in folders that other users write to, where a FIFO would block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError
 
-_KINDS = {
+_KIND_NAMES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -20,11 +20,11 @@ _KINDS = {
 
 
 class IrregularFileError(ConfigError):
-    """A FIFO, a socket, a device or a folder in the place of a file."""
+    """A FIFO, socket, device or folder where a regular file is expected."""
 
 
 def open_binary(path: Path) -> BufferedReader:
-    """Opens a regular file for reading, without waiting for another process.
+    """Open a regular file for reading, without waiting for another process.
 
     Raises ``IrregularFileError`` for any other kind of file, and ``OSError`` as ``open`` does.
     """
@@ -37,32 +37,34 @@ def open_binary(path: Path) -> BufferedReader:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise _irregular_reason(path, mode)
+        raise _irregular_error(path, mode)
     return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path) -> bytes:
-    """Returns the content of a regular file; raises what :func:`open_binary` raises."""
+    """Return the content of a regular file; raises the errors of :func:`open_binary`."""
     with open_binary(path) as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Returns the text of a regular file in UTF-8; raises what :func:`open_binary` raises."""
+    """Return the UTF-8 text of a regular file; raises the errors of :func:`open_binary`."""
     return read_bytes(path).decode("utf-8", errors).replace("\r\n", "\n")
 
 
 def check_regular(path: Path) -> None:
-    """Raises ``IrregularFileError`` for what exists and is no regular file, without opening it."""
+    """Raise ``IrregularFileError`` if a path exists and is not a regular file; does not open it."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
         return
     if not stat.S_ISREG(mode):
-        raise _irregular_reason(path, mode)
+        raise _irregular_error(path, mode)
 
 
-def _irregular_reason(path: Path, mode: int) -> IrregularFileError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+def _irregular_error(path: Path, mode: int) -> IrregularFileError:
+    kind = _KIND_NAMES.get(stat.S_IFMT(mode), "of another kind")
     reason = f"{path} is {kind}, not a regular file"
-    return IrregularFileError.for_key("", "", reason, "remove it, or put a copy of the file back")
+    return IrregularFileError.for_key(
+        "", "", reason, "remove it, or replace it by a copy of the file"
+    )

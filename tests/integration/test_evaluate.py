@@ -192,7 +192,7 @@ def test_data_that_have_changed_are_refused(
 
     text.write_text("quite another text than that, of other words\n" * 400, "utf-8")
     assert cli.main(["evaluate", str(run.path)]) == 2
-    assert f"gives another tokenizer than {kept}" in capsys.readouterr().err
+    assert f"has another tokenizer than {kept}" in capsys.readouterr().err
     more = (*line, f"resume={run.path}", "trainer.max_steps=8")
     changed = f"have changed since the checkpoint under {run.path} was trained"
     with pytest.raises(CheckpointError, match=changed):

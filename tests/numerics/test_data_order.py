@@ -169,7 +169,7 @@ def test_rows_that_fill_up_are_tokens_and_no_labels():
         assert (batch["inputs"] >= 0).all()
 
 
-MASKED = RandomDataset(3, 50, 0, 23, 16, masked_share=0.4)
+MASKED = RandomDataset(3, 50, 0, 23, 16, masked_fraction=0.4)
 
 
 @settings(deadline=None, max_examples=60)

@@ -193,10 +193,13 @@ def test_switches_of_answers(switch: dict[str, Any], train: bool) -> None:
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": (
         {"messages": [USER, ANSWER], "persona": "pirate"},
-        "has persona, which is not read",
+        "has persona, which is not supported",
     ),
     "key of a turn": ({"messages": [USER, ANSWER | {"audio": {"id": 1}}]}, "has audio, which"),
-    "refusal": ({"messages": [USER, ANSWER | {"refusal": "no"}]}, "has refusal, which is not read"),
+    "refusal": (
+        {"messages": [USER, ANSWER | {"refusal": "no"}]},
+        "has refusal, which is not supported",
+    ),
     "weight of a record": ({"messages": [USER, ANSWER], "weight": 0.5}, "has weight, which"),
     "half a weight": ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight is not 0 or 1"),
     "switches differ": (
@@ -207,10 +210,10 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [USER | {"train": True}, ANSWER]},
         "has a turn of 'user' to train on",
     ),
-    "all off": ({"messages": [USER, ANSWER | {"weight": 0}]}, "all are switched off"),
+    "all off": ({"messages": [USER, ANSWER | {"weight": 0}]}, "training is disabled for all"),
     "two systems": (
         {"messages": [system("a"), USER, ANSWER], "system": "b"},
-        "has a system, and another one",
+        "has a system, and a different one",
     ),
     "picture": (
         {
@@ -223,7 +226,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "pictures": (
         {"messages": [USER, ANSWER], "images": ["a.png"]},
-        "has images, which is not read",
+        "has images, which is not supported",
     ),
     "empty answer": (
         {"messages": [USER, ANSWER | {"content": ""}, USER, ANSWER]},
@@ -232,7 +235,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "no content": ({"messages": [USER, {"role": "assistant"}]}, "a turn without a text"),
     "a call without a name": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        "a tool call without the name",
+        "a tool call without a function name",
     ),
     "a call that is no JSON": (
         {"conversations": [TALK[0], {"from": "function_call", "value": "weather()"}]},
@@ -244,11 +247,11 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "calls of a user": (
         {"messages": [USER | {"tool_calls": [CALL]}, ANSWER]},
-        "has tool_calls, which is not read",
+        "has tool_calls, which is not supported",
     ),
     "history of texts": (
         {"instruction": "a", "output": "b", "history": ["x"]},
-        "has a history that is no list of pairs",
+        "has a history that is not a list of pairs",
     ),
     "two texts of a turn": (
         {"messages": [USER | {"value": "other"}, ANSWER]},
@@ -260,11 +263,11 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "surrogate in tools": (
         {"messages": [USER, ANSWER], "tools": [{"name": "\ud83d"}]},
-        "has half a character",
+        "has a lone surrogate",
     ),
     "surrogate in a call": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "\ud83d"}]}]},
-        "has half a character",
+        "has a lone surrogate",
     ),
 }
 
@@ -284,7 +287,7 @@ def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
     alpaca = {"instruction": "a", "output": "b", "history": [["c", "d"]]}
     assert [message.text for message in parse_conversation(alpaca, keys).messages] == ["a", "b"]
     assert notes == {
-        f"key {key} is not read, times": count
+        f"ignored key {key}, occurrences": count
         for key, count in (("id", 2), ("source", 1), ("toxic", 1), ("persona", 1), ("history", 1))
     }
 
@@ -318,7 +321,7 @@ def test_a_text_that_shares_words_with_the_conversation_is_content(more: dict[st
         {"messages": [USER, ANSWER]},
         {"instruction": "hello", "input": "", "output": "fine"},
     ):
-        with pytest.raises(ValueError, match=f"has {key}, which is not read"):
+        with pytest.raises(ValueError, match=f"has {key}, which is not supported"):
             read(record | more)
         read(record | more, key)
 
@@ -342,7 +345,7 @@ def test_a_text_that_shares_words_with_the_conversation_is_content(more: dict[st
 )
 def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]) -> None:
     (key,) = switch
-    fix = re.escape(f"('data.ignore_keys=[{key}]' leaves it out)")
+    fix = re.escape(f"(set 'data.ignore_keys=[{key}]' to ignore it)")
     for record in (
         {"messages": [USER, ANSWER | switch, USER, ANSWER]},
         {"messages": [USER, ANSWER]} | switch,
@@ -354,7 +357,7 @@ def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]
             ]
         },
     ):
-        with pytest.raises(ValueError, match=f"has {key}, which is not read {fix}"):
+        with pytest.raises(ValueError, match=f"has {key}, which is not supported {fix}"):
             read(record)
         read(record, key)
 
@@ -368,7 +371,7 @@ def test_numbers_that_describe_a_record_are_noted(key: str) -> None:
     notes: Counter[str] = Counter()
     record = {"messages": [USER, ANSWER | {key: 0.5}], key: 3}
     parse_conversation(record, RecordKeys((), notes))
-    assert notes == {f"key {key} is not read, times": 2}
+    assert notes == {f"ignored key {key}, occurrences": 2}
 
 
 @pytest.mark.parametrize("name", ROLES)
@@ -482,7 +485,9 @@ def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
 
 def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
-    assert chat.prepare(300, 0).note == chat.prepare(300, 0).note == "key id is not read, times: 1"
+    assert (
+        chat.prepare(300, 0).note == chat.prepare(300, 0).note == "ignored key id, occurrences: 1"
+    )
 
 
 def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
@@ -491,7 +496,7 @@ def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
         chat.prepare(300, 0)
     allowed = ChatData(**{**vars(chat), "ignore_keys": ("persona",)})
-    assert allowed.prepare(300, 0).note == "key persona is not read, times: 1"
+    assert allowed.prepare(300, 0).note == "ignored key persona, occurrences: 1"
 
 
 def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
@@ -564,18 +569,18 @@ def test_a_preference_has_its_history() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"tools": [TOOL]}, "has tools, which needs a chat template"),
-        ({"persona": "pirate"}, "has persona, which is not read"),
-        ({"margin": 0.5}, "has margin, which is not read"),
-        ({"messages": [USER, ANSWER]}, "has messages, which is not read"),
-        ({"instruction": "other"}, "has instruction, which is not read"),
+        ({"tools": [TOOL]}, "has tools, which requires a chat template"),
+        ({"persona": "pirate"}, "has persona, which is not supported"),
+        ({"margin": 0.5}, "has margin, which is not supported"),
+        ({"messages": [USER, ANSWER]}, "has messages, which is not supported"),
+        ({"instruction": "other"}, "has instruction, which is not supported"),
         (
             {"chosen": [USER | {"content": "x"}, ANSWER], "rejected": [USER, ANSWER]},
-            "has a prompt that is not in its chosen",
+            "has a prompt that is not part of its chosen",
         ),
         (
             {"chosen": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-            "has tool_calls, which needs a chat template",
+            "has tool_calls, which requires a chat template",
         ),
     ],
 )
@@ -588,7 +593,7 @@ def test_preferences_drop_nothing(more: dict[str, Any], reason: str) -> None:
 def test_preferences_note_metadata(tmp_path: Path) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
     splits = PreferenceData(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
-    assert splits.note == "key score_chosen is not read, times: 1"
+    assert splits.note == "ignored key score_chosen, occurrences: 1"
 
 
 @pytest.mark.parametrize(
@@ -598,8 +603,11 @@ def test_preferences_note_metadata(tmp_path: Path) -> None:
             {"messages": [USER, ANSWER | {"reasoning_content": "hm"}]},
             "reasoning_content in its ans",
         ),
-        ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which needs"),
-        ({"messages": [USER, ANSWER, USER, ANSWER | {"weight": 0}]}, "the last is switched off"),
+        ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which requires"),
+        (
+            {"messages": [USER, ANSWER, USER, ANSWER | {"weight": 0}]},
+            "training is disabled for the last one",
+        ),
     ],
 )
 def test_questions_with_answers_drop_nothing(
@@ -635,7 +643,7 @@ ENDLESS = {
 def test_an_endless_template_is_named_with_its_record(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "CPU_SECONDS", 0.5)
     options = {**SMALL, **with_template(tmp_path, ENDLESS[name])}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
@@ -669,7 +677,7 @@ def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path
 def test_json_lists_are_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
     record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
     (tmp_path / "a.json").write_text(f"[{record}]")
-    with pytest.raises(DataError, match="NaN is no JSON value"):
+    with pytest.raises(DataError, match="NaN is not a JSON value"):
         ChatData(paths=(str(tmp_path / "a.json"),), **SMALL).prepare(300, 0)
 
 

@@ -159,7 +159,7 @@ def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
     assert len(theirs) > own.get_vocab_size()
     expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
-    with pytest.raises(DataError, match="past the model's rows: <") as caught:
+    with pytest.raises(DataError, match="beyond the model's embedding: <") as caught:
         chat.prepare(len(theirs) - 1, 0)
     assert f"model.vocabulary={len(theirs)} " in caught.value.issues[0].fix
     assert "cp " in caught.value.issues[0].fix
@@ -215,7 +215,7 @@ def test_a_template_that_rewrites_earlier_answers_trains_on_the_last_and_says_so
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
     assert "4 degrees" in learnt(splits)
     assert "fine" not in learnt(splits)
-    assert "answers not trained on, since the chat template rewrites them" in splits.note
+    assert "answers not trained on, since the chat template changes them" in splits.note
     assert splits.note.endswith(": 1")
     again = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
     assert again.note == splits.note  # of the cache
@@ -224,14 +224,14 @@ def test_a_template_that_rewrites_earlier_answers_trains_on_the_last_and_says_so
 def test_messages_after_the_last_answer_are_left_out_where_they_rewrite_it(tmp_path: Path) -> None:
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": [*TURNS, TURNS[0]]})
     assert learnt(splits).endswith("4 degrees, naïve 🙂<|im_end|>\n")
-    assert "messages left out that follow the last answer: 1" in splits.note
+    assert "messages after the last answer omitted: 1" in splits.note
 
 
 def test_an_answer_that_the_template_shortens_is_counted(tmp_path: Path) -> None:
     thought = {"role": "assistant", "content": "<think>hm</think>fine"}
     splits = prepared(tmp_path, STRIPPING, "byte_level", {"messages": [TURNS[0], thought]})
     assert learnt(splits) == "fine</s>"
-    assert "answers trained on without a part that the chat template leaves out: 1" in splits.note
+    assert "answers trained on without a part that the chat template omits: 1" in splits.note
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
                     TURNS[1] | {"tool_calls": [{"function": {"name": "weather"}}]},
                 ]
             },
-            "has a tool call without arguments, which the chat template writes",
+            "has a tool call without arguments, which the chat template requires",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_shortened_cache_is_refused(capfd):
     corpus = StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8)
     folder = corpus.prepare(300, 0).tokenizer.parent
     os.truncate(folder / "train.bin", 100)
-    with pytest.raises(DataError, match=r"holds 100 bytes, not \d+; delete .* and start again"):
+    with pytest.raises(DataError, match=r"has 100 bytes instead of \d+; delete .* and start again"):
         corpus.prepare(300, 0)
     assert capfd.readouterr().err == "preparing corpus ...\n"
 

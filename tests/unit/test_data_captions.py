@@ -19,10 +19,17 @@ from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 
 from scalewise.data import image_io
-from scalewise.data.base import CaptionedSequences, DataSplits
+from scalewise.data.base import CaptionedTokenDataset, DataSplits
 from scalewise.data.captions import CaptionData
 from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.synthetic_shapes import CAPTIONS, COLUMNS, ROWS, TOKENS, WORDS, SyntheticShapes
+from scalewise.data.synthetic_shapes import (
+    CAPTION_TOKENS,
+    CAPTIONS,
+    COLUMNS,
+    ROWS,
+    WORDS,
+    SyntheticShapes,
+)
 from scalewise.data.tokenization import END_OF_TEXT as END
 from scalewise.errors import DataError
 
@@ -68,7 +75,7 @@ def caption(splits: DataSplits, row: int) -> str:
 
 
 def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
-    assert isinstance(splits.train, CaptionedSequences)
+    assert isinstance(splits.train, CaptionedTokenDataset)
     return splits.train.gather_pixels(rows)
 
 
@@ -106,7 +113,7 @@ def test_pictures_without_pillow_say_what_to_install(
     monkeypatch.setitem(sys.modules, "PIL", None)
     np.save(tmp_path / "a.npy", drawn())
     image_io.read_image(tmp_path / "a.npy")
-    with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'scalewise\[images\]'"):
+    with pytest.raises(ValueError, match=r"requires Pillow.*pip install 'scalewise\[images\]'"):
         image_io.read_image(tmp_path / "a.jpg")
 
 
@@ -128,13 +135,13 @@ BAD = {
     "none.png": (None, "cannot be read"),
     "cut.png": (PNG[: len(PNG) // 2], "cannot be read"),
     "none.npy": (None, "cannot be read"),
-    "half.npy": (b"\x93NUMPY", "no picture|cannot be read"),
-    "float.npy": (np.zeros((2, 2, 3)), "names 2x2x3 of float64"),
-    "deep.npy": (np.zeros((2, 2, 4), np.uint8), "names 2x2x4 of uint8"),
-    "pickled.npy": (np.array([{}], dtype=object), "names what is no picture"),
+    "half.npy": (b"\x93NUMPY", "not an image|cannot be read"),
+    "float.npy": (np.zeros((2, 2, 3)), "an image of 2x2x3 float64"),
+    "deep.npy": (np.zeros((2, 2, 4), np.uint8), "an image of 2x2x4 uint8"),
+    "pickled.npy": (np.array([{}], dtype=object), "has a file that is not an image"),
     "empty.npy": (np.zeros((0, 2, 3), np.uint8), "without pixels"),
-    "short.ppm": (b"P6 2 2 255\n123", "names what is no picture|cannot be read"),
-    "wide.pgm": (b"P5 1 1 65535\n12", "numbers are not of one byte"),
+    "short.ppm": (b"P6 2 2 255\n123", "has a file that is not an image|cannot be read"),
+    "wide.pgm": (b"P5 1 1 65535\n12", "more than 8 bits per channel"),
 }
 
 
@@ -161,7 +168,9 @@ def test_pictures_of_too_many_pixels_are_rejected(side: int, tmp_path: Path) -> 
 def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", one=drawn())
     (tmp_path / "a.npz").rename(tmp_path / "a.NPY")
-    with pytest.raises(ValueError, match=r"names what is no picture: a\.NPY .several arrays"):
+    with pytest.raises(
+        ValueError, match=r"has a file that is not an image: a\.NPY .it contains several arrays"
+    ):
         image_io.read_image(tmp_path / "a.NPY")
 
 
@@ -179,7 +188,7 @@ def test_a_longer_caption_is_cut_and_told(pictures: Path) -> None:
     splits = told(pictures, {"image": "a.npy", "caption": "so " * 40}).prepare(300, 0)
     (ids_T,) = splits.train.gather([0])
     assert (ids_T >= 0).all()
-    assert "of 1 captions, data.sequence=24: 1 cut" in splits.note
+    assert "of 1 captions, data.sequence=24: 1 truncated" in splits.note
 
 
 def test_another_picture_under_the_same_name_is_read_anew(pictures: Path) -> None:
@@ -202,12 +211,12 @@ def test_bad_records_are_counted_and_named(
     with pytest.raises(DataError) as caught:
         told(pictures, *records, max_bad_rows=3).prepare(300, 0)
     said = str(caught.value)
-    assert "4 records that are no picture with a caption: told.jsonl:2 names a picture" in said
-    assert "told.jsonl:3 has no text in 'caption'; it has image" in said
+    assert "4 records that are not a valid image with a caption: told.jsonl:2 has an image" in said
+    assert "told.jsonl:3 has no text in 'caption'; its keys: image" in said
     assert "data.max_bad_rows=4" in said
     splits = told(pictures, *records, max_bad_rows=4).prepare(300, 0)
     assert len(splits.train) == 1
-    assert "left out 4 records" in capsys.readouterr().err
+    assert "skipped 4 records" in capsys.readouterr().err
 
 
 def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
@@ -215,7 +224,7 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
         np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
     splits = told(pictures, *records, validation_fraction=0.25).prepare(300, 0)
-    assert isinstance(splits.validation, CaptionedSequences)
+    assert isinstance(splits.validation, CaptionedTokenDataset)
     assert splits.validation.gather_pixels([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
     assert seen(splits, 3)[0, 0, 0, 0] == 4
     assert caption(splits, 3) == f"4{END}"
@@ -229,7 +238,7 @@ def test_batches_hold_pictures_and_labels() -> None:
         assert batch["inputs"].dtype == torch.uint8
         assert batch["labels"].shape == (2, 9)
     labels = sum((batch["labels"] != -100).sum() for batch in (first, second))
-    assert first["labels_of_step"] == labels == 3 * TOKENS
+    assert first["labels_of_step"] == labels == 3 * CAPTION_TOKENS
     assert (second["labels"][1] == -100).all()  # a row that fills the micro batch up
     assert (second["inputs"][1] == 0).all()
 
@@ -241,7 +250,7 @@ def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
     assert np.array_equal(seen(one, *rows), seen(again, *rows))
     assert not np.array_equal(seen(one, *rows), seen(other, *rows))
     words = caption(one, 0).split()
-    assert (words[0], words[-1], len(words)) == ("a", END, TOKENS)
+    assert (words[0], words[-1], len(words)) == ("a", END, CAPTION_TOKENS)
     assert one.validation is not None
     shown, held = ({*map(tuple, s.gather(range(len(s))))} for s in (one.train, one.validation))
     assert not shown & held
@@ -261,8 +270,10 @@ def test_the_shape_is_where_its_caption_says() -> None:
 def test_what_captions_cannot_be(pictures: Path) -> None:
     spec = told(pictures, image_size=0, packing=True)
     first, second = map(str, spec.validate())
-    assert first == "data.image_size=0: must be positive; give data.image_size=224"
-    assert second.startswith("data.packing=true: is for texts alone, and each caption has its own")
+    assert first == "data.image_size=0: must be positive; set data.image_size=224"
+    assert second.startswith(
+        "data.packing=true: is not supported with images: each caption has its own"
+    )
 
 
 SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")

@@ -14,11 +14,11 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from scalewise.data.base import DataSplits, Sequences
+from scalewise.data.base import DataSplits, TokenDataset
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_cache import chat_template
 from scalewise.data.chat_messages import ROLES, Conversation, Message
-from scalewise.data.chat_templates import PLAIN, PlainTemplate, prompt_text
+from scalewise.data.chat_templates import PLAIN_TEMPLATE, PlainTemplate, prompt_text
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
@@ -56,7 +56,7 @@ def lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def read(splits: DataSplits, rows: Sequences, row: int = 0) -> tuple[str, str]:
+def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str]:
     """Returns the text of a row, and that of its labels alone."""
     assert splits.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
@@ -102,8 +102,8 @@ def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
     splits = ChatData(paths=(path,), **small).prepare(300, 0)
     assert len(splits.train) == 3
     assert splits.note == (
-        "of 4 conversations, data.sequence=64: 1 left out (answers begin past the row), "
-        "1 cut (longer than the row)"
+        "of 4 conversations, data.sequence=64: 1 dropped (answers start after the sequence), "
+        "1 truncated (longer than the sequence)"
     )
     large = {**SMALL, "sequence": 1024}
     assert ChatData(paths=(path,), **large).prepare(300, 0).note == ""
@@ -212,7 +212,7 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
 
 def test_the_plain_template_is_the_one_that_is_exported() -> None:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    theirs = environment.from_string(PLAIN)
+    theirs = environment.from_string(PLAIN_TEMPLATE)
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES):
         told = tuple(Message(**turn) for turn in messages)
         ours = "".join(piece.text for piece in PlainTemplate(END_OF_TEXT)(Conversation(told)))
@@ -242,15 +242,15 @@ def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Pat
 
 
 BAD = {
-    r'{"instruction": "\ud83d x", "output": "y"}': "has half a character",
+    r'{"instruction": "\ud83d x", "output": "y"}': "has a lone surrogate",
     "{": "is not JSON",
-    "[1]": "is no object",
-    '{"a": 1}': "it has a",
+    "[1]": "is not an object",
+    '{"a": 1}': "its keys: a",
     '{"messages": []}': "has no list of turns",
     '{"messages": [{"role": "user"}]}': "a turn without a text in 'content'",
-    '{"messages": [{"role": "robot", "content": "x"}]}': "a turn of 'robot'; known are system",
+    '{"messages": [{"role": "robot", "content": "x"}]}': "of 'robot'; supported roles: system",
     '{"messages": [{"role": "user", "content": "x"}]}': "has no answer",
-    '{"instruction": "x", "output": 3}': "that is no text",
+    '{"instruction": "x", "output": 3}': "that is not a text",
 }
 
 
@@ -263,12 +263,12 @@ def test_bad_rows_are_named_and_counted(
     chat = ChatData(paths=(str(path),), **SMALL)
     with pytest.raises(DataError) as error:
         chat.prepare(300, 0)
-    assert "1 record that is no conversation: a.jsonl:3 " in str(error.value)
+    assert "1 record that is not a valid conversation: a.jsonl:3 " in str(error.value)
     assert BAD[line] in str(error.value)
     assert "data.max_bad_rows=1" in str(error.value)
     allowed = ChatData(paths=(str(path),), max_bad_rows=1, **SMALL).prepare(300, 0)
     assert len(allowed.train) == 2
-    assert "left out 1 record, the first a.jsonl:3" in capsys.readouterr().err
+    assert "skipped 1 record, first: a.jsonl:3" in capsys.readouterr().err
 
 
 def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
@@ -290,7 +290,9 @@ def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
 def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
     record = {"instruction": "why " * 200, "output": "so"}
     path = lines(tmp_path / "a.jsonl", record)
-    with pytest.raises(DataError, match=r"no answer of the train split .* give data.sequence="):
+    with pytest.raises(
+        DataError, match=r"the first answer of the train split .* set data.sequence="
+    ):
         ChatData(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0).prepare(300, 0)
     both = lines(tmp_path / "b.jsonl", record, MESSAGES)
     kept = ChatData(paths=(both,), **SMALL).prepare(300, 0)

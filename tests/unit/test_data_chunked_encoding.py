@@ -256,7 +256,7 @@ def test_a_document_too_long_to_be_encoded_whole_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = byte_level()
-    monkeypatch.setattr(chunked_encoding, "LONGEST_WINDOW", 5_000)
+    monkeypatch.setattr(chunked_encoding, "MAX_WINDOW_CHARACTERS", 5_000)
     document = Document(iter(["1" * 9_000]), "digits.txt")
     ids = [
         token

@@ -125,7 +125,7 @@ def story(seed, words=4000):
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
 def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
     whole = TokenizerSource(400).train(lambda: iter([story(1), story(2)]))
-    monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
+    monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
 
     def documents():
         for text in (story(1), story(2)):
@@ -135,8 +135,8 @@ def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
 
 
 def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
-    monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
-    monkeypatch.setattr(encoding, "LONGEST_WORD", 200)
+    monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr(encoding, "MAX_WORD_CHARACTERS", 200)
     text = story(1) + "x" * 1000 + story(2)
     pieces = [*iter_training_text([text, text], len(text) + 77)]
     assert "".join(pieces) == text + text[:77]

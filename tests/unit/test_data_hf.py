@@ -106,7 +106,7 @@ def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind,
     expected = HFDatasetData(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0).train
     rows = data.prepare(300, 0).train
     np.testing.assert_array_equal(rows.gather(range(9)), expected.gather(range(9)))
-    note = f"left out 1 record of {tmp_path / 'pq'} without text (null), the first: "
+    note = f"skipped 1 record of {tmp_path / 'pq'} without text (null), first: "
     assert note + f"{tmp_path / 'pq'} train row {len(TEXTS) + 1}\n" in capfd.readouterr().err
 
 
@@ -115,7 +115,9 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
     (tmp_path / "pq").mkdir()
     parquet.write_table(pyarrow.table(table), tmp_path / "pq" / "train.parquet")
     for field, kind in (("id", "int"), ("parts", "list"), ("raw", "bytes")):
-        match = rf"data\.field={field}: row 1 of .* has no text there but {kind}; it has: id, parts"
+        match = (
+            rf"data\.field={field}: row 1 of .* has {kind} in it, not text; its columns: id, parts"
+        )
         with pytest.raises(DataError, match=match):
             HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL).prepare(300, 0)
 
@@ -147,11 +149,14 @@ def test_a_given_tokenizer(folder, tmp_path):
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        (r"data\.field=body: .* has no text there; it has: text, id; name", {"field": "body"}),
-        (r"data\.field=id: .* has no text there", {"field": "id"}),
+        (
+            r"data\.field=body: .* has no such column; its columns: text, id; set another",
+            {"field": "body"},
+        ),
+        (r"data\.field=id: .* has int in it, not text", {"field": "id"}),
         (r"data\.path=.*: split 'none' cannot be read: .*; check data\.path", {"split": "none"}),
-        (r"data\.sequence=99999: the .*split.* row", {"sequence": 99_999}),
-        (r"data\.vocabulary=301: makes ids up to 300", {"vocabulary": 301}),
+        (r"data\.sequence=99999: the .*split.* sequence", {"sequence": 99_999}),
+        (r"data\.vocabulary=301: has ids up to 300", {"vocabulary": 301}),
     ],
 )
 def test_what_is_refused(folder, match, options, streaming):
@@ -166,7 +171,7 @@ def test_a_dataset_that_cannot_be_had(tmp_path):
     with pytest.raises(DataError, match=r"data\.path=nobody/nothing: split 'train' cannot be read"):
         HFDatasetData(path="nobody/nothing").prepare(4096, 0)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
-    with pytest.raises(DataError, match="holds one saved dataset, whose split is train"):
+    with pytest.raises(DataError, match="contains one saved dataset, whose split is train"):
         HFDatasetData(path=str(tmp_path / "one"), split="text").prepare(4096, 0)
 
 

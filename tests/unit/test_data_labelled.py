@@ -55,7 +55,7 @@ def test_of_a_longer_text_the_end_is_left_out(tmp_path: Path) -> None:
     assert ids_S[-1] == 1
     assert (ids_S[:-1] < 0).all()
     assert text.startswith(read(splits, 0)[0])
-    assert "1 cut" in splits.note
+    assert "1 truncated" in splits.note
 
 
 def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
@@ -70,24 +70,32 @@ def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "fine"}, "has no label; it has text"),
-        ({"label": "yes"}, "has no text; it has label"),
-        ({"text": " ", "label": "yes"}, "has no words in text"),
-        ({"text": 3, "label": "yes"}, "has no words in text"),
-        ({"text": "fine", "label": "maybe"}, "is of class 'maybe'; data.classes are no, yes"),
-        ({"text": "fine", "label": 2}, "is of class 2; data.classes are no, yes"),
-        ({"text": "fine", "label": True}, "is of class True; data.classes are no, yes"),
+        ({"text": "fine"}, "has no label; its keys: text"),
+        ({"label": "yes"}, "has no text; its keys: label"),
+        ({"text": " ", "label": "yes"}, "has no text in text"),
+        ({"text": 3, "label": "yes"}, "has no text in text"),
+        (
+            {"text": "fine", "label": "maybe"},
+            "has class 'maybe', which is not one of data.classes: no, yes",
+        ),
+        ({"text": "fine", "label": 2}, "has class 2, which is not one of data.classes: no, yes"),
+        (
+            {"text": "fine", "label": True},
+            "has class True, which is not one of data.classes: no, yes",
+        ),
     ],
 )
 def test_bad_records_are_named_and_may_be_left_out(
     record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = labelled(tmp_path / "a.jsonl", {"text": "fine", "label": "yes"}, record)
-    with pytest.raises(DataError, match="1 record that is no text of a known class") as refused:
+    with pytest.raises(
+        DataError, match="1 record that is not a valid text of a known class"
+    ) as refused:
         spec.prepare(300, 0)
     assert f"a.jsonl:2 {reason}" in str(refused.value)
     assert len(replace(spec, max_bad_rows=1).prepare(300, 0).train) == 1
-    assert "left out 1 record" in capsys.readouterr().err
+    assert "skipped 1 record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("classes", [(), ("one",), ("no", "no")])

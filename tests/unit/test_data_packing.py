@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalewise.data.base import FIRST
+from scalewise.data.base import FIRST_TOKEN_OFFSET
 from scalewise.data.chat import ChatData
 from scalewise.data.dataloader import BatchShare, ValidationLoader, as_batch
-from scalewise.data.datasets import AnswerDataset, PaddedDataset, RandomDataset
+from scalewise.data.datasets import PaddedDataset, RandomDataset, Seq2SeqDataset
 from scalewise.data.packing import PackedTextDataset, best_fit_pack
 from scalewise.objectives import IGNORED
 
@@ -57,8 +57,10 @@ def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
     rows = PackedTextDataset(
         *stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end_token=0
     )
-    assert rows.gather([1]).tolist() == [[~(6 + FIRST), ~7, 8, 9, 10, 11]]
-    assert rows.gather(np.array([0])).tolist() == [[~(1 + FIRST), 2, 3, ~(4 + FIRST), 5, ~0]]
+    assert rows.gather([1]).tolist() == [[~(6 + FIRST_TOKEN_OFFSET), ~7, 8, 9, 10, 11]]
+    assert rows.gather(np.array([0])).tolist() == [
+        [~(1 + FIRST_TOKEN_OFFSET), 2, 3, ~(4 + FIRST_TOKEN_OFFSET), 5, ~0]
+    ]
     assert rows.gather([0, 1]).tolist() == [*rows.gather([0]).tolist(), *rows.gather([1]).tolist()]
 
 
@@ -100,12 +102,12 @@ def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
     assert PackedTextDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 10)
     ids_N = np.array([~1, ~2, 3, ~4, 5, 6, 7], np.int32)
     starts, rows = np.array([0, 3, 7]), np.array([0, 1])
-    answered = AnswerDataset(ids_N, starts, rows, sequence=4, end_token=0, target_length=2)
+    answered = Seq2SeqDataset(ids_N, starts, rows, sequence=4, end_token=0, target_length=2)
     assert answered.fill_ratio == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
 def test_random_rows_hold_several_texts() -> None:
-    rows = RandomDataset(3, 50, 0, 20, 128, masked_share=0.3, packing=True)
+    rows = RandomDataset(3, 50, 0, 20, 128, masked_fraction=0.3, packing=True)
     plain = RandomDataset(3, 50, 0, 20, 128)
     batch, wanted = (
         as_batch(each.gather(range(20)), False, masked=each.masked, packing=each.packing)
@@ -139,7 +141,7 @@ def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sorted(said[said >= 0].tolist()) == sorted(told[told >= 0].tolist())
     said = re.fullmatch(
         r"of (\d+) conversations, data.sequence=64: "
-        r"packed into (\d+) rows, ([\d.]+)% full \(one a row: ([\d.]+)%\)",
+        r"packed into (\d+) sequences, ([\d.]+)% full \(one text each: ([\d.]+)%\)",
         packed.note,
     )
     assert said is not None

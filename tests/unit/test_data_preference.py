@@ -89,27 +89,30 @@ def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"prompt": "Add.", "chosen": "4"}, "has no rejected; it has prompt, chosen"),
-        ({"chosen": "4", "rejected": "5"}, "has a text for an answer, and no prompt"),
-        ({**TEXTS, "rejected": "4"}, "has no two answers to one prompt"),
-        ({"chosen": [ASKED, GOOD], "rejected": [MORE[0], BAD]}, "has no two answers to one prompt"),
+        ({"prompt": "Add.", "chosen": "4"}, "has no rejected; its keys: prompt, chosen"),
+        ({"chosen": "4", "rejected": "5"}, "has an answer that is a text, and no prompt"),
+        ({**TEXTS, "rejected": "4"}, "does not have two different answers to one prompt"),
+        (
+            {"chosen": [ASKED, GOOD], "rejected": [MORE[0], BAD]},
+            "does not have two different answers to one prompt",
+        ),
         ({**TEXTS, "chosen": [ASKED]}, "has no answer"),
         ({**TEXTS, "chosen": 4}, "has no list of turns"),
         ({**TEXTS, "prompt": 4}, "has no list of turns"),
         ({**TEXTS, "chosen": " "}, "has no answer"),
-        ([TEXTS], "is no object"),
+        ([TEXTS], "is not an object"),
     ],
 )
 def test_bad_records_are_named_and_may_be_left_out(
     record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS, record)
-    with pytest.raises(DataError, match="1 record that is no pair of answers") as refused:
+    with pytest.raises(DataError, match="1 record that is not a valid pair of answers") as refused:
         PreferenceData(paths=(path,), **SMALL).prepare(300, 0)
     assert f"a.jsonl:2 {reason}" in str(refused.value)
     splits = PreferenceData(paths=(path,), max_bad_rows=1, **SMALL).prepare(300, 0)
     assert len(splits.train) == 1
-    assert "left out 1 record" in capsys.readouterr().err
+    assert "skipped 1 record" in capsys.readouterr().err
 
 
 def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
 
 
 def test_too_little_text_has_no_pairs() -> None:
-    with pytest.raises(DataError, match=r"split has no pair; give more data\.megabytes"):
+    with pytest.raises(DataError, match=r"split has no pair; increase data\.megabytes"):
         StdlibCorpusPairs(vocabulary=300, megabytes=0.001).prepare(300, 0)
 
 

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from scalewise.data import text_files
 from scalewise.data.file_patterns import match_paths, path_issues
 from scalewise.data.text_files import (
-    PLAIN,
-    RECORDS,
+    PLAIN_SUFFIXES,
+    RECORD_SUFFIXES,
     iter_documents,
     iter_json_lines,
     parse_json,
@@ -83,7 +83,7 @@ def test_line_ends_are_one_character(tmp_path, monkeypatch, end, chunk):
     [
         (b"one\r\ntwo\ncaf\xe9 three\n", "line 3 is not UTF-8 (byte 0xe9)"),
         (b"one\ntwo\n\x93three\x94", "line 3 is not UTF-8 (byte 0x93)"),
-        ("one\ntwo".encode("utf-16-le"), "line 1 has a NUL character, which text has not"),
+        ("one\ntwo".encode("utf-16-le"), "line 1 has a NUL character, which is not text"),
         (
             codecs.BOM_UTF16_BE + "a\nà\n".encode("utf-16-be") + b"\xd8\x00",
             "line 3 is not UTF-16 (byte 0xd8)",
@@ -165,16 +165,16 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
         (
             RUSSIAN.encode("utf-16-le")[:-1],
             "line 1 has a control",
-            "copy the file again, whose end",
+            "copy the file again, since",
         ),
         (
             codecs.BOM_UTF16_LE + "ab\n".encode("utf-16-le")[:-1],
             "line 1 is not UTF-16",
             "copy the f",
         ),
-        ("naïve".encode()[:3], "line 1 is not UTF-8", "copy the file again: its end is cut off"),
-        (b"one\ntwo\x04\n", "line 2 has a control (0x04) character", "remove it, with all"),
-        (bytes(range(128)), "line 1 has a NUL", "remove it, with all of its kind: tr -d "),
+        ("naïve".encode()[:3], "line 1 is not UTF-8", "copy the file again: its end is missing"),
+        (b"one\ntwo\x04\n", "line 2 has a control (0x04) character", "remove all control"),
+        (bytes(range(128)), "line 1 has a NUL", "remove all control characters: tr -d "),
         (b"\xff\x81\x8d\x8f\x90", "line 1 is not UTF-8 (byte 0xff)", "KOI8-R, and"),
     ],
 )
@@ -279,17 +279,17 @@ def test_two_columns_of_one_name_are_rejected(tmp_path):
     ("line", "reason"),
     [
         (b'{"x": "caf\xe9"}', "is not UTF-8 (byte 0xe9)"),
-        (b'{"x": "\\ud800"}', "has half a character (a lone surrogate)"),
-        (b'{"x": "\\uDC00 "}', "has half a character (a lone surrogate)"),
-        (b'{"\\ud800": "x"}', "has half a character (a lone surrogate)"),
-        (b'{"x": "y", "n": %s}' % (b"1" * 4301), "is not JSON that can be read (Exceeds the limit"),
-        (b'{"x": "y", "n": NaN}', "is not JSON (NaN is no JSON value)"),
-        (b'{"x": "y", "n": -Infinity}', "is not JSON (-Infinity is no JSON value)"),
+        (b'{"x": "\\ud800"}', "has a lone surrogate (half a character)"),
+        (b'{"x": "\\uDC00 "}', "has a lone surrogate (half a character)"),
+        (b'{"\\ud800": "x"}', "has a lone surrogate (half a character)"),
+        (b'{"x": "y", "n": %s}' % (b"1" * 4301), "is not valid JSON (Exceeds the limit"),
+        (b'{"x": "y", "n": NaN}', "is not JSON (NaN is not a JSON value)"),
+        (b'{"x": "y", "n": -Infinity}', "is not JSON (-Infinity is not a JSON value)"),
         (b"[" * 100_000, "is JSON that is nested too deeply"),
         (b'{"x": ' * 100_000, "is JSON that is nested too deeply"),
         (b'{"x": "y"', "is not JSON (Expecting ',' delimiter)"),
-        (b'["x"]', "is no JSON object but a list"),
-        (b"null", "is no JSON object but a NoneType"),
+        (b'["x"]', "is not a JSON object but a list"),
+        (b"null", "is not a JSON object but a NoneType"),
     ],
 )
 def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
@@ -315,7 +315,7 @@ def test_null_is_left_out_with_a_note(tmp_path, capsys):
     ):
         path = tmp_path / f"a.{suffix}"
         assert texts(path, "x") == texts(path, "x") == ["one", "two"], suffix
-        note = f"left out {count} of {path} without x (null), the first: a.{suffix} {first}\n"
+        note = f"skipped {count} of {path} without x (null), first: a.{suffix} {first}\n"
         assert capsys.readouterr().err == note, suffix
 
 
@@ -339,7 +339,9 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
     table = {"id": [1], "parts": [["a"]], "raw": [b"a"], "body": ["a"]}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     for field, kind in (("id", "int64"), ("parts", r"list<.*>"), ("raw", "binary")):
-        with pytest.raises(DataError, match=f"data.field={field}: is a column of {kind} in .*body"):
+        with pytest.raises(
+            DataError, match=f"data.field={field}: is a column of type {kind} in .*body"
+        ):
             texts(tmp_path / "a.parquet", field)
 
 
@@ -413,7 +415,9 @@ def test_linked_files_are_read_once(tmp_path):
 
 
 def complaints(pattern):
-    return [*path_issues("data.paths", [str(pattern)], PLAIN | RECORDS, "my/*.txt")]
+    return [
+        *path_issues("data.paths", [str(pattern)], PLAIN_SUFFIXES | RECORD_SUFFIXES, "my/*.txt")
+    ]
 
 
 def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
@@ -431,7 +435,7 @@ def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
         ("x.log", "unknown suffix '.log'"),
         ("noext", "a file name without a suffix"),
         ("dangling.txt", "is a link to missing.txt, which does not exist"),
-        ("pipe.txt", "is no regular file"),
+        ("pipe.txt", "is not a regular file"),
         ("absent.txt", "no such file"),
     ],
 )
@@ -448,7 +452,7 @@ def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
     (issue,) = complaints(tmp_path / folder)
     assert issue.reason == "is a folder"
-    typed = issue.fix.removeprefix("give ")
+    typed = issue.fix.removeprefix("set ")
     ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
     pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
     found = match_paths([pattern.replace("\\'", "'")])

@@ -12,7 +12,7 @@ from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 from tokenizers import Tokenizer
 
-from scalewise.data.base import NOTHING, DataSplits
+from scalewise.data.base import NO_TOKEN, DataSplits
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.random_tokens import RandomTokens
 from scalewise.data.seq2seq import Seq2SeqData
@@ -42,7 +42,7 @@ def read(splits: DataSplits, row: int) -> tuple[str, str]:
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([row])
     (question_S, answer_T) = ids_S[:-16], ids_S[-16:]
-    question = (~question_S[question_S != NOTHING]).tolist()
+    question = (~question_S[question_S != NO_TOKEN]).tolist()
     answer = answer_T[answer_T >= 0].tolist()
     return tuple(tokenizer.decode(ids, skip_special_tokens=False) for ids in (question, answer))
 
@@ -74,14 +74,16 @@ def test_both_are_cut_where_they_are_longer(tmp_path: Path) -> None:
     (ids_S,) = splits.train.gather([0])
     assert len(ids_S) == 48
     assert (ids_S[:32] < 0).all()
-    assert NOTHING not in ids_S
+    assert NO_TOKEN not in ids_S
     assert (ids_S[32:] >= 0).all()
-    assert "of 2 conversations, data.sequence=48: 1 cut" in splits.note
+    assert "of 2 conversations, data.sequence=48: 1 truncated" in splits.note
 
 
 def test_records_without_a_question_are_named(tmp_path: Path) -> None:
     alone = {"messages": [{"role": "assistant", "content": "2"}]}
-    with pytest.raises(DataError, match=r"no question with an answer: a.jsonl:2 has no question"):
+    with pytest.raises(
+        DataError, match=r"not a valid question with an answer: a.jsonl:2 has no question"
+    ):
         asked(tmp_path / "a.jsonl", SHORT, alone).prepare(300, 0)
 
 
@@ -110,7 +112,7 @@ WITH: list[Row] = [
     (
         [*T5, *SYNTHETIC[:2], "data.target_length=32"],
         "data.target_length",
-        "is no part",
+        "must be positive and below",
         "data.target_length=8",
     ),
     (
@@ -164,8 +166,8 @@ WITH: list[Row] = [
                 "false",
             ),
             ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
-            ("data.packing=true", "data.packing", "one model reads", "data.packing=false"),
-            ("data.pairs=true", "data.pairs", "one model reads", "data.pairs=false"),
+            ("data.packing=true", "data.packing", "not supported with", "data.packing=false"),
+            ("data.pairs=true", "data.pairs", "not supported with", "data.pairs=false"),
         )
     ),
 ]

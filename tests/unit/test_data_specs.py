@@ -91,55 +91,57 @@ def test_preparing_imports_no_torch(tmp_path):
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (StdlibCorpus(sequence=0), "data.sequence=0: must be positive; give data.sequence=256"),
+        (StdlibCorpus(sequence=0), "data.sequence=0: must be positive; set data.sequence=256"),
         (
             StdlibCorpus(megabytes=-1),
-            "data.megabytes=-1: must be positive; give data.megabytes=8.0",
+            "data.megabytes=-1: must be positive; set data.megabytes=8.0",
         ),
         (
             StdlibCorpus(vocabulary=256),
-            "data.vocabulary=256: a byte-level tokenizer has 256 bytes and an end-of-text token; "
-            "give data.vocabulary=257 or more",
+            "data.vocabulary=256: is too small: a byte-level tokenizer has 256 bytes and an "
+            "end-of-text token; "
+            "set data.vocabulary=257 or more",
         ),
-        (TextData(), "data.paths=[]: is empty; give 'data.paths=[my/*.txt]'"),
+        (TextData(), "data.paths=[]: is empty; set 'data.paths=[my/*.txt]'"),
         (
             TextData(paths=("nowhere/*.txt",)),
-            "data.paths=nowhere/*.txt: no such file; give 'data.paths=[my/*.txt]'",
+            "data.paths=nowhere/*.txt: no such file; set 'data.paths=[my/*.txt]'",
         ),
         (
             TextData(paths=(__file__,), validation_fraction=1),
-            "data.validation_fraction=1: is a share of the text, from 0 to below 1; "
-            "give data.validation_fraction=0.05",
+            "data.validation_fraction=1: must be at least 0 and below 1; "
+            "set data.validation_fraction=0.05",
         ),
         (
             TextData(paths=(__file__,), tokenizer="none.json"),
             "data.tokenizer=none.json: no such file; "
-            "give the path of a tokenizer.json, or data.tokenizer=null to train one",
+            "set data.tokenizer to the path of a tokenizer.json, "
+            "or data.tokenizer=null to train one",
         ),
-        (PretokenizedData(), "data.paths=[]: is empty; give 'data.paths=[my/*.bin]'"),
+        (PretokenizedData(), "data.paths=[]: is empty; set 'data.paths=[my/*.bin]'"),
         (
             PretokenizedData(paths=(__file__,)),
             f"data.paths={__file__}: unknown suffix '.py'; use one of .bin .npy",
         ),
         (
             HFDatasetData(),
-            "data.path='': is empty; give data.path=roneneldan/TinyStories, or a folder",
+            "data.path='': is empty; set data.path=roneneldan/TinyStories, or a folder",
         ),
         (
             HFDatasetData(path="./nowhere"),
-            "data.path=./nowhere: no such folder; give a folder or a Hub name",
+            "data.path=./nowhere: no such folder; set data.path to a folder or a Hub name",
         ),
         (
             HFDatasetData(path="a/b", split=""),
-            "data.split='': is empty; give data.split=NAME",
+            "data.split='': is empty; set data.split=NAME",
         ),
-        (RandomTokens(rows=0), "data.rows=0: must be positive; give data.rows=100000"),
+        (RandomTokens(rows=0), "data.rows=0: must be positive; set data.rows=100000"),
         (
             RandomTokens(vocabulary=0),
-            "data.vocabulary=0: must be positive; give data.vocabulary=null",
+            "data.vocabulary=0: must be positive; set data.vocabulary=null",
         ),
-        (RandomTokens(masked=1.0), "data.masked=1.0: is a share, in [0, 1)"),
-        (RandomTokens(masked=-0.1), "data.masked=-0.1: is a share, in [0, 1)"),
+        (RandomTokens(masked=1.0), "data.masked=1.0: must be at least 0 and below 1"),
+        (RandomTokens(masked=-0.1), "data.masked=-0.1: must be at least 0 and below 1"),
     ],
 )
 def test_complaints_name_key_value_and_cure(data, line):
@@ -150,7 +152,7 @@ def test_held_out_shards_are_looked_for_too(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = PretokenizedData(paths=(f"{tmp_path}/*.bin",), validation_paths=("nowhere.bin",))
     expected = "data.validation_paths=nowhere.bin: no such file; "
-    assert said(data) == [expected + "give 'data.validation_paths=[held/*.bin]'"]
+    assert said(data) == [expected + "set 'data.validation_paths=[held/*.bin]'"]
 
 
 def test_sound_specs_have_no_complaint(tmp_path):
@@ -231,5 +233,5 @@ def test_synthetic_masks_its_share_of_the_same_tokens(share):
 
 def test_synthetic_takes_the_models_vocabulary_and_refuses_a_larger_one():
     assert RandomTokens(sequence=64).prepare(3, 0).train.gather(range(9)).max() == 2
-    with pytest.raises(DataError, match=r"data\.vocabulary=9: makes ids up to 8, but the model's"):
+    with pytest.raises(DataError, match=r"data\.vocabulary=9: has ids up to 8, but the model's"):
         RandomTokens(vocabulary=9).prepare(8, 0)

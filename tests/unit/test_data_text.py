@@ -51,7 +51,9 @@ def test_the_corpus_is_cut_at_its_size():
 
 
 def test_a_corpus_without_files_is_refused():
-    with pytest.raises(DataError, match=r"data\.megabytes=1e-06: .* has no two Python sources"):
+    with pytest.raises(
+        DataError, match=r"data\.megabytes=1e-06: .* has fewer than two Python sources"
+    ):
         StdlibCorpus(megabytes=1e-6).prepare(4096, 0)
 
 
@@ -136,7 +138,7 @@ def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
         assert StdlibCorpus(megabytes=0.3, **own).prepare(400, 0).note == note
         return
     splits = TextData(paths=(f"{tmp_path}/a.txt",), **own).prepare(400, 0)
-    assert splits.note == f"{note}; data.special_tokens=false leaves it out"
+    assert splits.note == f"{note}; set data.special_tokens=false to omit it"
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
     plain = TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own).prepare(400, 0)
     assert plain.note == ""
@@ -191,14 +193,14 @@ def refused(tmp_path, match, content=STORY, name="a.txt", **options):
 
 
 def test_too_large_a_tokenizer(tmp_path):
-    match = r"data\.vocabulary=301: makes ids up to 300, but the model's vocabulary is 300; give "
+    match = r"data\.vocabulary=301: has ids up to 300, but the model's vocabulary is 300; set "
     refused(tmp_path, match + r"model\.vocabulary=301", vocabulary=301)
 
 
 def test_too_large_a_given_tokenizer(tmp_path):
     own = tmp_path / "own.json"
     TokenizerSource(320).train(lambda: iter([STORY])).save(str(own))
-    refused(tmp_path, r"data\.tokenizer=.*: makes ids up to 319, but", tokenizer=str(own))
+    refused(tmp_path, r"data\.tokenizer=.*: has ids up to 319, but", tokenizer=str(own))
 
 
 def test_what_is_no_tokenizer(tmp_path):
@@ -210,16 +212,20 @@ def test_what_is_no_tokenizer(tmp_path):
 def test_an_unknown_end_of_text(tmp_path):
     own = tmp_path / "own.json"
     TokenizerSource(300).train(lambda: iter([STORY])).save(str(own))
-    match = r"data\.end_of_text=</s>: .* has no such token to put between documents; give \"data"
+    match = (
+        r"data\.end_of_text=</s>: is not a token of .*, which has to separate documents; set \"data"
+    )
     refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
 
 
 def test_no_text(tmp_path):
-    refused(tmp_path, r"data\.paths=.*: the train split has no text; give files", content="")
+    refused(tmp_path, r"data\.paths=.*: the train split has no text; add files", content="")
 
 
 def test_less_than_a_row(tmp_path):
-    match = r"data\.sequence=99: the train split has 2 tokens, fewer than the 100 of one row; give"
+    match = (
+        r"data\.sequence=99: the train split has 2 tokens, fewer than the 100 of one sequence; add"
+    )
     refused(tmp_path, match, content="ab", sequence=99, validation_fraction=0)
 
 
@@ -233,12 +239,12 @@ def test_an_unknown_suffix(tmp_path):
 
 
 def test_records_need_a_field(tmp_path):
-    match = r"data\.field=null: .* holds records, and nothing says where .*; give data\.field=text"
+    match = r"data\.field=null: .* contains records, whose text field .*; set data\.field=text"
     refused(tmp_path, match, name="a.jsonl")
 
 
 def test_a_record_without_the_field(tmp_path):
-    match = r"data\.field=text: line 2 of .* has no text there; it has: body"
+    match = r"data\.field=text: line 2 of .* has no text in this field; its fields: body"
     lines = '{"text": "one"}\n{"body": "two"}'
     refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
 
@@ -253,7 +259,7 @@ def test_a_column_without_text(tmp_path):
     write_parquet(tmp_path / "a.parquet", body=["one"], id=[1])
     for field in ("text", "id"):
         data = TextData(paths=(f"{tmp_path}/a.parquet",), field=field)
-        with pytest.raises(DataError, match=f"data.field={field}: .* columns of text: body; name"):
+        with pytest.raises(DataError, match=f"data.field={field}: .* text columns: body; set"):
             data.prepare(4096, 0)
 
 
@@ -261,7 +267,7 @@ def test_a_shortened_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, text=[STORY])
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"data\.paths=.*: is not whole parquet .*; copy"):
+    with pytest.raises(DataError, match=r"data\.paths=.*: is not a complete parquet file .*; copy"):
         TextData(paths=(str(path),), field="text").prepare(4096, 0)
 
 

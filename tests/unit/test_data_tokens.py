@@ -39,7 +39,7 @@ def test_ids_are_read_once(tmp_path, monkeypatch):
     data = PretokenizedData(4, (f"{tmp_path}/a.bin",))
     data.prepare(99, 0)
     data.prepare(99, 0)
-    with pytest.raises(DataError, match=r"a\.bin: holds token id 98, outside the model's"):
+    with pytest.raises(DataError, match=r"a\.bin: has token id 98, outside the model's"):
         data.prepare(98, 0)
     assert scanned == [99]
 
@@ -52,18 +52,20 @@ def refused(path, match, **options):
 
 def test_an_id_outside_the_vocabulary(tmp_path):
     np.array([1, 2, 3, 64, 5], dtype="<u2").tofile(tmp_path / "a.bin")
-    match = r"data\.paths=.*a\.bin: holds token id 64, outside the model's vocabulary of 64; give "
+    match = r"data\.paths=.*a\.bin: has token id 64, outside the model's vocabulary of 64; set "
     refused(tmp_path / "a.bin", match + r"model\.vocabulary=65, or the right data\.dtype")
 
 
 def test_a_negative_id(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, -7, 3, 4, 5]))
-    refused(tmp_path / "a.npy", "holds token id -7, outside")
+    refused(tmp_path / "a.npy", "has token id -7, outside")
 
 
 def test_a_shard_cut_within_an_id(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"x" * 21)
-    match = r"data\.paths=.*a\.bin: 21 bytes is no multiple of the 2 of uint16: the file is cut"
+    match = (
+        r"data\.paths=.*a\.bin: has 21 bytes, not a multiple of 2 .uint16.: the file is truncated"
+    )
     refused(tmp_path / "a.bin", match)
 
 
@@ -71,13 +73,13 @@ def test_an_npy_shorter_than_its_header_says(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.arange(50))
     path.write_bytes(path.read_bytes()[:-1])
-    refused(path, r"a\.npy: is not a whole \.npy file .*; copy the file again")
+    refused(path, r"a\.npy: is not a complete \.npy file .*; copy the file again")
 
 
 @pytest.mark.parametrize("content", [b"", b"not numpy at all"])
 def test_what_is_no_npy(tmp_path, content):
     (tmp_path / "a.npy").write_bytes(content)
-    refused(tmp_path / "a.npy", r"a\.npy: is not a whole \.npy file")
+    refused(tmp_path / "a.npy", r"a\.npy: is not a complete \.npy file")
 
 
 @pytest.mark.parametrize("array", [np.zeros((3, 3), dtype=np.int64), np.zeros(9)])
@@ -92,14 +94,14 @@ def test_an_empty_shard(tmp_path, name):
         np.save(tmp_path / name, np.zeros(0, dtype=np.int64))
     else:
         (tmp_path / name).touch()
-    refused(tmp_path / name, r"data\.paths=.*: holds no token; omit the file")
+    refused(tmp_path / name, r"data\.paths=.*: has no tokens; omit the file")
 
 
 def test_less_than_a_row(tmp_path):
     np.zeros(4, dtype="<u2").tofile(tmp_path / "a.bin")
-    match = r"data\.sequence=4: the train split has 4 tokens, fewer than the 5 of one row"
+    match = r"data\.sequence=4: the train split has 4 tokens, fewer than the 5 of one sequence"
     refused(tmp_path / "a.bin", match)
 
 
 def test_a_missing_shard(tmp_path):
-    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; give 'data\.paths")
+    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; set 'data\.paths")

@@ -204,7 +204,7 @@ def test_an_end_that_a_run_has_taught_is_added_to_those_of_its_model(
     hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (made.eos_token, made.pad_token) == ("<|end_of_text|>", "<|pad|>")
-    assert made.chat_template == chat_templates.PLAIN
+    assert made.chat_template == chat_templates.PLAIN_TEMPLATE
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert peer.generation_config.eos_token_id == [2, 1]
     assert peer.config.eos_token_id == [2, 1]

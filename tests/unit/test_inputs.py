@@ -152,10 +152,10 @@ def test_given_paths_are_checked_by_content(project, tmp_path):
     shutil.copytree(project / "texts", tmp_path / "same")
     write_texts(tmp_path / "other", count=3)
     assert paths_found(run, **{"data.paths": ["same/*"]}) == ["same/*"]
-    for paths, reason in ((["other/*"], "holds other content"), (["none/*"], "no such files")):
+    for paths, reason in ((["other/*"], "has other content"), (["none/*"], "no such files")):
         with pytest.raises(ConfigError, match=f"data.paths=.*: {reason}"):
             paths_found(run, **{"data.paths": paths})
-    with pytest.raises(ConfigError, match=r"model.path=x: is no path that the run has read"):
+    with pytest.raises(ConfigError, match=r"model.path=x: is not an input path of the run"):
         paths_found(run, **{"model.path": "x"})
 
 
@@ -163,7 +163,7 @@ def test_data_of_other_content_are_rejected(project, monkeypatch):
     run, data = project / "runs" / "a", TextData(paths=(f"{project}/texts/*.txt",))
     inputs.check_data(data, run)
     (project / "texts" / "3.txt").write_text("other content")
-    with pytest.raises(DataError, match=r"data\.paths=.*: holds other content than the run"):
+    with pytest.raises(DataError, match=r"data\.paths=.*: has other content than the run"):
         inputs.check_data(data, run)
     (run / inputs.INPUTS_FILE).unlink()
     inputs.check_data(data, run)

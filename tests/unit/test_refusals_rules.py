@@ -336,7 +336,7 @@ RULES: list[Row] = [
         "adapter=lora",
     ),
     (["data=reversal", "model.vocabulary=9"], "model.vocabulary", "too small", "vocabulary=11"),
-    (["data=reversal", "data.sequence=9"], "data.sequence", "twice the digits", "sequence=10"),
+    (["data=reversal", "data.sequence=9"], "data.sequence", "must be twice", "sequence=10"),
     *(
         (
             ["objective=grpo", "data=reversal", f"parallelism={layout}", "data.sequence=32"],

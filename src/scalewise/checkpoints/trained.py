@@ -88,7 +88,7 @@ class TrainedRun:
 
     def find_tokenizer(self) -> Path | None:
         """Path of the tokenizer.json of the run; None: the data were token ids."""
-        run_file = self.folder / run_tokenizer.NAME
+        run_file = self.folder / run_tokenizer.TOKENIZER_FILE
         if not run_file.is_file():
             return self.load_splits().tokenizer
         run_tokenizer.load_tokenizer(run_file)

@@ -38,7 +38,7 @@ def read_arguments(
         *(
             ConfigIssue(key, value, "no such key", did_you_mean(key, list(defaults)))
             for key, value in parse_options(arguments).items()
-            if key not in (*defaults, *inputs.READERS)
+            if key not in (*defaults, *inputs.DIGEST_FUNCTIONS)
         ),
         *issues,
     ]
@@ -111,7 +111,7 @@ def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
     file = folder / "resolved.yaml"
     return ConfigError(
         issue
-        if issue.key in inputs.READERS
+        if issue.key in inputs.DIGEST_FUNCTIONS
         else ConfigIssue("", "", f"{file}: {issue}", "restore it from a copy")
         for issue in issues
     )
@@ -120,7 +120,7 @@ def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
 def _path_options(options: Mapping[str, str]) -> dict[str, object]:
     """Options that are input paths, with values parsed by Hydra."""
     paths: dict[str, object] = {}
-    for key in inputs.READERS:
+    for key in inputs.DIGEST_FUNCTIONS:
         if key in options:
             value = parse_value(key, options[key], f"set {key}=FILE")
             is_list = key.endswith("paths")

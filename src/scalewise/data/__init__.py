@@ -1,1 +1,1 @@
-"""Where rows of tokens come from, in which order, and as which batches."""
+"""Data sources, shuffle order, and batches of token sequences."""

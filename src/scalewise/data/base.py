@@ -1,4 +1,4 @@
-"""What every data source answers: the length of a row, and rows of token ids by index."""
+"""Interfaces of datasets and data options: sequences of token ids, read by index."""
 
 from __future__ import annotations
 
@@ -17,141 +17,145 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FIRST = 1 << 32
-"""What is added to the id of a text's first token in a row of several texts."""
-NOTHING = ~FIRST
-"""Stands where an encoder has no token to read."""
+FIRST_TOKEN_OFFSET = 1 << 32
+"""Offset added to the id of each text's first token in a packed sequence."""
+NO_TOKEN = ~FIRST_TOKEN_OFFSET
+"""Value of encoder positions without a token."""
 
 
-class Sequences(Protocol):
-    """Rows of ``sequence + 1`` token ids: the inputs, and the labels one place on.
+class TokenDataset(Protocol):
+    """Samples of ``sequence + 1`` token ids: the inputs, and the labels shifted by one position.
 
-    A row is a pure function of its index. ``streamed`` rows are read in their own order: their
-    length is ``sys.maxsize``, and an index below the last one asked for starts the stream anew.
+    A sample is a pure function of its index. ``streamed`` datasets are read in order: their length
+    is ``sys.maxsize``, and an index below the last one reopens the stream.
 
-    An id ``~t``, below zero, is the token ``t`` that is no label: padding, or a prompt. Only rows
-    that are ``masked`` hold such. A row of a pair is two of these, ``tokens_2S``.
+    A negative id ``~t`` is token ``t`` without a label: padding, or a prompt. Only ``masked``
+    datasets contain such ids. A sample of a pair dataset consists of two sequences, ``tokens_2S``.
 
-    Masked rows may be ``packing``: several texts lie in one, and the first token of each is
-    ``~(t + FIRST)``, no label.
+    Masked datasets may be ``packing``: a sequence then contains several texts, and the first token
+    of each is ``~(t + FIRST_TOKEN_OFFSET)``, without a label.
 
-    Rows with a ``target_length`` are ``sequence`` ids: what an encoder reads, filled up with
-    ``NOTHING``, and so many at the end that a decoder writes.
+    Samples with a ``target_length`` have ``sequence`` ids: the encoder's tokens, padded with
+    ``NO_TOKEN``, and then ``target_length`` ids of the decoder.
     """
 
     @property
     def masked(self) -> bool:
-        """Returns whether some tokens may be no labels."""
+        """Whether some tokens may have no label."""
         ...
 
     @property
     def packing(self) -> bool:
-        """Returns whether a row may hold several texts, which are not to see each other."""
+        """Whether a sequence may contain several texts, with separated attention."""
         ...
 
     @property
     def target_length(self) -> int:
-        """Returns the ids at the end of a row that a decoder writes; 0: one model reads all."""
+        """Number of decoder tokens at the end of a sample; 0: one model reads all tokens."""
         ...
 
     @property
     def streamed(self) -> bool:
-        """Returns True where indices must be asked for in increasing order."""
+        """Whether indices must be read in increasing order."""
         ...
 
     def __len__(self) -> int:
-        """Returns the number of whole rows of one epoch."""
+        """Number of complete samples of one epoch."""
         ...
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``: one row per index, S = sequence + 1, in one gather."""
+        """Return ``tokens_BS``, one sample per index, S = sequence + 1."""
         ...
 
 
 @runtime_checkable
-class CaptionedSequences(Sequences, Protocol):
-    """Rows of captions, all of each a ``target_length``, with the pictures that they are of."""
+class CaptionedTokenDataset(TokenDataset, Protocol):
+    """Captions, of which all tokens are the ``target_length``, with their images."""
 
     def gather_pixels(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Returns ``pixels_BCHW``: red, green and blue, bytes."""
+        """Return ``pixels_BCHW``: RGB, uint8."""
         ...
 
 
 @dataclass(frozen=True)
 class DataSplits:
-    """The rows to train on, the held-out rows, and the tokenizer.json that reads them back.
+    """Training and validation data of a run."""
 
-    ``note``: what the user should know of them, in lines.
-    """
-
-    train: Sequences
-    validation: Sequences | None = None
+    train: TokenDataset
+    """Training samples."""
+    validation: TokenDataset | None = None
+    """Held-out samples; None: no validation."""
     tokenizer: Path | None = None
+    """Path of the tokenizer.json that decodes the token ids; None: no tokenizer."""
     note: str = ""
+    """Notes for the user, one per line."""
 
 
 class DataConfig(ABC):
-    """A data source as a spec.
-
-    ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
-    several texts, none of which attends to another. ``target_length``: tokens at the end of a row
-    that a decoder writes, an encoder reading the others; 0: one model reads all. ``image_size``:
-    the side of the pictures that rows are captions of, pixels; 0: there are none. ``classes``: what
-    a row may be, where its one label is not a token but a number of them. ``is_user_defined``:
-    whether loaders of the user's give batches of any kind.
-    """
+    """Options of a data source."""
 
     sequence: int
+    """Sequence length, in tokens."""
     pairs: bool = False
+    """Whether a sample consists of two sequences, the preferred one first."""
     packing: bool = False
+    """Whether a sequence contains several texts, with separated attention."""
     target_length: int = 0
+    """Number of decoder tokens at the end of a sample, after the encoder's; 0: one model reads all
+    tokens."""
     image_size: int = 0
+    """Side of the images that captions describe, in pixels; 0: no images."""
     classes: tuple[str, ...] = ()
+    """Class names, for data whose samples have a class index as their only label."""
     is_user_defined = False
+    """Whether batches of any kind come from user-defined data loaders."""
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Returns whether a tokenizer is trained on its texts, for want of one that is given."""
+        """Whether a tokenizer is trained on the texts, since none is given."""
         return getattr(self, "tokenizer", "") is None
 
     @property
     def answer_length(self) -> int:
-        """Returns the tokens at the end of each row that answer it and can be checked; 0: none."""
+        """Number of verifiable answer tokens at the end of each sample; 0: none."""
         return 0
 
     def reward(self, answer_BA: Tensor, expected_BA: Tensor) -> Tensor:
-        """Returns ``reward_B`` of answers: the share of their tokens that are right."""
+        """Return ``reward_B``, the fraction of correct tokens of each answer."""
         return (answer_BA == expected_BA).float().mean(1)
 
     @property
     @abstractmethod
     def required_vocabulary(self) -> int | None:
-        """Returns one more than the largest token id it may yield; None until it is prepared."""
+        """Largest token id plus one; None if it is unknown before ``prepare``."""
 
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what is wrong and can be seen without reading the data (files that are absent)."""
+        """Yield the issues that are visible without reading the data, such as absent files."""
 
     @abstractmethod
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns the rows, after whatever must be done once (tokenize, write a cache).
+        """Prepare the data, such as by tokenizing into a cache, and return the splits.
 
-        Safe when several processes start at once; a second call costs a memory map. Raises
-        ``DataError`` naming the key and the cure (empty, truncated, id >= ``vocabulary``).
+        Several processes may call it at the same time; a second call only maps the cached files
+        into memory. Raises ``DataError`` with the key and a fix (empty, truncated, id >=
+        ``vocabulary``).
         """
 
     def target_length_issue(self) -> ConfigIssue:
-        """Returns the complaint about a target that leaves an encoder nothing to read."""
-        reason = f"is no part of data.sequence={self.sequence}: an encoder reads the rest"
-        fix = f"give data.target_length={max(1, self.sequence // 4)}"
+        """Return the issue of a ``target_length`` that leaves no tokens for the encoder."""
+        reason = (
+            f"must be positive and below data.sequence={self.sequence}: the encoder reads the rest"
+        )
+        fix = f"set data.target_length={max(1, self.sequence // 4)}"
         return ConfigIssue("data.target_length", self.target_length, reason, fix)
 
     def non_positive_issues(self, *fields: str) -> Iterator[ConfigIssue]:
-        """Yields a complaint for each of the named fields that is zero or less."""
+        """Yield an issue for each of the named fields that is zero or less."""
         for field in fields:
             value, default = getattr(self, field), getattr(type(self), field)
             if value <= 0:
                 key = f"data.{field}"
                 yield ConfigIssue(
-                    key, value, "must be positive", f"give {format_override(key, default)}"
+                    key, value, "must be positive", f"set {format_override(key, default)}"
                 )

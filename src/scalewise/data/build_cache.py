@@ -1,4 +1,4 @@
-"""A folder that is built once: complete or absent, whoever starts, however the builder ends."""
+"""Cache folders that are built once: each is complete or absent, even if a builder is killed."""
 
 import fcntl
 import hashlib
@@ -14,25 +14,25 @@ from scalewise.failures import exception_message
 
 
 def cache_folder() -> Path:
-    """Returns the folder of everything that can be made again.
+    """Return the root folder of all caches; deleting it loses nothing but time.
 
     ``$SCALEWISE_CACHE``, else ``$XDG_CACHE_HOME/scalewise``, else ``~/.cache/scalewise``.
     """
-    if own := os.environ.get("SCALEWISE_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "scalewise"
+    if folder := os.environ.get("SCALEWISE_CACHE"):
+        return Path(folder)
+    xdg_folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg_folder) if xdg_folder else Path.home() / ".cache") / "scalewise"
 
 
 def build_cached(
     name: str, key: Mapping[str, object], build: Callable[[Path], None], subfolder: str = "data"
 ) -> Path:
-    """Returns the folder ``NAME-DIGEST`` that ``build(folder)`` filled, now or earlier.
+    """Return the folder ``NAME-DIGEST``, built by ``build(folder)`` if it does not exist.
 
-    ``key`` is JSON and holds everything that decides the content. Of several processes one
-    builds and the others wait for it. The folder appears by one rename after all its files are
-    on disk, so a builder that is killed leaves nothing that is ever read. Raises ``DataError``
-    where the cache cannot be written.
+    ``key`` is JSON and contains everything that decides the content. If several processes call this
+    at the same time, one builds and the others wait. The folder appears by one rename after all its
+    files are on disk, so that a killed builder leaves no partial content. Raises ``DataError`` if
+    the cache cannot be written.
     """
     folder = _cache_path(name, key, subfolder)
     parent = folder.parent
@@ -40,31 +40,31 @@ def build_cached(
         return folder
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # The lock file stays: removing it would let a waiter hold the lock of a deleted file.
+        # The lock file stays: a waiting process could otherwise lock a deleted file.
         with open(parent / f"{folder.name}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build_folder(folder, build)
     except Exception as error:
-        lacking = disk_full_reason(error)
+        disk_full = disk_full_reason(error)
         if isinstance(error, OSError) and error.filename:
-            said = f"{error.strerror} ({error.filename})"
-        elif lacking is not None:
-            said = f"{lacking[0]} ({folder})"
+            detail = f"{error.strerror} ({error.filename})"
+        elif disk_full is not None:
+            detail = f"{disk_full[0]} ({folder})"
         elif isinstance(error, OSError):
-            said = exception_message(error)
+            detail = exception_message(error)
         else:
             raise
-        reason = f"the cache cannot be written: {said}"
-        fix = "point SCALEWISE_CACHE to a writable folder with space"
-        if lacking is not None:
-            fix = f"{lacking[1]}, or {fix}"
+        reason = f"the cache cannot be written: {detail}"
+        fix = "set SCALEWISE_CACHE to a writable folder with free space"
+        if disk_full is not None:
+            fix = f"{disk_full[1]}, or {fix}"
         raise DataError.for_key("SCALEWISE_CACHE", cache_folder(), reason, fix) from error
     return folder
 
 
 def is_cached(name: str, key: Mapping[str, object], subfolder: str = "data") -> bool:
-    """Returns whether ``cached`` would find its folder complete."""
+    """Whether the folder of ``build_cached`` exists."""
     return _cache_path(name, key, subfolder).is_dir()
 
 
@@ -74,17 +74,17 @@ def _cache_path(name: str, key: Mapping[str, object], subfolder: str) -> Path:
 
 
 def _build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    # Under the lock nobody else builds: what lies here is of a builder that was killed.
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    # The lock is held, so an existing partial folder belongs to a killed builder.
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir()
     try:
-        build(partial)
-        for path in (*partial.iterdir(), partial):
+        build(partial_folder)
+        for path in (*partial_folder.iterdir(), partial_folder):
             _flush(path)
-        partial.rename(folder)
+        partial_folder.rename(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     _flush(folder.parent)
 

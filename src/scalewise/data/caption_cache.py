@@ -1,4 +1,4 @@
-"""Pictures and their captions in the cache: pixels of one size, and token ids."""
+"""Images and captions in the cache: pixels of one size, and token ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scalewise.data.chat_formats import BadRecord, iter_records
 from scalewise.data.chat_templates import PlainTemplate
 from scalewise.data.datasets import PaddedDataset
 
-PIXELS = "pixels"
-"""Ending of the files of pictures, one after the other."""
+PIXELS_SUFFIX = "pixels"
+"""Suffix of the files with the pixels of all images."""
 
 
 class CaptionDataset(PaddedDataset):
-    """A caption a row, all of it to be written, and the picture that it is of."""
+    """One caption per sample, of which all tokens are labels, and its image."""
 
     def __init__(
         self,
@@ -39,90 +39,95 @@ class CaptionDataset(PaddedDataset):
         self.target_length, self._pixels = sequence, pixels_NCHW
 
     def gather_pixels(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Returns ``pixels_BCHW``, those of the rows at ``indices``."""
+        """Return ``pixels_BCHW``, the images of the samples at ``indices``."""
         return np.asarray(self._pixels[np.asarray(indices)])
 
 
 def cache_identity(config: CaptionData, files: Mapping[Path, str]) -> dict[str, object]:
-    """Returns what decides the rows: files, pictures, tokenizer, and what is held out."""
-    pictures = [
-        found
+    """Return the values that decide the samples: files, images, tokenizer and options."""
+    image_paths = [
+        parsed
         for file in files
-        for found in iter_records(file, partial(config.image_path, file.parent))
-        if isinstance(found, Path) and found.is_file()
+        for parsed in iter_records(file, partial(config.image_path, file.parent))
+        if isinstance(parsed, Path) and parsed.is_file()
     ]
-    seen = content.combine_digests(content.file_digests(pictures))
-    return chat_cache.cache_identity(config, files) | {PIXELS: seen}
+    images_digest = content.combine_digests(content.file_digests(image_paths))
+    return chat_cache.cache_identity(config, files) | {PIXELS_SUFFIX: images_digest}
 
 
 def write_records(config: CaptionData, files: Sequence[Path], folder: Path) -> None:
-    """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones.
+    """Write the records of files into a cache folder; raises ``DataError`` for invalid ones.
 
-    Of all pictures one is held at a time.
+    Only one image at a time is in memory.
     """
-    found: dict[str, list[chat_cache.Written]] = {"train": []}
+    captions: dict[str, list[chat_cache.RenderedRecord]] = {"train": []}
     if config.validation_fraction:
-        found["validation"] = []
-    bad: list[BadRecord] = []
-    template = PlainTemplate(
-        config.end_of_text
-    )  # for its notes: captions are written as they stand
+        captions["validation"] = []
+    bad_records: list[BadRecord] = []
+    template = PlainTemplate(config.end_of_text)  # only for its notes: captions are not rendered
     with ExitStack() as opened:
         pixels = {
-            split: opened.enter_context(open(folder / f"{split}.{PIXELS}", "wb")) for split in found
+            split: opened.enter_context(open(folder / f"{split}.{PIXELS_SUFFIX}", "wb"))
+            for split in captions
         }
-        for told in _iter_records(files, config, template):
-            if isinstance(told, BadRecord):
-                bad.append(told)
+        for parsed in _iter_records(files, config, template):
+            if isinstance(parsed, BadRecord):
+                bad_records.append(parsed)
                 continue
-            count = sum(map(len, found.values()))
+            count = sum(map(len, captions.values()))
             split = (
                 "validation"
                 if chat_cache.is_held_out(count, config.validation_fraction)
                 else "train"
             )
-            pixels_CHW, pieces = told
+            pixels_CHW, rendered = parsed
             pixels_CHW.tofile(pixels[split])
-            found[split].append(pieces)
-    chat_cache.check_records(bad, found, config)
-    chat_cache.write_split(
-        found, config.tokenizer_source, config.kind, folder, chat_cache.template_notes(template)
+            captions[split].append(rendered)
+    chat_cache.check_records(bad_records, captions, config)
+    chat_cache.write_splits(
+        captions, config.tokenizer_source, config.kind, folder, chat_cache.template_notes(template)
     )
 
 
 def _iter_records(
     files: Sequence[Path], config: CaptionData, template: PlainTemplate
-) -> Iterator[BadRecord | tuple[NDArray[np.uint8], chat_cache.Written]]:
-    """Yields the picture and the caption of each record, or what is bad about it."""
+) -> Iterator[BadRecord | tuple[NDArray[np.uint8], chat_cache.RenderedRecord]]:
+    """Yield the image and the caption of each record, or the reason why it is invalid."""
     for file in files:
 
-        def told(
-            record: dict[str, Any], beside: Path = file.parent
-        ) -> tuple[NDArray[np.uint8], chat_cache.Written]:
-            written = config.render_record(record, template)
-            pixels_CHW = image_io.read_image(config.image_path(beside, record))
-            return image_io.resize_image(pixels_CHW, config.image_size), written
+        def parse_record(
+            record: dict[str, Any], image_folder: Path = file.parent
+        ) -> tuple[NDArray[np.uint8], chat_cache.RenderedRecord]:
+            rendered = config.render_record(record, template)
+            pixels_CHW = image_io.read_image(config.image_path(image_folder, record))
+            return image_io.resize_image(pixels_CHW, config.image_size), rendered
 
-        yield from iter_records(file, told)
+        yield from iter_records(file, parse_record)
 
 
 def load_splits(folder: Path, config: CaptionData) -> DataSplits:
-    """Returns the rows of both splits of a folder that ``write`` has filled, or of one alone."""
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    rows = {split: _load_rows(folder, split, config, meta["end"]) for split in meta["splits"]}
-    cut, count = rows["train"].truncated_texts, len(rows["train"])
+    """Return both splits of a folder that ``write_records`` has filled, or ``train`` alone."""
+    metadata = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    datasets = {
+        split: _load_dataset(folder, split, config, metadata["end"]) for split in metadata["splits"]
+    }
+    truncated, count = datasets["train"].truncated_texts, len(datasets["train"])
     note = (
-        f"of {count:,} captions, data.sequence={config.sequence}: {cut:,} cut (longer)"
-        if cut
+        f"of {count:,} captions, data.sequence={config.sequence}: {truncated:,} truncated"
+        if truncated
         else ""
     )
-    notes = "\n".join(filter(None, [note, *meta["notes"]]))
-    return DataSplits(rows["train"], rows.get("validation"), folder / "tokenizer.json", notes)
+    notes = "\n".join(filter(None, [note, *metadata["notes"]]))
+    return DataSplits(
+        datasets["train"], datasets.get("validation"), folder / "tokenizer.json", notes
+    )
 
 
-def _load_rows(folder: Path, split: str, config: CaptionData, end_token: int) -> CaptionDataset:
+def _load_dataset(folder: Path, split: str, config: CaptionData, end_token: int) -> CaptionDataset:
     ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
     starts = np.load(folder / f"{split}.starts.npy")
     shape = (len(starts) - 1, 3, config.image_size, config.image_size)
-    pixels_NCHW = np.memmap(folder / f"{split}.{PIXELS}", dtype=np.uint8, mode="r", shape=shape)
+    pixels_NCHW = np.memmap(
+        folder / f"{split}.{PIXELS_SUFFIX}", dtype=np.uint8, mode="r", shape=shape
+    )
     return CaptionDataset(ids_N, starts, config.sequence, end_token, pixels_NCHW=pixels_NCHW)

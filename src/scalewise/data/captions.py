@@ -1,4 +1,4 @@
-"""The user's own pictures with captions: a model learns to say what they show."""
+"""User-defined images with captions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from scalewise.config.registry import register_option
 from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.data.file_patterns import match_paths
 from scalewise.errors import ConfigIssue, DataError
 
@@ -31,19 +31,19 @@ class CaptionData(ChatData):
     """Key of the caption in a record."""
 
     kind: ClassVar[str] = "captions"
-    record_description: ClassVar[str] = "picture with a caption"
+    record_description: ClassVar[str] = "image with a caption"
     record_fields: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields pictures without a size, and what ``Chat`` does."""
+        """Yield an invalid image size, and the issues of ``ChatData``."""
         yield from super().validate()
         yield from self.non_positive_issues("image_size")
         if self.packing:
-            reason = "is for texts alone, and each caption has its own picture"
+            reason = "is not supported with images: each caption has its own image"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns a row a record, and those held out: spread evenly over all."""
+        """Read images and captions into the cache, and return evenly spread splits."""
         from scalewise.data import caption_cache, content
         from scalewise.data.build_cache import build_cached
 
@@ -59,24 +59,24 @@ class CaptionData(ChatData):
 
     def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TemplatePiece], ...]:
-        """Returns the caption, all of which is learnt; raises ``ValueError``."""
-        told = self.read_text(record, self.caption)
+    ) -> tuple[list[TextSegment], ...]:
+        """Return the caption, of which all tokens are trained on; raises ``ValueError``."""
+        caption = self.read_text(record, self.caption)
         for key in record:
             if key not in (self.picture, self.caption):
                 self.record_keys(template).count_ignored(key)
-        if any("\ud800" <= letter <= "\udfff" for letter in told):
-            raise ValueError("has half a character (a lone surrogate)")
-        return ([TemplatePiece(told + self.end_of_text, trained=True)],)
+        if any("\ud800" <= character <= "\udfff" for character in caption):
+            raise ValueError("has a lone surrogate (half a character)")
+        return ([TextSegment(caption + self.end_of_text, trained=True)],)
 
     def image_path(self, folder: Path, record: dict[str, Any]) -> Path:
-        """Returns the file of a record's picture; raises ``ValueError``."""
+        """Return the path of a record's image; raises ``ValueError``."""
         return folder / Path(self.read_text(record, self.picture)).expanduser()
 
     def read_text(self, record: dict[str, Any], key: str) -> str:
-        """Returns what a record has by a key; raises ``ValueError`` where that is no text."""
-        found = record.get(key)
-        if not isinstance(found, str) or not found.strip():
-            keys = ", ".join(map(str, record)) or "nothing"
-            raise ValueError(f"has no text in {key!r}; it has {keys}")
-        return found
+        """Return the text under a key of a record; raises ``ValueError`` if there is none."""
+        value = record.get(key)
+        if not isinstance(value, str) or not value.strip():
+            keys = ", ".join(map(str, record)) or "none"
+            raise ValueError(f"has no text in {key!r}; its keys: {keys}")
+        return value

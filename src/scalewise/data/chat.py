@@ -1,4 +1,4 @@
-"""The user's own conversations: a model learns to write the answers alone."""
+"""User-defined conversations; only answers are trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.chat_formats import SUFFIXES, parse_conversation
 from scalewise.data.chat_messages import RecordKeys
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.data.file_patterns import match_paths, path_issues
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue, DataError
@@ -28,7 +28,7 @@ class ChatData(DataConfig):
     """Glob patterns of .jsonl, .json and .parquet files in Alpaca, ShareGPT or ``messages``
     format."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json with its chat template beside it; null: train a byte-level BPE on
+    """Path of a tokenizer.json with its chat template next to it; null: train a byte-level BPE on
     the text."""
     vocabulary: int = 4096
     """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
@@ -48,30 +48,30 @@ class ChatData(DataConfig):
     kind: ClassVar[str] = "chat"
     record_description: ClassVar[str] = "conversation"
     record_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that say how a record is read."""
+    """Fields that decide how a record is read."""
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns the size of the tokenizer that is trained; None where one is given."""
+        """Vocabulary size of the tokenizer that is trained; None with a given one."""
         return self.vocabulary if self.tokenizer is None else None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields absent or unknown files, and numbers that cannot be."""
+        """Yield absent or unknown files, and values out of range."""
         yield from self.non_positive_issues("sequence")
         yield from self.tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
-            reason = "is a share of the conversations, from 0 to below 1"
-            fix = "give data.validation_fraction=0.05"
+            reason = "must be at least 0 and below 1"
+            fix = "set data.validation_fraction=0.05"
             yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
         if self.max_bad_rows < 0:
-            fix = "give data.max_bad_rows=0"
+            fix = "set data.max_bad_rows=0"
             yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", fix)
         if not self.paths:
-            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.jsonl]'")
+            yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.jsonl]'")
         yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns a row a record, and those held out: spread evenly over all."""
+        """Render and tokenize the records into the cache, and return evenly spread splits."""
         from scalewise.data import chat_cache, content
         from scalewise.data.build_cache import build_cached
 
@@ -88,15 +88,15 @@ class ChatData(DataConfig):
 
     def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TemplatePiece], ...]:
-        """Returns a record's texts as a template writes them; raises ``ValueError``."""
+    ) -> tuple[list[TextSegment], ...]:
+        """Return the rendered texts of a record; raises ``ValueError``."""
         return (template(parse_conversation(record, self.record_keys(template))),)
 
     def record_keys(self, template: ConversationTemplate) -> RecordKeys:
-        """Which keys of records are left out, counted with the notes of their template."""
+        """Return the keys to ignore, which are counted in the notes of the template."""
         return RecordKeys(self.ignore_keys, template.notes)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Returns which tokenizer writes them down."""
+        """Tokenizer of the conversations."""
         return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)

@@ -1,4 +1,4 @@
-"""Conversations in the cache as token ids, of which those that are no answer lie below zero."""
+"""Conversations in the cache, as token ids; ids without a label are negative."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from scalewise.data.chat_formats import BadRecord, iter_records
 from scalewise.data.chat_templates import (
     ConversationTemplate,
     PlainTemplate,
-    TemplatePiece,
+    TextSegment,
     load_template,
     template_sources,
 )
-from scalewise.data.datasets import AnswerDataset, ClassificationDataset, PaddedDataset
+from scalewise.data.datasets import ClassificationDataset, PaddedDataset, Seq2SeqDataset
 from scalewise.data.encoding import encode_texts, special_ids
 from scalewise.data.packing import PackedTextDataset
 from scalewise.data.tokenization import TokenizerSource
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from scalewise.data.chat import ChatData
 
 FORMAT = 4
-"""Raised when the content of the cached files changes for the same key."""
-TOGETHER, TOGETHER_CHARACTERS = 1000, 2_000_000
-"""Conversations that are tokenized at once, and the characters after which no more are added."""
-TOLD = 3
-"""Bad records that an error names."""
+"""Cache format; increased when the cached content changes for the same key."""
+BATCH_TEXTS, BATCH_CHARACTERS = 1000, 2_000_000
+"""Number of conversations that are tokenized at once, and their maximum number of characters."""
+MAX_SHOWN = 3
+"""Maximum number of invalid records in an error message."""
 
 Span = tuple[int, int, bool]
-"""Characters from a start to a stop, and whether the template marks them."""
-Written = tuple[list[TemplatePiece], ...]
-"""What a record is: a conversation, or the two of a pair."""
+"""Start and stop character, and whether the template marks them."""
+RenderedRecord = tuple[list[TextSegment], ...]
+"""Rendered conversation of a record, or both conversations of a pair."""
 
 
 def cache_identity(config: ChatData, files: Mapping[Path, str]) -> dict[str, object]:
-    """Returns what decides the ids: template, tokenizer, what is held out, and files.
+    """Return the values that decide the token ids: template, tokenizer, options and files.
 
-    ``files``: with their digests, in the order in which they are read.
+    ``files``: digests by path, in the order in which the files are read.
     """
     template = (
         [] if config.tokenizer is None else template_sources(tokenizer_path(config.tokenizer))
@@ -74,120 +74,132 @@ def cache_identity(config: ChatData, files: Mapping[Path, str]) -> dict[str, obj
 
 
 def write_records(config: ChatData, files: Sequence[Path], folder: Path) -> None:
-    """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
-    found, bad, notes = _rendered_records(files, config)
-    parts = _split_records(found, config.validation_fraction)
-    check_records(bad, parts, config)
-    write_split(parts, config.tokenizer_source, config.kind, folder, notes)
+    """Write the records of files into a cache folder; raises ``DataError`` for invalid ones."""
+    records, bad_records, notes = _rendered_records(files, config)
+    splits = _split_records(records, config.validation_fraction)
+    check_records(bad_records, splits, config)
+    write_splits(splits, config.tokenizer_source, config.kind, folder, notes)
 
 
 def check_records(
-    bad_records: Sequence[BadRecord], splits: Mapping[str, Sequence[Written]], config: ChatData
+    bad_records: Sequence[BadRecord],
+    splits: Mapping[str, Sequence[RenderedRecord]],
+    config: ChatData,
 ) -> None:
-    """Raises ``DataError`` for more bad records than are left out, and for a split without any."""
+    """Raise ``DataError`` for more invalid records than allowed, and for an empty split."""
     if len(bad_records) > config.max_bad_rows:
-        named = "; ".join(map(str, bad_records[:TOLD])) + "; ..." * (len(bad_records) > TOLD)
-        are = "are" if len(bad_records) > 1 else "is"
-        reason = f"{_count_tokens(bad_records)} that {are} no {config.record_description}: {named}"
-        fix = f"mend them, or leave them out with data.max_bad_rows={len(bad_records)}"
+        listing = "; ".join(map(str, bad_records[:MAX_SHOWN])) + "; ..." * (
+            len(bad_records) > MAX_SHOWN
+        )
+        verb = "are" if len(bad_records) > 1 else "is"
+        reason = f"{_records_text(bad_records)} that {verb} not a valid "
+        reason += f"{config.record_description}: {listing}"
+        fix = f"correct them, or set data.max_bad_rows={len(bad_records)} to skip them"
         raise DataError.for_key("data.max_bad_rows", config.max_bad_rows, reason, fix)
     if bad_records:
-        print_lines(
-            f"left out {_count_tokens(bad_records)}, the first {bad_records[0]}", stderr=True
-        )
+        print_lines(f"skipped {_records_text(bad_records)}, first: {bad_records[0]}", stderr=True)
     if not any(splits.values()):
-        reason = f"hold no {config.record_description}"
+        reason = f"have no {config.record_description}"
         raise DataError.for_key(
-            "data.paths", list(config.paths), reason, "give files that hold some"
+            "data.paths", list(config.paths), reason, "use files with at least one"
         )
     for split, texts in splits.items():
         if not texts:
             reason = f"the {split} split has no {config.record_description}"
-            fix = "give more, or data.validation_fraction=0"
+            fix = "add more, or set data.validation_fraction=0"
             raise DataError.for_key("data.paths", list(config.paths), reason, fix)
 
 
-def write_split(
-    splits: Mapping[str, Sequence[Written]],
+def write_splits(
+    splits: Mapping[str, Sequence[RenderedRecord]],
     tokenizer_source: TokenizerSource,
     kind: str,
     folder: Path,
     notes: Sequence[str] = (),
 ) -> None:
-    """Writes the tokenizer, ids and where each text starts, for each split; and notes."""
+    """Write the tokenizer, and the ids, text starts and first labels of each split."""
     progress = TokenizeProgress(kind)
-    flat = {split: [text for each in part for text in each] for split, part in splits.items()}
+    texts_by_split = {
+        split: [text for record in records for text in record] for split, records in splits.items()
+    }
     tokenizer = tokenizer_source.load() or tokenizer_source.train(
-        lambda: ("".join(piece.text for piece in pieces) for pieces in flat["train"])
+        lambda: (
+            "".join(segment.text for segment in segments) for segments in texts_by_split["train"]
+        )
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     count = 0
-    for split, texts in flat.items():
-        starts, firsts = [0], []
+    for split, texts in texts_by_split.items():
+        starts, first_labels = [0], []
         with open(folder / f"{split}.bin", "wb") as file:
             for ids in _iter_ids(tokenizer, texts, tokenizer_source.tokenizer):
                 ids.tofile(file)
                 starts.append(starts[-1] + len(ids))
-                firsts.append(int(np.argmax(ids >= 0)) if (ids >= 0).any() else sys.maxsize)
+                first_labels.append(int(np.argmax(ids >= 0)) if (ids >= 0).any() else sys.maxsize)
                 count += len(ids)
         progress.show(f"{format_count(count)} tokens")
         np.save(folder / f"{split}.starts.npy", np.array(starts, dtype=np.int64))
-        np.save(folder / f"{split}.firsts.npy", np.array(firsts, dtype=np.int64))
-    end = tokenizer.token_to_id(tokenizer_source.end_of_text)
-    meta = {"end": end, "splits": list(splits), "notes": list(notes)}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        np.save(folder / f"{split}.firsts.npy", np.array(first_labels, dtype=np.int64))
+    end_token = tokenizer.token_to_id(tokenizer_source.end_of_text)
+    metadata = {"end": end_token, "splits": list(splits), "notes": list(notes)}
+    (folder / "meta.json").write_text(json.dumps(metadata), encoding="utf-8")
     progress.close("")
 
 
-def _count_tokens(bad_records: Sequence[BadRecord]) -> str:
+def _records_text(bad_records: Sequence[BadRecord]) -> str:
     return f"{len(bad_records)} record{'s' * (len(bad_records) > 1)}"
 
 
 def load_splits(folder: Path, config: DataConfig) -> DataSplits:
-    """Returns the rows of both splits of a folder that ``keep`` has filled, or of one alone."""
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    rows = {
-        split: _records_within_sequence(folder, split, config, meta) for split in meta["splits"]
+    """Return both splits of a folder that ``write_splits`` has filled, or ``train`` alone."""
+    metadata = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    datasets = {
+        split: _records_within_sequence(folder, split, config, metadata)
+        for split in metadata["splits"]
     }
     notes = [
-        *filter(None, [_truncation_note(rows["train"], config.sequence)]),
-        *meta.get("notes", []),
+        *filter(None, [_truncation_note(datasets["train"], config.sequence)]),
+        *metadata.get("notes", []),
     ]
     return DataSplits(
-        rows["train"], rows.get("validation"), folder / "tokenizer.json", "\n".join(notes)
+        datasets["train"], datasets.get("validation"), folder / "tokenizer.json", "\n".join(notes)
     )
 
 
 def _truncation_note(dataset: PaddedDataset, sequence: int) -> str:
-    """Returns how many conversations no row holds, or not all of, and how full packed rows are."""
+    """Return a note on dropped, truncated and packed conversations."""
     reasons = {
-        "left out (answers begin past the row)": dataset.dropped_texts,
-        "cut (longer than the row)": dataset.truncated_texts,
+        "dropped (answers start after the sequence)": dataset.dropped_texts,
+        "truncated (longer than the sequence)": dataset.truncated_texts,
     }
-    told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+    notes = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
     if isinstance(dataset, PackedTextDataset):
-        told.append(dataset.packing_note)
-    of_all = f"of {dataset.total_texts:,} conversations, data.sequence={sequence}: "
-    return of_all + ", ".join(told) if told else ""
+        notes.append(dataset.packing_note)
+    prefix = f"of {dataset.total_texts:,} conversations, data.sequence={sequence}: "
+    return prefix + ", ".join(notes) if notes else ""
 
 
 def _records_within_sequence(
     folder: Path, split: str, config: DataConfig, metadata: dict[str, Any]
 ) -> PaddedDataset:
-    """Returns the records of which each first answer begins within a row."""
+    """Return the records whose first answer starts within the sequence."""
     ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
-    starts, firsts = (np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts"))
-    texts: NDArray[np.int64] = np.arange(len(firsts))
+    starts, first_labels = (
+        np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts")
+    )
+    texts: NDArray[np.int64] = np.arange(len(first_labels))
     if config.pairs:
-        texts, firsts = texts.reshape(-1, 2), firsts.reshape(-1, 2).max(1)
+        texts, first_labels = texts.reshape(-1, 2), first_labels.reshape(-1, 2).max(1)
     if not (config.classes or config.target_length):
-        texts = texts[firsts <= config.sequence]
+        texts = texts[first_labels <= config.sequence]
     if not len(texts):
-        reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
-        fix = f"give data.sequence={2 * int(firsts.min())}"
+        reason = (
+            f"is too short: the first answer of the {split} split starts at {first_labels.min()}"
+        )
+        fix = f"set data.sequence={2 * int(first_labels.min())}"
         raise DataError.for_key("data.sequence", config.sequence, reason, fix)
     if config.target_length:
-        return AnswerDataset(
+        return Seq2SeqDataset(
             ids_N,
             starts,
             texts,
@@ -195,130 +207,132 @@ def _records_within_sequence(
             metadata["end"],
             target_length=config.target_length,
         )
-    kind = (
+    dataset_class = (
         ClassificationDataset
         if config.classes
         else PackedTextDataset
         if config.packing
         else PaddedDataset
     )
-    return kind(ids_N, starts, texts, config.sequence, metadata["end"])
+    return dataset_class(ids_N, starts, texts, config.sequence, metadata["end"])
 
 
 def chat_template(config: ChatData) -> ConversationTemplate:
-    """Returns what writes a conversation down: the tokenizer's own template, or plain words."""
-    own = None
+    """Return the tokenizer's chat template, or the plain template."""
+    template = None
     if config.tokenizer is not None:
-        own = load_template(tokenizer_path(config.tokenizer))
-    return own or PlainTemplate(config.end_of_text)
+        template = load_template(tokenizer_path(config.tokenizer))
+    return template or PlainTemplate(config.end_of_text)
 
 
 def _rendered_records(
     files: Iterable[Path], config: ChatData
-) -> tuple[list[Written], list[BadRecord], list[str]]:
-    """Returns the records of all files as they are written down, what is bad, and notes."""
-    found: list[Written] = []
-    bad: list[BadRecord] = []
+) -> tuple[list[RenderedRecord], list[BadRecord], list[str]]:
+    """Return the rendered records of all files, the invalid ones, and notes."""
+    records: list[RenderedRecord] = []
+    bad_records: list[BadRecord] = []
     template = chat_template(config)
     try:
         for file in files:
-            for one in iter_records(file, lambda record: config.render_record(record, template)):
-                if isinstance(one, BadRecord):
-                    bad.append(one)
+            for parsed in iter_records(file, lambda record: config.render_record(record, template)):
+                if isinstance(parsed, BadRecord):
+                    bad_records.append(parsed)
                 else:
-                    found.append(one)
+                    records.append(parsed)
     finally:
         template.close()
-    return found, bad, template_notes(template)
+    return records, bad_records, template_notes(template)
 
 
 def template_notes(template: ConversationTemplate) -> list[str]:
-    """The notes of a template with their counts."""
+    """Return the notes of a template with their counts."""
     return [f"{note}: {count:,}" for note, count in template.notes.items() if count]
 
 
-def _split_records(records: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
-    """Returns the records to train on, and every 1/fraction-th held out."""
+def _split_records(
+    records: Sequence[RenderedRecord], fraction: float
+) -> dict[str, list[RenderedRecord]]:
+    """Return the training records, and every 1/fraction-th record for validation."""
     if not fraction:
         return {"train": list(records)}
-    parts: dict[str, list[Written]] = {"train": [], "validation": []}
-    for number, pieces in enumerate(records):
-        parts["validation" if is_held_out(number, fraction) else "train"].append(pieces)
-    return parts
+    splits: dict[str, list[RenderedRecord]] = {"train": [], "validation": []}
+    for number, record in enumerate(records):
+        splits["validation" if is_held_out(number, fraction) else "train"].append(record)
+    return splits
 
 
 def is_held_out(number: int, fraction: float) -> bool:
-    """Returns whether a record is one of the share that is held out, evenly spread."""
+    """Whether a record belongs to the validation split, which is evenly spread."""
     return int((number + 1) * fraction) > int(number * fraction)
 
 
 def _iter_ids(
-    tokenizer: Tokenizer, texts: Sequence[list[TemplatePiece]], path: str | None
+    tokenizer: Tokenizer, texts: Sequence[list[TextSegment]], path: str | None
 ) -> Iterator[NDArray[np.int32]]:
-    """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt.
+    """Yield the ids of each conversation; ``~t`` is a token t without a label.
 
-    A text with a label gets the special tokens of the tokenizer's post-processor. Raises
+    A text with a class label gets the special tokens of the tokenizer's post-processor. Raises
     ``DataError`` for a text that the tokenizer at ``path`` cannot encode.
     """
-    before, after = (~np.array(ids, dtype=np.int32) for ids in special_ids(tokenizer))
-    for some in _iter_batches(texts):
-        runs = [list(_iter_texts(pieces)) for pieces in some]
-        flat = [text for parts in runs for text, _, label in parts if label is None]
-        sources = [f"the text that begins {text[:40]!r}" for text in flat]
-        encodings = iter(encode_texts(tokenizer, flat, sources, path))
-        for parts in runs:
+    prefix_ids, suffix_ids = (~np.array(ids, dtype=np.int32) for ids in special_ids(tokenizer))
+    for batch in _iter_batches(texts):
+        batch_parts = [list(_iter_texts(segments)) for segments in batch]
+        plain_texts = [text for parts in batch_parts for text, _, label in parts if label is None]
+        sources = [f"the text that begins {text[:40]!r}" for text in plain_texts]
+        encodings = iter(encode_texts(tokenizer, plain_texts, sources, path))
+        for parts in batch_parts:
             ids = []
             for _, spans, label in parts:
                 if label is None:
                     ids.append(_mask_ids(next(encodings), spans))
                 else:
-                    ids = [before, *ids, after, np.array([label], dtype=np.int32)]
+                    ids = [prefix_ids, *ids, suffix_ids, np.array([label], dtype=np.int32)]
             yield np.concatenate(ids)
 
 
-def _iter_batches(texts: Iterable[list[TemplatePiece]]) -> Iterator[list[list[TemplatePiece]]]:
-    batch: list[list[TemplatePiece]] = []
+def _iter_batches(texts: Iterable[list[TextSegment]]) -> Iterator[list[list[TextSegment]]]:
+    batch: list[list[TextSegment]] = []
     characters = 0
-    for pieces in texts:
-        batch.append(pieces)
-        characters += sum(len(piece.text) for piece in pieces)
-        if len(batch) == TOGETHER or characters >= TOGETHER_CHARACTERS:
+    for segments in texts:
+        batch.append(segments)
+        characters += sum(len(segment.text) for segment in segments)
+        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
 
 
-def _iter_texts(pieces: Iterable[TemplatePiece]) -> Iterator[tuple[str, list[Span], int | None]]:
-    """Yields each text that is tokenized by itself, the spans in it to learn, and a label."""
+def _iter_texts(segments: Iterable[TextSegment]) -> Iterator[tuple[str, list[Span], int | None]]:
+    """Yield each separately tokenized text, its spans to train on, and a class label."""
     text = ""
     spans: list[Span] = []
-    for piece in pieces:
-        if piece.separate:
+    for segment in segments:
+        if segment.separate:
             yield text, spans, None
             text, spans = "", []
-        if piece.label is not None:
-            yield "", [], piece.label
+        if segment.label is not None:
+            yield "", [], segment.label
             return
-        if piece.trained:
-            spans.append((len(text), len(text) + len(piece.text), piece.marked))
-        text += piece.text
+        if segment.trained:
+            spans.append((len(text), len(text) + len(segment.text), segment.marked))
+        text += segment.text
     yield text, spans, None
 
 
 def _mask_ids(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.int32]:
-    """The ids of a text, ``~t`` where a token has no character of a span.
+    """Return the ids of a text, ``~t`` for tokens without a character of a span.
 
-    Of the tokens of a marked span's last character only the first is in it, as in the assistant
-    masks of transformers.
+    If several tokens contain the last character of a marked span, only the first belongs to it, as
+    in the assistant masks of transformers.
     """
     ids = np.array(encoding.ids, dtype=np.int32)
     offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    learnt = np.zeros(len(ids), dtype=bool)
+    is_label = np.zeros(len(ids), dtype=bool)
     for start, stop, marked in spans:
         (inside,) = np.nonzero((offsets_T2[:, 0] < stop) & (offsets_T2[:, 1] > start))
         if len(inside):
             has_last = offsets_T2[inside, 1] >= stop
             last = inside[has_last.argmax()] if marked and has_last.any() else inside[-1]
-            learnt[inside[0] : last + 1] = True
-    return np.where(learnt, ids, ~ids)
+            is_label[inside[0] : last + 1] = True
+    return np.where(is_label, ids, ~ids)

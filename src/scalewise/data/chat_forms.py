@@ -1,4 +1,4 @@
-"""Forms of messages that chat templates differ in, and what a rendered text holds of them."""
+"""Message formats that chat templates expect, and checks that a rendered text is complete."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Messages = list[dict[str, Any]]
 
 
 def is_answer(message: dict[str, Any]) -> bool:
-    """Whether a message is the assistant's."""
+    """Whether a message is from the assistant."""
     return bool(message["role"] == "assistant")
 
 
 def contains_text(text: str, content: object) -> bool:
-    """Whether a text has all of a content but whitespace; contents without a text are."""
+    """Whether a text contains a content, ignoring whitespace; true for contents without text."""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     return (
@@ -33,47 +33,51 @@ def _without_whitespace(text: str) -> str:
 
 
 def _iter_calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the functions of a message's tool calls."""
+    """Yield the functions of a message's tool calls."""
     for call in message.get("tool_calls", []):
         yield call.get("function", call)
 
 
 def has_arguments(messages: Messages) -> bool:
-    """Whether every tool call has arguments, be it an empty object."""
+    """Whether every tool call has arguments, which may be an empty object."""
     functions = (function for message in messages for function in _iter_calls(message))
     return all("arguments" in function for function in functions)
 
 
 def has_json_arguments(messages: Messages, text: str) -> bool:
-    """Whether the arguments of tool calls that are JSON texts are in a text as they stand."""
-    found = (function.get("arguments") for message in messages for function in _iter_calls(message))
-    return all(given in text for given in found if isinstance(given, str))
+    """Whether a text contains the unchanged JSON arguments of all tool calls."""
+    arguments = (
+        function.get("arguments") for message in messages for function in _iter_calls(message)
+    )
+    return all(value in text for value in arguments if isinstance(value, str))
 
 
 class ArgumentsForm(Enum):
-    """How the arguments of tool calls are written."""
+    """Type of the arguments of tool calls."""
 
     unchanged = 0
+    """As in the record."""
     objects = 1
+    """JSON objects."""
     texts = 2
+    """JSON texts."""
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """A form of messages, of which templates differ in what they take.
-
-    ``content_as_parts``: contents are lists of parts. ``empty_content``: a tool call without a
-    content has an empty
-    one. ``developer_role``: the template knows this role; else it is a system message.
-    """
+    """Message format; chat templates differ in the one that they accept."""
 
     arguments: ArgumentsForm
+    """Type of the arguments of tool calls."""
     content_as_parts: bool
+    """Whether contents are lists of parts."""
     empty_content: bool
+    """Whether a tool call without content gets an empty one."""
     developer_role: bool
+    """Whether the template supports this role; otherwise it becomes a system message."""
 
     def convert(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message in this form."""
+        """Return a message in this format."""
         message = copy.deepcopy(message)
         if message["role"] == "developer" and not self.developer_role:
             message["role"] = "system"
@@ -82,11 +86,11 @@ class MessageForm:
         if self.content_as_parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
         for function in _iter_calls(message):
-            given = function.get("arguments")
-            if self.arguments is ArgumentsForm.objects and isinstance(given, str):
-                function["arguments"] = _as_object(given)
-            if self.arguments is ArgumentsForm.texts and isinstance(given, dict):
-                function["arguments"] = json.dumps(given, ensure_ascii=False)
+            value = function.get("arguments")
+            if self.arguments is ArgumentsForm.objects and isinstance(value, str):
+                function["arguments"] = _as_object(value)
+            if self.arguments is ArgumentsForm.texts and isinstance(value, dict):
+                function["arguments"] = json.dumps(value, ensure_ascii=False)
         return message
 
 

@@ -1,9 +1,9 @@
-"""Renders conversations with a chat template and finds the text to train on.
+"""Rendering of conversations with a chat template, and detection of the text to train on.
 
-Chat templates are programs from outside: they may loop forever or fill the memory. They run in a
-process of their own (``python -m scalewise.data.chat_rendering``) that reads one JSON object a line
-and answers each by another; ``scalewise.data.chat_templates`` starts it. The first line is
-``Setup``.
+Chat templates are untrusted programs: they may loop forever or exhaust memory. They run in a
+separate process (``python -m scalewise.data.chat_rendering``) that reads one JSON object per line
+and writes a JSON response for each; ``scalewise.data.chat_templates`` starts it. The first line is
+a ``RenderSetup``.
 """
 
 from __future__ import annotations
@@ -30,71 +30,73 @@ from scalewise.data.chat_forms import (
     is_answer,
 )
 
-GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
-"""The mark that transformers looks for to return an assistant mask."""
-TEXT_FACTOR, TEXT_ALLOWANCE = 100, 1_000_000
-"""Characters of a rendered text, at most: a factor of its conversation's, and a constant."""
+GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")
+"""Mark in a template with which transformers returns an assistant mask."""
+MAX_TEXT_FACTOR, TEXT_ALLOWANCE = 100, 1_000_000
+"""Maximum characters of a rendered text: a factor of its conversation's, plus a constant."""
 TIMED_MESSAGES = 50
-"""Each message is rendered with all before it: a long conversation takes its time."""
-REASONING = "reasoning_content"
-MEMORY = 1 << 30
-"""Bytes that rendering may allocate."""
+"""Number of messages per time limit; each message is rendered with all before it."""
+REASONING_KEY = "reasoning_content"
+MAX_MEMORY_BYTES = 1 << 30
+"""Memory that rendering may allocate, in bytes."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class RenderSetup:
-    """What one tokenizer renders with: ``templates`` by name and ``special_tokens`` by attribute.
-
-    ``seconds``: CPU time that ``TIMED_MESSAGES`` messages of one conversation may take.
-    """
+    """Settings of one tokenizer."""
 
     templates: dict[str, str]
+    """Jinja templates by name."""
     special_tokens: dict[str, str]
+    """Special tokens by attribute."""
     seconds: float
+    """CPU time limit for ``TIMED_MESSAGES`` messages of one conversation."""
 
 
 @dataclass
 class RenderedChat:
-    """A conversation as text, with the spans of characters to train on, in order.
-
-    ``marked``: whether the template marks the spans. ``rewritten``: answers that the template
-    writes otherwise once the conversation goes on; they are not in ``spans``. ``shortened``:
-    answers of which it leaves out a part. ``omitted``: messages after the last answer that are not
-    in the text.
-    """
+    """Rendered conversation, with the spans of characters to train on."""
 
     text: str
+    """Rendered text."""
     spans: list[Span]
+    """Start and stop characters, in order."""
     marked: bool = False
+    """Whether the template marks the spans."""
     rewritten: int = 0
+    """Number of answers that the template changes in later turns; ``spans`` excludes them."""
     shortened: int = 0
+    """Number of answers of which the template omits a part."""
     omitted: int = 0
+    """Number of messages after the last answer that are not in the text."""
 
 
 @dataclass(frozen=True)
 class RenderRequest:
-    """A conversation to render: messages as transformers takes them, without ``None`` values.
-
-    ``train`` says for each message whether its text is trained on.
-    """
+    """Conversation to render."""
 
     messages: Messages
+    """Messages as transformers expects them, without ``None`` values."""
     train: list[bool] = field(default_factory=list)
+    """Whether each message is trained on."""
     tools: list[dict[str, Any]] | None = None
+    """JSON schemas of tools."""
     documents: list[dict[str, Any]] | None = None
+    """Documents for retrieval."""
     variables: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
 
 
 class TemplateRenderer:
-    """Renders requests with the templates of one tokenizer."""
+    """Renderer for the templates of one tokenizer."""
 
     def __init__(self, setup: RenderSetup) -> None:
         self._templates, self.special_tokens = setup.templates, setup.special_tokens
 
     def check_syntax(self) -> None:
-        """Raises ``ValueError`` for a template with an error of syntax."""
+        """Raise ``ValueError`` for a template with a syntax error."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -105,13 +107,13 @@ class TemplateRenderer:
                 raise ValueError(f"has an error: {error}") from error
 
     def render_prompt(self, request: RenderRequest) -> str:
-        """Text of a conversation up to where an answer is to be generated."""
+        """Return the text of a conversation up to the answer to generate."""
         return self.render_text(request, self._choose_message_form(request)[0], prompt=True)
 
     def render_chat(self, request: RenderRequest) -> RenderedChat:
-        """Text of a conversation and the parts of it to train on.
+        """Return the text of a conversation and the parts of it to train on.
 
-        Raises ``ValueError`` for a conversation that the template cannot write in full.
+        Raises ``ValueError`` for a conversation that the template cannot render completely.
         """
         rendered = self._render_chat(request)
         if rendered.spans:
@@ -119,17 +121,19 @@ class TemplateRenderer:
         last = max(i for i, message in enumerate(request.messages) if is_answer(message))
         omitted = len(request.messages) - last - 1
         if omitted:
-            kept = RenderRequest(
+            shortened_request = RenderRequest(
                 request.messages[: last + 1],
                 request.train[: last + 1],
                 request.tools,
                 request.documents,
                 request.variables,
             )
-            rendered = self._render_chat(kept)
+            rendered = self._render_chat(shortened_request)
         if not rendered.spans:
-            why = "writes each otherwise as the conversation goes on" if rendered.rewritten else ""
-            raise ValueError(f"has no answer to train on{why and f': the chat template {why}'}")
+            detail = "changes each in later turns" if rendered.rewritten else ""
+            raise ValueError(
+                f"has no answer to train on{detail and f': the chat template {detail}'}"
+            )
         rendered.omitted = omitted
         return rendered
 
@@ -139,44 +143,48 @@ class TemplateRenderer:
         turns = _TurnSpans(self, request, messages, text)
         trained = [index for index in turns.answer_indices if request.train[index]]
         rewritten = 0
-        marked = bool(GENERATION.search(self._select_template(request)))
+        marked = bool(GENERATION_MARK.search(self._select_template(request)))
         if marked:
             _, spans = self._render(request, messages, return_spans=True)
             if len(trained) < len(turns.answer_indices):
                 spans = turns.trained_spans(spans)
         else:
-            found = {index: turns.answer_span(index) for index in trained}
-            trained = [index for index, span in found.items() if span]
-            spans = [span for span in found.values() if span]
-            rewritten = len(found) - len(spans)
+            answer_spans = {index: turns.answer_span(index) for index in trained}
+            trained = [index for index, span in answer_spans.items() if span]
+            spans = [span for span in answer_spans.values() if span]
+            rewritten = len(answer_spans) - len(spans)
         shortened = sum(
-            not all(contains_text(text, messages[index].get(key)) for key in ("content", REASONING))
+            not all(
+                contains_text(text, messages[index].get(key)) for key in ("content", REASONING_KEY)
+            )
             for index in trained
         )
         spans = [span for span in spans if span[0] < span[1]]
         return RenderedChat(text, spans, marked, rewritten, shortened)
 
     def _choose_message_form(self, request: RenderRequest) -> tuple[Messages, str]:
-        """The form of the messages that the template writes best, and the text.
+        """Return the messages in the format that the template renders best, and the text.
 
-        Templates differ in whether arguments of tool calls are JSON objects or their text, and
-        whether contents are strings or lists of parts. The first form that keeps all is taken; else
-        the first that can be rendered.
+        Templates differ in whether arguments of tool calls are JSON objects or texts, and whether
+        contents are strings or lists of parts. The first format that keeps all content is used, or
+        else the first that can be rendered.
         """
         first: tuple[Messages, str] | None = None
-        failure: ValueError | None = None
-        seen: list[Messages] = []
-        developer = "developer" in self._select_template(request)
-        for parts, empty, arguments in product((False, True), (False, True), ArgumentsForm):
-            form = MessageForm(arguments, parts, empty, developer)
+        first_error: ValueError | None = None
+        tried: list[Messages] = []
+        developer_role = "developer" in self._select_template(request)
+        for as_parts, empty_content, arguments in product(
+            (False, True), (False, True), ArgumentsForm
+        ):
+            form = MessageForm(arguments, as_parts, empty_content, developer_role)
             messages = [form.convert(message) for message in request.messages]
-            if messages in seen:
+            if messages in tried:
                 continue
-            seen.append(messages)
+            tried.append(messages)
             try:
                 text = self.render_text(request, messages)
             except ValueError as error:
-                failure = failure or error
+                first_error = first_error or error
                 continue
             if first is None or not has_json_arguments(*first):
                 first = messages, text
@@ -184,44 +192,46 @@ class TemplateRenderer:
             if (
                 has_json_arguments(messages, text)
                 and all(contains_text(text, content) for content in contents)
-                and not (parts and "{'type': 'text'" in text)  # the list itself
+                and not (
+                    as_parts and "{'type': 'text'" in text
+                )  # the template printed the list itself
             ):
                 return messages, text
         if first is None:
-            assert failure is not None
-            raise failure
+            assert first_error is not None
+            raise first_error
         return first
 
     def _check_complete(self, request: RenderRequest, messages: Messages, text: str) -> None:
-        """Raises ``ValueError`` for a part of the conversation that the template leaves out."""
+        """Raise ``ValueError`` for a part of the conversation that the template omits."""
         for key in ("tools", "documents"):
             if getattr(request, key) and self._renders_same(request, messages, text, **{key: None}):
-                raise ValueError(f"has {key}, which the chat template does not write")
+                raise ValueError(f"has {key}, which the chat template omits")
         for index, message in enumerate(messages):
             if not is_answer(message) and not contains_text(text, message["content"]):
                 changed = [*messages]
                 changed[index] = message | {"content": "?"}
                 if self._renders_same(request, changed, text):
                     role = message["role"]
-                    reason = f"has a turn of {role!r}, which the chat template does not write"
+                    reason = f"has a turn of {role!r}, which the chat template omits"
                     raise ValueError(reason)
-            for key in ("tool_calls", REASONING, "name"):
+            for key in ("tool_calls", REASONING_KEY, "name"):
                 if key not in message or (key == "name" and message["role"] == "tool"):
                     continue
-                if key == REASONING and contains_text(text, message[key]):
+                if key == REASONING_KEY and contains_text(text, message[key]):
                     continue
-                told = messages[: index + 1]
+                prefix = messages[: index + 1]
                 without = {k: v for k, v in message.items() if k != key}
                 if self._renders_same(
-                    request, [*told[:-1], without], self.render_text(request, told)
+                    request, [*prefix[:-1], without], self.render_text(request, prefix)
                 ):
-                    reason = f"has {key} in a turn, which the chat template does not write"
+                    reason = f"has {key} in a turn, which the chat template omits"
                     raise ValueError(reason)
 
     def _renders_same(
         self, request: RenderRequest, messages: Messages, text: str, **changed_fields: None
     ) -> bool:
-        """Whether other messages, or other parts of the request, are rendered to the same text."""
+        """Whether other messages or request fields are rendered to the same text."""
         other = RenderRequest(**{**vars(request), **changed_fields})
         try:
             return self.render_text(other, messages) == text
@@ -231,11 +241,11 @@ class TemplateRenderer:
     def render_text(
         self, request: RenderRequest, messages: Messages, *, prompt: bool = False
     ) -> str:
-        """Messages as text, with a generation prompt if ``prompt``."""
+        """Return the text of messages, with a generation prompt if ``prompt``."""
         return self._render(request, messages, prompt=prompt)[0]
 
     def _select_template(self, request: RenderRequest) -> str:
-        """The template that transformers uses: ``tool_use``, if there is one, for tools."""
+        """Return the template that transformers uses: with tools, ``tool_use`` if it exists."""
         templates = self._templates
         return templates["tool_use" if request.tools and "tool_use" in templates else "default"]
 
@@ -250,9 +260,9 @@ class TemplateRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template
-        own = {"messages", *inspect.signature(render).parameters}
-        if wrong := sorted(own & request.variables.keys()):
-            raise ValueError(f"has chat_template_kwargs with {wrong[0]}, which is no variable")
+        reserved = {"messages", *inspect.signature(render).parameters}
+        if invalid := sorted(reserved & request.variables.keys()):
+            raise ValueError(f"has chat_template_kwargs with {invalid[0]}, which is not a variable")
         try:
             texts, spans = render(
                 [messages],
@@ -265,19 +275,21 @@ class TemplateRenderer:
             )
         except MemoryError:
             raise
-        except Exception as error:  # a template may do whatever a sandbox lets it
+        except Exception as error:  # a template may raise any error in its sandbox
             if "Undefined" in repr(error) and not has_arguments(messages):
-                reason = "has a tool call without arguments, which the chat template writes"
-                raise ValueError(f"{reason} (a call without any has an empty object)") from error
+                reason = "has a tool call without arguments, which the chat template requires"
+                raise ValueError(f"{reason} (an empty object is allowed)") from error
             raise ValueError(f"is rejected by the chat template: {error}") from error
-        given = len(json.dumps(messages)) + len(json.dumps([request.tools, request.documents]))
-        if len(texts[0]) > TEXT_ALLOWANCE + TEXT_FACTOR * given:
+        input_length = len(json.dumps(messages)) + len(
+            json.dumps([request.tools, request.documents])
+        )
+        if len(texts[0]) > TEXT_ALLOWANCE + MAX_TEXT_FACTOR * input_length:
             raise MemoryError
         return texts[0], [(start, stop) for start, stop in spans[0]] if return_spans else []
 
 
 class _TurnSpans:
-    """Where the turns of a conversation are in its text, by renderings of its beginnings."""
+    """Positions of the turns of a conversation in its text, found by rendering its prefixes."""
 
     def __init__(
         self, renderer: TemplateRenderer, request: RenderRequest, messages: Messages, text: str
@@ -288,34 +300,34 @@ class _TurnSpans:
         self.answer_indices = [i for i, message in enumerate(messages) if is_answer(message)]
 
     def answer_span(self, index: int) -> Span | None:
-        """Span of an answer as a model would generate it; None if the text has another there."""
-        told = self._prefix_text(index)
-        if told is None:
+        """Return the span of an answer as a model would generate it; None if there is none."""
+        prefix_text = self._prefix_text(index)
+        if prefix_text is None:
             return None
-        start = self._answer_start(index, told)
-        stop = self._prefix_end(told)
+        start = self._answer_start(index, prefix_text)
+        stop = self._prefix_end(prefix_text)
         return (start, stop) if start is not None and start < stop else None
 
     def trained_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """The marked spans that are in answers to train on."""
+        """Return the marked spans of the answers to train on."""
         train = self._request.train
         stops: list[int] = []
         for index in range(len(self._messages)):
-            told = self._prefix_text(index)
-            stops.append(0 if told is None else self._prefix_end(told))
+            prefix_text = self._prefix_text(index)
+            stops.append(0 if prefix_text is None else self._prefix_end(prefix_text))
         if stops[0] and stops == sorted(stops):
             owners = [next(i for i, stop in enumerate(stops) if span[0] < stop) for span in spans]
         elif len(spans) == len(self.answer_indices):
             owners = self.answer_indices
         else:
             raise ValueError(
-                "has answers not to train on, which cannot be told apart: the chat template "
-                "writes earlier turns otherwise as the conversation goes on"
+                "has answers not to train on, which cannot be distinguished: the chat template "
+                "changes earlier turns in later ones"
             )
         return [span for span, owner in zip(spans, owners, strict=True) if train[owner]]
 
     def _prefix_text(self, index: int) -> str | None:
-        """Text of the conversation up to a message."""
+        """Return the text of the conversation up to and including a message."""
         if index == len(self._messages) - 1:
             return self._full_text
         try:
@@ -327,15 +339,15 @@ class _TurnSpans:
         return self._renderer.render_text(self._request, messages, prompt=prompt)
 
     def _answer_start(self, index: int, prefix_text: str) -> int | None:
-        """Where an answer begins: after what the template writes to ask for it."""
+        """Return the start of an answer, after the generation prompt."""
         if index:
             try:
-                asked = self._render(self._messages[:index], prompt=True)
+                prompt_text = self._render(self._messages[:index], prompt=True)
             except ValueError:
-                asked = None
-            if asked and prefix_text.startswith(asked):
-                return len(asked) if self._full_text.startswith(asked) else None
-        # The generation prompt holds more than the answer begins with, as an opened thought.
+                prompt_text = None
+            if prompt_text and prefix_text.startswith(prompt_text):
+                return len(prompt_text) if self._full_text.startswith(prompt_text) else None
+        # The generation prompt may be longer than the header, such as by an opened thought.
         header = self._answer_header(index)
         if header is None:
             return None
@@ -344,35 +356,35 @@ class _TurnSpans:
         return len(header)
 
     def _answer_header(self, index: int) -> str | None:
-        """Text up to an answer: what renderings with different answers begin with."""
+        """Return the text before an answer: the common prefix for different answers."""
         message = self._messages[index]
-        texts = {"content", *({REASONING} & message.keys())}
+        text_keys = {"content", *({REASONING_KEY} & message.keys())}
         plain = {key: value for key, value in message.items() if key != "tool_calls"}
-        for kept in (message, plain):
-            probes = [kept | dict.fromkeys(texts, letter) for letter in ("A", "B")]
+        for base_message in (message, plain):
+            probes = [base_message | dict.fromkeys(text_keys, letter) for letter in ("A", "B")]
             try:
                 one, other = (self._render([*self._messages[:index], probe]) for probe in probes)
             except ValueError:
                 continue
             if one != other:
-                return _common_start(one, other)
+                return _common_prefix(one, other)
         return None
 
     def _prefix_end(self, prefix_text: str) -> int:
-        """Where the text up to a message ends within the whole text; 0 if it is not in there.
+        """Return the end of the text up to a message within the full text; 0 if it is not a prefix.
 
-        What a template adds at the end of a conversation alone (special tokens, whitespace) may be
-        absent.
+        Special tokens and whitespace that a template adds only at the end of a conversation are
+        ignored.
         """
         while prefix_text and not self._full_text.startswith(prefix_text):
-            outcome = next((token for token in self._special if prefix_text.endswith(token)), "")
-            if not outcome and not prefix_text[-1].isspace():
+            end_token = next((token for token in self._special if prefix_text.endswith(token)), "")
+            if not end_token and not prefix_text[-1].isspace():
                 return 0
-            prefix_text = prefix_text[: -len(outcome) or -1]
+            prefix_text = prefix_text[: -len(end_token) or -1]
         return len(prefix_text)
 
 
-def _common_start(first: str, second: str) -> str:
+def _common_prefix(first: str, second: str) -> str:
     pairs = zip(first, second, strict=False)
     return first[: next((i for i, (one, other) in enumerate(pairs) if one != other), len(first))]
 
@@ -380,7 +392,7 @@ def _common_start(first: str, second: str) -> str:
 def _limit_memory() -> None:
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
 
 
 def _render_request(renderer: TemplateRenderer, text: str, seconds: float) -> dict[str, Any]:
@@ -398,28 +410,28 @@ def _render_request(renderer: TemplateRenderer, text: str, seconds: float) -> di
     except ValueError as error:
         return {"error": str(error)}
     except MemoryError:
-        return {"limit": "takes too much memory or writes too much text"}
+        return {"limit": "takes too much memory or renders too much text"}
     except RecursionError:
-        return {"error": "is nested too deep for the chat template"}
+        return {"error": "is nested too deeply for the chat template"}
 
 
 def serve_requests() -> None:
-    """Answers requests until the input ends.
+    """Respond to requests until the input ends.
 
-    A timer of CPU time ends the process within one request that takes too long.
+    A CPU timer ends the process if a request takes too long.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # standard output carries answers alone
+    responses = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # standard output contains only responses
     setup = RenderSetup(**json.loads(sys.stdin.readline()))
     renderer = TemplateRenderer(setup)
-    import transformers.utils.chat_template_utils  # noqa: F401  # before the limits
+    import transformers.utils.chat_template_utils  # noqa: F401  # import before limiting memory
 
     _limit_memory()
     for line in sys.stdin:
-        answer = json.dumps(_render_request(renderer, line, setup.seconds))
+        response = json.dumps(_render_request(renderer, line, setup.seconds))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, file=answers, flush=True)
+        print(response, file=responses, flush=True)
 
 
 if __name__ == "__main__":

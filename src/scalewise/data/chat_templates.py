@@ -1,4 +1,4 @@
-"""How a conversation is written down for a model, and which part of it is an answer."""
+"""Chat templates that render conversations, and the parts of a text that are trained on."""
 
 from __future__ import annotations
 
@@ -21,159 +21,166 @@ from scalewise.data.chat_messages import Conversation, Message
 from scalewise.errors import DataError
 
 TITLES = {"system": "System", "user": "User", "assistant": "Assistant"}
-CONFIG, OWN_FILE = "tokenizer_config.json", "chat_template.jinja"
-"""Where Hugging Face keeps a template, beside the tokenizer; the second goes first."""
-SOURCES = (CONFIG, OWN_FILE, "special_tokens_map.json", "added_tokens.json", "config.json")
-PLAIN = (
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+"""Files next to the tokenizer in which Hugging Face stores a template; the second takes
+precedence."""
+TEMPLATE_SOURCES = (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"
     "### Assistant:\n{{ message.content }}{{ eos_token }}"
     "{% else %}### {{ message.role | capitalize }}:\n{{ message.content }}\n\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
-"""The template of ``plain``, in Jinja."""
-SECONDS = 10.0
-"""CPU time in which a chat template must write one conversation."""
-REWRITTEN = (
-    "answers not trained on, since the chat template rewrites them in later turns "
-    "(a record for each answer, which ends with it, trains on all)"
+"""Jinja source of ``PlainTemplate``."""
+CPU_SECONDS = 10.0
+"""CPU time limit of a chat template for one conversation."""
+REWRITTEN_NOTE = (
+    "answers not trained on, since the chat template changes them in later turns "
+    "(to train on all, use one record per answer that ends with it)"
 )
-SHORTENED = "answers trained on without a part that the chat template leaves out"
-OMITTED = "messages left out that follow the last answer"
-"""Notes, with a count."""
+SHORTENED_NOTE = "answers trained on without a part that the chat template omits"
+OMITTED_NOTE = "messages after the last answer omitted"
+"""Notes that are printed with a count."""
 
 
 @dataclass(frozen=True)
-class TemplatePiece:
-    """Some text of a conversation; ``trained``: whether the model is to learn to write it.
-
-    ``label``: the number of a class, which stands for no text.
-    """
+class TextSegment:
+    """Part of a rendered conversation."""
 
     text: str
+    """Text of the part."""
     trained: bool
+    """Whether its tokens are labels."""
     label: int | None = None
+    """Class index, which replaces the text."""
     marked: bool = False
     """Whether it is between generation marks of a template."""
     separate: bool = False
-    """Whether the text is tokenized by itself, not joined with the pieces before it."""
+    """Whether the text is tokenized separately from the preceding parts."""
 
 
 class ConversationTemplate(ABC):
-    """Writes conversations as text. ``notes`` counts what a user should know of them."""
+    """Base class of templates that render conversations. ``notes`` counts notes for the user."""
 
     def __init__(self) -> None:
         self.notes: Counter[str] = Counter()
 
     @abstractmethod
-    def __call__(self, conversation: Conversation) -> list[TemplatePiece]:
-        """Pieces of text, answers marked as learnt; raises ``ValueError`` if it cannot."""
+    def __call__(self, conversation: Conversation) -> list[TextSegment]:
+        """Return the parts of a conversation; raises ``ValueError`` if it cannot be rendered."""
 
     @abstractmethod
     def render_prompt(self, conversation: Conversation) -> str:
-        """Text of a conversation up to where its next answer begins."""
+        """Return the text of a conversation up to its next answer."""
 
     def close(self) -> None:  # noqa: B027
-        """Frees what the template holds; it can be used again."""
+        """Release resources; the template can still be used afterwards."""
 
 
 def prompt_text(template: ConversationTemplate, question: str) -> str:
-    """Returns a question as a conversation begins with it, up to where its answer would."""
+    """Return a question rendered as the start of a conversation, up to its answer."""
     try:
         return template.render_prompt(Conversation((Message("user", question),)))
     except ValueError as error:
-        raise DataError.for_key("prompt", question, str(error), "give another prompt") from error
+        raise DataError.for_key("prompt", question, str(error), "use another prompt") from error
 
 
 class PlainTemplate(ConversationTemplate):
-    """Titles in words and an end after answers: any tokenizer can write it."""
+    """Template with titles in plain text and an end token after answers, for any tokenizer."""
 
     def __init__(self, end_of_text: str) -> None:
         super().__init__()
         self._end = end_of_text
 
-    def __call__(self, conversation: Conversation) -> list[TemplatePiece]:
-        """Pieces of text; raises ``ValueError`` for what only a chat template writes."""
-        extra = [key for key in ("tools", "documents") if getattr(conversation, key)]
-        found = []
+    def __call__(self, conversation: Conversation) -> list[TextSegment]:
+        """Return the parts of a conversation; raises ``ValueError`` for unsupported fields."""
+        unsupported = [key for key in ("tools", "documents") if getattr(conversation, key)]
+        segments = []
         for message in conversation.messages:
-            extra += message.extra_fields
+            unsupported += message.extra_fields
             if message.role == "tool":
-                extra.append("a turn of 'tool'")
-            if extra:
+                unsupported.append("a turn of 'tool'")
+            if unsupported:
                 raise ValueError(
-                    f"has {extra[0]}, which needs a chat template: "
-                    "give data.tokenizer=PATH of a tokenizer.json with one beside it"
+                    f"has {unsupported[0]}, which requires a chat template: "
+                    "set data.tokenizer=PATH to a tokenizer.json with one next to it"
                 )
             title = f"### {TITLES[message.role]}:\n"
             if message.role == "assistant":
-                answer = TemplatePiece(message.text + self._end, message.train)
-                found += [TemplatePiece(title, False), answer]
+                answer = TextSegment(message.text + self._end, message.train)
+                segments += [TextSegment(title, False), answer]
             else:
-                found.append(TemplatePiece(f"{title}{message.text}\n\n", False))
-        return found
+                segments.append(TextSegment(f"{title}{message.text}\n\n", False))
+        return segments
 
     def render_prompt(self, conversation: Conversation) -> str:
-        """Text of a conversation up to where its next answer begins."""
-        text = "".join(piece.text for piece in self(conversation))
+        """Return the text of a conversation up to its next answer."""
+        text = "".join(segment.text for segment in self(conversation))
         return f"{text}### {TITLES['assistant']}:\n"
 
 
 def template_sources(tokenizer: Path) -> list[Path]:
-    """Returns the files beside a tokenizer.json that decide its template and special tokens."""
-    named = [path for name in SOURCES if (path := tokenizer.with_name(name)).is_file()]
-    return [*named, *sorted(tokenizer.parent.glob("additional_chat_templates/*.jinja"))]
+    """Return the files next to a tokenizer.json that decide its template and special tokens."""
+    files = [path for name in TEMPLATE_SOURCES if (path := tokenizer.with_name(name)).is_file()]
+    return [*files, *sorted(tokenizer.parent.glob("additional_chat_templates/*.jinja"))]
 
 
 def load_template(tokenizer: Path) -> ConversationTemplate | None:
-    """Returns the template that comes with a tokenizer.json; None where none does.
+    """Return the chat template of a tokenizer.json; None if there is none.
 
-    Raises ``DataError`` for one that cannot be read.
+    Raises ``DataError`` if it cannot be read.
     """
     from scalewise.data.chat_tokenizer import load_tokenizer
 
-    loaded = load_tokenizer(tokenizer)
-    templates = getattr(loaded, "chat_template", None)
-    if loaded is None or not templates:
+    hf_tokenizer = load_tokenizer(tokenizer)
+    templates = getattr(hf_tokenizer, "chat_template", None)
+    if hf_tokenizer is None or not templates:
         return None
     if isinstance(templates, str):
         templates = {"default": templates}
-    own = tokenizer.with_name(OWN_FILE)
-    path = own if own.is_file() else tokenizer.with_name(CONFIG)
+    template_file = tokenizer.with_name(TEMPLATE_FILE)
+    path = template_file if template_file.is_file() else tokenizer.with_name(CONFIG_FILE)
     if "default" not in templates:
-        reason = f"has chat templates {', '.join(templates)}, and none of the name default"
-        raise DataError.for_key("data.tokenizer", path, reason, "name one of them default")
-    return ChatTemplate(path, templates, loaded.special_tokens_map)
+        reason = f"has chat templates {', '.join(templates)}, none of them named default"
+        raise DataError.for_key("data.tokenizer", path, reason, "rename one of them to default")
+    return ChatTemplate(path, templates, hf_tokenizer.special_tokens_map)
 
 
 def read_template(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
-    """Returns the template that comes with a tokenizer.json, in Jinja, and its configuration."""
-    path, own = tokenizer.with_name(CONFIG), tokenizer.with_name(OWN_FILE)
+    """Return the Jinja chat template of a tokenizer.json, and the tokenizer's configuration."""
+    path, template_file = tokenizer.with_name(CONFIG_FILE), tokenizer.with_name(TEMPLATE_FILE)
     config: dict[str, Any] = {}
     try:
         if path.is_file():
             config = dict(json.loads(regular_files.read_text(path)))
-        if own.is_file():
-            return regular_files.read_text(own), config
+        if template_file.is_file():
+            return regular_files.read_text(template_file), config
     except (ValueError, TypeError) as error:
         raise DataError.for_key("data.tokenizer", path, f"cannot be read ({error})") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, each with a name
-        named = {it.get("name"): it.get("template") for it in source if isinstance(it, dict)}
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
-        raise DataError.for_key("data.tokenizer", path, "has a chat_template that is no text")
-    return source, config
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        by_name = {it.get("name"): it.get("template") for it in template if isinstance(it, dict)}
+        template = by_name.get("default")
+    if template is not None and not isinstance(template, str):
+        raise DataError.for_key("data.tokenizer", path, "has a chat_template that is not a text")
+    return template, config
 
 
 def read_end_of_text(tokenizer: Path) -> str:
-    """Returns what ends a text, as is said beside a tokenizer.json; empty where nothing is."""
+    """Return the end-of-text token in the tokenizer's configuration; empty if there is none."""
     return token_text(read_template(tokenizer)[1].get("eos_token"))
 
 
 class ChatTemplate(ConversationTemplate):
-    """A chat template in Jinja, rendered by transformers in a process of its own.
+    """Jinja chat template, rendered by transformers in a separate process.
 
-    ``path`` is the file that errors name.
+    ``path`` is the template file in error messages.
     """
 
     def __init__(self, path: Path, templates: dict[str, str], special_tokens: dict[str, str]):
@@ -182,28 +189,32 @@ class ChatTemplate(ConversationTemplate):
         self._setup = {
             "templates": templates,
             "special_tokens": special_tokens,
-            "seconds": SECONDS,
+            "seconds": CPU_SECONDS,
         }
         self._process: subprocess.Popen[str] | None = None
 
-    def __call__(self, conversation: Conversation) -> list[TemplatePiece]:
-        """Pieces of the text as transformers renders it; raises ``ValueError``."""
-        found = self._request_rendering(conversation, prompt=False)
-        text, at, pieces = found["text"], 0, []
-        for start, stop in found["spans"]:
-            answer = TemplatePiece(text[start:stop], True, marked=found["marked"])
-            pieces += [TemplatePiece(text[at:start], False), answer]
-            at = stop
-        for note, key in ((REWRITTEN, "rewritten"), (SHORTENED, "shortened"), (OMITTED, "omitted")):
-            self.notes[note] += found[key]
-        return [*pieces, TemplatePiece(text[at:], False)]
+    def __call__(self, conversation: Conversation) -> list[TextSegment]:
+        """Return the parts of a conversation as transformers renders it; raises ``ValueError``."""
+        rendering = self._request_rendering(conversation, prompt=False)
+        text, position, segments = rendering["text"], 0, []
+        for start, stop in rendering["spans"]:
+            answer = TextSegment(text[start:stop], True, marked=rendering["marked"])
+            segments += [TextSegment(text[position:start], False), answer]
+            position = stop
+        for note, key in (
+            (REWRITTEN_NOTE, "rewritten"),
+            (SHORTENED_NOTE, "shortened"),
+            (OMITTED_NOTE, "omitted"),
+        ):
+            self.notes[note] += rendering[key]
+        return [*segments, TextSegment(text[position:], False)]
 
     def render_prompt(self, conversation: Conversation) -> str:
-        """Text of a conversation with transformers' generation prompt."""
+        """Return the text of a conversation with transformers' generation prompt."""
         return str(self._request_rendering(conversation, prompt=True)["text"])
 
     def close(self) -> None:
-        """Ends the process; the next conversation starts another."""
+        """Stop the process; the next conversation starts a new one."""
         if self._process is not None:
             self._finalizer()
             self._process = None
@@ -218,34 +229,34 @@ class ChatTemplate(ConversationTemplate):
         }
         if self._process is None:
             self._start_process()
-        answer = self._send_request({"request": request, "prompt": prompt})
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer
+        response = self._send_request({"request": request, "prompt": prompt})
+        if "error" in response:
+            raise ValueError(response["error"])
+        return response
 
     def _start_process(self) -> None:
         command = [sys.executable, "-P", "-m", "scalewise.data.chat_rendering"]
-        quiet = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-        self._process = subprocess.Popen(  # noqa: S603  # our own module
+        quiet_env = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+        self._process = subprocess.Popen(  # noqa: S603  # a module of this package
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**environ, **quiet},
+            env={**environ, **quiet_env},
         )
-        self._finalizer = weakref.finalize(self, _end_token, self._process)
+        self._finalizer = weakref.finalize(self, _stop_process, self._process)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._setup) + "\n")
-        answer = self._send_request({"request": None})
-        if "error" in answer:
+        response = self._send_request({"request": None})
+        if "error" in response:
             self.close()
-            fix = "repair the template, or put another beside data.tokenizer"
-            reason = f"the chat template {answer['error']}"
+            fix = "repair the template, or put another one next to data.tokenizer"
+            reason = f"the chat template {response['error']}"
             raise DataError.for_key("data.tokenizer", self._path, reason, fix)
 
     def _send_request(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the process; raises ``DataError`` where a limit ended it."""
+        """Return the response of the process; raises ``DataError`` if it exceeds a limit."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -253,22 +264,22 @@ class ChatTemplate(ConversationTemplate):
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-        answer = process.stdout.readline()
-        if not answer:
+        line = process.stdout.readline()
+        if not line:
             status = process.wait()
             self.close()
-            reason = f"takes over {SECONDS:g} s of CPU time"
+            reason = f"takes more than {CPU_SECONDS:g} s of CPU time"
             if status != -signal.SIGPROF:
                 reason = f"ends its process (exit status {status})"
             raise TemplateLimitError.for_template(self._path, reason)
-        found: dict[str, Any] = json.loads(answer)
-        if "limit" in found:
+        response: dict[str, Any] = json.loads(line)
+        if "limit" in response:
             self.close()
-            raise TemplateLimitError.for_template(self._path, found["limit"])
-        return found
+            raise TemplateLimitError.for_template(self._path, response["limit"])
+        return response
 
 
-def _end_token(process: subprocess.Popen[str]) -> None:
+def _stop_process(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -278,5 +289,5 @@ def _end_token(process: subprocess.Popen[str]) -> None:
 
 
 def token_text(token: object) -> str:
-    """Returns a token's text; configurations hold it as such, or in a table."""
+    """Return the text of a token, which configurations store as a text or as an object."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

@@ -1,11 +1,11 @@
-"""The tokenizer of transformers that belongs to a tokenizer.json."""
+"""Tokenizer of transformers for a tokenizer.json, with its chat template."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from scalewise.data.chat_templates import CONFIG, OWN_FILE, read_template, token_text
+from scalewise.data.chat_templates import CONFIG_FILE, TEMPLATE_FILE, read_template, token_text
 from scalewise.data.tokenizer_files import (
     conversion_error,
     has_declarations,
@@ -15,31 +15,35 @@ from scalewise.errors import DataError
 
 
 def load_tokenizer(file: Path) -> Any:
-    """Loads a tokenizer.json with the files beside it as transformers does.
+    """Load a tokenizer.json with the files next to it, as transformers does.
 
-    Returns None if no chat_template.jinja, tokenizer_config.json or other declaration is beside it,
-    since the file alone says all. Raises ``DataError`` for files that cannot be read, and for a
-    class that transformers cannot load.
+    Returns None if there is no chat_template.jinja, tokenizer_config.json or other declaration next
+    to it. Raises ``DataError`` for files that cannot be read, and for a class that transformers
+    cannot load.
     """
-    declared = has_declarations(file)
-    if not (declared or any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE))):
+    is_declared = has_declarations(file)
+    if not (
+        is_declared or any(file.with_name(name).is_file() for name in (CONFIG_FILE, TEMPLATE_FILE))
+    ):
         return None
-    source, config = read_template(file)
+    template, config = read_template(file)
     from transformers import PreTrainedTokenizerFast
 
-    if declared:
+    if is_declared:
         try:
             return load_with_transformers(file.parent)
-        except Exception as error:  # of many kinds, of many classes
+        except Exception as error:  # transformers raises many classes
             raise conversion_error(str(file), file.parent, error) from error
-    special = {key: token_text(token) for key, token in config.items() if key.endswith("_token")}
+    special_tokens = {
+        key: token_text(token) for key, token in config.items() if key.endswith("_token")
+    }
     try:
-        of_file: Any = PreTrainedTokenizerFast
-        return of_file(
+        tokenizer_class: Any = PreTrainedTokenizerFast
+        return tokenizer_class(
             tokenizer_file=str(file),
-            chat_template=source,
-            **{key: token for key, token in special.items() if token and "add_" not in key},
+            chat_template=template,
+            **{key: token for key, token in special_tokens.items() if token and "add_" not in key},
         )
     except Exception as error:
         reason = f"cannot be read with {file.name} ({error})"
-        raise DataError.for_key("data.tokenizer", file.with_name(CONFIG), reason) from error
+        raise DataError.for_key("data.tokenizer", file.with_name(CONFIG_FILE), reason) from error

@@ -1,4 +1,4 @@
-"""Digests of the content of files: the same files are the same data wherever they lie."""
+"""Digests of file content: equal files have equal digests, wherever they are."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scalewise.data.build_cache import build_cached
 from scalewise.data.text_files import read_error
 
 SAMPLED_BYTES = 64 * 2**20
-"""Weights in larger files are read in samples, not as a whole."""
+"""Size above which only samples of a weight file are hashed."""
 SAMPLES, SAMPLE_BYTES = 64, 2**18
-"""Samples of a large file, evenly spread, the first and the last bytes included."""
+"""Number and size of the samples of a large file, evenly spread from its first to its last byte."""
 
 
 def file_digests(files: Sequence[Path]) -> list[str]:
-    """Returns the SHA-256 of each file, remembered while their sizes and times stay.
+    """Return the SHA-256 of each file, cached while sizes and modification times stay the same.
 
     Raises ``DataError`` for a file that cannot be read.
     """
@@ -30,28 +30,28 @@ def file_digests(files: Sequence[Path]) -> list[str]:
         raise read_error(Path(error.filename), error) from error
     key = {"files": [[name, it.st_size, it.st_mtime_ns, it.st_ino] for name, it in stats]}
 
-    def read(folder: Path) -> None:
-        found = [_file_digest(file) for file in files]
-        (folder / "digests.json").write_text(json.dumps(found), encoding="utf-8")
+    def write_digests(folder: Path) -> None:
+        digests = [_file_digest(file) for file in files]
+        (folder / "digests.json").write_text(json.dumps(digests), encoding="utf-8")
 
-    folder = build_cached("files", key, read, subfolder="digests")
-    found: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
-    return found
+    folder = build_cached("files", key, write_digests, subfolder="digests")
+    digests: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
+    return digests
 
 
 def digests_by_content(files: Sequence[Path]) -> dict[Path, str]:
-    """Returns the digest of each file, in an order that names and folders do not decide."""
-    found = dict(zip(files, file_digests(files), strict=True))
-    return dict(sorted(found.items(), key=lambda item: (item[1], item[0].name)))
+    """Return the digest of each file, in an order that does not depend on folders."""
+    digests = dict(zip(files, file_digests(files), strict=True))
+    return dict(sorted(digests.items(), key=lambda item: (item[1], item[0].name)))
 
 
 def combine_digests(parts: Iterable[str]) -> str:
-    """Returns one digest of several strings in their order."""
+    """Return the digest of several strings in order."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def sampled_digests(files: Sequence[Path]) -> list[str]:
-    """Returns a digest of each file, of large ones by their size and samples of their bytes."""
+    """Return a digest of each file; for large files, of their size and samples of their bytes."""
     return [
         _file_digest(file) if file.stat().st_size <= SAMPLED_BYTES else _sample_digest(file)
         for file in files
@@ -68,12 +68,12 @@ def _file_digest(file: Path) -> str:
 
 def _sample_digest(file: Path) -> str:
     size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with regular_files.open_binary(file) as content:
         for start in _sample_offsets(size):
             content.seek(start)
-            found.update(content.read(SAMPLE_BYTES))
-    return found.hexdigest()
+            digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _sample_offsets(size: int) -> Iterator[int]:

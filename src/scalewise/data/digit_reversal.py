@@ -1,4 +1,4 @@
-"""Digits to be written backwards: nothing is read, and every answer can be checked."""
+"""Digit reversal: a synthetic task with verifiable answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SIGN, VOCABULARY = 10, 11
-"""The id that ends a prompt, behind those of the ten digits, and how many there are."""
-HELD_OUT = 10
-"""One row of so many is held out."""
+SEPARATOR, VOCABULARY = 10, 11
+"""Id that ends a prompt, after those of the ten digits, and the vocabulary size."""
+HELD_OUT_INTERVAL = 10
+"""Number of distinct prompts per held-out prompt."""
 
 
 @register_option("data", "reversal")
@@ -35,48 +35,52 @@ class DigitReversal(DataConfig):
 
     @property
     def answer_length(self) -> int:
-        """Returns the digits of an answer, as many as of a prompt."""
+        """Number of digits of an answer, equal to that of a prompt."""
         return self.sequence // 2
 
     @property
     def required_vocabulary(self) -> int:
-        """Returns the digits and the sign."""
+        """Digits and the separator."""
         return VOCABULARY
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields lengths that no row has."""
+        """Yield an invalid number of rows or sequence length."""
         yield from self.non_positive_issues("rows")
         if self.sequence < 2 or self.sequence % 2:
-            reason = "is not twice the digits of a prompt"
+            reason = "must be twice the number of digits of a prompt"
             fix = f"set data.sequence={max(2, self.sequence + 1)}"
             yield ConfigIssue("data.sequence", self.sequence, reason, fix)
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns distinct prompts, drawn by ``seed``."""
+        """Return distinct random prompts."""
         import numpy as np
 
         from scalewise.data.datasets import RandomDataset
 
         if vocabulary < VOCABULARY:
-            reason, fix = f"needs {VOCABULARY} token ids", f"give model.vocabulary={VOCABULARY}"
+            reason, fix = (
+                f"is below the {VOCABULARY} token ids of the data",
+                f"set model.vocabulary={VOCABULARY}",
+            )
             raise DataError.for_key("model.vocabulary", vocabulary, reason, fix)
-        drawn_ND = RandomDataset(seed, 10, 0, self.rows, self.answer_length - 1).gather(
+        digits_ND = RandomDataset(seed, 10, 0, self.rows, self.answer_length - 1).gather(
             range(self.rows)
         )
-        _, first = np.unique(drawn_ND, axis=0, return_index=True)
-        distinct_ND = drawn_ND[np.sort(first)]
-        held = max(1, len(distinct_ND) // HELD_OUT)
-        if held == len(distinct_ND):
-            reason = "leaves nothing to train on beside what is held out"
-            raise DataError.for_key("data.rows", self.rows, reason, "give more data.rows")
+        _, first_indices = np.unique(digits_ND, axis=0, return_index=True)
+        distinct_ND = digits_ND[np.sort(first_indices)]
+        held_out = max(1, len(distinct_ND) // HELD_OUT_INTERVAL)
+        if held_out == len(distinct_ND):
+            reason = "leaves no training data next to the held-out prompts"
+            raise DataError.for_key("data.rows", self.rows, reason, "increase data.rows")
         return DataSplits(
-            DigitReversalDataset(distinct_ND[held:]), DigitReversalDataset(distinct_ND[:held])
+            DigitReversalDataset(distinct_ND[held_out:]),
+            DigitReversalDataset(distinct_ND[:held_out]),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class DigitReversalDataset:
-    """Rows of ``digits_ND`` and, behind a sign, the same backwards."""
+    """Sequences of ``digits_ND``, a separator, and the reversed digits."""
 
     digits: NDArray[np.int64]
 
@@ -89,9 +93,9 @@ class DigitReversalDataset:
         return len(self.digits)
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``; prompts are no labels."""
+        """Return ``tokens_BS``; prompts have no labels."""
         import numpy as np
 
         digits_BD = self.digits[np.asarray(indices, dtype=np.int64)]
-        sign_B1 = np.full((len(digits_BD), 1), ~SIGN)
-        return np.concatenate([~digits_BD, sign_B1, digits_BD[:, ::-1]], axis=1)
+        separator_B1 = np.full((len(digits_BD), 1), ~SEPARATOR)
+        return np.concatenate([~digits_BD, separator_B1, digits_BD[:, ::-1]], axis=1)

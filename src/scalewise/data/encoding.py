@@ -1,4 +1,4 @@
-"""Documents to token ids in bounded memory, with the ids of encoding each document whole."""
+"""Encoding of documents to token ids in bounded memory, identical to encoding each one at once."""
 
 from __future__ import annotations
 
@@ -20,39 +20,38 @@ if TYPE_CHECKING:
     from scalewise.data.tokenization import TokenizerSource
 
 PART_TOKENS = 500_000
-"""Token ids in one array that ``encode`` yields, at least."""
+"""Minimum number of token ids in one array of ``encode_documents``."""
 
-TRAINING_PIECE = 100_000
-"""Characters of a document that a tokenizer is trained on at once; bounds the memory."""
+TRAINING_CHUNK_CHARACTERS = 100_000
+"""Characters of a document that a tokenizer is trained on at once; bounds memory."""
 
-LONGEST_WORD = 2_000_000
-"""Characters without a space after which a word is cut in training."""
+MAX_WORD_CHARACTERS = 2_000_000
+"""Characters without a space after which a word is split for training."""
 
-_CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
+_USER_PARALLELISM = os.environ.get("TOKENIZERS_PARALLELISM")
 
 
 def encode_documents(
     tokenizer: Tokenizer, tokenizer_source: TokenizerSource, documents: Iterable[str | Document]
 ) -> Iterator[NDArray[np.uint32]]:
-    """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text.
+    """Yield arrays of token ids: the concatenated documents, each followed by end-of-text.
 
-    Around a document stand the special tokens of the tokenizer's post-processor, if
-    ``tokenizer_source`` asks for them; a document that ends in end-of-text gets no second one.
-    Raises
-    ``DataError`` for a document that the tokenizer cannot encode.
+    If ``tokenizer_source.special_tokens`` is set, each document gets the special tokens of the
+    tokenizer's post-processor; a document that already ends in end-of-text gets no second one.
+    Raises ``DataError`` for a document that the tokenizer cannot encode.
     """
-    end = tokenizer.token_to_id(tokenizer_source.end_of_text)
-    assert end is not None, "loading checks it"
-    before, after = special_ids(tokenizer) if tokenizer_source.special_tokens else ([], [])
+    end_id = tokenizer.token_to_id(tokenizer_source.end_of_text)
+    assert end_id is not None, "checked by TokenizerSource.load"
+    prefix_ids, suffix_ids = special_ids(tokenizer) if tokenizer_source.special_tokens else ([], [])
     part: list[int] = []
-    first, latest = True, -1
-    for ids, last in encode_windows(tokenizer, documents, tokenizer_source.tokenizer):
-        added = [*before, *ids] if first else ids
-        if last:
-            added += after
-        latest = added[-1] if added else -1 if first else latest
-        part += added + [end] * (last and latest != end)
-        first = last
+    is_first, last_id = True, -1
+    for ids, is_last in encode_windows(tokenizer, documents, tokenizer_source.tokenizer):
+        document_ids = [*prefix_ids, *ids] if is_first else ids
+        if is_last:
+            document_ids += suffix_ids
+        last_id = document_ids[-1] if document_ids else -1 if is_first else last_id
+        part += document_ids + [end_id] * (is_last and last_id != end_id)
+        is_first = is_last
         if len(part) >= PART_TOKENS:
             yield np.array(part, dtype=np.uint32)
             part = []
@@ -61,7 +60,7 @@ def encode_documents(
 
 
 def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Returns the ids that a tokenizer's post-processor writes before and after a text."""
+    """Return the ids that a tokenizer's post-processor adds before and after a text."""
     if not tokenizer.num_special_tokens_to_add(False):
         return [], []
     for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
@@ -77,7 +76,7 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def encode_texts(
     tokenizer: Tokenizer, texts: Sequence[str], sources: Sequence[str], path: str | None
 ) -> list[Encoding]:
-    """Returns the encodings of texts without special tokens, made on every core.
+    """Return the encodings of texts without special tokens, computed on all cores.
 
     Raises ``DataError`` with the source of the first text that the tokenizer at ``path`` cannot
     encode.
@@ -96,58 +95,63 @@ def encode_texts(
             if not _is_tokenizer_error(error):
                 raise
             reason = f"cannot encode {source}: {' '.join(str(error).split())}"
-            fix = "mend the text, or give a tokenizer that encodes it"
+            fix = "correct the text, or use a tokenizer that encodes it"
             raise DataError.for_key("data.tokenizer", path, reason, fix) from error
-    raise DataError.for_key("data.tokenizer", path, "cannot encode the texts", "give another")
+    raise DataError.for_key(
+        "data.tokenizer", path, "cannot encode the texts", "use another tokenizer"
+    )
 
 
 def _is_tokenizer_error(error: BaseException) -> bool:
-    """Returns whether an error is the library's: a panic in Rust is no ``Exception``."""
+    """Whether an error comes from the library: a Rust panic is not an ``Exception``."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Tokenizes on all cores inside; after it a fork is safe and silent, unless the user chose."""
-    os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "true"
+    """Tokenize on all cores inside the context; afterwards a fork is safe and prints no warning.
+
+    A user's ``TOKENIZERS_PARALLELISM`` takes precedence.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = _USER_PARALLELISM or "true"
     try:
         yield
     finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "false"
+        os.environ["TOKENIZERS_PARALLELISM"] = _USER_PARALLELISM or "false"
 
 
 @contextmanager
 def _silence_rust_panics() -> Iterator[None]:
-    """Discards what is printed on stderr inside: Rust prints panics before Python raises them."""
+    """Discard output on stderr: Rust prints panics before Python raises them."""
     try:
-        own = os.dup(2)
+        stderr_copy = os.dup(2)
     except OSError:  # stderr is closed
         yield
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 2)
+    os.close(null_device)
     try:
         yield
     finally:
-        os.dup2(own, 2)
-        os.close(own)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
 
 
 def iter_training_text(documents: Iterable[str | Document], characters: int) -> Iterator[str]:
-    """Yields the first characters of documents in pieces whose words are those of the whole.
+    """Yield the first characters of documents in chunks that split no word.
 
-    A piece ends before the white space that follows a word, where byte-level pre-tokenization
-    ends a word too.
+    A chunk ends before white space that follows a word, where byte-level pre-tokenization also ends
+    a word.
     """
     for number, document in enumerate(documents, 1):
         text = ""
-        for piece in split_chunks(open_document(document, number)[0], TRAINING_PIECE):
-            text += piece[:characters]
-            characters -= len(piece)
-            if len(text) >= TRAINING_PIECE and (cut := _last_word_end(text)):
-                yield text[:cut]
-                text = text[cut:]
+        for chunk in split_chunks(open_document(document, number)[0], TRAINING_CHUNK_CHARACTERS):
+            text += chunk[:characters]
+            characters -= len(chunk)
+            if len(text) >= TRAINING_CHUNK_CHARACTERS and (word_end := _last_word_end(text)):
+                yield text[:word_end]
+                text = text[word_end:]
             if characters <= 0:
                 break
         if text:
@@ -157,11 +161,11 @@ def iter_training_text(documents: Iterable[str | Document], characters: int) -> 
 
 
 def _last_word_end(text: str) -> int:
-    """Returns where the last word ends that white space follows; 0 where none does."""
+    """Return the end of the last word that white space follows; 0 if there is none."""
     for space in ("\n", " "):
-        at = text.rfind(space, 1)
-        while at > 0:
-            if not text[at - 1].isspace():
-                return at
-            at = text.rfind(space, 1, at)
-    return len(text) if len(text) > LONGEST_WORD else 0
+        position = text.rfind(space, 1)
+        while position > 0:
+            if not text[position - 1].isspace():
+                return position
+            position = text.rfind(space, 1, position)
+    return len(text) if len(text) > MAX_WORD_CHARACTERS else 0

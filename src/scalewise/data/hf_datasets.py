@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, or in its formats on this machine."""
+"""Hugging Face datasets, from the Hub or from local folders."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ class HFDatasetData(DataConfig):
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns the size of the tokenizer that is trained; None where one is given."""
+        """Vocabulary size of the tokenizer that is trained; None with a given one."""
         return self.vocabulary if self.tokenizer is None else None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields an empty path, a local folder that is absent, and numbers that cannot be."""
+        """Yield an empty path, an absent local folder, and values out of range."""
         yield from self.non_positive_issues("sequence")
         yield from self._tokenizer_source.validate()
         if not self.path:
-            fix = "give data.path=roneneldan/TinyStories, or a folder"
+            fix = "set data.path=roneneldan/TinyStories, or a folder"
             yield ConfigIssue("data.path", "''", "is empty", fix)
         elif self.path.startswith((".", "/", "~")) and not self._dataset_folder.is_dir():
             yield ConfigIssue(
-                "data.path", self.path, "no such folder", "give a folder or a Hub name"
+                "data.path", self.path, "no such folder", "set data.path to a folder or a Hub name"
             )
         for field in ("split", "field"):
             if not getattr(self, field):
-                yield ConfigIssue(f"data.{field}", "''", "is empty", f"give data.{field}=NAME")
+                yield ConfigIssue(f"data.{field}", "''", "is empty", f"set data.{field}=NAME")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns packed rows, or rows in the order of the stream where ``streaming``."""
+        """Return packed sequences, or with ``streaming``, sequences in stream order."""
         from scalewise.data.tokenized_cache import (
             TokenizeSource,
             build_tokenized,
@@ -88,29 +88,29 @@ class HFDatasetData(DataConfig):
 
         if importlib.util.find_spec("datasets") is None:
             fix = "pip install 'scalewise[hf]'"
-            raise ConfigError.for_key("data", "hf", "needs the package datasets", fix)
+            raise ConfigError.for_key("data", "hf", "requires the package datasets", fix)
         if issues := list(self.validate()):
             raise DataError(issues)
-        train = partial(self._iter_documents, self.split)
-        parts: dict[str, Documents] = {} if self.streaming else {"train": train}
+        iter_train = partial(self._iter_documents, self.split)
+        splits: dict[str, Documents] = {} if self.streaming else {"train": iter_train}
         if self.validation_split:
-            parts["validation"] = partial(self._iter_documents, self.validation_split)
+            splits["validation"] = partial(self._iter_documents, self.validation_split)
         source = TokenizeSource(
             name="hf",
             key="data.path",
             value=self.path,
             identity=self._cache_identity(),
-            splits=parts,
-            training_documents=train,
+            splits=splits,
+            training_documents=iter_train,
             tokenizer_source=self._tokenizer_source,
         )
         folder = build_tokenized(source, vocabulary)
-        held = "validation" in parts
+        has_validation = "validation" in splits
         if not self.streaming:
-            return load_splits(folder, self.sequence, validation=held)
+            return load_splits(folder, self.sequence, validation=has_validation)
         return DataSplits(
-            self._open_stream(folder / "tokenizer.json", train),
-            load_packed(folder, "validation", self.sequence) if held else None,
+            self._open_stream(folder / "tokenizer.json", iter_train),
+            load_packed(folder, "validation", self.sequence) if has_validation else None,
             folder / "tokenizer.json",
             special_tokens_note(folder),
         )
@@ -136,26 +136,27 @@ class HFDatasetData(DataConfig):
             identity["path"] = [*zip(parts, content.file_digests(files), strict=True)]
         return identity
 
-    def _open_stream(self, tokenizer: Path, train: Documents) -> StreamedDataset:
+    def _open_stream(self, tokenizer: Path, iter_train: Documents) -> StreamedDataset:
         from tokenizers import Tokenizer
 
         from scalewise.data.datasets import StreamedDataset
         from scalewise.data.encoding import encode_documents
 
-        loaded = Tokenizer.from_file(str(tokenizer))
-        rows = StreamedDataset(
-            lambda: encode_documents(loaded, self._tokenizer_source, train()), self.sequence
+        loaded_tokenizer = Tokenizer.from_file(str(tokenizer))
+        dataset = StreamedDataset(
+            lambda: encode_documents(loaded_tokenizer, self._tokenizer_source, iter_train()),
+            self.sequence,
         )
         try:
-            rows.gather([0])
+            dataset.gather([0])
         except IndexError as error:
-            reason = f"the split {self.split!r} does not fill one row"
-            fix = "give more text or a smaller data.sequence"
+            reason = f"the split {self.split!r} is shorter than one sequence"
+            fix = "add more text or set a smaller data.sequence"
             raise DataError.for_key("data.sequence", self.sequence, reason, fix) from error
-        return rows
+        return dataset
 
     def _iter_documents(self, split: str) -> Iterator[Document]:
-        """Yields the texts of a split in its stored order; ``DataError`` if it cannot be read."""
+        """Yield the texts of a split in stored order; raises ``DataError`` if it cannot be read."""
         from datasets.exceptions import DatasetsError
 
         try:
@@ -166,24 +167,26 @@ class HFDatasetData(DataConfig):
             raise DataError.for_key("data.path", self.path, reason, fix) from error
 
     def _iter_texts(self, split: str) -> Iterator[tuple[str, str | None]]:
-        """Yields each record's place and text, which may be null."""
+        """Yield the location and the text of each record; the text may be null."""
         dataset = self._load_dataset(split)
         names: list[str] = list(dataset.column_names or ())
         if self.field in names:
-            dataset = dataset.select_columns([self.field])  # the others need no decoding
-        for number, row in enumerate(dataset, 1):
-            text = row.get(self.field, 0)
+            dataset = dataset.select_columns([self.field])  # avoids decoding other columns
+        for number, record in enumerate(dataset, 1):
+            text = record.get(self.field, 0)
             if not isinstance(text, str | None):
-                known = f"; it has: {', '.join(names or row)}"
-                reason = f"{self.path} has no text there{known}"
-                if self.field in row:
-                    kind = type(text).__name__
-                    reason = f"row {number} of {self.path} has no text there but {kind}{known}"
-                raise DataError.for_key("data.field", self.field, reason, "name another data.field")
+                columns_text = f"; its columns: {', '.join(names or record)}"
+                reason = f"{self.path} has no such column{columns_text}"
+                if self.field in record:
+                    type_name = type(text).__name__
+                    reason = (
+                        f"row {number} of {self.path} has {type_name} in it, not text{columns_text}"
+                    )
+                raise DataError.for_key("data.field", self.field, reason, "set another data.field")
             yield f"{self.path} {split} row {number}", text
 
     def _load_dataset(self, split: str) -> Any:
-        """Returns the rows of a split, as the ``datasets`` library reads them."""
+        """Return the records of a split, as the ``datasets`` library reads them."""
         import datasets
 
         folder = self._dataset_folder
@@ -191,7 +194,7 @@ class HFDatasetData(DataConfig):
             return datasets.load_from_disk(str(folder))[split]
         if (folder / "state.json").is_file():
             if split != "train":
-                raise ValueError("the folder holds one saved dataset, whose split is train")
+                raise ValueError("the folder contains one saved dataset, whose split is train")
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(
             str(folder) if folder.is_dir() else self.path,

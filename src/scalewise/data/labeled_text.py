@@ -1,4 +1,4 @@
-"""The user's own texts, each of a class: a model learns to tell which."""
+"""User-defined texts with class labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from scalewise.config.registry import register_option
 from scalewise.data.chat import ChatData
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.errors import ConfigIssue
 
 
@@ -29,28 +29,28 @@ class LabeledText(ChatData):
     record_fields: ClassVar[tuple[str, ...]] = ("classes", "text", "label")
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields classes that cannot be told apart, and what ``Chat`` does."""
+        """Yield invalid class names, and the issues of ``ChatData``."""
         yield from super().validate()
         if len({*self.classes}) < max(2, len(self.classes)):
-            reason, fix = "are not two or more, all different", "give 'data.classes=[no,yes]'"
+            reason, fix = "must be at least two different names", "set 'data.classes=[no,yes]'"
             yield ConfigIssue("data.classes", list(self.classes), reason, fix)
         if self.packing:
-            reason = "would put texts beside each other, and a row is of one class"
+            reason = "is not supported with classes: a sequence has one class"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
     def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TemplatePiece], ...]:
-        """Returns the text with the number of its class; raises ``ValueError``."""
+    ) -> tuple[list[TextSegment], ...]:
+        """Return the text and its class index; raises ``ValueError``."""
         for key in (self.text, self.label):
             if record.get(key) is None:
-                raise ValueError(f"has no {key}; it has {', '.join(map(str, record)) or 'nothing'}")
+                raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
         text, label = record[self.text], record[self.label]
         for key in record:
             if key not in (self.text, self.label):
                 self.record_keys(template).count_ignored(key)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"has no words in {self.text}")
+            raise ValueError(f"has no text in {self.text}")
         return (parse_labeled(text, self._class_index(label)),)
 
     def _class_index(self, label: object) -> int:
@@ -62,12 +62,14 @@ class LabeledText(ChatData):
             and 0 <= label < len(self.classes)
         ):
             return int(label)
-        raise ValueError(f"is of class {label!r}; data.classes are {', '.join(self.classes)}")
+        raise ValueError(
+            f"has class {label!r}, which is not one of data.classes: {', '.join(self.classes)}"
+        )
 
 
-def parse_labeled(text: str, class_index: int) -> list[TemplatePiece]:
-    """Returns a text, no token of which is learnt, and the number of its class."""
+def parse_labeled(text: str, class_index: int) -> list[TextSegment]:
+    """Return a text without labels, followed by its class index."""
     return [
-        TemplatePiece(text, trained=False),
-        TemplatePiece("", trained=True, label=class_index, separate=True),
+        TextSegment(text, trained=False),
+        TextSegment("", trained=True, label=class_index, separate=True),
     ]

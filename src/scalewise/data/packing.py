@@ -1,6 +1,6 @@
-"""Several texts in a row: which, and where each begins.
+"""Packing of several texts into one sequence.
 
-Shapes: N texts, B rows, S tokens of a row: its inputs and one label more.
+Shapes: N texts, B sequences, S tokens of a sequence: its inputs and one more label.
 """
 
 from collections.abc import Sequence
@@ -8,38 +8,38 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST
+from scalewise.data.base import FIRST_TOKEN_OFFSET
 from scalewise.data.datasets import PaddedDataset
 
 
 def best_fit_pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Returns rows of texts, each at most ``capacity`` tokens: the longest texts are laid first.
+    """Return sequences of text indices, each of at most ``capacity`` tokens.
 
-    A text goes where it leaves the least room (best-fit decreasing, Ding et al. 2024, "Fewer
-    Truncations Improve Language Modeling", section 3.1). Rows and what is in them keep the order
-    of the texts.
+    The longest texts are placed first. A text goes where it leaves the least free space (best-fit
+    decreasing, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.1).
+    Sequences, and the texts in them, keep the order of the texts.
     """
-    rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # a bit for each room that some row has left
+    sequences: list[list[int]] = []
+    by_free_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    free_mask = 0  # bit n is set if some sequence has n free tokens
     for text in np.argsort(-lengths_N, kind="stable").tolist():
         length = int(lengths_N[text])
-        enough = rooms >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            row = with_room[room].pop()
-            rooms ^= 0 if with_room[room] else 1 << room
+        fitting = free_mask >> length
+        if fitting:
+            free = length + (fitting & -fitting).bit_length() - 1
+            sequence = by_free_space[free].pop()
+            free_mask ^= 0 if by_free_space[free] else 1 << free
         else:
-            room, row = capacity, len(rows)
-            rows.append([])
-        rows[row].append(text)
-        with_room[room - length].append(row)
-        rooms |= 1 << (room - length)
-    return sorted(sorted(row) for row in rows)
+            free, sequence = capacity, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(text)
+        by_free_space[free - length].append(sequence)
+        free_mask |= 1 << (free - length)
+    return sorted(sorted(sequence) for sequence in sequences)
 
 
 class PackedTextDataset(PaddedDataset):
-    """As many whole texts a row as fit; the first token of each is no label, and says so."""
+    """As many whole texts per sequence as fit; the first token of each text has no label."""
 
     packing = True
 
@@ -51,28 +51,33 @@ class PackedTextDataset(PaddedDataset):
         sequence: int,
         end_token: int,
     ) -> None:
-        """``texts``: those that rows are made of."""
+        """``texts``: indices of the texts to pack."""
         super().__init__(ids_N, starts, texts, sequence, end_token)
         lengths = np.diff(starts)[texts].clip(max=self._width)
-        self._rows = [texts[row] for row in best_fit_pack(lengths, self._width)]
+        self._sequences = [
+            texts[sequence_texts] for sequence_texts in best_fit_pack(lengths, self._width)
+        ]
         tokens = int(lengths.sum())
-        one_each, now = (tokens / (count * self._width) for count in (len(texts), len(self)))
-        self.fill_ratio = now
+        unpacked_ratio, packed_ratio = (
+            tokens / (count * self._width) for count in (len(texts), len(self))
+        )
+        self.fill_ratio = packed_ratio
         self.packing_note = (
-            f"packed into {len(self):,} rows, {now:.1%} full (one a row: {one_each:.1%})"
+            f"packed into {len(self):,} sequences, {packed_ratio:.1%} full "
+            f"(one text each: {unpacked_ratio:.1%})"
         )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``, the rows at ``indices``."""
+        """Return ``tokens_BS``, the sequences at ``indices``."""
         tokens_BS = np.full((len(indices), self._width), ~self._end_token, dtype=np.int64)
-        for row_S, index in zip(tokens_BS, indices, strict=True):
-            at = 0
-            for text in self._rows[index]:
-                found = self._text_ids(text)
-                row_S[at : at + len(found)] = found
-                row_S[at] = ~(max(row_S[at], ~row_S[at]) + FIRST)
-                at += len(found)
+        for tokens_S, index in zip(tokens_BS, indices, strict=True):
+            start = 0
+            for text in self._sequences[index]:
+                ids = self._text_ids(text)
+                tokens_S[start : start + len(ids)] = ids
+                tokens_S[start] = ~(max(tokens_S[start], ~tokens_S[start]) + FIRST_TOKEN_OFFSET)
+                start += len(ids)
         return tokens_BS

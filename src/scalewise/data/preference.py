@@ -1,4 +1,4 @@
-"""The user's own preferences: pairs of answers, of which one is to become likelier."""
+"""User-defined preference pairs: a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from scalewise.config.registry import register_option
 from scalewise.data.chat import ChatData
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 
 
 @register_option("data", "preference")
@@ -21,8 +21,8 @@ class PreferenceData(ChatData):
 
     def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TemplatePiece], ...]:
-        """Returns the conversation with the chosen answer, and that with the rejected one."""
+    ) -> tuple[list[TextSegment], ...]:
+        """Return the conversations with the chosen and with the rejected answer."""
         from scalewise.data import preference_formats
 
         return preference_formats.parse_pair(record, template, self.record_keys(template))

@@ -1,8 +1,8 @@
-"""Two answers to a question in files, one preferred: ``chosen`` and ``rejected``.
+"""Formats of preference records: two answers to one prompt, ``chosen`` and ``rejected``.
 
-Each is a text, a turn, or a list of turns that may be the whole conversation, as TRL's and
-UltraFeedback's are. What comes before is a ``prompt``, or the turns or the question of the formats
-in ``conversations``.
+Each answer is a text, a turn, or a list of turns that may be the whole conversation, as in TRL and
+UltraFeedback. The context is a ``prompt``, or the turns or the question of a format in
+``chat_formats``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from scalewise.data.chat_formats import TURNS, assemble_messages, parse_alpaca, parse_history
+from scalewise.data.chat_formats import TURN_KEYS, assemble_messages, parse_alpaca, parse_history
 from scalewise.data.chat_messages import (
     Conversation,
     Message,
@@ -19,28 +19,31 @@ from scalewise.data.chat_messages import (
     parse_turn,
     parse_turns,
 )
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 
-SIDES = ("chosen", "rejected")
-"""What files call the two answers, the preferred one first."""
+ANSWER_KEYS = ("chosen", "rejected")
+"""Keys of the two answers, the preferred one first."""
 
 
 def parse_pair(
     record: dict[str, Any], template: ConversationTemplate, keys: RecordKeys
-) -> tuple[list[TemplatePiece], ...]:
-    """Returns both conversations of a record as a template writes them.
+) -> tuple[list[TextSegment], ...]:
+    """Return both rendered conversations of a record.
 
-    What they begin with alike is not learnt, be there answers in it. Raises ``ValueError`` with
-    what is wrong.
+    Their common beginning is not trained on, even if it contains answers. Raises ``ValueError``
+    with the reason.
     """
     record = keys.drop_ignored(record)
-    asked, read = _prompt_messages(record, keys)
-    chosen, rejected = (template(_with_answer(record, key, asked, keys, read)) for key in SIDES)
-    alike = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
-    if not all(side[alike:] and side[alike].trained for side in (chosen, rejected)):
-        raise ValueError("has no two answers to one prompt")
+    prompt_messages, read_keys = _prompt_messages(record, keys)
+    chosen, rejected = (
+        template(_with_answer(record, key, prompt_messages, keys, read_keys)) for key in ANSWER_KEYS
+    )
+    pairs = zip(chosen, rejected, strict=False)
+    num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if not all(side[num_common:] and side[num_common].trained for side in (chosen, rejected)):
+        raise ValueError("does not have two different answers to one prompt")
     return tuple(
-        [replace(piece, trained=False) for piece in side[:alike]] + side[alike:]
+        [replace(segment, trained=False) for segment in side[:num_common]] + side[num_common:]
         for side in (chosen, rejected)
     )
 
@@ -48,16 +51,16 @@ def parse_pair(
 def _prompt_messages(
     record: Mapping[str, Any], keys: RecordKeys
 ) -> tuple[tuple[Message, ...], set[str]]:
-    """Returns the messages before the answers, and the keys of the record that hold them.
+    """Return the messages before the answers, and the keys of the record that contain them.
 
-    Answers that are whole conversations may have none before them.
+    There are none if the answers are whole conversations.
     """
     prompt = record.get("prompt")
     if isinstance(prompt, str):
         return (*parse_history(record), Message("user", prompt)), {"prompt", "history"}
-    named = next((key for key in ("prompt", *TURNS) if record.get(key) is not None), None)
-    if named:
-        return parse_turns(record[named], keys), {named}
+    turns_key = next((key for key in ("prompt", *TURN_KEYS) if record.get(key) is not None), None)
+    if turns_key:
+        return parse_turns(record[turns_key], keys), {turns_key}
     if record.get("instruction") is not None:
         return parse_alpaca(record), {"instruction", "input", "history"}
     return (), set()
@@ -70,32 +73,34 @@ def _with_answer(
     keys: RecordKeys,
     read_keys: set[str],
 ) -> Conversation:
-    """Returns the conversation with one of the answers."""
+    """Return the conversation with one of the answers."""
     answer = record.get(key)
     if answer is None:
-        raise ValueError(f"has no {key}; it has {', '.join(map(str, record)) or 'nothing'}")
+        raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
     if isinstance(answer, str):
         if not prompt_messages:
-            raise ValueError("has a text for an answer, and no prompt")
-        told = (*prompt_messages, Message("assistant", answer))
+            raise ValueError("has an answer that is a text, and no prompt")
+        messages = (*prompt_messages, Message("assistant", answer))
     elif isinstance(answer, dict):
-        told = (*prompt_messages, parse_turn(answer, keys))
+        messages = (*prompt_messages, parse_turn(answer, keys))
     else:
-        given = parse_turns(answer, keys)
-        whole = given[0].role != "assistant"
-        told = given if whole else (*prompt_messages, *given)
-        # UltraFeedback's messages are those of the chosen side.
-        checked = () if read_keys == {"messages"} and key != SIDES[0] else prompt_messages
-        if whole and not all(_contains_answer(said, given) for said in checked):
-            raise ValueError(f"has a prompt that is not in its {key}")
+        turns = parse_turns(answer, keys)
+        is_conversation = turns[0].role != "assistant"
+        messages = turns if is_conversation else (*prompt_messages, *turns)
+        # In UltraFeedback, ``messages`` equals the chosen conversation.
+        required = () if read_keys == {"messages"} and key != ANSWER_KEYS[0] else prompt_messages
+        if is_conversation and not all(_contains_answer(message, turns) for message in required):
+            raise ValueError(f"has a prompt that is not part of its {key}")
     repeated = {
-        name for name in TURNS if name not in read_keys and record.get(name) == record[SIDES[0]]
+        name
+        for name in TURN_KEYS
+        if name not in read_keys and record.get(name) == record[ANSWER_KEYS[0]]
     }
     return assemble_messages(
         record,
-        check_messages(told),
-        keys if key == SIDES[0] else RecordKeys(),
-        {*SIDES, *read_keys, *repeated},
+        check_messages(messages),
+        keys if key == ANSWER_KEYS[0] else RecordKeys(),
+        {*ANSWER_KEYS, *read_keys, *repeated},
     )
 
 

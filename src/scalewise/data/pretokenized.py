@@ -1,4 +1,4 @@
-"""Token ids that were made elsewhere, in flat files."""
+"""Token ids in flat files, tokenized elsewhere."""
 
 from __future__ import annotations
 
@@ -39,27 +39,29 @@ class PretokenizedData(DataConfig):
 
     @property
     def required_vocabulary(self) -> None:
-        """Returns None: the shards must be read to know."""
+        """None: it is unknown before the shards are read."""
         return
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields absent or unknown files and a sequence that is not positive."""
+        """Yield absent or unknown files and a sequence length that is not positive."""
         yield from self.non_positive_issues("sequence")
         if not self.paths:
-            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.bin]'")
+            yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.bin]'")
         yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.bin")
-        held = self.validation_paths
-        yield from path_issues("data.validation_paths", held, SUFFIXES, "held/*.bin")
+        validation_paths = self.validation_paths
+        yield from path_issues("data.validation_paths", validation_paths, SUFFIXES, "held/*.bin")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns the packed rows; the first time every id is read to find the largest."""
+        """Return packed sequences; the first call reads every id to find the largest."""
         if issues := list(self.validate()):
             raise DataError(issues)
         from scalewise.data.token_shards import TokenShards
 
-        kind, length, held = self.dtype.value, self.sequence, self.validation_paths
-        train = TokenShards("data.paths", self.paths, kind).load_packed(length, vocabulary, "train")
-        if not held:
+        dtype, length, validation_paths = self.dtype.value, self.sequence, self.validation_paths
+        train = TokenShards("data.paths", self.paths, dtype).load_packed(
+            length, vocabulary, "train"
+        )
+        if not validation_paths:
             return DataSplits(train, None)
-        shards = TokenShards("data.validation_paths", held, kind)
+        shards = TokenShards("data.validation_paths", validation_paths, dtype)
         return DataSplits(train, shards.load_packed(length, vocabulary, "validation"))

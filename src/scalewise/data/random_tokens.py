@@ -1,4 +1,4 @@
-"""Random token ids, for studies of time and memory."""
+"""Random token ids for benchmarks."""
 
 from __future__ import annotations
 
@@ -33,34 +33,38 @@ class RandomTokens(DataConfig):
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns ``vocabulary``."""
+        """``vocabulary``."""
         return self.vocabulary
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields numbers that are not positive."""
+        """Yield values out of range."""
         yield from self.non_positive_issues("sequence", "rows")
         if self.vocabulary is not None:
             yield from self.non_positive_issues("vocabulary")
         if not 0 <= self.masked < 1:
-            yield ConfigIssue("data.masked", self.masked, "is a share, in [0, 1)")
+            yield ConfigIssue("data.masked", self.masked, "must be at least 0 and below 1")
         if not 0 <= self.target_length < max(1, self.sequence):
             yield self.target_length_issue()
         for key in ("pairs", "packing"):
             if self.target_length and getattr(self, key):
-                reason = "is for rows that one model reads, and data.target_length is another's"
+                reason = "is not supported with data.target_length"
                 yield ConfigIssue(f"data.{key}", True, reason, f"set data.{key}=false")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns rows that are a function of ``seed`` and their index."""
+        """Return samples that are a function of ``seed`` and their index."""
         from scalewise.data.datasets import RandomDataset
 
-        ids = self.vocabulary or vocabulary
-        if ids > vocabulary:
-            reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
-            raise DataError.for_key("data.vocabulary", ids, reason, "give data.vocabulary=null")
-        held = max(1, self.rows // 20)
-        kind = (self.sequence, self.masked, self.pairs, self.packing, self.target_length)
+        vocabulary_size = self.vocabulary or vocabulary
+        if vocabulary_size > vocabulary:
+            reason = (
+                f"has ids up to {vocabulary_size - 1}, but the model's vocabulary is {vocabulary}"
+            )
+            raise DataError.for_key(
+                "data.vocabulary", vocabulary_size, reason, "set data.vocabulary=null"
+            )
+        held_out = max(1, self.rows // 20)
+        options = (self.sequence, self.masked, self.pairs, self.packing, self.target_length)
         return DataSplits(
-            RandomDataset(seed, ids, 0, self.rows, *kind),
-            RandomDataset(seed, ids, self.rows, held, *kind),
+            RandomDataset(seed, vocabulary_size, 0, self.rows, *options),
+            RandomDataset(seed, vocabulary_size, self.rows, held_out, *options),
         )

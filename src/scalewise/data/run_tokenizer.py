@@ -1,4 +1,4 @@
-"""The tokenizer in a run's folder: what the ids of its weights stand for, whatever the data."""
+"""Copy of the tokenizer in the run folder, which decodes the token ids of the trained model."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from scalewise.data.base import DataSplits
 from scalewise.errors import DataError
 from scalewise.tracking.run_files import RecordError, copy_file, load_json
 
-NAME = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def save_tokenizer(splits: DataSplits, folder: Path) -> None:
-    """Copies the tokenizer of a run's data into its folder, where the data are text."""
+    """Copy the tokenizer of the run's data, if there is one, into the run folder."""
     if splits.tokenizer is not None:
-        copy_file(splits.tokenizer, folder / NAME)
+        copy_file(splits.tokenizer, folder / TOKENIZER_FILE)
 
 
 def check_tokenizer(splits: DataSplits, folder: Path) -> None:
-    """Raises ``DataError`` where an earlier run's ids stood for other text than ``splits`` do."""
-    kept = folder / NAME
-    if splits.tokenizer is None or not kept.is_file():  # token ids, or written before it was kept
+    """Raise ``DataError`` if the data have another tokenizer than the run in ``folder``."""
+    saved_file = folder / TOKENIZER_FILE
+    if (
+        splits.tokenizer is None or not saved_file.is_file()
+    ):  # token ids, or a run of an earlier version
         return
-    if load_tokenizer(splits.tokenizer) != load_tokenizer(kept):  # however they are formatted
+    if load_tokenizer(splits.tokenizer) != load_tokenizer(
+        saved_file
+    ):  # ignores the formatting of the JSON
         reason = (
-            f"gives another tokenizer than {kept}, of which the weights of that run were made: "
-            "what it was trained on has changed since"
+            f"has another tokenizer than {saved_file}, which the run was trained with: "
+            "the text that the tokenizer is trained on has changed"
         )
-        fix = "put the data back as they were; a new run takes them as they are"
+        fix = "restore the data, or start a new run"
         raise DataError.for_key("data", splits.tokenizer, reason, fix)
 
 
 def load_tokenizer(file: Path) -> dict[str, Any]:
-    """Returns the content of a tokenizer.json; raises ``RecordError`` where it is damaged."""
+    """Return the content of a tokenizer.json; raises ``RecordError`` for a damaged file."""
     content = load_json(file)
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other class
-        raise RecordError.for_file(file, f"is no tokenizer: {error}") from None
+        raise RecordError.for_file(file, f"is not a tokenizer: {error}") from None
     return content

@@ -1,4 +1,4 @@
-"""The user's own questions and answers, apart: an encoder reads the one, a decoder the other."""
+"""User-defined questions and answers for encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from scalewise.config.registry import register_option
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_formats import parse_conversation
-from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.errors import ConfigIssue
 
 
@@ -31,34 +31,41 @@ class Seq2SeqData(ChatData):
     record_description: ClassVar[str] = "question with an answer"
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields a target that leaves no room for a question, and what ``Chat`` does."""
+        """Yield an invalid ``target_length``, and the issues of ``ChatData``."""
         yield from super().validate()
         if not 0 < self.target_length < self.sequence:
             yield self.target_length_issue()
         if self.packing:
-            reason = "is for texts that one model reads, and these are apart"
+            reason = "is not supported with separate encoder and decoder texts"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
     def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TemplatePiece], ...]:
-        """Returns a question, of which nothing is learnt, and its answer; raises ``ValueError``."""
-        told = parse_conversation(record, self.record_keys(template))
-        messages = told.messages
-        last = max(at for at, message in enumerate(messages) if message.role == "assistant")
-        asked, answer = messages[:last], messages[last]
-        if not any(message.text.strip() for message in asked):
+    ) -> tuple[list[TextSegment], ...]:
+        """Return a question without labels, and its answer; raises ``ValueError``."""
+        conversation = parse_conversation(record, self.record_keys(template))
+        messages = conversation.messages
+        answer_index = max(
+            index for index, message in enumerate(messages) if message.role == "assistant"
+        )
+        prompt_messages, answer = messages[:answer_index], messages[answer_index]
+        if not any(message.text.strip() for message in prompt_messages):
             raise ValueError("has no question")
         if answer.extra_fields:
             raise ValueError(
-                f"has {next(iter(answer.extra_fields))} in its answer, which is to be a text"
+                f"has {next(iter(answer.extra_fields))} in its answer, which must be only text"
             )
         if not answer.train:
-            raise ValueError("has no answer to train on: the last is switched off")
-        text = asked[0].text
-        if len(asked) > 1 or asked[0].extra_fields or told.tools or told.documents:
-            text = template.render_prompt(replace(told, messages=asked))
-        question = TemplatePiece(text + self.end_of_text, trained=False)
+            raise ValueError("has no answer to train on: training is disabled for the last one")
+        text = prompt_messages[0].text
+        if (
+            len(prompt_messages) > 1
+            or prompt_messages[0].extra_fields
+            or conversation.tools
+            or conversation.documents
+        ):
+            text = template.render_prompt(replace(conversation, messages=prompt_messages))
+        question = TextSegment(text + self.end_of_text, trained=False)
         return (
-            [question, TemplatePiece(answer.text + self.end_of_text, trained=True, separate=True)],
+            [question, TextSegment(answer.text + self.end_of_text, trained=True, separate=True)],
         )

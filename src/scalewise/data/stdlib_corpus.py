@@ -1,4 +1,4 @@
-"""The embedded default: the sources of the running Python's standard library."""
+"""Built-in default data: the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue, DataError
 
-SKIPPED = frozenset(
+SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 )
 VALIDATION_FRACTION = 0.05
@@ -41,38 +41,43 @@ class StdlibCorpus(DataConfig):
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns the size of the tokenizer that is trained; None where one is given."""
+        """Vocabulary size of the tokenizer that is trained; None with a given one."""
         return self.vocabulary if self.tokenizer is None else None
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Returns which tokenizer reads the text."""
+        """Tokenizer of the text."""
         return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields numbers that cannot be."""
+        """Yield values out of range."""
         yield from self.non_positive_issues("sequence", "megabytes")
         yield from self.tokenizer_source.validate()
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns the packed rows; about 5 % of the files are held out, by a hash of their path."""
+        """Return packed sequences; about 5 % of the files are held out, by a hash of their path."""
         from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
         root = Path(sysconfig.get_path("stdlib"))
         sizes = self.list_source_sizes(root)
         if len(sizes) < 2:
-            reason = f"{root} has no two Python sources within that size"
-            fix = "give more data.megabytes, or your own files with data=text"
+            reason = f"{root} has fewer than two Python sources within that size"
+            fix = "increase data.megabytes, or use other files with data=text"
             raise DataError.for_key("data.megabytes", self.megabytes, reason, fix)
-        held = held_out_names(sizes, VALIDATION_FRACTION)
-        train = partial(_iter_texts, root, [name for name in sizes if name not in held])
+        validation_names = held_out_names(sizes, VALIDATION_FRACTION)
+        iter_train = partial(
+            _iter_texts, root, [name for name in sizes if name not in validation_names]
+        )
         source = TokenizeSource(
             name="corpus",
             key="data.megabytes",
             value=self.megabytes,
             identity={"python": sys.version, "files": list(sizes.items())},
-            splits={"train": train, "validation": partial(_iter_texts, root, sorted(held))},
-            training_documents=train,
+            splits={
+                "train": iter_train,
+                "validation": partial(_iter_texts, root, sorted(validation_names)),
+            },
+            training_documents=iter_train,
             tokenizer_source=self.tokenizer_source,
         )
         return load_splits(
@@ -80,38 +85,40 @@ class StdlibCorpus(DataConfig):
         )
 
     def list_source_sizes(self, root: Path) -> dict[str, int]:
-        """Returns the bytes of each source by its path under ``root``, in order while they fit."""
+        """Return the bytes of each source file by its relative path, up to ``megabytes`` in
+        total."""
         sizes: dict[str, int] = {}
-        left = self.megabytes * 1e6
+        remaining = self.megabytes * 1e6
         for name in sorted(_source_files(root)):
             size = (root / name).stat().st_size
-            if 0 < size <= left:
+            if 0 < size <= remaining:
                 sizes[name] = size
-                left -= size
+                remaining -= size
         return sizes
 
 
 def held_out_names(names: Iterable[str], fraction: float) -> set[str]:
-    """Returns the names to validate on: those whose hash falls below ``fraction``.
+    """Return the names of the validation split: those whose hash is below ``fraction``.
 
-    Adding a name moves no other across. Of two names or more at least one falls on each side.
+    Adding a name moves no other name between splits. With two or more names, neither split is
+    empty.
     """
-    place = {name: _hash_position(name) for name in names}
-    held = {name for name in place if place[name] < fraction}
-    if not held:
-        return {min(place, key=place.__getitem__)}
-    if len(held) == len(place):
-        held.remove(max(place, key=place.__getitem__))
-    return held
+    hashes = {name: _unit_hash(name) for name in names}
+    selected = {name for name in hashes if hashes[name] < fraction}
+    if not selected:
+        return {min(hashes, key=hashes.__getitem__)}
+    if len(selected) == len(hashes):
+        selected.remove(max(hashes, key=hashes.__getitem__))
+    return selected
 
 
-def _hash_position(name: str) -> float:
+def _unit_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 def _source_files(root: Path) -> Iterator[str]:
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         for name in names:
             if name.endswith(".py"):
                 yield (Path(folder) / name).relative_to(root).as_posix()

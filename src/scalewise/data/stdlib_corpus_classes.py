@@ -1,4 +1,4 @@
-"""Texts of two classes that need no file: code as it stands, and line by line backwards."""
+"""Text classification without input files: source code, and the same lines backwards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scalewise.config.registry import register_option
 from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs, normalize_spaces
 
 if TYPE_CHECKING:
-    from scalewise.data.chat_cache import Written
+    from scalewise.data.chat_cache import RenderedRecord
 
-LINES = 4
-"""Lines of a text."""
+TEXT_LINES = 4
+"""Number of lines of a text."""
 
 
 @register_option("data", "corpus_classes")
@@ -30,17 +30,17 @@ class StdlibCorpusClasses(StdlibCorpusPairs):
     pairs = False
     classes = ("backwards", "forwards")
 
-    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
-        """Yields texts, of either class as many."""
+    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[RenderedRecord]:
+        """Yield equally many texts of both classes."""
         from scalewise.data.labeled_text import parse_labeled
 
         for name in names:
             text = (root / name).read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if len(line.split()) > 2]
-            for at in range(0, len(lines) - LINES + 1, LINES):
-                number = at // LINES % 2
-                some = [
-                    normalize_spaces(line, line.split()[:: 1 if number else -1])
-                    for line in lines[at : at + LINES]
+            for start in range(0, len(lines) - TEXT_LINES + 1, TEXT_LINES):
+                class_index = start // TEXT_LINES % 2
+                text_lines = [
+                    normalize_spaces(line, line.split()[:: 1 if class_index else -1])
+                    for line in lines[start : start + TEXT_LINES]
                 ]
-                yield (parse_labeled("\n".join(some), number),)
+                yield (parse_labeled("\n".join(text_lines), class_index),)

@@ -1,4 +1,4 @@
-"""Pairs that need no file: code as it stands, preferred to the same words out of order."""
+"""Preference pairs without input files: source code is preferred to its shuffled words."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scalewise.data.stdlib_corpus import VALIDATION_FRACTION, StdlibCorpus, held
 from scalewise.errors import DataError
 
 if TYPE_CHECKING:
-    from scalewise.data.chat_cache import Written
+    from scalewise.data.chat_cache import RenderedRecord
 
-PROMPT, ANSWER = 2, 4
-"""Lines of either part of a pair."""
+PROMPT_LINES, ANSWER_LINES = 2, 4
+"""Number of lines of the prompt and of the answer."""
 
 
 @register_option("data", "corpus_pairs")
@@ -43,7 +43,7 @@ class StdlibCorpusPairs(StdlibCorpus):
     pairs = True
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns the pairs; those of about 5 % of the files are held out."""
+        """Return the pairs; those of about 5 % of the files are held out."""
         from scalewise.data import chat_cache
         from scalewise.data.build_cache import build_cached
 
@@ -59,8 +59,8 @@ class StdlibCorpusPairs(StdlibCorpus):
         folder = build_cached(self.kind, identity, partial(_write_pairs, root, list(sizes), self))
         return chat_cache.load_splits(folder, self)
 
-    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
-        """Yields the records of some files."""
+    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[RenderedRecord]:
+        """Yield the records of some files."""
         from scalewise.data.chat_messages import RecordKeys
         from scalewise.data.chat_templates import PlainTemplate
         from scalewise.data.preference_formats import parse_pair
@@ -69,43 +69,54 @@ class StdlibCorpusPairs(StdlibCorpus):
         for name in names:
             text = (root / name).read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if len(line.split()) > 1]
-            for at in range(0, len(lines) - PROMPT - ANSWER + 1, PROMPT + ANSWER):
-                asked, told = lines[at : at + PROMPT], lines[at + PROMPT :][:ANSWER]
-                chosen = "\n".join(normalize_spaces(line, line.split()) for line in told)
+            for start in range(
+                0, len(lines) - PROMPT_LINES - ANSWER_LINES + 1, PROMPT_LINES + ANSWER_LINES
+            ):
+                prompt_lines, answer_lines = (
+                    lines[start : start + PROMPT_LINES],
+                    lines[start + PROMPT_LINES :][:ANSWER_LINES],
+                )
+                chosen = "\n".join(normalize_spaces(line, line.split()) for line in answer_lines)
                 rejected = "\n".join(
-                    normalize_spaces(line, shuffle_words(line, at)) for line in told
+                    normalize_spaces(line, shuffle_words(line, start)) for line in answer_lines
                 )
                 if chosen != rejected:
-                    record = {"prompt": "\n".join(asked), "chosen": chosen, "rejected": rejected}
+                    record = {
+                        "prompt": "\n".join(prompt_lines),
+                        "chosen": chosen,
+                        "rejected": rejected,
+                    }
                     yield parse_pair(record, template, RecordKeys())
 
 
 def _write_pairs(root: Path, names: list[str], config: StdlibCorpusPairs, folder: Path) -> None:
     from scalewise.data import chat_cache
 
-    held = held_out_names(names, VALIDATION_FRACTION)
-    parts = {
-        "train": list(config.iter_records(root, (name for name in names if name not in held))),
-        "validation": list(config.iter_records(root, sorted(held))),
+    validation_names = held_out_names(names, VALIDATION_FRACTION)
+    splits = {
+        "train": list(
+            config.iter_records(root, (name for name in names if name not in validation_names))
+        ),
+        "validation": list(config.iter_records(root, sorted(validation_names))),
     }
-    for split, found in parts.items():
-        if not found:
+    for split, records in splits.items():
+        if not records:
             reason, fix = (
                 f"the {split} split has no {config.record_description}",
-                "give more data.megabytes",
+                "increase data.megabytes",
             )
             raise DataError.for_key("data.megabytes", config.megabytes, reason, fix)
-    chat_cache.write_split(parts, config.tokenizer_source, config.kind, folder)
+    chat_cache.write_splits(splits, config.tokenizer_source, config.kind, folder)
 
 
 def normalize_spaces(line: str, words: list[str]) -> str:
-    """Returns words one space apart behind a line's indentation."""
+    """Return words separated by single spaces, with the indentation of ``line``."""
     return line[: len(line) - len(line.lstrip())] + " ".join(words)
 
 
 def shuffle_words(line: str, seed: int) -> list[str]:
-    """Returns the words of a line in another order."""
+    """Return the words of a line in random order."""
     from scalewise.data.shuffle_order import epoch_permutation
 
     words = line.split()
-    return [words[place] for place in epoch_permutation(len(words), seed, len(line))]
+    return [words[index] for index in epoch_permutation(len(words), seed, len(line))]

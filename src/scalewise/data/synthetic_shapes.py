@@ -1,4 +1,4 @@
-"""Pictures of one shape each, with captions: nothing is read, and every caption can be checked."""
+"""Synthetic images of one shape each, with verifiable captions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SIZES = ("small", "large")
-COLOURS = {
+COLORS = {
     "red": (1, 0, 0),
     "green": (0, 1, 0),
     "blue": (0, 0, 1),
@@ -26,19 +26,19 @@ COLOURS = {
     "pink": (1, 0, 1),
     "white": (1, 1, 1),
 }
-"""Those of a shape, with the channels of these in which it is bright."""
+"""Colors of a shape, with the RGB channels in which it is bright."""
 SHAPES = ("square", "cross", "ring")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
-PARTS: tuple[Collection[str], ...] = (SIZES, COLOURS, SHAPES, ROWS, COLUMNS)
-CAPTIONS = tuple(product(*(range(len(part)) for part in PARTS)))
-"""Every caption, by the number of its word in each part."""
-WORDS = (END_OF_TEXT, "a", *(word for part in PARTS for word in part))
-TOKENS = len(PARTS) + 2
-"""Tokens of a caption with the ``a`` before it and the end behind it."""
-HELD_OUT = 10
-"""One caption of so many is held out, with all pictures of it."""
-SMALLEST = 24
-"""Pixels of the side of a picture in which all shapes can be told apart."""
+CAPTION_PARTS: tuple[Collection[str], ...] = (SIZES, COLORS, SHAPES, ROWS, COLUMNS)
+CAPTIONS = tuple(product(*(range(len(part)) for part in CAPTION_PARTS)))
+"""All captions, as the indices of their words in each part."""
+WORDS = (END_OF_TEXT, "a", *(word for part in CAPTION_PARTS for word in part))
+CAPTION_TOKENS = len(CAPTION_PARTS) + 2
+"""Number of tokens of a caption, with the leading ``a`` and the end token."""
+HELD_OUT_INTERVAL = 10
+"""Number of captions per held-out caption, all of whose images are held out."""
+MIN_IMAGE_SIZE = 24
+"""Smallest image side at which all shapes can be distinguished, in pixels."""
 
 
 @register_option("data", "shapes")
@@ -49,7 +49,7 @@ class SyntheticShapes(DataConfig):
     Held-out captions are never trained on.
     """
 
-    sequence: int = TOKENS
+    sequence: int = CAPTION_TOKENS
     """Caption length with its end token, in tokens."""
     image_size: int = 32
     """Image side, in pixels."""
@@ -58,43 +58,46 @@ class SyntheticShapes(DataConfig):
 
     @property
     def required_vocabulary(self) -> int:
-        """Returns the words and the end."""
+        """Number of words and the end token."""
         return len(WORDS)
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields captions or pictures that are too small."""
+        """Yield too small captions or images."""
         yield from self.non_positive_issues("rows")
-        for key, least in (("sequence", TOKENS), ("image_size", SMALLEST)):
-            if (value := getattr(self, key)) < least:
-                reason = f"is below {least}, what a caption or a picture needs"
-                yield ConfigIssue(f"data.{key}", value, reason, f"set data.{key}={least}")
+        for key, minimum in (("sequence", CAPTION_TOKENS), ("image_size", MIN_IMAGE_SIZE)):
+            if (value := getattr(self, key)) < minimum:
+                reason = f"is below {minimum}, the minimum for a caption or an image"
+                yield ConfigIssue(f"data.{key}", value, reason, f"set data.{key}={minimum}")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns pictures that are a function of ``seed`` and their index."""
+        """Return images that are a function of ``seed`` and their index."""
         import numpy as np
 
         from scalewise.data.build_cache import build_cached
 
         if vocabulary < len(WORDS):
-            reason, fix = f"needs {len(WORDS)} token ids", "give a model of as many"
+            reason = f"is below the {len(WORDS)} token ids of the data"
+            fix = "use a model with a larger vocabulary"
             raise DataError.for_key("model.vocabulary", vocabulary, reason, fix)
         captions_NP = np.array(CAPTIONS)[np.random.default_rng(seed).permutation(len(CAPTIONS))]
-        held = len(CAPTIONS) // HELD_OUT
-        kept = build_cached("shapes", {"words": WORDS}, _write_tokenizer) / "tokenizer.json"
+        held_out = len(CAPTIONS) // HELD_OUT_INTERVAL
+        tokenizer_path = (
+            build_cached("shapes", {"words": WORDS}, _write_tokenizer) / "tokenizer.json"
+        )
         size = (self.sequence, self.image_size)
         return DataSplits(
-            ShapeDataset(captions_NP[held:], seed, 0, self.rows, *size),
-            ShapeDataset(captions_NP[:held], seed, self.rows, max(1, self.rows // 10), *size),
-            kept,
+            ShapeDataset(captions_NP[held_out:], seed, 0, self.rows, *size),
+            ShapeDataset(captions_NP[:held_out], seed, self.rows, max(1, self.rows // 10), *size),
+            tokenizer_path,
         )
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer of whole words."""
+    """Write a word-level tokenizer."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    known = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(known, END_OF_TEXT))
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -102,17 +105,20 @@ def _write_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ShapeDataset:
-    """``rows`` pictures, those from ``first`` of an endless table keyed by ``seed``.
-
-    Each is of one of ``captions_NP``, the numbers of its words, drawn anew.
-    """
+    """``num_samples`` images, from index ``first`` of an endless table with key ``seed``."""
 
     captions: NDArray[np.int64]
+    """``captions_NP``, word indices of the captions to sample from."""
     seed: int
+    """Key of the table."""
     first: int
-    rows: int
+    """Index of the first image in the table."""
+    num_samples: int
+    """Number of images."""
     sequence: int
+    """Caption length, in tokens."""
     image_size: int
+    """Image side, in pixels."""
 
     streamed = False
     masked = True
@@ -120,53 +126,53 @@ class ShapeDataset:
 
     @property
     def target_length(self) -> int:
-        """Returns the tokens of a row: a decoder writes all of them."""
+        """Number of tokens of a caption; the decoder generates all of them."""
         return self.sequence
 
     def __len__(self) -> int:
-        return self.rows
+        return self.num_samples
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BT``: captions, each ended, and filled up with what is no label."""
+        """Return ``tokens_BT``: captions with an end token, padded with ids without a label."""
         import numpy as np
 
         tokens_BT = np.full((len(indices), self.sequence), ~0, dtype=np.int64)
-        starts_P = 2 + np.cumsum([0, *map(len, PARTS[:-1])])
+        starts_P = 2 + np.cumsum([0, *map(len, CAPTION_PARTS[:-1])])
         for tokens_T, index in zip(tokens_BT, indices, strict=True):
             caption_P, _ = self._sample_caption(int(index))
-            tokens_T[:TOKENS] = [1, *(starts_P + caption_P), 0]
+            tokens_T[:CAPTION_TOKENS] = [1, *(starts_P + caption_P), 0]
         return tokens_BT
 
     def gather_pixels(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Returns ``pixels_BCHW``: a bright shape on dark grain, somewhere in its ninth."""
+        """Return ``pixels_BCHW``: a bright shape on dark noise, within its ninth of the image."""
         import numpy as np
 
         return np.stack([self._draw_image(*self._sample_caption(int(index))) for index in indices])
 
     def _sample_caption(self, index: int) -> tuple[NDArray[np.int64], np.random.Generator]:
-        """Returns the caption of a picture, and what draws the rest of it."""
+        """Return the caption of an image, and the random generator for its other properties."""
         import numpy as np
 
-        drawn = np.random.default_rng((self.seed, self.first + index))
-        return self.captions[drawn.integers(len(self.captions))], drawn
+        generator = np.random.default_rng((self.seed, self.first + index))
+        return self.captions[generator.integers(len(self.captions))], generator
 
     def _draw_image(
         self, caption_P: NDArray[np.int64], generator: np.random.Generator
     ) -> NDArray[np.uint8]:
         import numpy as np
 
-        size, colour, shape, *place = (int(number) for number in caption_P)
+        size, color, shape, *cell = (int(number) for number in caption_P)
         side = self.image_size
         radius = side * (0.16 if size else 0.09)
-        centre = (np.array(place) + 0.5) * side / 3 + generator.uniform(-0.02, 0.02, 2) * side
-        y_HW, x_HW = np.abs(np.indices((side, side)) + 0.5 - centre[:, None, None])
-        far_HW = np.maximum(y_HW, x_HW)
-        inside_HW = far_HW <= radius
+        center = (np.array(cell) + 0.5) * side / 3 + generator.uniform(-0.02, 0.02, 2) * side
+        y_HW, x_HW = np.abs(np.indices((side, side)) + 0.5 - center[:, None, None])
+        distance_HW = np.maximum(y_HW, x_HW)
+        inside_HW = distance_HW <= radius
         if SHAPES[shape] == "cross":
             inside_HW &= np.minimum(y_HW, x_HW) <= radius / 3
         if SHAPES[shape] == "ring":
-            inside_HW &= far_HW > radius / 2
+            inside_HW &= distance_HW > radius / 2
         pixels_CHW = generator.integers(0, 60, (3, side, side))
-        bright_C = np.array([*COLOURS.values()][colour], dtype=bool)
+        bright_C = np.array([*COLORS.values()][color], dtype=bool)
         pixels_CHW[bright_C[:, None, None] & inside_HW] = generator.integers(160, 256)
         return pixels_CHW.astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The user's own text files."""
+"""User-defined text files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.file_patterns import file_suffix, match_paths, path_issues
 from scalewise.data.stdlib_corpus import held_out_names
-from scalewise.data.text_files import PLAIN, RECORDS, Document, iter_documents, text_chunks
+from scalewise.data.text_files import (
+    PLAIN_SUFFIXES,
+    RECORD_SUFFIXES,
+    Document,
+    iter_documents,
+    text_chunks,
+)
 from scalewise.data.tokenization import END_OF_TEXT, Documents, TokenizerSource
 from scalewise.errors import ConfigIssue, DataError
 
@@ -42,27 +48,29 @@ class TextData(DataConfig):
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns the size of the tokenizer that is trained; None where one is given."""
+        """Vocabulary size of the tokenizer that is trained; None with a given one."""
         return self.vocabulary if self.tokenizer is None else None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields absent or unknown files, a missing field, and numbers that cannot be."""
+        """Yield absent or unknown files, a missing field, and values out of range."""
         yield from self.non_positive_issues("sequence")
         yield from self._tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
-            reason = "is a share of the text, from 0 to below 1"
-            fix = "give data.validation_fraction=0.05"
+            reason = "must be at least 0 and below 1"
+            fix = "set data.validation_fraction=0.05"
             yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
         if not self.paths:
-            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.txt]'")
-        yield from path_issues("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
-        records = [path for path in match_paths(self.paths) if file_suffix(path) in RECORDS]
+            yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.txt]'")
+        yield from path_issues(
+            "data.paths", self.paths, PLAIN_SUFFIXES | RECORD_SUFFIXES, "my/*.txt"
+        )
+        records = [path for path in match_paths(self.paths) if file_suffix(path) in RECORD_SUFFIXES]
         if records and not self.field:
-            reason = f"{records[0]} holds records, and nothing says where their text is"
-            yield ConfigIssue("data.field", "null", reason, "give data.field=text")
+            reason = f"{records[0]} contains records, whose text field is not set"
+            yield ConfigIssue("data.field", "null", reason, "set data.field=text")
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Returns the packed rows of the files, and of what is held out of them."""
+        """Tokenize the files into the cache, and return packed sequences of both splits."""
         from scalewise.data import content
         from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
@@ -94,23 +102,23 @@ class TextData(DataConfig):
         )
 
     def _split_documents(self, digests: Mapping[Path, str]) -> dict[str, Documents]:
-        """Returns the documents of each split: of files by their digests, or within each file.
+        """Return the documents of each split: by the digests of files, or within each file.
 
-        A single file is split within itself, and so are files that are all the same.
+        A single file is split within itself, and so are files with equal content.
         """
         fraction, files = self.validation_fraction, list(digests)
         if not fraction:
             return {"train": partial(_iter_all, files, self.field)}
         if len({*digests.values()}) == 1:
-            parts = partial(_iter_split, files, self.field, fraction)
+            iter_side = partial(_iter_split, files, self.field, fraction)
             return {
-                "train": partial(parts, held_out=False),
-                "validation": partial(parts, held_out=True),
+                "train": partial(iter_side, held_out=False),
+                "validation": partial(iter_side, held_out=True),
             }
-        held = held_out_names(digests.values(), fraction)
+        validation_digests = held_out_names(digests.values(), fraction)
         sides: dict[bool, list[Path]] = {False: [], True: []}
         for file, digest in digests.items():
-            sides[digest in held].append(file)
+            sides[digest in validation_digests].append(file)
         return {
             "train": partial(_iter_all, sides[False], self.field),
             "validation": partial(_iter_all, sides[True], self.field),
@@ -132,34 +140,38 @@ def _iter_split(
 def _iter_single_file_split(
     file: Path, field: str | None, fraction: float, *, held_out: bool
 ) -> Iterator[Document]:
-    """Yields one side of a single file: of records every 1/fraction-th, of plain text the end."""
-    if file_suffix(file) in RECORDS:
+    """Yield one side of a single file: every 1/fraction-th record, or the end of plain text."""
+    if file_suffix(file) in RECORD_SUFFIXES:
         for index, document in enumerate(iter_documents(file, field)):
             if (int((index + 1) * fraction) > int(index * fraction)) is held_out:
                 yield document
         return
-    (whole,) = iter_documents(file, field)
-    cut = _last_line_start(file, int(sum(map(len, whole.chunks)) * (1 - fraction)))
-    yield Document(_slice_chunks(text_chunks(file), cut, held_out=held_out), whole.source)
+    (full_document,) = iter_documents(file, field)
+    split_position = _last_line_start(
+        file, int(sum(map(len, full_document.chunks)) * (1 - fraction))
+    )
+    yield Document(
+        _slice_chunks(text_chunks(file), split_position, held_out=held_out), full_document.source
+    )
 
 
 def _last_line_start(file: Path, limit: int) -> int:
-    """Returns where the last line begins that begins at ``limit`` characters or before.
+    """Return the start of the last line that begins within ``limit`` characters.
 
-    A first line that is longer is cut at ``limit``.
+    A longer first line is split at ``limit``.
     """
-    start = seen = 0
+    start = characters = 0
     for chunk in text_chunks(file):
-        if (at := chunk.rfind("\n", 0, limit - seen)) >= 0:
-            start = seen + at + 1
-        seen += len(chunk)
-        if seen >= limit:
+        if (newline := chunk.rfind("\n", 0, limit - characters)) >= 0:
+            start = characters + newline + 1
+        characters += len(chunk)
+        if characters >= limit:
             break
     return start or limit
 
 
 def _slice_chunks(chunks: Iterable[str], position: int, *, held_out: bool) -> Iterator[str]:
-    """Yields the characters of chunks before ``position``, or those after it."""
+    """Yield the characters of chunks before ``position``, or those after it."""
     for chunk in chunks:
         yield chunk[max(0, position) :] if held_out else chunk[: max(0, position)]
         position -= len(chunk)

@@ -1,4 +1,4 @@
-"""Text files: strict decoding, and the documents inside the files."""
+"""Text files: strict decoding, and the documents in them."""
 
 import codecs
 import io
@@ -22,25 +22,25 @@ from scalewise.typed_override import shell_word
 if TYPE_CHECKING:
     import pyarrow
 
-PROSE = frozenset({".txt", ".md", ".rst", ".tex", ".html", ".xml"})
-CODE = frozenset(
+PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".html", ".xml"})
+CODE_SUFFIXES = frozenset(
     {".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh"}
 )
-PLAIN = PROSE | CODE
-"""Suffixes that are read as plain text: one file is one document."""
+PLAIN_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
+"""Suffixes of plain text files; each file is one document."""
 
-RECORDS = frozenset({".jsonl", ".parquet"})
-"""Suffixes whose records are documents, found in one field."""
+RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
+"""Suffixes of files with records; one field of each record is a document."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a plain text file that are decoded at once."""
+"""Number of bytes of a plain text file that are decoded at once."""
 
 REPLACEMENT = "\ufffd"
-MOST_REPLACED = 1000
-"""Characters for each replacement character, below which these are noted."""
+MIN_CHARACTERS_PER_REPLACEMENT = 1000
+"""Characters per replacement character below which a note is printed."""
 
-BOMS = {
-    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark it begins with
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark is a prefix of it
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF8: "utf-8",
     codecs.BOM_UTF16_LE: "utf-16-le",
@@ -51,39 +51,38 @@ BOMS = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text of a file, in chunks that can be read once.
-
-    ``source``: the file, and the line or row in it, for error messages.
-    """
+    """Text of a file, in chunks that can be read once."""
 
     chunks: Iterable[str]
+    """Consecutive parts of the text."""
     source: str
+    """File, and the line or row in it, for error messages."""
 
 
 def text_chunks(path: Path) -> Iterator[str]:
-    """Yields a text file in chunks: strictly decoded, lines end in ``\\n``, no byte order mark.
+    """Yield the decoded text of a file in chunks, with ``\\n`` line ends.
 
-    UTF-8, or UTF-16 and UTF-32 with a byte order mark. Raises ``DataError`` with the line of
-    bytes that are no text in that encoding, and of a control character that text has not. Many
-    replacement characters, of an earlier conversion, are noted.
+    The encoding is UTF-8, or UTF-16 and UTF-32 with a byte order mark, which is removed. Raises
+    ``DataError`` with the line of invalid bytes or of a control character. Prints a note for many
+    replacement characters, which an earlier conversion has left.
     """
     with regular_files.open_binary(path) as file:
         encoding = _bom_encoding(path, file)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
-        line, final, characters, replaced = 1, False, 0, 0
-        while not final:
+        line, is_final, characters, replaced = 1, False, 0, 0
+        while not is_final:
             data = file.read(CHUNK_BYTES)
-            final = len(data) < CHUNK_BYTES
+            is_final = len(data) < CHUNK_BYTES
             try:
-                text = decoder.decode(data, final=final)
+                text = decoder.decode(data, final=is_final)
             except UnicodeDecodeError as error:
                 line += len(re.findall(r"\r\n?|\n", error.object[: error.start].decode(encoding)))
                 position = file.tell() - len(error.object) + error.start
                 raise _decode_error(path, line, position, error) from error
-            if control := text_encodings.CONTROLS.search(text):
-                line += text.count("\n", 0, control.start())
-                name = "NUL" if control[0] == "\0" else f"control (0x{ord(control[0]):02x})"
-                reason = f"line {line} has a {name} character, which text has not"
+            if match := text_encodings.CONTROL_CHARACTERS.search(text):
+                line += text.count("\n", 0, match.start())
+                name = "NUL" if match[0] == "\0" else f"control (0x{ord(match[0]):02x})"
+                reason = f"line {line} has a {name} character, which is not text"
                 raise DataError.for_key(
                     "data.paths", path, reason, text_encodings.conversion_fix(path)
                 )
@@ -95,8 +94,8 @@ def text_chunks(path: Path) -> Iterator[str]:
 
 
 def note_replaced(name: str, replaced: int, characters: int) -> None:
-    """Notes how many characters of a file an earlier conversion has lost, if they are many."""
-    if replaced * MOST_REPLACED > characters:
+    """Print a note if an earlier conversion of a file has lost many characters."""
+    if replaced * MIN_CHARACTERS_PER_REPLACEMENT > characters:
         print_note_once(
             f"{name} has {replaced:,} replacement characters (U+FFFD) among {characters:,}: "
             "it was converted from another encoding than its own"
@@ -104,43 +103,45 @@ def note_replaced(name: str, replaced: int, characters: int) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, decoded as ``text_chunks`` does."""
+    """Return the text of a file, decoded as in ``text_chunks``."""
     return "".join(text_chunks(path))
 
 
 def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
-    """Returns the encoding by the byte order mark of a file, which is read past.
+    """Return the encoding by the byte order mark of a file, and skip the mark.
 
-    Raises ``DataError`` for a mark that is not that of the text, and for a compressed file.
+    Raises ``DataError`` for a mark that contradicts the text, and for a compressed file.
     """
     head = file.read(text_encodings.SAMPLE_BYTES)
-    if packed := text_encodings.compression(head):
+    if compression := text_encodings.compression(head):
         unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
-        command = f"{packed[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
-        command = command.replace("-p <", "-p")  # unzip reads no pipe
-        raise DataError.for_key("data.paths", path, f"is {packed[0]} data", f"unpack it: {command}")
+        command = f"{compression[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
+        command = command.replace("-p <", "-p")  # unzip does not read from a pipe
+        raise DataError.for_key(
+            "data.paths", path, f"is {compression[0]} data", f"unpack it: {command}"
+        )
     mark, encoding = next(
-        (found for found in BOMS.items() if head.startswith(found[0])), (b"", "utf-8")
+        (item for item in BYTE_ORDER_MARKS.items() if head.startswith(item[0])), (b"", "utf-8")
     )
     file.seek(len(mark))
-    known = text_encodings.UNICODE
+    names = text_encodings.UNICODE_ENCODINGS
     actual = text_encodings.unicode_encoding(head[len(mark) :], encoding)
-    if encoding in known and actual not in (None, encoding):
-        reason = f"has the byte order mark of {known[encoding]}, but text in {known[actual]}"
+    if encoding in names and actual not in (None, encoding):
+        reason = f"has the byte order mark of {names[encoding]}, but text in {names[actual]}"
         new = shell_word(str(text_encodings.converted_path(path)))
         skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
-        fix = f"convert the file: {skipped} | iconv -f {known[actual]} -t UTF-8 > {new}"
+        fix = f"convert the file: {skipped} | iconv -f {names[actual]} -t UTF-8 > {new}"
         raise DataError.for_key("data.paths", path, reason, fix)
     return encoding
 
 
 def _decode_error(path: Path, line: int, position: int, error: UnicodeDecodeError) -> DataError:
     if error.reason in ("unexpected end of data", "truncated data"):
-        fix = "copy the file again: its end is cut off"
+        fix = "copy the file again: its end is missing"
     elif error.encoding.startswith("utf-8"):
         fix = text_encodings.conversion_fix(path, position)
     else:
-        fix = "mend the file, or remove its byte order mark if it is in another encoding"
+        fix = "repair the file, or remove its byte order mark if it is in another encoding"
     return DataError.for_key("data.paths", path, f"line {line} is not {_encoding_name(error)}", fix)
 
 
@@ -150,10 +151,9 @@ def _encoding_name(error: UnicodeDecodeError) -> str:
 
 
 def iter_json_lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yields the line number and the value of each line of JSON that is not blank.
+    """Yield the line number and the value of each non-blank line of JSON.
 
-    A ``ValueError`` stands for a line that cannot be read, with the reason. Encodings are those
-    of ``text_chunks``.
+    An invalid line yields a ``ValueError`` with the reason. Encodings are those of ``text_chunks``.
     """
     with regular_files.open_binary(path) as file:
         encoding = _bom_encoding(path, file)
@@ -174,44 +174,43 @@ def iter_json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _iter_lines(chunks: Iterable[str]) -> Iterator[str]:
-    rest = ""
+    partial_line = ""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split("\n")
-        yield from whole
-    yield rest
+        *lines, partial_line = (partial_line + chunk).split("\n")
+        yield from lines
+    yield partial_line
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text; raises ``ValueError`` with what is wrong.
+    """Return the value of a JSON text; raises ``ValueError`` with the reason.
 
-    Stricter than ``json.loads``: no NaN or Infinity, no half of a surrogate pair.
+    Stricter than ``json.loads``: NaN, Infinity and lone surrogates are rejected.
     """
     try:
         value = json.loads(text, parse_constant=no_constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("has half a character (a lone surrogate)") from error
+        raise ValueError("has a lone surrogate (half a character)") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg})") from error
     except RecursionError as error:
         raise ValueError("is JSON that is nested too deeply") from error
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ValueError(f"is not JSON that can be read ({error})") from error
+    except ValueError as error:  # an integer with more digits than Python converts
+        raise ValueError(f"is not valid JSON ({error})") from error
     return value
 
 
 def no_constant(name: str) -> Any:
-    """Raises ``ValueError`` for NaN and Infinity, which Python reads in JSON."""
-    raise json.JSONDecodeError(f"{name} is no JSON value", name, 0)
+    """Raise ``ValueError`` for NaN and Infinity, which Python accepts in JSON."""
+    raise json.JSONDecodeError(f"{name} is not a JSON value", name, 0)
 
 
 def iter_documents(path: Path, field: str | None) -> Iterator[Document]:
-    """Yields the documents of a file: itself, or ``field`` of each record of .jsonl and .parquet.
+    """Yield the documents of a file: the file, or ``field`` of each record of .jsonl and .parquet.
 
-    Records whose field is null are left out, with a note. Raises ``DataError`` for a file that
-    cannot be read, text that is not in its encoding, a line that is not JSON and a record without
-    the field.
+    Records with a null field are skipped, with a note. Raises ``DataError`` for a file that cannot
+    be read, invalid text, a line that is not JSON, and a record without the field.
     """
     try:
         if file_suffix(path) == ".jsonl":
@@ -227,38 +226,40 @@ def iter_documents(path: Path, field: str | None) -> Iterator[Document]:
 
 
 def read_error(path: Path, error: OSError) -> DataError:
-    """Returns the error of a file that the system does not read."""
+    """Return the error of a file that the operating system cannot read."""
     reason = f"cannot be read: {error.strerror or error}"
-    return DataError.for_key("data.paths", path, reason, "mend or omit it")
+    return DataError.for_key("data.paths", path, reason, "repair the file, or omit it")
 
 
 def skip_nulls(
     texts: Iterable[tuple[str, str | None]], name: str, field: str
 ) -> Iterator[Document]:
-    """Yields documents of texts with their sources, and notes how many are null.
+    """Yield a document for each text with its source, and print a note on the number of nulls.
 
     Raises ``DataError`` for a text with a NUL character.
     """
-    nulls: list[str] = []
+    null_sources: list[str] = []
     characters = replaced = 0
     for source, text in texts:
         if text is None:
-            nulls.append(source)
+            null_sources.append(source)
             continue
         if "\0" in text:
-            reason = f"{source} has a NUL character there, which text has not"
+            reason = f"{source} has a NUL character in this field, which is not text"
             raise DataError.for_key("data.field", field, reason, "remove it")
         characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
         yield Document((text,), source)
     note_replaced(name, replaced, characters)
-    if nulls:
-        count = f"{len(nulls)} record{'s' * (len(nulls) > 1)}"
-        print_note_once(f"left out {count} of {name} without {field} (null), the first: {nulls[0]}")
+    if null_sources:
+        count = f"{len(null_sources)} record{'s' * (len(null_sources) > 1)}"
+        print_note_once(
+            f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}"
+        )
 
 
 @cache
 def print_note_once(line: str) -> None:
-    """Prints a line on stderr, once in a process: files are read several times."""
+    """Print a line on stderr, once per process, since files are read several times."""
     print_lines(line, stderr=True)
 
 
@@ -266,14 +267,14 @@ def _iter_jsonl(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
     for number, record in iter_json_lines(path):
         if isinstance(record, ValueError):
             reason = f"line {number} {record}"
-            raise DataError.for_key("data.paths", path, reason, "mend the line") from record
+            raise DataError.for_key("data.paths", path, reason, "correct the line") from record
         if not isinstance(record, dict):
-            reason = f"line {number} is no JSON object but a {type(record).__name__}"
-            raise DataError.for_key("data.paths", path, reason, "mend the line")
+            reason = f"line {number} is not a JSON object but a {type(record).__name__}"
+            raise DataError.for_key("data.paths", path, reason, "correct the line")
         if not isinstance(text := record.get(field, 0), str | None):
             names = ", ".join(record) or "nothing"
-            reason = f"line {number} of {path} has no text there; it has: {names}"
-            raise DataError.for_key("data.field", field, reason, "name another data.field")
+            reason = f"line {number} of {path} has no text in this field; its fields: {names}"
+            raise DataError.for_key("data.field", field, reason, "set another data.field")
         yield f"{path.name} line {number}", text
 
 
@@ -284,18 +285,20 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
     except ImportError as error:
         fix = "pip install 'scalewise[hf]'"
         raise DataError.for_key(
-            "data.paths", path, "reading .parquet needs pyarrow", fix
+            "data.paths", path, "reading .parquet requires pyarrow", fix
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            texts = [column.name for column in file.schema_arrow if is_string_type(column.type)]
-            if field not in texts:
-                names = {column.name: column.type for column in file.schema_arrow}
-                reason = f"{path} has no text there; its columns of text: {', '.join(texts)}"
-                if field in names:
-                    reason = f"is a column of {names[field]} in {path}, not of text"
-                    reason += f"; its columns of text: {', '.join(texts) or 'none'}"
-                raise DataError.for_key("data.field", field, reason, "name another data.field")
+            text_columns = [
+                column.name for column in file.schema_arrow if is_string_type(column.type)
+            ]
+            if field not in text_columns:
+                column_types = {column.name: column.type for column in file.schema_arrow}
+                reason = f"{path} has no such column; its text columns: {', '.join(text_columns)}"
+                if field in column_types:
+                    reason = f"is a column of type {column_types[field]} in {path}, not of text"
+                    reason += f"; its text columns: {', '.join(text_columns) or 'none'}"
+                raise DataError.for_key("data.field", field, reason, "set another data.field")
             check_columns(path, file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(columns=[field]):
@@ -303,21 +306,25 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
                     row += 1
                     yield f"{path.name} row {row}", text
     except pyarrow.ArrowInvalid as error:
-        reason = f"is not whole parquet ({error})"
+        reason = f"is not a complete parquet file ({error})"
         raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
 
 
 def check_columns(path: Path, names: Sequence[str]) -> None:
-    """Raises ``DataError`` for two columns of one name, of which only one would be read."""
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        reason = f"has more than one column {', '.join(twice)}"
+    """Raise ``DataError`` for two columns with the same name, since only one would be read."""
+    if duplicates := sorted(name for name, count in Counter(names).items() if count > 1):
+        reason = f"has more than one column {', '.join(duplicates)}"
         raise DataError.for_key("data.paths", path, reason, "rename all but one of them")
 
 
-def is_string_type(kind: "pyarrow.DataType") -> bool:
-    """Returns whether an Arrow type holds text: every string type, and dictionaries of them."""
+def is_string_type(data_type: "pyarrow.DataType") -> bool:
+    """Whether an Arrow type is a string type, or a dictionary of one."""
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return is_string_type(kind.value_type)
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    if types.is_dictionary(data_type):
+        return is_string_type(data_type.value_type)
+    return bool(
+        types.is_string(data_type)
+        or types.is_large_string(data_type)
+        or types.is_string_view(data_type)
+    )

@@ -1,4 +1,4 @@
-"""Flat files of token ids: opened as memory maps, looked through once, packed into rows."""
+"""Flat files of token ids: memory-mapped, scanned once for their range, packed into sequences."""
 
 import json
 from collections.abc import Sequence
@@ -15,62 +15,65 @@ from scalewise.data.tokenized_cache import too_short_error
 from scalewise.errors import DataError
 
 SCAN_TOKENS = 16 * 2**20
-"""Ids looked at together when the largest is sought; bounds the memory of the scan."""
+"""Number of ids that are scanned at once; bounds memory."""
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The shards that the globs under ``key`` name; ``dtype`` is the integers of a .bin."""
+    """Shards of token ids that glob patterns match."""
 
     key: str
+    """Option that an error names."""
     paths: Sequence[str]
+    """Glob patterns."""
     dtype: str
+    """Integer type of .bin files."""
 
     def load_packed(self, sequence: int, vocabulary: int, split: str) -> PackedDataset:
-        """Returns packed rows; raises ``DataError`` for shards that cannot be trained on."""
+        """Return packed sequences; raises ``DataError`` for invalid shards."""
         files = match_paths(self.paths)
         shards = [_open_shard(self.key, file, self.dtype) for file in files]
         for file, (low, high) in zip(files, _id_ranges(files, shards), strict=True):
             if low < 0 or high >= vocabulary:
-                reason = f"holds token id {min(low, high) if low < 0 else high}, outside the"
+                reason = f"has token id {min(low, high) if low < 0 else high}, outside the"
                 reason += f" model's vocabulary of {vocabulary}"
-                fix = f"give model.vocabulary={high + 1}, or the right data.dtype"
+                fix = f"set model.vocabulary={high + 1}, or the right data.dtype"
                 raise DataError.for_key(self.key, file, reason, fix)
-        rows = PackedDataset(shards, sequence)
-        if not len(rows):
+        dataset = PackedDataset(shards, sequence)
+        if not len(dataset):
             raise too_short_error(split, max(map(len, shards)), sequence)
-        return rows
+        return dataset
 
 
 def _open_shard(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
-    """Returns the ids of a shard as a memory map; ``DataError`` if it is empty or cut short."""
+    """Return the ids of a shard as a memory map; raises ``DataError`` if it is invalid."""
     size = path.stat().st_size
     if path.suffix == ".npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # a damaged header makes numpy raise many kinds
-            said = " ".join(str(error).split())[:120] or type(error).__name__
-            reason = f"is not a whole .npy file ({said})"
+        except Exception as error:  # numpy raises many classes for a damaged header
+            detail = " ".join(str(error).split())[:120] or type(error).__name__
+            reason = f"is not a complete .npy file ({detail})"
             raise DataError.for_key(key, path, reason, "copy the file again") from error
         if not isinstance(ids, np.ndarray):
-            reason = "is an .npz archive under the name of a .npy file"
-            raise DataError.for_key(key, path, reason, "save the flat ids by numpy.save")
+            reason = "is an .npz archive with the suffix .npy"
+            raise DataError.for_key(key, path, reason, "save the flat ids with numpy.save")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            reason = f"holds {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
+            reason = f"contains {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
             raise DataError.for_key(key, path, reason, "save the flat ids")
     else:
         width = np.dtype(dtype).itemsize
         if size % width:
-            reason = f"{size} bytes is no multiple of the {width} of {dtype}: the file is cut short"
-            raise DataError.for_key(key, path, reason, "copy the file again, or mend data.dtype")
+            reason = f"has {size} bytes, not a multiple of {width} ({dtype}): the file is truncated"
+            raise DataError.for_key(key, path, reason, "copy the file again, or correct data.dtype")
         ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if size else ()
     if not len(ids):
-        raise DataError.for_key(key, path, "holds no token", "omit the file")
+        raise DataError.for_key(key, path, "has no tokens", "omit the file")
     return np.asarray(ids)
 
 
 def _id_ranges(files: list[Path], shards: list[NDArray[np.integer]]) -> list[tuple[int, int]]:
-    """Returns the smallest and largest id of each shard, remembered while the files stay."""
+    """Return the smallest and largest id of each shard, cached while the files stay the same."""
     stats = [(str(file.absolute()), file.stat()) for file in files]
     key = {
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
@@ -78,8 +81,8 @@ def _id_ranges(files: list[Path], shards: list[NDArray[np.integer]]) -> list[tup
     }
 
     def scan(folder: Path) -> None:
-        found = [_id_range(shard) for shard in shards]
-        (folder / "extremes.json").write_text(json.dumps(found), encoding="utf-8")
+        ranges = [_id_range(shard) for shard in shards]
+        (folder / "extremes.json").write_text(json.dumps(ranges), encoding="utf-8")
 
     folder = build_cached("scan", key, scan)
     return [(low, high) for low, high in json.loads((folder / "extremes.json").read_text())]

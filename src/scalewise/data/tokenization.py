@@ -1,4 +1,4 @@
-"""Text to token ids: train or read a tokenizer, and encode documents one after the other."""
+"""Source of a tokenizer: a given tokenizer.json, or a byte-level BPE that is trained."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Documents = Callable[[], Iterator[str | Document]]
-"""Opens the documents from the first one."""
+"""Function that iterates over the documents from the first one."""
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
-"""The 256 bytes and the end-of-text token."""
+"""256 bytes and the end-of-text token."""
 
 TRAINING_CHARACTERS = 64_000_000
-"""A BPE is trained on the first characters of the training text: more would change it little."""
+"""Number of characters that a BPE is trained on; more text changes it little."""
 
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Which tokenizer: a tokenizer.json, else a byte-level BPE of ``vocabulary`` tokens."""
+    """A tokenizer.json, or a byte-level BPE of ``vocabulary`` tokens that is trained."""
 
     vocabulary: int
+    """Vocabulary size of the trained BPE, in tokens."""
     tokenizer: str | None = None
+    """Path of the given tokenizer; None: train one."""
     end_of_text: str = END_OF_TEXT
+    """Token between documents."""
     special_tokens: bool = True
     """Whether documents get the special tokens of a given tokenizer's post-processor."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
+        """Yield issues of the vocabulary size, the tokenizer's path and the end-of-text token."""
         if not self.end_of_text:
-            fix = f"give {format_override('data.end_of_text', END_OF_TEXT)}"
-            yield ConfigIssue("data.end_of_text", "", "is empty: texts have to end", fix)
+            fix = f"set {format_override('data.end_of_text', END_OF_TEXT)}"
+            yield ConfigIssue(
+                "data.end_of_text", "", "is empty: a token has to separate documents", fix
+            )
         if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
-            reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
-            fix = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
+            reason = "is too small: a byte-level tokenizer has 256 bytes and an end-of-text token"
+            fix = f"set data.vocabulary={SMALLEST_VOCABULARY} or more"
             yield ConfigIssue("data.vocabulary", self.vocabulary, reason, fix)
         if self.tokenizer is not None:
             yield from tokenizer_files.tokenizer_issues(self.tokenizer)
 
     def cache_identity(self) -> dict[str, object]:
-        """Returns what decides the tokenizer, beside the text that it is trained on."""
+        """Return the values that decide the tokenizer, besides its training text."""
         if self.tokenizer is None:
             return {"vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
         return {
@@ -59,40 +64,42 @@ class TokenizerSource:
         }
 
     def load(self) -> Tokenizer | None:
-        """Returns the user's tokenizer, None if one is to be trained; may raise ``DataError``."""
+        """Return the given tokenizer, or None to train one; may raise ``DataError``."""
         if self.tokenizer is None:
             return None
         file = tokenizer_files.resolve_tokenizer(self.tokenizer)
         tokenizer = tokenizer_files.load_tokenizer(self.tokenizer, file)
         if tokenizer.token_to_id(self.end_of_text) is None:
-            reason = f"{self.tokenizer} has no such token to put between documents"
-            given = format_override("data.end_of_text", "</s>")
-            fix = f"give {given}, or what that tokenizer calls it"
+            reason = f"is not a token of {self.tokenizer}, which has to separate documents"
+            override = format_override("data.end_of_text", "</s>")
+            fix = f"set {override}, or the name of that token in the tokenizer"
             raise DataError.for_key("data.end_of_text", self.end_of_text, reason, fix)
         tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
         tokenizer.no_padding()
         return tokenizer
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens, the model's."""
-        loaded = self.load()
-        needed = vocabulary_size(loaded) if loaded else self.vocabulary
-        if needed <= vocabulary:
+        """Raise ``DataError`` for more tokens than ``vocabulary``, the model's vocabulary size."""
+        tokenizer = self.load()
+        size = vocabulary_size(tokenizer) if tokenizer else self.vocabulary
+        if size <= vocabulary:
             return
-        reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
-        fix = f"give model.vocabulary={needed}"
-        if loaded is None:
-            raise DataError.for_key("data.vocabulary", needed, reason, fix)
-        past = {it for it, token in loaded.get_vocab().items() if token >= vocabulary}
-        if past <= tokenizer_files.declared_tokens(str(self.tokenizer)):
-            names = shorten(", ".join(sorted(past)), 160, placeholder="...")
-            reason += f"; declared beside the tokenizer.json, past the model's rows: {names}"
-            fix += " (resize_token_embeddings for a model of transformers); "
+        reason = f"has ids up to {size - 1}, but the model's vocabulary is {vocabulary}"
+        fix = f"set model.vocabulary={size}"
+        if tokenizer is None:
+            raise DataError.for_key("data.vocabulary", size, reason, fix)
+        excess_tokens = {it for it, token in tokenizer.get_vocab().items() if token >= vocabulary}
+        if excess_tokens <= tokenizer_files.declared_tokens(str(self.tokenizer)):
+            names = shorten(", ".join(sorted(excess_tokens)), 160, placeholder="...")
+            reason += (
+                f"; declared next to the tokenizer.json, beyond the model's embedding: {names}"
+            )
+            fix += " (for a transformers model: resize_token_embeddings); "
             fix += tokenizer_files.ignore_declarations_fix(str(self.tokenizer))
         raise DataError.for_key("data.tokenizer", self.tokenizer, reason, fix)
 
     def train(self, documents: Documents) -> Tokenizer:
-        """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""
+        """Return a byte-level BPE, trained deterministically on the start of the documents."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         from scalewise.data.encoding import all_cores, iter_training_text
@@ -114,5 +121,5 @@ class TokenizerSource:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Returns one more than the largest id of a tokenizer."""
+    """Return the largest token id of a tokenizer plus one."""
     return max(tokenizer.get_vocab().values()) + 1

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, and a tokenizer.json of what transformers makes of them."""
+"""Files of a tokenizer, and their conversion to a tokenizer.json as transformers loads them."""
 
 from __future__ import annotations
 
@@ -21,85 +21,96 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KEY = "data.tokenizer"
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 SENTENCEPIECE = "*.model"
-VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken", SENTENCEPIECE)
-"""Files of vocabularies that transformers converts."""
-PACKAGES = ("sentencepiece", "google.protobuf", "tiktoken")
+VOCABULARY_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    SENTENCEPIECE,
+)
+"""Vocabulary files that transformers converts."""
+CONVERSION_PACKAGES = ("sentencepiece", "google.protobuf", "tiktoken")
 """Packages of the extra ``hf`` with which transformers converts ``SENTENCEPIECE``."""
-DECLARATIONS = (CONFIG, "special_tokens_map.json", "added_tokens.json")
-"""Files beside a tokenizer.json that declare its class and further tokens."""
-OTHERS = (*DECLARATIONS, "config.json")
-"""Files beside a vocabulary that decide what transformers makes of it."""
+DECLARATION_FILES = (CONFIG_FILE, "special_tokens_map.json", "added_tokens.json")
+"""Files next to a tokenizer.json that declare its class and additional tokens."""
+CONVERSION_FILES = (*DECLARATION_FILES, "config.json")
+"""Files next to a vocabulary that affect its conversion."""
 FORMAT = 2
-"""Increased when the same files are converted to another tokenizer.json."""
-TEMPLATES = ("chat_template.jinja",)
+"""Cache format; increased when the same files are converted to another tokenizer.json."""
+TEMPLATE_FILES = ("chat_template.jinja",)
 
 
 def tokenizer_path(path: str) -> Path:
-    """Returns the path of the tokenizer.json that ``data.tokenizer`` names; it may not exist.
+    """Return the path of the tokenizer.json for ``data.tokenizer``; it may not exist.
 
-    The files of the same tokenizer lie beside it.
+    All files of the tokenizer are in the same folder.
     """
-    given = Path(path).expanduser()
-    if given.is_dir() or (_is_vocabulary(given) and given.is_file()):
-        return (given if given.is_dir() else given.parent) / FILE
-    return given
+    user_path = Path(path).expanduser()
+    if user_path.is_dir() or (_is_vocabulary(user_path) and user_path.is_file()):
+        return (user_path if user_path.is_dir() else user_path.parent) / TOKENIZER_FILE
+    return user_path
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """Returns the files of the tokenizer that ``data.tokenizer`` names, sorted by name."""
+    """Return the existing files of the tokenizer ``data.tokenizer``, sorted by name."""
     file = tokenizer_path(path)
-    if file.name != FILE:
+    if file.name != TOKENIZER_FILE:
         return [file] if file.is_file() else []
-    names = (FILE, *VOCABULARIES, *OTHERS, *TEMPLATES)
-    found = {it for name in names for it in file.parent.glob(name)}
-    return sorted(it for it in found if it.is_file())
+    names = (TOKENIZER_FILE, *VOCABULARY_FILES, *CONVERSION_FILES, *TEMPLATE_FILES)
+    files = {it for name in names for it in file.parent.glob(name)}
+    return sorted(it for it in files if it.is_file())
 
 
 def tokenizer_issues(path: str) -> Iterator[ConfigIssue]:
-    """Yields a path that does not exist, and a folder without a tokenizer."""
-    given = Path(path).expanduser()
-    fix = f"give the path of a tokenizer.json, or {KEY}=null to train one"
-    if given.is_dir():
-        if not any(True for name in (FILE, *VOCABULARIES) for _ in given.glob(name)):
+    """Yield an issue if a path does not exist, or is a folder without a tokenizer."""
+    user_path = Path(path).expanduser()
+    fix = f"set {KEY} to the path of a tokenizer.json, or {KEY}=null to train one"
+    if user_path.is_dir():
+        if not any(
+            True for name in (TOKENIZER_FILE, *VOCABULARY_FILES) for _ in user_path.glob(name)
+        ):
             yield ConfigIssue(KEY, path, "is a folder without a tokenizer", fix)
-    elif not given.is_file():
+    elif not user_path.is_file():
         yield ConfigIssue(KEY, path, "no such file", fix)
 
 
 def resolve_tokenizer(path: str) -> Path:
-    """Returns a tokenizer.json with what transformers makes of the files that ``path`` names.
+    """Return the path of a tokenizer.json equivalent to the tokenizer that transformers loads.
 
-    A tokenizer.json with none of ``DECLARATIONS`` beside it is returned as it is; others are
-    converted once into the cache. Raises ``DataError`` for files that cannot be converted: their
-    ids would not be those of transformers.
+    A tokenizer.json without any of ``DECLARATION_FILES`` is used as it is; other tokenizers are
+    converted once into the cache. Raises ``DataError`` for files that cannot be converted, since
+    their ids would differ from those of transformers.
     """
     file = tokenizer_path(path)
     if file.is_file() and not has_declarations(file):
         return file
     try:
-        digests = {found.name: _digest(found) for found in tokenizer_files(path)}
+        digests = {source.name: _digest(source) for source in tokenizer_files(path)}
     except OSError as error:
         reason = f"cannot be read: {error.strerror} ({error.filename})"
-        raise DataError.for_key(KEY, path, reason, "mend the file") from error
+        raise DataError.for_key(KEY, path, reason, "repair the file") from error
     versions = [version(package) for package in ("transformers", "tokenizers")]
     key = {"format": FORMAT, "files": digests, "versions": versions}
     return (
         build_cached(
             "tokenizer", key, partial(_convert_tokenizer, path, file), subfolder="tokenizers"
         )
-        / FILE
+        / TOKENIZER_FILE
     )
 
 
 def has_declarations(file: Path) -> bool:
-    """Returns whether files beside a tokenizer.json change what transformers makes of it."""
-    return file.name == FILE and any(file.with_name(name).is_file() for name in DECLARATIONS)
+    """Whether files next to a tokenizer.json change the tokenizer that transformers loads."""
+    return file.name == TOKENIZER_FILE and any(
+        file.with_name(name).is_file() for name in DECLARATION_FILES
+    )
 
 
 def declared_tokens(path: str) -> set[str]:
-    """Returns the tokens that are declared beside a tokenizer.json which lacks them."""
+    """Return the tokens that are declared next to a tokenizer.json which lacks them."""
     file = tokenizer_path(path)
     if not (file.is_file() and has_declarations(file)):
         return set()
@@ -108,13 +119,13 @@ def declared_tokens(path: str) -> set[str]:
 
 
 def content_digest(path: str) -> str:
-    """Returns a digest of the tokenizer that ``data.tokenizer`` names, wherever it lies."""
+    """Return a digest of the tokenizer ``data.tokenizer``, independent of its path."""
     file = resolve_tokenizer(path)
     try:
         return _digest(file)
     except OSError as error:
         raise DataError.for_key(
-            KEY, path, f"cannot be read: {error.strerror}", "mend it"
+            KEY, path, f"cannot be read: {error.strerror}", "repair the file"
         ) from error
 
 
@@ -123,35 +134,35 @@ def _digest(file: Path) -> str:
 
 
 def _is_vocabulary(path: Path) -> bool:
-    return any(path.match(name) for name in VOCABULARIES)
+    return any(path.match(name) for name in VOCABULARY_FILES)
 
 
-def _has_file(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it lies in
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
 def _convert_tokenizer(path: str, file: Path, folder: Path) -> None:
-    """Writes the tokenizer.json of a tokenizer whose files lie beside ``file``."""
+    """Write the tokenizer.json of a tokenizer whose files are next to ``file``."""
     if file.is_file():
-        load_tokenizer(path, file)  # names a damaged file; the error of transformers does not
+        load_tokenizer(path, file)  # names a damaged file, unlike the error of transformers
     try:
         tokenizer = _backend_tokenizer(file.parent)
-    except Exception as error:  # of many kinds, of many classes
+    except Exception as error:  # transformers raises many classes
         raise conversion_error(path, file.parent, error) from error
     if tokenizer.encode_special_tokens:
         reason = (
-            f"split_special_tokens=true in {file.with_name(CONFIG)} is not supported: a "
-            "tokenizer.json does not store it, so that a run and its export would give other ids"
+            f"split_special_tokens=true in {file.with_name(CONFIG_FILE)} is not supported: a "
+            "tokenizer.json does not store it, so that a run and its export would have other ids"
         )
-        raise DataError.for_key(KEY, path, reason, f"remove it from {CONFIG}")
-    tokenizer.save(str(folder / FILE))
+        raise DataError.for_key(KEY, path, reason, f"remove it from {CONFIG_FILE}")
+    tokenizer.save(str(folder / TOKENIZER_FILE))
 
 
 def load_tokenizer(path: str, file: Path) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json; raises ``DataError`` with the given ``path``."""
+    """Return the tokenizer of a tokenizer.json; raises ``DataError`` with the user's ``path``."""
     from tokenizers import Tokenizer
 
     try:
@@ -162,7 +173,7 @@ def load_tokenizer(path: str, file: Path) -> Tokenizer:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Returns the tokenizer that transformers loads from a folder, without its messages."""
+    """Return the tokenizer that transformers loads from a folder, without its messages."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -189,29 +200,32 @@ def _backend_tokenizer(folder: Path) -> Tokenizer:
 
 
 def conversion_error(path: str, folder: Path, error: Exception) -> DataError:
-    """Returns the error of files that transformers does not convert, with what may help."""
-    pieces = [*folder.glob(SENTENCEPIECE)]
-    lacking = [package.rpartition(".")[2] for package in PACKAGES if not _has_file(package)]
-    said = shorten(" ".join(str(error).split()), 160, placeholder="...")
-    if (folder / FILE).is_file():
-        reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
+    """Return the error of files that transformers cannot convert, with a fix."""
+    sentencepiece_files = [*folder.glob(SENTENCEPIECE)]
+    missing_packages = [
+        package.rpartition(".")[2] for package in CONVERSION_PACKAGES if not _is_installed(package)
+    ]
+    detail = shorten(" ".join(str(error).split()), 160, placeholder="...")
+    if (folder / TOKENIZER_FILE).is_file():
+        reason = f"transformers cannot load the class that {CONFIG_FILE} configures ({detail})"
         return DataError.for_key(KEY, path, reason, f"correct it; {ignore_declarations_fix(path)}")
-    if pieces and lacking:
-        reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
+    if sentencepiece_files and missing_packages:
+        reason = f"converting {sentencepiece_files[0].name} requires {', '.join(missing_packages)}"
         return DataError.for_key(KEY, path, reason, "pip install 'scalewise[hf]'")
     fix = "give the path of a tokenizer.json"
-    if not (folder / CONFIG).is_file():
-        config = shell_word(folder / CONFIG)
-        known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
-        known = "LlamaTokenizer" if pieces else known
-        fix = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
-    reason = f"transformers makes no tokenizer.json of {folder} ({said})"
+    if not (folder / CONFIG_FILE).is_file():
+        config = shell_word(folder / CONFIG_FILE)
+        tokenizer_class = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
+        tokenizer_class = "LlamaTokenizer" if sentencepiece_files else tokenizer_class
+        fix = f"""name its class: echo '{{"tokenizer_class": "{tokenizer_class}"}}' > {config}"""
+    reason = f"transformers cannot convert {folder} to a tokenizer.json ({detail})"
     return DataError.for_key(KEY, path, reason, fix)
 
 
 def ignore_declarations_fix(path: str) -> str:
-    """Returns what to type for the ids of a tokenizer.json alone."""
+    """Return the commands that make a run use the ids of a tokenizer.json alone."""
     file = tokenizer_path(path)
-    plain = file.with_name("plain.json")
-    copied = f"cp {shell_word(file)} {shell_word(plain)}"
-    return f"for the ids of {FILE} alone: {copied}, then {format_override(KEY, str(plain))}"
+    copied_file = file.with_name("plain.json")
+    copy_command = f"cp {shell_word(file)} {shell_word(copied_file)}"
+    override = format_override(KEY, str(copied_file))
+    return f"for the ids of {TOKENIZER_FILE} alone: {copy_command}, then {override}"

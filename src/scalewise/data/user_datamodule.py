@@ -1,4 +1,4 @@
-"""A LightningDataModule of the user's own."""
+"""User-defined LightningDataModule."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class UserDataModule(DataConfig):
 
     @property
     def required_vocabulary(self) -> int | None:
-        """Returns None: it need not have tokens."""
+        """None: a batch need not contain token ids."""
         return None
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yields nothing: its target is looked at with the run."""
+        """Yield nothing: the class is checked with the run."""
         yield from ()
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Raises ``NotImplementedError``: its loaders are asked, not its rows."""
+        """Raise ``NotImplementedError``: the data loaders are used instead."""
         raise NotImplementedError

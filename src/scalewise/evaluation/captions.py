@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from scalewise.data.base import Sequences
+from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader
 from scalewise.evaluation import validation_metrics
 from scalewise.evaluation.generation import sample_token
@@ -41,7 +41,7 @@ class CaptionMetrics(ValidationMetrics):
 @torch.no_grad()
 def measure_captions(
     module: ModelModule,
-    dataset: Sequences,
+    dataset: TokenDataset,
     count: int,
     micro_batch: int,
     end_token_ids: Collection[int],

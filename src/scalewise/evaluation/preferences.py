@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scalewise.data.base import Sequences
+from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import BatchShare, ValidationLoader
 from scalewise.evaluation.validation_metrics import LOGITS_CHUNK
 from scalewise.models.base_module import ModelModule
@@ -42,7 +42,7 @@ def measure_preferences(
     module: ModelModule,
     reference: ModelModule,
     objective: DPO,
-    dataset: Sequences,
+    dataset: TokenDataset,
     count: int,
     micro_batch: int,
     on_progress: Callable[[int], None] = lambda done: None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scalewise.data.base import DataConfig, Sequences
+from scalewise.data.base import DataConfig, TokenDataset
 from scalewise.data.dataloader import BatchShare, ValidationLoader
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
@@ -40,7 +40,7 @@ def measure_rewards(
     module: ModelModule,
     objective: GRPO,
     data: DataConfig,
-    dataset: Sequences,
+    dataset: TokenDataset,
     count: int,
     micro_batch: int,
     on_progress: Callable[[int], None] = lambda done: None,

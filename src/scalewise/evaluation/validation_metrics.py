@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scalewise.data.base import Sequences
+from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import BatchShare, ValidationLoader
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import IGNORED
@@ -55,7 +55,7 @@ class ClassificationMetrics(ValidationMetrics):
 @torch.no_grad()
 def measure_loss(
     module: ModelModule,
-    dataset: Sequences,
+    dataset: TokenDataset,
     count: int,
     micro_batch: int,
     on_progress: Callable[[int], None] = lambda done: None,
@@ -85,7 +85,11 @@ def measure_loss(
 
 @torch.no_grad()
 def logits_distance(
-    module: ModelModule, other_module: ModelModule, dataset: Sequences, count: int, micro_batch: int
+    module: ModelModule,
+    other_module: ModelModule,
+    dataset: TokenDataset,
+    count: int,
+    micro_batch: int,
 ) -> float:
     """Mean absolute difference of the logits of two models over the labels of a dataset."""
     count, device = min(count, len(dataset)), next(other_module.parameters()).device

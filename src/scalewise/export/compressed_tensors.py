@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from scalewise.checkpoints.trained import TrainedRun
-from scalewise.data.base import Sequences
+from scalewise.data.base import TokenDataset
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import load_model, validation_metrics
 from scalewise.hardware import this_machine
@@ -130,7 +130,7 @@ def load_compressed(folder: Path, trained_run: TrainedRun, device: torch.device)
 
 
 def measure_compressed(
-    trained_run: TrainedRun, folder: Path, validation_data: Sequences | None
+    trained_run: TrainedRun, folder: Path, validation_data: TokenDataset | None
 ) -> dict[str, float]:
     """Measure the disk size of an exported folder and, on validation data, its loss and logits.
 

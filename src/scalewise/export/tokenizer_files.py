@@ -132,21 +132,21 @@ def _tokenizer_folder(trained_run: TrainedRun) -> Path | None:
 
 def _tokenizer_file(trained_run: TrainedRun, tokenizer_folder: Path | None) -> Path | None:
     """Path of the tokenizer.json of the run; None: the data were token ids."""
-    if (run_file := trained_run.folder / run_tokenizer.NAME).is_file():
+    if (run_file := trained_run.folder / run_tokenizer.TOKENIZER_FILE).is_file():
         run_tokenizer.load_tokenizer(run_file)
         return run_file
     configured = Path(getattr(trained_run.data, "tokenizer", None) or "").expanduser()
     if configured.is_file():
         return configured
-    if tokenizer_folder is not None and (tokenizer_folder / run_tokenizer.NAME).is_file():
-        return tokenizer_folder / run_tokenizer.NAME
+    if tokenizer_folder is not None and (tokenizer_folder / run_tokenizer.TOKENIZER_FILE).is_file():
+        return tokenizer_folder / run_tokenizer.TOKENIZER_FILE
     return trained_run.find_tokenizer() if hasattr(trained_run.data, "tokenizer") else None
 
 
 def _write_tokenizer_json(
     trained_run: TrainedRun, target_folder: Path, tokenizer_folder: Path | None, file: Path
 ) -> SpecialTokens:
-    copy_file(file, target_folder / run_tokenizer.NAME)
+    copy_file(file, target_folder / run_tokenizer.TOKENIZER_FILE)
     if tokenizer_folder is not None:
         _copy(tokenizer_folder, target_folder)
     config: dict[str, Any] = dict(read_json(target_folder / TOKENIZER_CONFIG_FILE))
@@ -169,7 +169,7 @@ def _write_tokenizer_json(
     )
     changes: dict[str, Any] = {}
     if is_chat and not has_template:
-        changes |= {"chat_template": chat_templates.PLAIN, "eos_token": end_token}
+        changes |= {"chat_template": chat_templates.PLAIN_TEMPLATE, "eos_token": end_token}
     if end_token and not (config | special_map).get("eos_token"):
         changes["eos_token"] = end_token
     is_classifier = bool(data.classes)
@@ -194,7 +194,7 @@ def _write_tokenizer_json(
 def _is_declared(trained_run: TrainedRun) -> bool:
     """Whether the other tokenizer files are consistent with the run's tokenizer.json."""
     configured = getattr(trained_run.data, "tokenizer", None)
-    return not configured or tokenizer_path(configured).name == run_tokenizer.NAME
+    return not configured or tokenizer_path(configured).name == run_tokenizer.TOKENIZER_FILE
 
 
 def _plain_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.console import print_lines
-from scalewise.data.dataloader import UNREAL, MicroBatches
+from scalewise.data.dataloader import PADDING_INDEX, MicroBatches
 from scalewise.errors import Interrupted
 from scalewise.run_config import RunConfig
 from scalewise.training.lightning_module import TrainingModule
@@ -44,7 +44,7 @@ class ReferenceLogProbs(Callback):
                 logprobs_B2 = pl_module.parallel_strategy.call_no_grad(
                     pl_module.forward_no_grad, objective, device_batch
                 ).view(-1, 2)
-                real_B = torch.from_numpy(index_B != UNREAL)
+                real_B = torch.from_numpy(index_B != PADDING_INDEX)
                 logprobs_N2[torch.from_numpy(index_B)[real_B]] = logprobs_B2[real_B].float()
             if dist.is_initialized():  # values of other ranks are negative there and zero here
                 dist.all_reduce(logprobs_N2, dist.ReduceOp.MIN)
