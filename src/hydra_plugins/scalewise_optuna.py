@@ -53,21 +53,24 @@ class OptunaSweeper(Sweeper):
         from scalewise.hpo.config import SearchConfig
 
         params = [f"{key}={value}" for key, value in self.params.items()]
-        space, fixed = search_space.read_axes([*params, *arguments], self.loader)
+        space, fixed_overrides = search_space.read_axes([*params, *arguments], self.loader)
         search = SearchConfig.from_options(self.options)
         issues = [*_missing_package_issues(), *search.validate(space)]
         issues += self._validation_metric_issues(search, space)
         if issues:
             raise ConfigError(issues)
-        self._check_values(space, fixed)
+        self._check_values(space, fixed_overrides)
         app.set_varied_keys([axis.key for axis in space])
         if app.has_measurements():
-            self._run_search(search, space, fixed, app.claimed_sweep_folder(self.config))
+            self._run_search(search, space, fixed_overrides, app.claimed_sweep_folder(self.config))
         else:
             from scalewise.hpo.optuna_study import sample_points
             from scalewise.hpo.space import point_overrides
 
-            points = [[*fixed, *point_overrides(point)] for point in sample_points(search, space)]
+            points = [
+                [*fixed_overrides, *point_overrides(point)]
+                for point in sample_points(search, space)
+            ]
             self.launcher.launch([p for p in points if not self._rejection_reason(p)], 0)
 
     def _validation_metric_issues(
@@ -115,18 +118,18 @@ class OptunaSweeper(Sweeper):
         optuna_search = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
         show_study.print_search_start(optuna_search, optuna_search.reclaim_trials())
-        stopped = False
-        while not stopped and (trials := optuna_search.ask_trials()):
+        is_stopped = False
+        while not is_stopped and (trials := optuna_search.ask_trials()):
             first_number = 1 + max(
                 (int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1
             )
-            started = self._launch_trials(
+            started_trials = self._launch_trials(
                 optuna_search, trials, fixed_overrides, folder, first_number
             )
-            for number, trial in enumerate(started, start=first_number):
+            for number, trial in enumerate(started_trials, start=first_number):
                 trial_outcome = outcome.job_outcome(folder, number)
                 optuna_search.tell_outcome(trial, trial_outcome)
-                stopped = stopped or trial_outcome.is_lost
+                is_stopped = is_stopped or trial_outcome.is_lost
             record.write_record(optuna_search, folder)
         show_study.print_search_result(record.build_record(optuna_search, folder), folder)
 
@@ -145,7 +148,7 @@ class OptunaSweeper(Sweeper):
         from scalewise.hpo.space import point_overrides
 
         job_overrides: list[list[str]] = []
-        started: list[Trial] = []
+        started_trials: list[Trial] = []
         for trial in trials:
             overrides = [*fixed_overrides, *point_overrides(trial.params)]
             if error := self._rejection_reason(overrides):
@@ -154,13 +157,13 @@ class OptunaSweeper(Sweeper):
                 app.record_rejected(error)
                 show_study.print_rejected_trial(trial.number, trial.params, reason)
                 continue
-            number = first_number + len(started)
+            number = first_number + len(started_trials)
             optuna_search.assign_job(trial, folder, number, folder / str(number))
-            started.append(trial)
+            started_trials.append(trial)
             job_overrides.append(overrides)
         if job_overrides:
             self.launcher.launch(job_overrides, first_number)
-        return started
+        return started_trials
 
     def _rejection_reason(self, overrides: Sequence[str]) -> Any:
         from scalewise.config import app

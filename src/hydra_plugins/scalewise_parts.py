@@ -56,12 +56,12 @@ class PartSource(FileConfigSource):
                     name = f"{schema[1:].removesuffix('@_here_')}.yaml"
                 case _:
                     return None
-            merged = ConfigStore.instance().load(name).node
-            merged.merge_with(values)
+            config = ConfigStore.instance().load(name).node
+            config.merge_with(values)
         except (UnicodeDecodeError, yaml.YAMLError, ConfigLoadError, OmegaConfBaseException):
             return None
         path, header = f"{self.scheme()}://{self.path}", self._get_header_dict(text)
-        return ConfigResult(self.provider, path, merged, header)
+        return ConfigResult(self.provider, path, config, header)
 
 
 class PartSearchPath(SearchPathPlugin):

@@ -38,17 +38,19 @@ class ScreenSweeper(Sweeper):
         from scalewise.errors import ConfigError, ConfigIssue
         from scalewise.hpo.screen import ScreeningDesign
 
-        axes, fixed = search_space.read_axes(arguments, self.loader)
+        axes, fixed_overrides = search_space.read_axes(arguments, self.loader)
         design = ScreeningDesign(**self.options)
         fix = "add it to hydra.sweeper.factors, or give it one value"
         issues = [
             ConfigIssue(axis.key, "", "is varied, and is not a factor of the screening", fix)
             for axis in axes
         ]
-        issues += design.validate([override.split("=", 1)[0] for override in fixed])
+        issues += design.validate([override.split("=", 1)[0] for override in fixed_overrides])
         if issues:
             raise ConfigError(issues)
-        self.launcher.launch([[*fixed, *overrides] for overrides in design.build_overrides()], 0)
+        self.launcher.launch(
+            [[*fixed_overrides, *overrides] for overrides in design.build_overrides()], 0
+        )
 
 
 @dataclass

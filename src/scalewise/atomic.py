@@ -119,9 +119,9 @@ def _write_reserved(path: Path, content: bytes) -> bool:
 
     Returns False, and keeps the old file, if nothing was reserved or ``content`` is larger.
     """
-    reserved = _reserve_path(path)
+    reserved_file = _reserve_path(path)
     try:
-        descriptor = os.open(reserved, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(reserved_file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     with os.fdopen(descriptor, "wb") as file:
@@ -132,7 +132,7 @@ def _write_reserved(path: Path, content: bytes) -> bool:
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
-    reserved.replace(path)
+    reserved_file.replace(path)
     for eighths in range(8, 0, -1):
         with suppress(OSError):
             reserve_space(path, size * eighths // 8)

@@ -66,10 +66,12 @@ class OptunaSearch:
 
     def ask_trials(self) -> list[Trial]:
         """Ask the study for the trials of the next batch."""
-        running = sum(t.state is TrialState.RUNNING for t in self.study.get_trials(deepcopy=False))
-        missing = self.num_trials - len(self.finished_trials) - running
+        num_running = sum(
+            t.state is TrialState.RUNNING for t in self.study.get_trials(deepcopy=False)
+        )
+        num_missing = self.num_trials - len(self.finished_trials) - num_running
         space = {axis.key: _axis_distribution(axis) for axis in self.space}
-        trials = [self.study.ask(space) for _ in range(min(self.config.jobs, missing))]
+        trials = [self.study.ask(space) for _ in range(min(self.config.jobs, num_missing))]
         for trial in trials:
             trial.set_user_attr(OWNER, _process_id())
         return trials
@@ -110,8 +112,8 @@ class OptunaSearch:
         if status == "ok":
             self.study.tell(trial, values)
         else:
-            pruned = status == "pruned"
-            self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+            is_pruned = status == "pruned"
+            self.study.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
         if trial_outcome.is_lost:
             self.study.enqueue_trial(dict(trial.params))
 
@@ -211,10 +213,10 @@ def _process_id() -> str:
 def _is_running(owner: str) -> bool:
     """Whether a sweep process of this machine still runs; False for other machines."""
     host, _, fields = owner.partition(" ")
-    pid, _, created = fields.partition(" ")
+    pid, _, create_time = fields.partition(" ")
     if host != socket.gethostname() or not pid:
         return False
     try:
-        return str(psutil.Process(int(pid)).create_time()) == created
+        return str(psutil.Process(int(pid)).create_time()) == create_time
     except psutil.NoSuchProcess:
         return False

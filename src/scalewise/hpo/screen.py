@@ -83,9 +83,9 @@ class ScreeningDesign:
             for repeat in range(self.repeats)
             for signs in fractional_design(len(self.factors), resolution)
         ]
-        shuffled = jobs[1:]
-        random.Random(self.seed).shuffle(shuffled)  # noqa: S311 (an order, not a secret)
-        return [jobs[0], *shuffled]
+        other_jobs = jobs[1:]
+        random.Random(self.seed).shuffle(other_jobs)  # noqa: S311 (an order, not a secret)
+        return [jobs[0], *other_jobs]
 
 
 def fractional_design(factors: int, resolution: int) -> list[tuple[int, ...]]:
@@ -118,13 +118,14 @@ def _design_generators(
     for index, generator in enumerate(candidates):
         word = generator | 1 << (num_base_factors + len(chosen))
         new_words = words | {word} | {old_word ^ word for old_word in words}
-        if all(each.bit_count() >= resolution for each in new_words):
-            later = candidates[index + 1 :]  # the order of the generators does not matter
+        if all(defining_word.bit_count() >= resolution for defining_word in new_words):
+            # The order of the generators does not matter.
+            later_candidates = candidates[index + 1 :]
             generators = _design_generators(
                 num_base_factors,
                 num_missing - 1,
                 resolution,
-                later,
+                later_candidates,
                 new_words,
                 (*chosen, generator),
             )

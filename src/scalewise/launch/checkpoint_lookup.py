@@ -180,15 +180,16 @@ def _config_issue(
 
 def _mapping_fixes(key: str, current_value: Any, recorded_value: Any) -> Iterator[str]:
     """Yield the fixes that restore the entries of a mapping."""
-    changed = {
+    changed_entries = {
         name: value for name, value in recorded_value.items() if current_value.get(name) != value
     }
-    if changed:
+    if changed_entries:
         keys = {
-            name: f"{key}.{name}" if name in current_value else f"+{key}.{name}" for name in changed
+            name: f"{key}.{name}" if name in current_value else f"+{key}.{name}"
+            for name in changed_entries
         }
         yield "set " + " ".join(
-            format_override(keys[name], value) for name, value in changed.items()
+            format_override(keys[name], value) for name, value in changed_entries.items()
         )
     if extra := [f"{key}.{name}" for name in current_value if name not in recorded_value]:
         yield f"remove {' and '.join(extra)}"
@@ -243,8 +244,8 @@ def _earlier_runs(folder: Path, in_sweep: bool) -> list[Path]:
         runs = [sweep / folder.name for sweep in folder.parents[1].glob("*")]
     else:
         runs = list(folder.parent.glob("*"))
-    others = [run for run in runs if run != folder and run.is_dir()]
-    return sorted(others, key=lambda run: (run_start(run), run.name), reverse=True)
+    other_runs = [run for run in runs if run != folder and run.is_dir()]
+    return sorted(other_runs, key=lambda run: (run_start(run), run.name), reverse=True)
 
 
 def reject_running(resume: str, folder: Path) -> None:
@@ -264,14 +265,14 @@ def reject_running(resume: str, folder: Path) -> None:
 
 def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None:
     """Newest complete checkpoint of the earlier runs; None without one."""
-    damaged = False
-    for earlier in _earlier_runs(folder, in_sweep):
-        reject_running(resume, earlier)
-        if resume == "auto" and read_json(earlier / "status.json").get("status") == "ok":
+    is_damaged = False
+    for earlier_run in _earlier_runs(folder, in_sweep):
+        reject_running(resume, earlier_run)
+        if resume == "auto" and read_json(earlier_run / "status.json").get("status") == "ok":
             return None
-        if checkpoint := _newest_complete_checkpoint(earlier / "checkpoints"):
-            if damaged:
+        if checkpoint := _newest_complete_checkpoint(earlier_run / "checkpoints"):
+            if is_damaged:
                 print_lines(f"resume: resuming from {checkpoint} of an earlier run")
             return checkpoint
-        damaged = damaged or bool(store.list_checkpoints(earlier / "checkpoints"))
+        is_damaged = is_damaged or bool(store.list_checkpoints(earlier_run / "checkpoints"))
     return None

@@ -45,8 +45,8 @@ class Launch:
     @property
     def needs_own_process(self) -> bool:
         """Whether a limit or restart requires a separate process."""
-        limited = self.timeout is not None or self.memory_limit_gib is not None
-        return limited or self.max_restarts > 0
+        has_limit = self.timeout is not None or self.memory_limit_gib is not None
+        return has_limit or self.max_restarts > 0
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield the issues of the limits."""

@@ -84,12 +84,14 @@ def lost_rank_reason(folder: Path, ranks: int) -> Outcome | None:
     for outcome in outcomes:
         if outcome.status not in ("ok", "interrupted") and not outcome.peer_failure:
             return outcome
-    silent = sorted(set(range(ranks)) - {outcome.rank for outcome in outcomes})
-    if not silent:
+    silent_ranks = sorted(set(range(ranks)) - {outcome.rank for outcome in outcomes})
+    if not silent_ranks:
         return None
-    if len(silent) == 1:
-        return Outcome("failed", f"rank {silent[0]} was killed without an exit report", silent[0])
-    names = ", ".join(map(str, silent))
+    if len(silent_ranks) == 1:
+        return Outcome(
+            "failed", f"rank {silent_ranks[0]} was killed without an exit report", silent_ranks[0]
+        )
+    names = ", ".join(map(str, silent_ranks))
     return Outcome("failed", f"ranks {names} were killed without an exit report")
 
 
@@ -113,9 +115,9 @@ def blocking_ranks(folder: Path) -> tuple[list[int], str]:
     frame is outside torch, as waiting ranks are inside torch. May be empty.
     """
     stacks = _read_stacks(folder)
-    ended = {outcome.rank for outcome in read_reports(folder)}
-    if silent := [rank for rank, frames in stacks if not frames and rank not in ended]:
-        return silent, "did not respond"
+    ended_ranks = {outcome.rank for outcome in read_reports(folder)}
+    if silent_ranks := [rank for rank, frames in stacks if not frames and rank not in ended_ranks]:
+        return silent_ranks, "did not respond"
     outside_torch = [rank for rank, frames in stacks if frames and "/torch/" not in frames[0]]
     return outside_torch if len(outside_torch) == 1 else [], "blocked while the other ranks waited"
 

@@ -68,7 +68,7 @@ class JobSpec:
     varied: Mapping[str, str] = field(default_factory=dict)
     """Overrides by key that differ between the jobs of the sweep."""
     changed: Sequence[Mapping[str, object]] = ()
-    """Differences to the config of an earlier run."""
+    """Differences from the config of an earlier run."""
     sweep: str | None = None
     """Name of the sweep; None: a single run."""
     attempts: Sequence[Path] = ()
@@ -226,8 +226,8 @@ def _remove_claimed(folder: Path) -> None:
     with suppress(OSError):
         (folder / "checkpoints").rmdir()
     with suppress(OSError):
-        for each in (folder, *folder.parents[:2]):
-            each.rmdir()
+        for parent in (folder, *folder.parents[:2]):
+            parent.rmdir()
 
 
 def _write_first_status(
@@ -286,7 +286,7 @@ def needs_own_process(job_spec: JobSpec) -> bool:
 def _run_attempts(
     job_spec: JobSpec, folder: Path, resume: Path | None, status: Status
 ) -> tuple[Outcome, int]:
-    number, allowed = 0, job_spec.run.launch.max_restarts + 1
+    number, max_attempts = 0, job_spec.run.launch.max_restarts + 1
     while True:
         number += 1
         try:
@@ -294,7 +294,7 @@ def _run_attempts(
                 outcome = _run_attempt(job_spec, folder, resume, status, number)
         except Exception as error:  # every exception becomes a status
             outcome = outcome_of_exception(error, None)
-        if outcome.status not in ("failed", "timeout") or number >= allowed:
+        if outcome.status not in ("failed", "timeout") or number >= max_attempts:
             return outcome, number
         from scalewise.checkpoints import store
 

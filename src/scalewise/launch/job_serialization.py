@@ -59,10 +59,10 @@ def restore_run(values: Mapping[str, Any]) -> RunConfig:
         value = values[config_field.name]
         if isinstance(value, Mapping) and "_target_" in value:
             cls = targets[value["_target_"]]
-            declared = typing.get_type_hints(cls)
+            declared_types = typing.get_type_hints(cls)
             value = cls(
                 **{
-                    f.name: _convert_to_declared(declared[f.name], value[f.name])
+                    f.name: _convert_to_declared(declared_types[f.name], value[f.name])
                     for f in fields(cls)
                 }
             )

@@ -52,10 +52,10 @@ def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
     max_peak = fit_before.peak * (MAX_PEAK_FRACTION if fit_before.status.is_acceptable else 1.0)
     on_cpu = run.hardware.device is DeviceKind.cpu
 
-    def accept(changed: RunConfig) -> FitReport | None:
-        if on_cpu and changed.world_size > run.world_size:  # ranks on the CPU share main memory
+    def accept(changed_run: RunConfig) -> FitReport | None:
+        if on_cpu and changed_run.world_size > run.world_size:  # ranks on the CPU share main memory
             return None
-        fit = check_fit(changed)
+        fit = check_fit(changed_run)
         return fit if fit.peak <= max_peak else None
 
     seen_kinds: set[frozenset[str]] = set()

@@ -67,8 +67,8 @@ def _run_jobs(
     allocations: dict[int, tuple[list[int], int]] = {}
     is_reported = False
     while pool.is_busy or (queue and not pool.stop_signal):
-        free = SlotCapacity(tuple(free_slots), free_memory)
-        index = slot_scheduler.next_to_start([demand for _, demand in queue], free)
+        free_capacity = SlotCapacity(tuple(free_slots), free_memory)
+        index = slot_scheduler.next_to_start([demand for _, demand in queue], free_capacity)
         if index is not None and not pool.stop_signal:
             task, demand = queue.pop(index)
             job_slots, free_slots = free_slots[: demand.slots], free_slots[demand.slots :]

@@ -40,12 +40,14 @@ class SlotCapacity:
         return demand.slots <= len(self.slots) and demand.memory <= self.memory
 
 
-def next_to_start(waiting: Sequence[JobDemand], free: SlotCapacity) -> int | None:
+def next_to_start(demands: Sequence[JobDemand], free_capacity: SlotCapacity) -> int | None:
     """Index of the first job that fits in the free resources; None without one.
 
     Smaller jobs may start before a job that does not fit yet.
     """
-    return next((index for index, demand in enumerate(waiting) if free.can_fit(demand)), None)
+    return next(
+        (index for index, demand in enumerate(demands) if free_capacity.can_fit(demand)), None
+    )
 
 
 def makespan(jobs: Sequence[tuple[JobDemand, float]], slot_capacity: SlotCapacity) -> float:
@@ -54,14 +56,14 @@ def makespan(jobs: Sequence[tuple[JobDemand, float]], slot_capacity: SlotCapacit
     Jobs start in the order of ``next_to_start``; jobs that never fit are ignored.
     """
     queue = [job for job in jobs if slot_capacity.can_fit(job[0])]
-    running: list[tuple[float, JobDemand]] = []
+    running_jobs: list[tuple[float, JobDemand]] = []
     time, slots, memory = 0.0, len(slot_capacity.slots), slot_capacity.memory
-    while queue or running:
-        free = SlotCapacity(slot_capacity.slots[:slots], memory)
-        index = next_to_start([demand for demand, _ in queue], free)
+    while queue or running_jobs:
+        free_capacity = SlotCapacity(slot_capacity.slots[:slots], memory)
+        index = next_to_start([demand for demand, _ in queue], free_capacity)
         if index is None:
-            finished_job = min(running, key=lambda job: job[0])
-            running.remove(finished_job)
+            finished_job = min(running_jobs, key=lambda job: job[0])
+            running_jobs.remove(finished_job)
             time, slots, memory = (
                 finished_job[0],
                 slots + finished_job[1].slots,
@@ -69,7 +71,7 @@ def makespan(jobs: Sequence[tuple[JobDemand, float]], slot_capacity: SlotCapacit
             )
             continue
         demand, seconds = queue.pop(index)
-        running.append((time + seconds, demand))
+        running_jobs.append((time + seconds, demand))
         slots, memory = slots - demand.slots, memory - demand.memory
     return time
 
@@ -100,8 +102,9 @@ def rejection_reason(run: RunConfig, demand: JobDemand, slot_capacity: SlotCapac
     if demand.slots > len(slot_capacity.slots):
         return f"requires {demand.slots} slots; {len(slot_capacity.slots)} are available"
     if demand.memory > slot_capacity.memory:
-        required, available = format_bytes(demand.memory), format_bytes(slot_capacity.memory)
-        return f"requires {required} of main memory; this machine has {available}"
+        required_text = format_bytes(demand.memory)
+        available_text = format_bytes(slot_capacity.memory)
+        return f"requires {required_text} of main memory; this machine has {available_text}"
     capacity = run.hardware.memory_gib
     is_predicted = not run.objective.trace_only
     if is_predicted and run.hardware.device is DeviceKind.cuda and capacity is not None:

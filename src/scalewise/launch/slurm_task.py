@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_rank(task: SweepTask) -> Result:
     """Run this rank, in the folder of the previous attempt if there is one."""
-    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-    is_retry = requeued and (task.folder / "status.json").is_file()
+    is_requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    is_retry = is_requeued and (task.folder / "status.json").is_file()
     try:
         with signals.raise_on_signals("before training began"):
             if issues := list(task.job_spec.run.validate_machine()):

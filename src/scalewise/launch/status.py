@@ -82,7 +82,7 @@ class Status:
     varied: Mapping[str, str]
     """Overrides by key that differ between the jobs of the sweep."""
     changed: tuple[Mapping[str, object], ...]
-    """Differences to the config of an earlier run."""
+    """Differences from the config of an earlier run."""
     world_size: int
     """Number of ranks."""
     config_hash: str
@@ -231,7 +231,7 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(  # noqa: S603 (fixed arguments)
+            process = subprocess.run(  # noqa: S603 (fixed arguments)
                 ["git", "-c", "core.fsmonitor=", *arguments],  # noqa: S607 (git of the PATH)
                 capture_output=True,
                 text=True,
@@ -240,7 +240,7 @@ def git_state() -> dict[str, Any]:
             )
         except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     commit = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no") if commit else None

@@ -44,7 +44,7 @@ class _SupervisorProcess:
     """Number of the job whose output is printed, the running one or the last."""
     is_ready: bool = False
     """Whether imports are complete and signals are handled."""
-    signalled: bool = False
+    is_signalled: bool = False
 
 
 class SupervisorPool:
@@ -89,24 +89,26 @@ class SupervisorPool:
                 self._send_signal(number, supervisor)
 
     def _send_signal(self, number: int, supervisor: _SupervisorProcess) -> None:
-        supervisor.signalled = True
+        supervisor.is_signalled = True
         supervisor.process.send_signal(number if supervisor.is_ready else signal.SIGTERM)
 
     def start(self, task: SweepTask, affinity: ResourceAffinity) -> None:
         """Start a job in an idle supervisor, or in a new one."""
-        idle = (s for s in self._supervisors if s.task is None and s.process.poll() is None)
-        supervisor = next(idle, None) or self._start_supervisor()
+        idle_supervisors = (
+            s for s in self._supervisors if s.task is None and s.process.poll() is None
+        )
+        supervisor = next(idle_supervisors, None) or self._start_supervisor()
         supervisor.task, supervisor.job_number = task, task.number
         with suppress(BrokenPipeError):  # it was just killed: ``wait_for_results`` reports it
             supervisor.connection.send((task, affinity))
-        if self.stop_signal and not supervisor.signalled:  # a signal arrived during its start
+        if self.stop_signal and not supervisor.is_signalled:  # a signal arrived during its start
             self._send_signal(self.stop_signal, supervisor)
 
     def wait_for_results(self) -> Iterator[tuple[SweepTask, Result]]:
         """Wait until a job ends, and yield the ended jobs with their results."""
-        busy = {s.connection: s for s in self._supervisors if s.task}
-        for ready in wait(list(busy)):
-            supervisor = busy[ready]  # type: ignore[index]  # wait returns elements of its argument
+        busy_supervisors = {s.connection: s for s in self._supervisors if s.task}
+        for ready in wait(list(busy_supervisors)):
+            supervisor = busy_supervisors[ready]  # type: ignore[index]  # wait returns elements of its argument
             task = supervisor.task
             assert task is not None
             try:

@@ -198,8 +198,8 @@ def _earlier_job(folder: Path, entry: Mapping[str, Any], retry: Sequence[str]) -
         if hash_of_folder(attempt) == config_hash
     )
     results = [_kept_result(attempt) for attempt in attempts]
-    first = results[0] if results else None
-    result = next((result for result in results if result.status == "ok"), first)
+    newest_result = results[0] if results else None
+    result = next((result for result in results if result.status == "ok"), newest_result)
     if result is None and entry["status"] == "refused":  # rejected before it had a folder
         reason = entry.get("reason", "")
         result = Result("refused", reason, EXIT_CODES["refused"], planned_folder, {})
