@@ -220,8 +220,10 @@ def _joined_lora(
     up = torch.zeros(sum(rows), rank * len(adapted), dtype=down.dtype)
     for number, name in enumerate(adapted):
         index = mapping.names.index(name)
-        top, left = sum(rows[:index]), rank * number
-        up[top : top + rows[index], left : left + rank] = state[adapter_weight_name(name, "B")]
+        first_row, first_column = sum(rows[:index]), rank * number
+        up[first_row : first_row + rows[index], first_column : first_column + rank] = state[
+            adapter_weight_name(name, "B")
+        ]
     return {"A": down, "B": up}
 
 

@@ -232,8 +232,8 @@ def _iter_trained_modules(folder: PeftFolder, current_adapter: AdapterConfig) ->
 
 def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[str, Tensor]:
     """Unsharded tensors by name; raises ``ConfigError`` if one is missing or invalid."""
-    folder, wanted = PeftFolder(path, model), list(names)
-    matrices = {folder.locate_weight(name)[0] for name in wanted}
+    folder, requested = PeftFolder(path, model), list(names)
+    matrices = {folder.locate_weight(name)[0] for name in requested}
 
     def adapted_weights(name: str) -> list[str]:
         mapping: TensorMapping | None = folder.tensor_mappings.get(folder.locate_weight(name)[0])
@@ -243,7 +243,7 @@ def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[s
             else [joined_name for joined_name in mapping.names if joined_name in matrices]
         )
 
-    return {name: folder.read_weight(name, adapted_weights(name)) for name in wanted}
+    return {name: folder.read_weight(name, adapted_weights(name)) for name in requested}
 
 
 def shape_issues(

@@ -159,8 +159,8 @@ class FourBitConfig(BitsAndBytesConfig):
         if self.double:
             shapes["scale_of_scales"] = second_level
         return tuple(
-            replace(weight, name=f"{prefix}{kind}", shape=shape, element_bytes=1)
-            for kind, shape in shapes.items()
+            replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
+            for suffix, shape in shapes.items()
         )
 
     def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
@@ -208,8 +208,8 @@ class Int8Config(BitsAndBytesConfig):
         prefix = weight.name.removesuffix("weight")
         shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32_BYTES)}
         return tuple(
-            replace(weight, name=f"{prefix}{kind}", shape=shape, element_bytes=1)
-            for kind, shape in shapes.items()
+            replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
+            for suffix, shape in shapes.items()
         )
 
     def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:

@@ -122,11 +122,11 @@ class QATInt4Config(QuantizationConfig):
         return tuple(
             replace(
                 weight,
-                name=f"{weight.name}_{kind}",
+                name=f"{weight.name}_{suffix}",
                 shape=(out_features, size),
                 element_bytes=FP32_BYTES,
             )
-            for kind, size in sizes.items()
+            for suffix, size in sizes.items()
         )
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:

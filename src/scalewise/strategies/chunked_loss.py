@@ -47,7 +47,7 @@ def chunked_loss_with_gradients(
     """
     trained = [weight for weight in weights if weight.requires_grad]
     if not torch.is_grad_enabled() or not (trained or x_BTW.requires_grad):
-        sums = [chunk_loss(*each) for each in _chunks(x_BTW, labels_BT, chunk_tokens)]
+        sums = [chunk_loss(*chunk) for chunk in _chunks(x_BTW, labels_BT, chunk_tokens)]
         return sum(sums[1:], sums[0])
     arguments = (chunk_loss, chunk_tokens, labels_BT, x_BTW, *trained)
     total: Tensor = ChunkedLossWithGradients.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's

@@ -55,14 +55,14 @@ class SequenceSharding:
 
 
 def build_attention(
-    kind: ContextAttention, sharding: SequenceSharding, dropout: float
+    method: ContextAttention, sharding: SequenceSharding, dropout: float
 ) -> nn.Module:
     """Attention module that replaces ``CausalMix`` under context parallelism."""
-    kinds = {
+    classes = {
         ContextAttention.ulysses: UlyssesAttention,
         ContextAttention.gather: AllGatherAttention,
     }
-    return kinds[kind](sharding, dropout)
+    return classes[method](sharding, dropout)
 
 
 class UlyssesAttention(nn.Module):
