@@ -72,7 +72,7 @@ def test_the_verb_says_what_came_and_what_was_foreseen(
     assert "Step time is 50% higher; predicted: 50% higher" in said
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if line}
     assert rows["memory"][-2:] == ["none", "checkpoint_full"]
-    assert rows["activations of blocks"][-1] == "-67%"
+    assert rows["block activations"][-1] == "-67%"
     assert "optimizer state" not in rows  # the same in both
     assert rows["time/step_s"] == ["time/step_s", "200", "ms", "300", "ms", "+50%"]
 

@@ -10,6 +10,8 @@ from rich.table import Table
 from scalewise.console import MISSING, get_console
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.plain_console import styled_text
+from scalewise.planner.memory_breakdown import entry_title
+from scalewise.planner.step_time import step_part_title
 from scalewise.reports import records, run_diff
 from scalewise.reports.records import RunRecord
 from scalewise.reports.run_diff import ValuePair
@@ -17,6 +19,8 @@ from scalewise.units import format_bytes, format_seconds
 
 SMALL_SHARE = 0.005
 """Entries that differ by less than this fraction of the largest entry are omitted."""
+NAME_TITLES = {"predicted peak memory": entry_title, "predicted step time": step_part_title}
+"""Function that returns the title of a row, by table title."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +86,7 @@ def _pairs_table(title: str, pairs: Iterable[ValuePair], one: RunRecord, other: 
     for pair in pairs:
         ratio = "" if title == "settings" or pair.ratio is None else f"{pair.ratio - 1:+.0%}"
         table.add_row(
-            pair.name,
+            NAME_TITLES.get(title, str)(pair.name),
             _value_text(title, pair.name, pair.first),
             _value_text(title, pair.name, pair.second),
             ratio,
