@@ -61,7 +61,10 @@ def test_sizes_go_up_to_the_largest() -> None:
         ("collectives record=true", "record=true: requires the folder experiments/records"),
         ("collectives modle=x", "did you mean model?"),
         ("parallel pairs=0", "pairs=0: must be positive"),
-        ("parallel precision=bf16_mixed", "precision=bf16_mixed: is not supported"),
+        (
+            "parallel precision=bf16_mixed",
+            "precision=bf16_mixed: is not supported: the hand-written loop",
+        ),
         ("parallel trainer.global_batch=64", "one micro-batch per step"),
         ("slow_link mbit=-1", "mbit=-1.0: must be positive"),
     ],

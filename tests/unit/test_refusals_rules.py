@@ -120,7 +120,12 @@ RULES: list[Row] = [
     ),
     (["callbacks.guard.patience=1.5"], "callbacks.guard.patience", "not an integer", "5"),
     (["callbacks.guard.patience=true"], "callbacks.guard.patience", "not an integer", "5"),
-    (["+callbacks.guard.fator=3"], "callbacks.guard.fator", "has no such", "guard.factor?"),
+    (
+        ["+callbacks.guard.fator=3"],
+        "callbacks.guard.fator",
+        "is not an argument of",
+        "guard.factor?",
+    ),
     (["callbacks.guard.fator=3"], "callbacks.guard.fator", "no such key", "guard.factor?"),
     (["callbacks.guard.every=3"], "callbacks.guard.every", "no such key", "+callbacks.guard.every"),
     (

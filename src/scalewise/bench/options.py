@@ -14,7 +14,7 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.run_config import RunConfig
 
 _BOOLEANS = {"true": True, "false": False}
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,11 @@ def fit_run(
     with silence_lightning():
         link = read_trial_link(folder)
         pruning = Pruning(link, recorder, rank_info.rank) if link else None
-        first = []
+        first_callbacks = []
         if run.objective.reference_objective is not None and not run.runs_reference_forward:
-            first = [ReferenceLogProbs(run, [loader for loader in loaders if loader is not None])]
-        trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first)
+            real_loaders = [loader for loader in loaders if loader is not None]
+            first_callbacks = [ReferenceLogProbs(run, real_loaders)]
+        trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first_callbacks)
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
             if resume and start == steps and rank_info.rank == 0:
