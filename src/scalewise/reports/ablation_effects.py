@@ -194,8 +194,8 @@ def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
 
 
 def _geometric_mean(ratios: Sequence[float | None]) -> float | None:
-    known = [math.log(ratio) for ratio in ratios if ratio]
-    return math.exp(sum(known) / len(known)) if known else None
+    logs = [math.log(ratio) for ratio in ratios if ratio]
+    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def _value_swaps_section(comparison: ReportComparison) -> ReportSection | None:

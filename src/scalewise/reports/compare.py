@@ -141,8 +141,8 @@ class ReportComparison:
     def rank_jobs(self, key: str, largest_first: bool) -> list[ReportJob]:
         """Finished jobs that measured ``key``, sorted by it."""
         values = [(job.measured(key), job) for job in self.finished]
-        known = [(value, job) for value, job in values if value is not None]
-        return [job for _, job in sorted(known, key=lambda p: p[0], reverse=largest_first)]
+        measured = [(value, job) for value, job in values if value is not None]
+        return [job for _, job in sorted(measured, key=lambda p: p[0], reverse=largest_first)]
 
     @cached_property
     def headline_metric(self) -> tuple[str, bool]:
@@ -309,13 +309,13 @@ def best_index(
     values: Sequence[float | None], largest: bool, text: Callable[[float | None], str]
 ) -> int | None:
     """Index of the best value; ``None`` below two values or if the formatted best ties."""
-    known = [number for number in values if number is not None]
-    if len(known) < 2:
+    finite_values = [number for number in values if number is not None]
+    if len(finite_values) < 2:
         return None
-    top = max(known) if largest else min(known)
-    if sum(text(number) == text(top) for number in known) > 1:
+    best = max(finite_values) if largest else min(finite_values)
+    if sum(text(number) == text(best) for number in finite_values) > 1:
         return None
-    return values.index(top)
+    return values.index(best)
 
 
 def loss_distance(job: ReportJob, reference: ReportJob | None) -> MetricSeries | None:
@@ -358,16 +358,18 @@ def lttb(series: MetricSeries, count: int) -> MetricSeries:
         return series
     x, y = np.asarray(series.steps, float), np.asarray(series.values, float)
     edges = np.linspace(1, size - 1, count - 1).astype(int)
-    kept = [0]
+    selected = [0]
     for bucket in range(count - 2):
         start, stop = edges[bucket], edges[bucket + 1]
         after = slice(stop, edges[bucket + 2] if bucket + 2 < len(edges) else size)
         next_x, next_y = x[after].mean(), y[after].mean()
-        last = kept[-1]
+        last = selected[-1]
         area = np.abs(
             (x[last] - next_x) * (y[start:stop] - y[last])
             - (x[last] - x[start:stop]) * (next_y - y[last])
         )
-        kept.append(int(start + np.argmax(area)))
-    kept.append(size - 1)
-    return MetricSeries(tuple(series.steps[i] for i in kept), tuple(series.values[i] for i in kept))
+        selected.append(int(start + np.argmax(area)))
+    selected.append(size - 1)
+    return MetricSeries(
+        tuple(series.steps[i] for i in selected), tuple(series.values[i] for i in selected)
+    )

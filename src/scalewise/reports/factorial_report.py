@@ -86,7 +86,7 @@ def screening_section(comparison: ReportComparison) -> ReportSection | None:
             f"effects-{noun.replace(' ', '-')}",
             f"Dots: change of {noun} for {number_format.pluralize(len(charted), 'effect')}.",
         )
-        detail = "change in %, from the first level to the second; left is less"
+        detail = "change in %, from the first level to the second; negative is less"
         panels.append(ChartPanel(number_format.capitalize_first(noun), detail, picture))
     return ReportSection(
         "effects",

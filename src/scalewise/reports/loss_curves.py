@@ -111,8 +111,8 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
         )
     if comparison.groups:
         names = [
-            Markup('<b class="ct{}">{}</b>').format(place, name)
-            for place, name in enumerate(comparison.groups)
+            Markup('<b class="ct{}">{}</b>').format(index, name)
+            for index, name in enumerate(comparison.groups)
         ]
         explanation.append(
             Markup("Color shows {}: {}.").format(
@@ -247,8 +247,10 @@ def _loss_table(curves: Mapping[ReportJob, MetricSeries]) -> NumbersTable:
     steps = sorted({round(first + (last - first) * part / 4) for part in range(5)})
     rows = []
     for job, curve in curves.items():
-        known = dict(zip(curve.steps, curve.values, strict=True))
-        rows.append((job.name, tuple(number_format.format_loss(known.get(step)) for step in steps)))
+        loss_by_step = dict(zip(curve.steps, curve.values, strict=True))
+        rows.append(
+            (job.name, tuple(number_format.format_loss(loss_by_step.get(step)) for step in steps))
+        )
     return NumbersTable("train loss", tuple(f"step {step:,}" for step in steps), tuple(rows))
 
 

@@ -59,10 +59,10 @@ CLASSIFIED = ValidationOutcome(
 def outcome_section(outcome: ValidationOutcome, jobs: Sequence[ReportJob]) -> ReportSection | None:
     """Section of the metric over the steps; ``None`` if no job measured it."""
     curves = {job: _full_curve(outcome, job) for job in jobs}
-    known = {job: curve for job, curve in curves.items() if curve.steps}
-    if not known:
+    measured = {job: curve for job, curve in curves.items() if curve.steps}
+    if not measured:
         return None
-    lines = outcome_labels(known, outcome.text)
+    lines = outcome_labels(measured, outcome.text)
 
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
@@ -73,7 +73,7 @@ def outcome_section(outcome: ValidationOutcome, jobs: Sequence[ReportJob]) -> Re
     return ReportSection(
         outcome.anchor,
         outcome.title,
-        _finding_text(outcome, known),
+        _finding_text(outcome, measured),
         (panel,),
         wandb_panels=(TitledPanel(outcome.panel, CurvesPanel((outcome.key,))),),
     )

@@ -28,17 +28,17 @@ def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
     curves = {
         job: finite_series(job.run.series.get(PREFERENCE_ACCURACY, MetricSeries())) for job in jobs
     }
-    known = {job: curve for job, curve in curves.items() if curve.steps}
-    if not known:
+    measured = {job: curve for job, curve in curves.items() if curve.steps}
+    if not measured:
         return None
-    last = max(curve.steps[-1] for curve in known.values())
+    last = max(curve.steps[-1] for curve in measured.values())
     chance = CurveLine(
         ((0, CHANCE_ACCURACY), (last, CHANCE_ACCURACY)),
         f"untrained {number_format.format_percent(CHANCE_ACCURACY)}",
         tip="untrained",
         faint=True,
     )
-    lines = [chance, *outcome_labels(known, number_format.format_percent)]
+    lines = [chance, *outcome_labels(measured, number_format.format_percent)]
 
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
@@ -52,7 +52,7 @@ def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
     return ReportSection(
         "preferred",
         "Preference accuracy",
-        _finding_text(known),
+        _finding_text(measured),
         (panel,),
         notes=(UNTRAINED_NOTE,),
         wandb_panels=(TitledPanel("Preference accuracy", CurvesPanel((PREFERENCE_ACCURACY,))),),

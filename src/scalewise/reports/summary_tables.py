@@ -274,10 +274,10 @@ def comparison_table(comparison: ReportComparison, unit: MemoryUnit) -> list[Tab
         label: str, key: str, sort: int, text: Callable[[float | None], str], bar: bool = False
     ) -> TableColumn | None:
         values = [job.measured(key) if job.run.ok else None for job in jobs]
-        known = [number for number in values if number is not None]
-        if not known:
+        measured = [number for number in values if number is not None]
+        if not measured:
             return None
-        best, largest = best_index(values, sort < 0, text), max(known)
+        best, largest = best_index(values, sort < 0, text), max(measured)
         return TableColumn(
             label,
             tuple(

@@ -250,8 +250,8 @@ def _without_flat_keys(config: Mapping[str, object]) -> dict[str, object]:
     overwritten = {key: part for key, part in config.items() if key in flat_keys()}
     if not overwritten:
         return dict(config)
-    kept = {key: part for key, part in config.items() if key not in overwritten}
-    return {**kept, "parts": overwritten}
+    other_entries = {key: part for key, part in config.items() if key not in overwritten}
+    return {**other_entries, "parts": overwritten}
 
 
 def _run_tags(environment: Mapping[str, str]) -> list[str]:
