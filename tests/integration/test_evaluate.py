@@ -137,7 +137,7 @@ class Fixed(ModelModule):
     def replace_attention(self, make: object) -> None:
         raise NotImplementedError
 
-    def set_position_ids(self, places_T: torch.Tensor) -> None:
+    def set_position_ids(self, positions_T: torch.Tensor) -> None:
         raise NotImplementedError
 
 

@@ -70,7 +70,7 @@ def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
         assert f"\n{line}" in said
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
-    assert "knows nothing of several stacks" in capsys.readouterr().err
+    assert "does not support models with several stacks of blocks" in capsys.readouterr().err
 
 
 def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[str]) -> None:

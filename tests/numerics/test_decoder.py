@@ -283,8 +283,8 @@ def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> 
     module, batch = replace(spec, initial_std=0.3).build(0).eval(), tokens(spec, length=24)
     places = torch.arange(24)
 
-    def at(places_T: Tensor) -> Tensor:
-        module.set_position_ids(places_T)
+    def at(positions_T: Tensor) -> Tensor:
+        module.set_position_ids(positions_T)
         return module(batch)
 
     with torch.no_grad():

@@ -294,4 +294,4 @@ def test_weights_that_cannot_be_read_are_told(
     save_file({**held, name: held[name] + 1}, folder / "model.safetensors")
     isolation = f"launch.isolation={launched}"
     reason = job.of(*line(folder, isolation), status="refused").status["reason"]
-    assert f"holds a buffer {name} with other values than config.json gives" in reason
+    assert f"has a buffer {name} with other values than config.json gives" in reason

@@ -112,8 +112,8 @@ def test_keys_stand_before_each_of_the_texts_of_a_row(
 
 def test_packed_texts_are_computed_as_each_alone() -> None:
     module = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS["prefix"]]))
-    places_BS = torch.arange(32).remainder(20).expand(2, -1)
-    found = module(TOKENS_BT, places_BS=places_BS)
+    positions_BS = torch.arange(32).remainder(20).expand(2, -1)
+    found = module(TOKENS_BT, positions_BS=positions_BS)
     for text in (slice(0, 20), slice(20, 32)):
         torch.testing.assert_close(found[:, text], module(TOKENS_BT[:, text]))
 

@@ -282,7 +282,7 @@ BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
 IN_BACKWARD = ("trainer.clip_norm=null", "trainer.global_batch=null")
 WITH: list[Row] = [
     ([*BLIP2, *TOKENS_ALONE], "data", "contains no images", "data=captions"),
-    ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads pictures (blip-2)", "captioning"),
+    ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads images (blip-2)", "captioning"),
     ([*SHAPES], "data", "contains images", "objective=captioning"),
     (["objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
     ([*RANDOM_LLAMA, "objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
@@ -299,7 +299,7 @@ WITH: list[Row] = [
     (
         [*BLIP2, *SHAPES, "parallelism=tensor", WHOLE_TOKENS],
         "parallelism.tensor",
-        "has no plan for blip-2",
+        "transformers does not have for blip-2",
         "parallelism=fsdp",
     ),
     (
@@ -311,43 +311,73 @@ WITH: list[Row] = [
     (
         [*BLIP2, *SHAPES, "adapter=lora", "quantization=nf4"],
         "quantization",
-        "is not proven",
+        "is not supported for vision-language models",
         "quantization=none",
     ),
     (
         [*BLIP2, *SHAPES, "quantization=qat_int4", "quantization.group=16"],
         "quantization",
-        "is not proven",
+        "is not supported for vision-language models",
         "quantization=none",
     ),
     (
         [*BLIP2, *SHAPES, "precision=fp8", "data.sequence=16"],
         "precision",
-        "is not proven",
+        "is not supported for vision-language models",
         "precision=bf16_mixed",
     ),
     (
         [*BLIP2, *SHAPES, "optimizer.in_backward=true", *IN_BACKWARD],
         "optimizer.in_backward",
-        "is not proven",
+        "is not supported for vision-language models",
         "set optimizer.in_backward=false",
     ),
     *(
         ([*BLIP2, *SHAPES, given], key, reason, fix)
         for given, key, reason, fix in (
-            ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
-            ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
-            ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
-            ("precision=bf16_true", "precision", "a Q-Former in fp32", "bf16_mixed"),
-            ("compile=block", "compile", "is not proven", "compile=none"),
+            (
+                "parallelism=context",
+                "parallelism.context",
+                "is not supported for Hugging Face models",
+                "fsdp",
+            ),
+            (
+                "parallelism=pipeline",
+                "parallelism.pipeline",
+                "is not supported for Hugging Face models",
+                "fsdp",
+            ),
+            (
+                "parallelism=deepspeed_zero2",
+                "parallelism",
+                "is not supported for vision-language models",
+                "fsdp",
+            ),
+            (
+                "precision=bf16_true",
+                "precision",
+                "stores the Q-Former of blip-2 in bf16",
+                "bf16_mixed",
+            ),
+            (
+                "compile=block",
+                "compile",
+                "is not supported for vision-language models",
+                "compile=none",
+            ),
             (
                 "memory=auto",
                 "memory",
                 "requires the analytic memory model",
                 "memory=checkpoint_full",
             ),
-            ("memory=offload_activations", "memory.offload", "is not proven", "checkpoint_full"),
-            ("objective.loss_chunk=8", "objective.loss_chunk", "reads pictures", "null"),
+            (
+                "memory=offload_activations",
+                "memory.offload",
+                "is not supported for vision-language models",
+                "checkpoint_full",
+            ),
+            ("objective.loss_chunk=8", "objective.loss_chunk", "vision-language models", "null"),
             (
                 "plan.search=memory",
                 "plan.search",
@@ -360,7 +390,12 @@ WITH: list[Row] = [
                 "requires the analytic memory model",
                 "false",
             ),
-            ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
+            (
+                "adapter=prompt",
+                "adapter",
+                "is not supported for Hugging Face models",
+                "adapter=lora",
+            ),
         )
     ),
 ]

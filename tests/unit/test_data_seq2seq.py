@@ -105,7 +105,7 @@ SYNTHETIC = ("data=synthetic", "data.sequence=32", "data.target_length=8")
 T5 = (*RANDOM_T5, "objective=seq2seq")
 WITH: list[Row] = [
     ([*T5], "data", "contains no encoder inputs", "data=seq2seq"),
-    ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder with a decoder (t5)", "seq2seq"),
+    ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder-decoder model (t5)", "seq2seq"),
     ([*SYNTHETIC], "data", "contains encoder inputs", "objective=seq2seq"),
     ([*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "such as T5"),
     (["objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "model=hf"),
@@ -125,7 +125,7 @@ WITH: list[Row] = [
     (
         [*T5, *SYNTHETIC, "parallelism=tensor", WHOLE_TOKENS],
         "parallelism.tensor",
-        "has no plan for t5",
+        "transformers does not have for t5",
         "parallelism=fsdp",
     ),
     (
@@ -137,16 +137,36 @@ WITH: list[Row] = [
     (
         [*T5, *SYNTHETIC, "adapter=lora", "quantization=nf4"],
         "quantization",
-        "is not proven",
+        "is not supported for encoder-decoder models",
         "quantization=none",
     ),
     *(
         ([*T5, *SYNTHETIC, given], key, reason, fix)
         for given, key, reason, fix in (
-            ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
-            ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
-            ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
-            ("compile=block", "compile", "is not proven", "compile=none"),
+            (
+                "parallelism=context",
+                "parallelism.context",
+                "is not supported for Hugging Face models",
+                "fsdp",
+            ),
+            (
+                "parallelism=pipeline",
+                "parallelism.pipeline",
+                "is not supported for Hugging Face models",
+                "fsdp",
+            ),
+            (
+                "parallelism=deepspeed_zero2",
+                "parallelism",
+                "is not supported for encoder-decoder models",
+                "fsdp",
+            ),
+            (
+                "compile=block",
+                "compile",
+                "is not supported for encoder-decoder models",
+                "compile=none",
+            ),
             (
                 "memory=auto",
                 "memory",
@@ -165,7 +185,12 @@ WITH: list[Row] = [
                 "requires the analytic memory model",
                 "false",
             ),
-            ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
+            (
+                "adapter=prompt",
+                "adapter",
+                "is not supported for Hugging Face models",
+                "adapter=lora",
+            ),
             ("data.packing=true", "data.packing", "not supported with", "data.packing=false"),
             ("data.pairs=true", "data.pairs", "not supported with", "data.pairs=false"),
         )

@@ -73,15 +73,35 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
 TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
 REST = ["data=synthetic", "data.sequence=64"]
 WITH: list[Row] = [
-    (TENSOR, "parallelism.sequence_parallel", "leaves a rank some", "sequence_parallel=false"),
-    ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not put on", "adapter=none"),
-    (["parallelism=context"], "parallelism.context", "does not cut", "parallelism=fsdp"),
-    (["parallelism=pipeline"], "parallelism.pipeline", "does not cut", "parallelism=fsdp"),
-    (["adapter=prompt"], "adapter", "puts nothing before", "adapter=lora"),
-    (["adapter=prefix"], "adapter", "puts nothing before", "adapter=lora"),
-    (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
+    (
+        TENSOR,
+        "parallelism.sequence_parallel",
+        "is not supported for Hugging Face models",
+        "sequence_parallel=false",
+    ),
+    ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not supported with", "adapter=none"),
+    (
+        ["parallelism=context"],
+        "parallelism.context",
+        "is not supported for Hugging Face models",
+        "parallelism=fsdp",
+    ),
+    (
+        ["parallelism=pipeline"],
+        "parallelism.pipeline",
+        "is not supported for Hugging Face models",
+        "parallelism=fsdp",
+    ),
+    (["adapter=prompt"], "adapter", "is not supported for Hugging Face models", "adapter=lora"),
+    (["adapter=prefix"], "adapter", "is not supported for Hugging Face models", "adapter=lora"),
+    (
+        ["data.packing=true"],
+        "data.packing",
+        "is not supported for Hugging Face models",
+        "data.packing=false",
+    ),
     (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
-    ([*TENSOR, WHOLE_TOKENS, "precision=fp8"], "parallelism.tensor", "a scale of its own", "fsdp"),
+    ([*TENSOR, WHOLE_TOKENS, "precision=fp8"], "parallelism.tensor", "fp8 scales per rank", "fsdp"),
     (["quantization=nf4"], "quantization", "cannot be trained", "adapter=lora"),
     (["quantization=qat_int4", "adapter=lora"], "adapter", "freezes the matrices", "nf4"),
     (["quantization=qat_int4", "quantization.group=24"], "quantization.group", "divide", "=16"),
@@ -106,11 +126,11 @@ def test_what_does_not_go_with_it_says_so(
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("gpt2", "has no plan for gpt2 in transformers"),
-        ("opt", "has no plan for opt in transformers"),
-        ("phi", "does not cut blocks whose two halves read the same (phi)"),
-        ("phi3", "cuts self_attn.qkv_proj by colwise_gather_output"),
-        ("qwen3", "cuts self_attn.q_norm by replicated_with_grad_allreduce"),
+        ("gpt2", "transformers does not have for gpt2"),
+        ("opt", "transformers does not have for opt"),
+        ("phi", "does not support blocks with parallel attention and feedforward (phi)"),
+        ("phi3", "style colwise_gather_output of self_attn.qkv_proj"),
+        ("qwen3", "style replicated_with_grad_allreduce of self_attn.q_norm"),
     ],
 )
 def test_models_without_a_plan_that_is_followed_are_not_cut(
@@ -123,48 +143,48 @@ def test_models_without_a_plan_that_is_followed_are_not_cut(
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
 def test_layers_with_biases_are_not_rounded(family: str, checkpoints: Checkpoints) -> None:
     own = ["model=hf", f"model.path={checkpoints(family)}", *REST, "quantization=qat_int4"]
-    reason = f"rounds layers without biases, as Llama's, and {family} has some with"
+    reason = f"does not support linear layers with biases ({family})"
     assert_refused(own, "quantization", reason, "quantization=none")
 
 
 PICTURED = {**BLIP2, "model_type": "blip-2"}
 ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
-    "unbegun": ({"model_type": "t5"}, "names no decoder_start_token_id"),
-    "image": ({"model_type": "vit"}, "is no causal language model (vit)"),
-    "image_text": ({"model_type": "llava"}, "reads more than text (llava)"),
+    "unbegun": ({"model_type": "t5"}, "does not set decoder_start_token_id"),
+    "image": ({"model_type": "vit"}, "is not a supported language model (vit)"),
+    "image_text": ({"model_type": "llava"}, "reads other inputs than text (llava)"),
     "blip2_unbegun": (
         {**PICTURED, "text_config": {**PICTURED_T5, "decoder_start_token_id": None}},
-        "names no decoder_start_token_id",
+        "does not set decoder_start_token_id",
     ),
     "blip2_asks": (
         {**PICTURED, "qformer_config": {"use_qformer_text_input": True}},
-        "asks a picture about a text",
+        "has a Q-Former that reads text",
     ),
     "blip2_cuts": (
         {**PICTURED, "vision_config": {"image_size": 30, "patch_size": 8}},
-        "reads no squares of whole patches (image_size 30, patch_size 8)",
+        "requires square images of full patches (image_size 30, patch_size 8)",
     ),
-    "unknown": ({"model_type": "mine"}, "no configuration that transformers reads"),
+    "unknown": ({"model_type": "mine"}, "no config.json that transformers can read"),
     "code": (
         {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C"}},
-        "needs code of its own",
+        "requires custom code",
     ),
     "experts": (
         {**LLAMA, "model_type": "mixtral", "num_local_experts": 2},
-        "its blocks are not dense",
+        "has blocks that are not dense",
     ),
-    "state_space": ({"model_type": "mamba"}, "names no num_attention_heads"),
+    "state_space": ({"model_type": "mamba"}, "does not set num_attention_heads"),
     "tuples": (
         {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
-        "do not pass one tensor on",
+        "do not return a single tensor",
     ),
     "dynamic_rope": (
         {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_type=dynamic recomputes its frequencies",
+        "rope_type=dynamic computes its frequencies",
     ),
-    "layerdrop": ({**OPT, "model_type": "opt", "layerdrop": 0.1}, "leaves out layers"),
-    "packed": ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "holds packed weights"),
-    "torn": ({**LLAMA, "hidden_size": 33}, "no configuration that transformers reads"),
+    "layerdrop": ({**OPT, "model_type": "opt", "layerdrop": 0.1}, "uses layerdrop"),
+    "packed": ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "has quantized weights"),
+    "torn": ({**LLAMA, "hidden_size": 33}, "no config.json that transformers can read"),
 }
 
 
@@ -193,8 +213,8 @@ def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path)
     ("path", "reason"),
     [
         ("", "is empty"),
-        ("./nowhere", "there is no such folder"),
-        ("nobody/nothing", "neither in the Hub's cache nor to be had"),
+        ("./nowhere", "does not exist"),
+        ("nobody/nothing", "not in the Hub cache and cannot be downloaded"),
     ],
 )
 def test_a_path_to_nothing_is_refused_in_one_line(
@@ -234,9 +254,13 @@ def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        ("model.norm.weight", (32,), "lacks model.norm.weight"),
-        ("model.norm.weight", (31,), "holds model.norm.weight [31] where the model has [32]"),
-        ("model.more.weight", (2,), "holds what the model lacks: model.more.weight"),
+        ("model.norm.weight", (32,), "has no tensor model.norm.weight"),
+        (
+            "model.norm.weight",
+            (31,),
+            "has a tensor of another shape: model.norm.weight [31], not [32]",
+        ),
+        ("model.more.weight", (2,), "has a tensor that the model does not have: model.more.weight"),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -246,7 +270,7 @@ def test_weights_of_another_model_are_refused(
 
     held = load_file(checkpoints("llama") / "model.safetensors")
     held.pop(name, None)
-    if "lacks model" not in said:
+    if "has no tensor" not in said:
         held[name] = torch.zeros(shape)
     path = described(tmp_path / "other", **CONFIGS["llama"][1])
     save_file(held, tmp_path / "other" / "model.safetensors")

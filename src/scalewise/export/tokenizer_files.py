@@ -108,7 +108,7 @@ def _pretrained_folder(model: ModelConfig) -> Path | None:
     """Folder of the pretrained model or its config; None: there is none."""
     if isinstance(model, HuggingFaceConfig):
         try:
-            return hub.model_folder(model.path, hub.CONFIGURATION)
+            return hub.model_folder(model.path, hub.CONFIG_FILES)
         except ConfigError:
             return None
     path = Path(model.pretrained_path).expanduser() if model.pretrained_path else None

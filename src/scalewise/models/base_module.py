@@ -14,9 +14,9 @@ from scalewise.models.init import PackedMatrix
 class ModelModule(nn.Module):
     """A model or one pipeline stage of it, built and sharded on the meta device.
 
-    ``forward(x, labels_BT=None, places_BS=None)`` returns logits. The last stage returns the summed
-    loss of the labels instead if ``loss`` is set. ``places_BS`` are the position ids of unsharded
-    packed sequences: each text attends to itself alone and starts at position 0.
+    ``forward(x, labels_BT=None, positions_BS=None)`` returns logits. The last stage returns the
+    summed loss of the labels instead if ``loss`` is set. ``positions_BS`` are the position ids of
+    unsharded packed sequences: each text attends to itself alone and starts at position 0.
     """
 
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
@@ -58,7 +58,7 @@ class ModelModule(nn.Module):
         """Insert ``tokens`` keys and values, on the meta device, before those of each layer."""
 
     @abstractmethod
-    def set_position_ids(self, places_T: Tensor) -> None:
+    def set_position_ids(self, positions_T: Tensor) -> None:
         """Set the positions of this rank's tokens in the sequence; default: 0, 1, 2..."""
 
     def init_buffers(self) -> None:

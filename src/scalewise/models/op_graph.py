@@ -274,14 +274,16 @@ class RecordedPart(OpGraph):
     """A part whose memory is measured by a run with fake tensors; its operators give time only."""
 
     measure: Callable[[BackwardMode], tuple[int, int, int, int]]
-    """Returns the fields of ``PartLiveness``, in bytes: saved tensors, peak of forward, peak of
-    backward, and gradients."""
+    """Function that runs the part. It returns the bytes of the saved tensors, the peaks of forward
+    and of backward, and the bytes of the gradients, as in ``PartLiveness``."""
 
 
 @dataclass(frozen=True)
 class ModelOpGraphs:
-    """Operator graphs of the parts of a model. The first tensor of each, except of ``embedding``,
-    is the input of that part."""
+    """Operator graphs of the parts of a model.
+
+    The first tensor of each graph, except of ``embedding``, is the input of the part.
+    """
 
     embedding: OpGraph
     """Operators before the blocks."""

@@ -49,7 +49,7 @@ class DecoderModule(ModelModule):
             shape = (2, spec.context, spec.head_size)
             table = None if learned else torch.empty(shape, dtype=torch.float32)
             self.register_buffer("rope", table, persistent=False)
-        self.places_T: Tensor | None = None
+        self.positions_T: Tensor | None = None
         self.prompt: PromptVectors | None = None
         self.prompt_tokens = self.prefix_tokens = 0
 
@@ -84,50 +84,50 @@ class DecoderModule(ModelModule):
         with torch.device("meta"):
             self.replace_attention(lambda _: PrefixAttention(self.spec, tokens))
 
-    def set_position_ids(self, places_T: Tensor) -> None:
+    def set_position_ids(self, positions_T: Tensor) -> None:
         """Set the positions of this rank's tokens in the sequence."""
-        self.places_T = places_T
+        self.positions_T = positions_T
 
     def forward(
-        self, x: Tensor, labels_BT: Tensor | None = None, places_BS: Tensor | None = None
+        self, x: Tensor, labels_BT: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
         """Return ``logits_BTV`` of ``tokens_BT``, their loss, or the ``x_BTW`` of a stage."""
-        places_T = self.places_T
-        if places_T is None:
-            places_T = torch.arange(self.prompt_tokens + x.shape[1], device=x.device)
-        if places_BS is not None:
-            places_T = places_BS[:, places_T]
+        positions_T = self.positions_T
+        if positions_T is None:
+            positions_T = torch.arange(self.prompt_tokens + x.shape[1], device=x.device)
+        if positions_BS is not None:
+            positions_T = positions_BS[:, positions_T]
         if self.prefix_tokens:
-            places_T = places_T + self.prefix_tokens
+            positions_T = positions_T + self.prefix_tokens
         if self.stage.is_first:
-            x = self.embed(x, places_T)
-        if self.prefix_tokens and places_BS is None:
-            places_BS = torch.arange(len(places_T), device=x.device)[None]
-        rope_2TD, mask_B1SS = self.rotation(places_T), self.mask(x, places_BS)
+            x = self.embed(x, positions_T)
+        if self.prefix_tokens and positions_BS is None:
+            positions_BS = torch.arange(len(positions_T), device=x.device)[None]
+        rope_2TD, mask_B1SS = self.rotation(positions_T), self.mask(x, positions_BS)
         for block in self.blocks.values():
             x = block(x, rope_2TD, mask_B1SS)
         return self.unembed(x, labels_BT) if self.stage.is_last else x
 
-    def mask(self, x_BTW: Tensor, places_BS: Tensor | None) -> Tensor | None:
+    def mask(self, x_BTW: Tensor, positions_BS: Tensor | None) -> Tensor | None:
         """Return ``mask_B1SS`` of packed sequences, with a column per prefix key; None: causal."""
-        if places_BS is None:
+        if positions_BS is None:
             return None
-        mask_B1SS = build_block_mask(places_BS, _attention_dtype(x_BTW))
+        mask_B1SS = build_block_mask(positions_BS, _attention_dtype(x_BTW))
         return F.pad(mask_B1SS, (self.prefix_tokens, 0)) if self.prefix_tokens else mask_B1SS
 
-    def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         """Return the input ``x_BTW`` of the first block."""
         assert self.embedding is not None
         x_BTW = cast(Tensor, self.embedding(tokens_BT))
         if self.prompt is not None:
             x_BTW = self.prompt(x_BTW)
         if self.position is not None:
-            x_BTW = x_BTW + self.position(places_T)
+            x_BTW = x_BTW + self.position(positions_T)
         return F.dropout(x_BTW, self.spec.dropout, self.training)
 
-    def rotation(self, places_T: Tensor) -> Tensor | None:
+    def rotation(self, positions_T: Tensor) -> Tensor | None:
         """Return the input ``rope_2TD`` of ``apply_rope``; None with learned positions."""
-        return None if self.rope is None else self.rope[:, places_T]
+        return None if self.rope is None else self.rope[:, positions_T]
 
     def unembed(self, x_BTW: Tensor, labels_BT: Tensor | None) -> Tensor:
         """Return ``logits_BTV`` of the last block's output, or the loss of the labels."""
@@ -362,13 +362,13 @@ def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
 
 
-def build_block_mask(places_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def build_block_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``mask_B1SS`` of packed sequences, which is added to the scores: 0 or -inf.
 
     A token attends to itself and to earlier tokens of its own text; a text starts at position 0.
     The mask is not boolean, since torch would convert a boolean mask again in every layer.
     """
-    text_BS = (places_BS == 0).cumsum(1)
+    text_BS = (positions_BS == 0).cumsum(1)
     visible_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
     mask_BSS = torch.full_like(visible_BSS, -torch.inf, dtype=dtype).masked_fill_(visible_BSS, 0.0)
     return mask_BSS[:, None]
@@ -393,13 +393,13 @@ def build_rope_table(spec: DecoderConfig) -> Tensor:
     """
     with torch.device("cpu"):
         exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
-        places_T = torch.arange(spec.context, dtype=torch.float32)
+        positions_T = torch.arange(spec.context, dtype=torch.float32)
     frequencies = 1.0 / spec.rope_theta**exponents
     if spec.rope_scaling:
         turns = spec.rope_original_context * frequencies / (2 * pi)
         low, high = spec.rope_low_frequency, spec.rope_high_frequency
         unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
-    angles = torch.outer(places_T, frequencies)
+    angles = torch.outer(positions_T, frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

@@ -1,1 +1,1 @@
-"""Causal language models of transformers: read off (skeleton), alive (module), to and from disk."""
+"""Language models of Hugging Face transformers: configuration, torch modules and weights."""

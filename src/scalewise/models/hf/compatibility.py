@@ -1,4 +1,4 @@
-"""What goes with models of transformers, and what is written for the suite's own decoder alone."""
+"""Features of a run that Hugging Face models do not support."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
-from scalewise.models.hf.model_info import COLUMN, SPLITS
+from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
 from scalewise.torch_compile import CompileScope
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from scalewise.models.hf.config import HuggingFaceConfig
     from scalewise.run_config import RunConfig
 
-ENCODES = "an encoder with a decoder"
+UNSUPPORTED = "is not supported for Hugging Face models"
 
 
 def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields what is written for the suite's own decoder alone."""
-    chosen = run.choices
+    """Yield features of the run that Hugging Face models do not support."""
+    choices = run.choices
     sizes = getattr(run.parallelism, "sizes", {})
     if len(model.info.stack_starts) > 1:
         yield from _stack_issues(model, run)
-    reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
+    reasons = dict.fromkeys(("context", "pipeline"), UNSUPPORTED)
     reasons["tensor"] = _tensor_parallel_obstacle(model)
     for axis, reason in reasons.items():
         if sizes.get(axis, 1) > 1 and reason:
@@ -39,35 +39,35 @@ def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]
         and biases
         and len(model.info.stack_starts) == 1
     ):
-        option = chosen.get("quantization", "qat_int4")
-        reason = (
-            f"rounds layers without biases, as Llama's, and {model.info.model_type} has some with"
-        )
+        option = choices.get("quantization", "qat_int4")
+        reason = f"does not support linear layers with biases ({model.info.model_type})"
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
     if run.adapter.prompt_tokens or run.adapter.prefix_tokens:
-        option = chosen.get("adapter", "prompt")
-        reason = "puts nothing before what transformers' models embed or attend to"
-        yield ConfigIssue("adapter", option, reason, "set adapter=lora")
+        option = choices.get("adapter", "prompt")
+        yield ConfigIssue("adapter", option, UNSUPPORTED, "set adapter=lora")
     if run.data.packing:
-        reason = "is not read by models of transformers"
-        yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+        yield ConfigIssue("data.packing", True, UNSUPPORTED, "set data.packing=false")
 
 
 def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields an objective about one stack alone, and what is not proven for several."""
-    what, known, data = f"is {ENCODES}", run.objective.needs_encoder_decoder, "seq2seq"
+    """Yield other objectives, and features that are not supported with several stacks."""
+    kind, is_supported, data = (
+        "is an encoder-decoder model",
+        run.objective.needs_encoder_decoder,
+        "seq2seq",
+    )
     if model.image_size:
-        what, known, data = "reads pictures", run.objective.reads_images, "captions"
+        kind, is_supported, data = "reads images", run.objective.reads_images, "captions"
         if run.precision.parameters is FloatFormat.bf16:
             option = run.choices.get("precision", "bf16_true")
-            reason = f"holds all weights in bf16, and {model.info.model_type} a Q-Former in fp32"
+            reason = f"stores the Q-Former of {model.info.model_type} in bf16, but it requires fp32"
             yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
-    if not known:
+    if not is_supported:
         objective = "captioning" if model.image_size else data
-        reason, fix = f"{what} ({model.info.model_type})", f"set objective={objective} data={data}"
+        reason, fix = f"{kind} ({model.info.model_type})", f"set objective={objective} data={data}"
         yield ConfigIssue("model.path", model.path, reason, fix)
-    what = f"a model that {what}" if model.image_size else ENCODES
-    reason = f"is not proven for {what}"
+    models = "vision-language models" if model.image_size else "encoder-decoder models"
+    reason = f"is not supported for {models}"
     if run.parallelism.flattens_parameters:
         option = run.choices.get("parallelism", "deepspeed")
         yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
@@ -87,28 +87,28 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
 
 
 def _tensor_parallel_obstacle(model: HuggingFaceConfig) -> str:
-    """Returns why tensor parallelism cannot cut the model; empty: it can."""
-    kind, plan = model.info.model_type, dict(model.info.hf_tp_plan)
+    """Return the reason why the model does not support tensor parallelism, or an empty string."""
+    model_type, plan = model.info.model_type, dict(model.info.hf_tp_plan)
     if not plan:
-        return f"has no plan for {kind} in transformers (tp_plan)"
+        return f"requires a tp_plan, which transformers does not have for {model_type}"
     for name in plan | dict(model.info.linear_layers):
-        if (how := plan.get(name, "nothing")) not in SPLITS:
-            return f"has a plan for {kind} in transformers that cuts {name} by {how}"
-    cuts = [plan.get(name) for name in model.info.layer_order]
-    if ("rowwise", COLUMN) in pairwise(cuts):
-        return f"does not cut blocks whose two halves read the same ({kind})"
+        if (style := plan.get(name, "none")) not in TP_STYLES:
+            return f"does not support style {style} of {name} in the tp_plan of {model_type}"
+    styles = [plan.get(name) for name in model.info.layer_order]
+    if ("rowwise", COLUMN) in pairwise(styles):
+        return f"does not support blocks with parallel attention and feedforward ({model_type})"
     return ""
 
 
 def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yields what does not go with tensor parallelism."""
+    """Yield options that tensor parallelism of Hugging Face models does not support."""
     if getattr(run.parallelism, "sequence_parallel", False):
-        reason = "leaves a rank some of the tokens, which transformers' models count themselves"
+        reason = f"{UNSUPPORTED}, which compute positions from the tokens of one rank"
         fix = "set parallelism.sequence_parallel=false"
         yield ConfigIssue("parallelism.sequence_parallel", True, reason, fix)
     if run.has_frozen_weights:
         option = run.choices.get("adapter", "lora")
-        reason = "is not put on models of transformers that tensor parallelism cuts"
+        reason = "is not supported with tensor parallelism of Hugging Face models"
         yield ConfigIssue(
             "adapter", option, reason, "set adapter=none, or parallelism=fsdp parallelism.tensor=1"
         )

@@ -1,6 +1,6 @@
-"""An encoder with a decoder of transformers alive, the blocks of both where layouts look for them.
+"""Torch module of a Hugging Face encoder-decoder model, with the interface of ``ModelModule``.
 
-Shape suffixes: B rows, S tokens of a question, T of an answer, V vocabulary.
+Shape suffixes: B batch, S source tokens, T target tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from scalewise.models.hf.multi_stack import MultiStackModule
 
 
 class EncoderDecoderModule(MultiStackModule):
-    """``inputs_BS, labels_BT -> logits_BTV``, by transformers' own code.
+    """Encoder-decoder model: ``inputs_BS, labels_BT -> logits_BTV``, computed by transformers.
 
-    Inputs below zero are no tokens: nothing attends to them. The encoder is the first stack.
-    ``source_layers`` are the layers of the decoder that read the question.
+    Negative inputs are padding, which is masked. The encoder is the first stack.
+
+    Attributes:
+        source_layers: Layers that are applied to the source tokens, by name.
     """
 
     def __init__(self, model: PreTrainedModel, stacks: Mapping[str, int]) -> None:
@@ -28,15 +30,15 @@ class EncoderDecoderModule(MultiStackModule):
         self.source_layers: set[str] = set()
 
     def find_input_embedding(self) -> nn.Module:
-        """Returns what embeds tokens, of questions and of answers."""
+        """Return the token embedding of encoder and decoder."""
         return self.head.get_input_embeddings()
 
     def forward(
-        self, x: Tensor, labels_BT: Tensor | None = None, places_BS: Tensor | None = None
+        self, x: Tensor, labels_BT: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Returns ``logits_BTV`` of an answer, which the decoder reads one place on."""
-        assert labels_BT is not None, "a decoder writes an answer"
-        assert places_BS is None, "packed rows are refused"
+        """Return ``logits_BTV`` of the labels; the decoder reads them shifted by one position."""
+        assert labels_BT is not None, "labels are required"
+        assert positions_BS is None, "sequence packing is not supported"
         model = cast(Any, self.head)
         with patch.multiple(masking_utils, **MASKS):
             logits: Tensor = model(
@@ -45,69 +47,73 @@ class EncoderDecoderModule(MultiStackModule):
                 decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels=labels_BT),
                 use_cache=False,
             ).logits
-        return logits if self.loss is None else self.loss(lambda each: each, logits, labels_BT)
+        return logits if self.loss is None else self.loss(lambda x: x, logits, labels_BT)
 
 
 _ignore_causal = masking_utils._ignore_causal_mask_sdpa
 
 
-def _with_padding_mask(*_: Any) -> bool:
-    """Says that some of what an encoder reads are no tokens."""
+def _keep_padding_mask(*_: Any) -> bool:
+    """Keep the mask of the encoder, whose inputs may contain padding."""
     return False
 
 
-def _with_causal_mask(mask: object, *given: Any) -> bool:
-    """Says the same of a decoder as if nothing were hidden but what comes later."""
-    return _ignore_causal(None, *given)
+def _ignore_unpadded_mask(mask: object, *args: Any) -> bool:
+    """Ignore the mask of the decoder as if only the causal mask applied."""
+    return _ignore_causal(None, *args)
 
 
 MASKS: dict[str, Any] = {
-    "_ignore_bidirectional_mask_sdpa": _with_padding_mask,
-    "_ignore_causal_mask_sdpa": _with_causal_mask,
+    "_ignore_bidirectional_mask_sdpa": _keep_padding_mask,
+    "_ignore_causal_mask_sdpa": _ignore_unpadded_mask,
 }
-"""What is known here: transformers would wait for the device to see so."""
+"""Patches of transformers' mask checks, which would synchronize with the device."""
 
 
-def _with_both_masks(model: Any) -> tuple[nn.Module, nn.Module]:
+def _encoder_and_decoder(model: Any) -> tuple[nn.Module, nn.Module]:
     return model.get_encoder(), model.get_decoder()
 
 
 def find_stacks(model: PreTrainedModel) -> dict[str, int]:
-    """Returns the names of the lists of blocks, the encoder's first, and how many each has.
+    """Return the number of blocks of each stack, by name of the list; the encoder is first.
 
-    Raises ``ValueError`` where an encoder or a decoder has not one list of blocks of one kind.
+    Raises:
+        ValueError: The encoder or the decoder has no single list of blocks of one class.
     """
-    kinds, found = {*(model._no_split_modules or ())}, dict[str, int]()
-    for stack in _with_both_masks(model):
+    block_classes, stacks = {*(model._no_split_modules or ())}, dict[str, int]()
+    for stack in _encoder_and_decoder(model):
         lists = [
-            (name, len(held))
-            for name, held in model.named_modules()
-            if any(held is child for child in stack.children())
-            and isinstance(held, nn.ModuleList)
-            and {type(block).__name__ for block in held} <= kinds
+            (name, len(module))
+            for name, module in model.named_modules()
+            if any(module is child for child in stack.children())
+            and isinstance(module, nn.ModuleList)
+            and {type(block).__name__ for block in module} <= block_classes
         ]
         if len(lists) != 1:
-            raise ValueError(f"{type(stack).__name__} has no list of blocks of one kind")
-        found |= dict(lists)
-    return found
+            raise ValueError(f"{type(stack).__name__} has no single list of blocks of one class")
+        stacks |= dict(lists)
+    return stacks
 
 
 def tie_embeddings(model: PreTrainedModel) -> None:
-    """Leaves the matrix that both stacks embed by to one module, and the head's if it is tied.
+    """Share one embedding module between both stacks, and with the head if it is tied.
 
-    Raises ``ValueError`` where they have several.
+    Raises:
+        ValueError: A stack has an embedding of another class.
     """
     shared = model.get_input_embeddings()
-    for stack in _with_both_masks(model):
+    for stack in _encoder_and_decoder(model):
         for name, child in [*stack.named_children()]:
             if getattr(child, "weight", None) is not shared.weight:
                 continue
             if type(child) is not type(shared):
-                raise ValueError(f"{type(stack).__name__} embeds in a way of its own ({name})")
+                raise ValueError(
+                    f"{type(stack).__name__} has an embedding of another class ({name})"
+                )
             del stack._modules[name]
-            stack.__dict__[name] = shared  # what is no child is named once
-    own = cast(Any, model).get_output_embeddings()
-    if own.weight is shared.weight:
-        name = next(name for name, layer in model.named_modules() if layer is own)
-        holder, _, key = name.rpartition(".")
-        setattr(model.get_submodule(holder), key, TiedLinearHead(shared, own.bias))
+            stack.__dict__[name] = shared  # not registered, so that each parameter has one name
+    head = cast(Any, model).get_output_embeddings()
+    if head.weight is shared.weight:
+        name = next(name for name, layer in model.named_modules() if layer is head)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, TiedLinearHead(shared, head.bias))

@@ -1,4 +1,4 @@
-"""Folders of models: on this machine, in the Hub's local cache, or from the Hub."""
+"""Folders of models: a local path, the Hub's local cache, or a download from the Hub."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from scalewise.errors import ConfigError
 from scalewise.models.safetensors_files import INDEX
 
 KEY = "model.path"
-CONFIGURATION = ("config.json", "generation_config.json")
-WEIGHTS = ("*.safetensors", INDEX)
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""With what decides how conversations are written."""
+CONFIG_FILES = ("config.json", "generation_config.json")
+WEIGHT_FILES = ("*.safetensors", INDEX)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of the tokenizer and of the chat format."""
 
 
 def model_folder(path: str, files: tuple[str, ...]) -> Path:
-    """Returns the folder of a model with the ``files`` that it has, the first being needed.
+    """Return a folder with those of ``files`` that the model has; the first one is required.
 
-    Raises ``ConfigError``, in one line, where there is none: no folder here, and a name that
-    neither the cache nor the Hub gives.
+    Raises:
+        ConfigError: There is no such folder, and neither the cache nor the Hub has the model.
     """
-    here = Path(path).expanduser()
-    if here.is_dir():
-        return here
-    fix = "give model.path=FOLDER that save_pretrained wrote, or HF_HOME=CACHE that has it"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    fix = "set model.path=FOLDER written by save_pretrained, or HF_HOME=CACHE with the model"
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError.for_key(KEY, path, "there is no such folder", fix)
+        raise ConfigError.for_key(KEY, path, "does not exist", fix)
     try:
         return _download(path, files)
-    except Exception as error:  # of its client, of its network: there are many kinds
-        reason = f"is no folder, and neither in the Hub's cache nor to be had ({_hub_error(error)})"
+    except Exception as error:  # the Hub's client and the network raise many types
+        reason = (
+            f"is not a folder, not in the Hub cache and cannot be downloaded ({_hub_error(error)})"
+        )
         raise ConfigError.for_key(KEY, path, reason, fix) from error
 
 
 def model_tokenizer(path: str) -> Path | None:
-    """Returns the tokenizer.json of a model; None where it has none."""
+    """Return the tokenizer.json of a model, or None."""
     try:
-        found = model_folder(path, TOKENIZER) / TOKENIZER[0]
+        file = model_folder(path, TOKENIZER_FILES) / TOKENIZER_FILES[0]
     except ConfigError:
         return None
-    return found if found.is_file() else None
+    return file if file.is_file() else None
 
 
 def _download(name: str, files: tuple[str, ...]) -> Path:

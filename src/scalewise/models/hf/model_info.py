@@ -1,4 +1,4 @@
-"""What is known of a model of transformers before it lives."""
+"""Facts about a Hugging Face model that need no weights."""
 
 from __future__ import annotations
 
@@ -8,62 +8,66 @@ from dataclasses import dataclass
 from scalewise.models.base import TPStyle, Weight
 
 COLUMN = "colwise"
-SPLITS = {COLUMN: TPStyle.column, "rowwise": TPStyle.row}
-"""Those of transformers' words for a cut that are known here."""
+TP_STYLES = {COLUMN: TPStyle.column, "rowwise": TPStyle.row}
+"""Supported styles of transformers' ``base_model_tp_plan``."""
 
 
 @dataclass(frozen=True)
 class VisionInfo:
-    """What a model does with a picture of ``image_size`` x ``image_size`` pixels.
-
-    ``decoder_tokens``: that its decoder reads of it, before a text; ``encoder_tokens``: that the
-    encoder of its
-    language model reads, where it has one. ``tokens_by_layer``: what layers multiply of it, places,
-    by their
-    whole names; other layers read text. ``attention_pairs``: what attends to what of it in all
-    layers before the language model, times the features of these.
-    """
+    """Tokens and attention of a model for one input image."""
 
     image_size: int
+    """Height and width of the image, in pixels."""
     decoder_tokens: int
+    """Image tokens that the decoder reads before the text."""
     encoder_tokens: int
+    """Image tokens that the encoder of the language model reads, if it has one."""
     tokens_by_layer: Mapping[str, float]
+    """Image positions that a layer is applied to, by its full name; other layers read text."""
     attention_pairs: int
+    """Query-key pairs times features, over all layers before the language model."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the configuration and the module made of it say.
-
-    ``model_type`` is transformers' name of the architecture; ``linear_layers`` are the linear
-    layers of a
-    block, by name within it, with their features out and in. ``dropout`` is the largest share that
-    the configuration drops. ``layer_order``: the layers with weights of a block as they run, by
-    name within it. ``tied_head`` is the module of a head without a matrix of its own;
-    ``hf_tp_plan``
-    says, in transformers' words, how tensor parallelism cuts modules of a block. ``stack_starts``
-    are the
-    first blocks of each stack of them: of one, of an encoder and its decoder, or of what reads a
-    ``vision``, asks about it and writes, which may be two again. ``source_layers`` are the layers
-    that multiply what an encoder reads, by their whole names.
-    """
+    """Facts about a model from its configuration and its module on the meta device."""
 
     vocabulary: int
+    """Vocabulary size, in tokens."""
     context: int
+    """Longest sequence, in tokens."""
     layers: int
+    """Number of blocks of all stacks."""
     heads: int
+    """Number of query heads per block."""
     key_heads: int
+    """Number of key (and value) heads per block."""
     width: int
+    """Width of the residual stream, in features."""
     head_size: int
+    """Features per head."""
     weight_census: tuple[Weight, ...]
+    """Parameters, in the order of ``named_parameters()``."""
     tied_weights: frozenset[str]
+    """Names of the weights that the embedding and the head share."""
     model_type: str
+    """transformers' name of the architecture."""
     linear_layers: tuple[tuple[str, tuple[int, int]], ...]
+    """Linear layers of a block: name within it, (output features, input features)."""
     buffer_bytes: int
+    """Bytes of all buffers."""
     dropout: float
+    """Largest dropout probability in the configuration."""
     layer_order: tuple[str, ...]
+    """Layers with weights in execution order, by name within the block."""
     tied_head: str | None
+    """Name of the head module if it uses the embedding's weight."""
     hf_tp_plan: tuple[tuple[str, str], ...]
+    """transformers' tensor-parallel style of modules in a block, by name within it."""
     stack_starts: tuple[int, ...] = (0,)
+    """Index of the first block of each stack: one stack, encoder and decoder, or vision model,
+    Q-Former and the one or two stacks of the language model."""
     source_layers: frozenset[str] = frozenset()
+    """Layers that are applied to the source tokens of an encoder-decoder model, by full name."""
     vision: VisionInfo | None = None
+    """Facts about the image input; None: the model reads no images."""

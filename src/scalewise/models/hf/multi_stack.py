@@ -1,4 +1,4 @@
-"""A model of transformers with several stacks of blocks, where layouts look for them."""
+"""Base of Hugging Face modules with several stacks of blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from scalewise.models.hf.causal_lm import CausalLMModule
 
 
 class MultiStackModule(CausalLMModule):
-    """``head`` is the whole model but its ``blocks``, those of all stacks one after the other.
+    """Model with several stacks: ``head`` is the full model without its ``blocks``.
 
-    ``stacks`` are transformers' names of the lists of these, with how many each has;
-    ``stack_starts`` the places of the first block of each.
+    ``blocks`` are those of all stacks, one stack after the other.
+
+    Args:
+        model: Model of transformers, which the module takes over.
+        stacks: Number of blocks of each stack, by transformers' name of the list.
+
+    Attributes:
+        stack_starts: Index of the first block of each stack.
     """
 
     def __init__(self, model: PreTrainedModel, stacks: Mapping[str, int]) -> None:
@@ -25,28 +31,28 @@ class MultiStackModule(CausalLMModule):
         self.stacks, self.transposed_weights = dict(stacks), frozenset[str]()
         self.stack_starts = tuple(accumulate(stacks.values(), initial=0))[:-1]
         self.layer_order: list[str] = []
-        found: list[nn.Module] = []
+        blocks: list[nn.Module] = []
         for name in stacks:
-            holder, _, key = name.rpartition(".")
-            found += cast(nn.ModuleList, model.get_submodule(holder)._modules.pop(key))
-        self.blocks = nn.ModuleDict({str(at): block for at, block in enumerate(found)})
-        self.num_layers = len(found)
+            owner, _, key = name.rpartition(".")
+            blocks += cast(nn.ModuleList, model.get_submodule(owner)._modules.pop(key))
+        self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
+        self.num_layers = len(blocks)
         self.head = model
-        self.set_layers(found)
+        self.set_layers(blocks)
         self.original_buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
 
     def set_layers(self, blocks: list[nn.Module]) -> None:
-        """Goes through other blocks; names of weights stay with those that it was made of."""
-        ends = pairwise((*self.stack_starts, len(blocks)))
-        for name, (start, end) in zip(self.stacks, ends, strict=True):
-            holder, _, key = name.rpartition(".")
-            setattr(self.head.get_submodule(holder), key, blocks[start:end])
+        """Run other blocks; names of parameters stay those of the original blocks."""
+        bounds = pairwise((*self.stack_starts, len(blocks)))
+        for name, (start, end) in zip(self.stacks, bounds, strict=True):
+            owner, _, key = name.rpartition(".")
+            setattr(self.head.get_submodule(owner), key, blocks[start:end])
 
     def hf_name(self, name: str) -> str:
-        """Returns transformers' name of a weight."""
-        room, _, rest = name.partition(".")
-        if room != "blocks":
+        """Return transformers' name of a parameter."""
+        child, _, rest = name.partition(".")
+        if child != "blocks":
             return rest
-        at, _, rest = rest.partition(".")
-        stack = bisect_right(self.stack_starts, int(at)) - 1
-        return f"{[*self.stacks][stack]}.{int(at) - self.stack_starts[stack]}.{rest}"
+        index, _, rest = rest.partition(".")
+        stack = bisect_right(self.stack_starts, int(index)) - 1
+        return f"{[*self.stacks][stack]}.{int(index) - self.stack_starts[stack]}.{rest}"

@@ -1,4 +1,4 @@
-"""What stands before a model's blocks and after them, run apart: what each holds."""
+"""Measured sizes of the operators before and after a model's blocks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scalewise.measure.memory import LiveBytes
 from scalewise.measure.storages import storage_bytes, storage_keys
 
 Sizes = tuple[int, int, int, int]
-"""What a ``Played`` gives."""
+"""Bytes of a part, in the order of ``RecordedPart.measure``."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What is known of a tensor."""
+    """Shape, dtype and ``requires_grad`` of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -26,39 +26,43 @@ class TensorKind:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> TensorKind:
-        """Returns that of a tensor."""
+        """Return those of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def empty_leaf(self, *, requires_grad: bool) -> Tensor:
-        """Returns one that autograd holds; a clone of it has no other holder than who makes it."""
+        """Return an empty leaf tensor; callers clone it, so that the clone has one reference."""
         return torch.empty(self.shape, dtype=self.dtype, requires_grad=requires_grad)
 
 
 @dataclass(frozen=True)
 class NonBlockParts:
-    """``embedding`` and ``head``: what the two ends hold. A block reads ``x`` and what all read.
-
-    ``shared_bytes``: the bytes of that.
-    """
+    """Sizes of the parts outside the blocks, and the inputs of a block."""
 
     embedding: Sizes
+    """Sizes of the operators before the blocks."""
     head: Sizes
+    """Sizes of the operators after the blocks."""
     x: TensorKind
+    """First input of a block."""
     logits: TensorKind
+    """Output of the model."""
     arguments: tuple[Any, ...]
+    """Other positional inputs of a block."""
     keywords: dict[str, Any]
+    """Keyword inputs of a block."""
     shared_bytes: int
+    """Bytes of the inputs that all blocks read."""
 
 
 class CountingBlock(nn.Module):
-    """A block that does nothing, and ends what is counted of before it."""
+    """Block that computes nothing, and ends the measurement of the operators before it."""
 
     def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
         super().__init__()
         self._counters = (before, after)
 
     def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Returns another such tensor, of which backward goes no further."""
+        """Return a new tensor of the same kind, detached from ``x``."""
         before, after = self._counters
         self.x, self.arguments, self.keywords = x, arguments, keywords
         before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
@@ -75,7 +79,7 @@ class CountingBlock(nn.Module):
         *,
         fresh_gradients: bool,
     ) -> NonBlockParts:
-        """Returns the ends, once what comes before the blocks has gone backward."""
+        """Run the backward of the operators before the blocks, and return all sizes."""
         x = TensorKind.from_tensor(self.x)
         others = [
             each
@@ -84,48 +88,48 @@ class CountingBlock(nn.Module):
         ]
         others = [each for each in others if not storage_keys([each]) & storage_keys([self.x])]
         shared = storage_bytes(others)
-        first = (0, 0, 0, 0)
+        embedding = (0, 0, 0, 0)
         if x.requires_grad:
-            end = [CountedLeaf.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
+            roots = [CountedLeaf.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
             del self.x
             before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-            most = count_backward(end, before) - shared
+            backward_peak = count_backward(roots, before) - shared
             before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            first = (0, 0, most, gradient_bytes(module) * fresh_gradients)
-        return NonBlockParts(first, head, x, logits, self.arguments, self.keywords, shared)
+            embedding = (0, 0, backward_peak, gradient_bytes(module) * fresh_gradients)
+        return NonBlockParts(embedding, head, x, logits, self.arguments, self.keywords, shared)
 
 
 class CountedLeaf(torch.autograd.Function):
-    """A number that all of a tensor leads to; the tensor's gradient is made in backward."""
+    """Scalar that depends on a tensor; backward allocates the gradient of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Returns a number."""
+        """Return a scalar."""
         ctx.kind = TensorKind.from_tensor(x)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        """Returns a gradient."""
+        """Return an empty gradient."""
         return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
 
 
 def count_backward(roots: list[Tensor], live: LiveBytes) -> int:
-    """Goes backward from the only one of a list; returns the most that is alive meanwhile."""
+    """Run backward from the only tensor in ``roots``, which is removed; returns the peak bytes."""
     live.take_peak()
-    last = roots.pop()
-    if last.requires_grad:
-        cast(Any, last).backward()
+    root = roots.pop()
+    if root.requires_grad:
+        cast(Any, root).backward()
     return live.take_peak()
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Returns the bytes of a module's gradients."""
+    """Bytes of a module's gradients."""
     return storage_bytes(each.grad for each in module.parameters() if each.grad is not None)
 
 
 def drop_gradients(scratch_ratio: float, parameter: Tensor) -> None:
-    """Drops a gradient, once a step has taken ``scratch_ratio`` bytes for one of it."""
+    """Free a gradient after an optimizer step with ``scratch_ratio`` temporary bytes per byte."""
     assert parameter.grad is not None
     torch.empty(round(parameter.grad.nbytes * scratch_ratio), dtype=torch.uint8)
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""The operators that run, with what each computes and moves: what a step's time is foreseen by."""
+"""Recorder of the operators that torch dispatches, with their FLOPs and tensor sizes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes a tape of each part of a model, named as it begins."""
+    """Records an operator graph of each part of a model, by name."""
 
     def __init__(self, forward_spec: ForwardSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
@@ -40,34 +40,34 @@ class OpRecorder(TorchDispatchMode):
         self.begin_part("first", ())
 
     def begin_part(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """Begins a part that reads ``inputs``, the first tensors of its tape."""
+        """Start the graph of a part; its first tensors are ``inputs``."""
         self.graph = self.graphs[name] = OpGraph()
         self._indices: dict[int, int] = {}
         for tensor in inputs:
             self._index(tensor)
 
     def replace_layer_ops(self, layer: nn.Module, add_ops: Callable[[LinearOps, int], int]) -> None:
-        """Has a layer's product written as told, from the place of what it reads, when it runs."""
+        """Record ``add_ops(writer, input index)`` instead of the operators that a layer runs."""
 
         def before(*_: Any) -> None:
             self._paused = True
 
-        def after(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        def after(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
             self._paused, self._linear_ops.graph = False, self.graph
-            self._indices[_tensor_key(out)] = add_ops(self._linear_ops, self._index(given[0]))
+            self._indices[_tensor_key(out)] = add_ops(self._linear_ops, self._index(inputs[0]))
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         result = func(*args, **kwargs)
-        known = {_tensor_key(tensor) for tensor in given}
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        made = [each for each in made if _tensor_key(each) not in known and each.nbytes]
-        if made and not self._paused:
-            self._record(func, args, kwargs, given, result, made)
+        input_keys = {_tensor_key(tensor) for tensor in inputs}
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        outputs = [each for each in outputs if _tensor_key(each) not in input_keys and each.nbytes]
+        if outputs and not self._paused:
+            self._record(func, args, kwargs, inputs, result, outputs)
         return result
 
     def _record(
@@ -80,33 +80,33 @@ class OpRecorder(TorchDispatchMode):
         outputs: list[Tensor],
     ) -> None:
         reads = [self._index(tensor) for tensor in inputs]
-        trained = sum(self.graph.requires_grad[place] for place in reads[-2:])
-        work, flops, back = OpWork.pointwise, 0.0, 0.0
-        if func in PRODUCTS:
+        differentiable = sum(self.graph.requires_grad[tensor] for tensor in reads[-2:])
+        work, flops, backward_flops = OpWork.pointwise, 0.0, 0.0
+        if func in MATMULS:
             work = OpWork.matmul
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
-            back = flops * trained
-        elif func in ATTENTION:  # of the tokens, what comes later is skipped
+            backward_flops = flops * differentiable
+        elif func in ATTENTION:  # a causal kernel skips half of the scores
             work = OpWork.attention
             flops = 2.0 * args[0].numel() * args[1].shape[-2]
-            back = 2.5 * flops * bool(trained)
-        written = self.graph.add_op(
+            backward_flops = 2.5 * flops * bool(differentiable)
+        output = self.graph.add_op(
             work,
             reads,
             outputs[0].nbytes,
             extra_output_bytes=[tensor.nbytes for tensor in outputs[1:]],
-            saved_by_selective=func in PRODUCTS or func in ATTENTION,
+            saved_by_selective=func in MATMULS or func in ATTENTION,
             flops=flops,
-            backward_flops=back,
+            backward_flops=backward_flops,
         )
-        self._indices[_tensor_key(outputs[0])] = written
+        self._indices[_tensor_key(outputs[0])] = output
 
     def _index(self, tensor: Tensor) -> int:
-        """Returns the place of a tensor on the tape, a new one where it was made elsewhere."""
+        """Return the index of a tensor; a tensor from outside the part gets a new one."""
         key = _tensor_key(tensor)
         if key not in self._indices:
-            size, trained = tensor.untyped_storage().nbytes(), tensor.requires_grad
-            self._indices[key] = self.graph.add_tensor(size, requires_grad=trained)
+            size, requires_grad = tensor.untyped_storage().nbytes(), tensor.requires_grad
+            self._indices[key] = self.graph.add_tensor(size, requires_grad=requires_grad)
         return self._indices[key]
 
 

@@ -1,4 +1,4 @@
-"""Pretrained tensors under the parameter names of a model of transformers.
+"""Tensors of a checkpoint under the parameter names of a Hugging Face model.
 
 Renamings, conversions, tied weights and ignored tensors are those that
 ``PreTrainedModel.from_pretrained`` applies (transformers 5, ``core_model_loading``).
@@ -25,27 +25,27 @@ from transformers.core_model_loading import (
 from scalewise.models.safetensors_files import SafetensorsFiles
 
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Endings of buffers that old checkpoints carry; transformers ignores them with a warning."""
+"""Suffixes of buffers in old checkpoints, which transformers ignores with a warning."""
 OLD_PARAMETERS = (".EncDecAttention.relative_attention_bias.weight",)
-"""Endings of parameters that the first T5 checkpoints carry; no layer reads them."""
-ROWS = 4096
-"""Rows that are compared at a time."""
+"""Suffixes of parameters in the first T5 checkpoints, which no layer reads."""
+COMPARE_CHUNK = 4096
+"""Slices along dim 0 that are compared at a time."""
 
 
 class PretrainedTensors:
     """Tensors of a checkpoint by the names in ``model.state_dict()``.
 
     Args:
-        files: Tensors under the names of the checkpoint.
+        files: Tensors under the names in the checkpoint.
         model: Model on the meta device, as transformers builds it.
     """
 
     def __init__(self, files: SafetensorsFiles, model: PreTrainedModel) -> None:
         self.files, self.model = files, model
         self.unexpected: list[str] = []
-        """Names that the model lacks, without those that transformers ignores."""
+        """Names in the checkpoint that the model does not have, except ignored ones."""
         self.renamed: dict[str, str] = {}
-        """Name in the checkpoint of each tensor that is renamed alone, by name in the model."""
+        """Name in the checkpoint of each tensor that is only renamed, by name in the model."""
         self._conversions: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
         self._converted: dict[str, Tensor] = {}
         self._conversion_keys: dict[str, str] = {}
@@ -61,7 +61,7 @@ class PretrainedTensors:
                 group.add(target)
 
     def _assign(self, expected: Mapping[str, Tensor]) -> None:
-        """Assigns each tensor of the checkpoint to the tensors of the model."""
+        """Assign each tensor of the checkpoint to the tensors of the model."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -81,34 +81,36 @@ class PretrainedTensors:
                     (stored, pattern)
                 )
         for first in self._conversions:
-            made = self._convert(first, lambda stored: self._meta_tensor(stored))
-            self._conversion_keys |= dict.fromkeys(made, first)
+            converted = self._convert(first, self._meta_tensor)
+            self._conversion_keys |= dict.fromkeys(converted, first)
 
     def _meta_tensor(self, stored_name: str) -> Tensor:
         return torch.empty(self.files.shape(stored_name), device="meta")
 
     def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors that transformers makes of several, or several of one."""
+        """Return the tensors that transformers converts together with ``first``."""
         converter, sources = self._conversions[first]
         converter = copy.deepcopy(converter)
         for stored, pattern in sources:
             converter.add_tensor(first, stored, pattern, read(stored))  # type: ignore[arg-type]
-        made: Mapping[str, Any] = converter.convert(
+        converted: Mapping[str, Any] = converter.convert(
             first, model=self.model, config=self.model.config
         )
-        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+        return {
+            name: each[0] if isinstance(each, list) else each for name, each in converted.items()
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self.renamed or name in self._conversion_keys
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it."""
+        """Return the shape of a tensor without reading it."""
         if name in self.renamed:
             return self.files.shape(self.renamed[name])
         return tuple(self._convert(self._conversion_keys[name], self._meta_tensor)[name].shape)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor; of one that is converted with others, these are kept until read."""
+        """Return a tensor; others from the same conversion are cached until they are read."""
         if name in self.renamed:
             return self.files.read(self.renamed[name])
         if name not in self._converted:
@@ -116,28 +118,28 @@ class PretrainedTensors:
         return self._converted.pop(name)
 
     def find_tied_names(self, name: str) -> list[str]:
-        """Returns a name and those that the configuration ties to it, of what is stored."""
+        """Return those of a name and the names tied to it that the checkpoint has."""
         group = next((each for each in self.tied_groups if name in each), {name})
         return [each for each in (name, *sorted(group - {name})) if each in self]
 
     def is_equal(self, one: str, other: str) -> bool:
-        """Returns whether two tensors hold the same numbers; it stops at the first difference."""
+        """Return whether two tensors have equal values."""
         if self.shape(one) != self.shape(other):
             return False
         first, second = self.read(one), self.read(other)
         return all(
-            torch.equal(first[row : row + ROWS], second[row : row + ROWS])
-            for row in range(0, len(first), ROWS)
+            torch.equal(first[start : start + COMPARE_CHUNK], second[start : start + COMPARE_CHUNK])
+            for start in range(0, len(first), COMPARE_CHUNK)
         )
 
 
 def _ignored_patterns(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Returns what tells names that ``_adjust_missing_and_unexpected_keys`` drops."""
+    """Return a predicate of names that ``_adjust_missing_and_unexpected_keys`` ignores."""
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ())}
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
-    found = re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
-    return lambda name: found is not None and found.search(name) is not None
+    regex = re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
+    return lambda name: regex is not None and regex.search(name) is not None

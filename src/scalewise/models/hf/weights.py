@@ -1,4 +1,4 @@
-"""The weights of a model of transformers under its own names, both ways, as safetensors."""
+"""Initialization, loading and export of Hugging Face weights, as safetensors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save_te
 if TYPE_CHECKING:
     from scalewise.models.hf.config import HuggingFaceConfig
 
-INITIAL_STD = 0.02
-"""Of a configuration that names none, as in transformers."""
+DEFAULT_STD = 0.02
+"""Standard deviation of a configuration without ``initializer_range``, as in transformers."""
 
 
 @torch.no_grad()
 def init_weights(module: CausalLMModule, weights: Iterable[Weight], seed: int) -> None:
-    """Draws every matrix afresh, each from ``seed`` and its name; norms are one, biases zero."""
+    """Initialize every matrix from ``seed`` and its name; norms are one, biases zero."""
     roles = {weight.name: weight.role for weight in weights}
-    std = getattr(module.head.config, "initializer_range", None) or INITIAL_STD
+    std = getattr(module.head.config, "initializer_range", None) or DEFAULT_STD
     for name, parameter in module.base_parameters():
         if isinstance(parameter, nn.Parameter) and roles[name] == "bias":
             nn.init.zeros_(parameter)
@@ -45,10 +45,12 @@ def init_weights(module: CausalLMModule, weights: Iterable[Weight], seed: int) -
 
 @torch.no_grad()
 def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
-    """Gives a materialized module, sharded or not, the weights at ``path``, in its dtype.
+    """Copy the weights at ``path`` into a materialized module, sharded or not, in its dtype.
 
-    One tensor is read at a time, and each rank keeps its own part of it. Raises
-    ``CheckpointError`` for files that cannot be read, or are of another model.
+    One tensor is read at a time, and each rank stores its own shard.
+
+    Raises:
+        CheckpointError: A file cannot be read, or the weights are of another model.
     """
     tensors = open_checkpoint(path, depth)
     names = _match_names(tensors, module, path)
@@ -65,30 +67,30 @@ def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
 
 
 def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
-    """Returns the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
-    folder = hub.model_folder(path, hub.WEIGHTS)
-    fix = "save_pretrained writes them; or set model.init=random"
+    """Return the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
+    folder = hub.model_folder(path, hub.WEIGHT_FILES)
+    fix = "save the model with save_pretrained, or set model.init=random"
     files = SafetensorsFiles(weight_files(folder, KEY, path, fix), KEY, path)
     return PretrainedTensors(files, introspection.build_original(path, depth))
 
 
 def weight_issues(path: str) -> tuple[ConfigIssue, ...]:
-    """Returns why the weights of a local folder are not those of its model; nothing is read.
+    """Return the config issues of the weights in a local folder; only file headers are read.
 
-    The files' headers are compared once for each state of the files.
+    The result is cached until a file changes.
     """
     folder = Path(path).expanduser()
-    states = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
-    signature = tuple((str(file), at.st_mtime_ns, at.st_size) for file, at in states)
+    stats = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
+    signature = tuple((str(file), stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return _check_weights(path, signature)
 
 
 @lru_cache(maxsize=16)
 def _check_weights(path: str, signature: object) -> tuple[ConfigIssue, ...]:
-    part = StageSlice(range(introspection.read_model_info(path, None).layers))
+    full = StageSlice(range(introspection.read_model_info(path, None).layers))
     try:
         _match_names(
-            open_checkpoint(path, None), introspection.build_meta_module(path, None, part), path
+            open_checkpoint(path, None), introspection.build_meta_module(path, None, full), path
         )
     except CheckpointError as error:
         return tuple(error.issues)
@@ -96,82 +98,91 @@ def _check_weights(path: str, signature: object) -> tuple[ConfigIssue, ...]:
 
 
 def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) -> dict[str, str]:
-    """Returns transformers' name of the tensor for each weight of a module, or of a part of one.
+    """Return the checkpoint's name for each parameter of a module, or of one stage of it.
 
-    Raises ``CheckpointError`` for what is missing, left over or of another shape.
+    Raises:
+        CheckpointError: A tensor is missing, unexpected or of another shape.
     """
-    found, missing, misshapen = dict[str, str](), list[str](), list[str]()
+    names, missing, misshapen = dict[str, str](), list[str](), list[str]()
     for name, parameter in module.base_parameters():
-        theirs = module.hf_name(name)
-        if not (held := tensors.find_tied_names(theirs)):
-            missing.append(theirs)
+        hf_name = module.hf_name(name)
+        if not (stored := tensors.find_tied_names(hf_name)):
+            missing.append(hf_name)
             continue
-        found[name] = held[0]
-        want = (*parameter.shape,)[:: -1 if theirs in module.transposed_weights else 1]
-        if (have := tensors.shape(held[0])) != want:
-            misshapen.append(f"{held[0]} {[*have]} where the model has {[*want]}")
-    whole = len(module.blocks) == module.num_layers
-    lines = {"lacks": missing, "holds": misshapen}
-    lines |= {"holds what the model lacks:": tensors.unexpected if whole else []}
+        names[name] = stored[0]
+        expected = (*parameter.shape,)[:: -1 if hf_name in module.transposed_weights else 1]
+        if (shape := tensors.shape(stored[0])) != expected:
+            misshapen.append(f"{stored[0]} {[*shape]}, not {[*expected]}")
+    is_full = len(module.blocks) == module.num_layers
+    problems = {
+        "has no tensor": missing,
+        "has a tensor of another shape:": misshapen,
+        "has a tensor that the model does not have:": tensors.unexpected if is_full else [],
+    }
     if issues := [
         ConfigIssue(
             KEY,
             path,
-            f"{said} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""),
-            "give the folder of the model that config.json is of",
+            f"{reason} {affected[0]}" + (f" and {len(affected) - 1} more" if affected[1:] else ""),
+            "choose a folder whose weights match its config.json",
         )
-        for said, names in lines.items()
-        if names
+        for reason, affected in problems.items()
+        if affected
     ]:
         raise CheckpointError(issues)
-    return found
+    return names
 
 
 def _tie_issues(
     tensors: PretrainedTensors, module: CausalLMModule, names: Mapping[str, str], path: str
 ) -> Iterator[ConfigIssue]:
-    """Yields tied parameters that the checkpoint holds several times with different values."""
-    read = {*names.values()}
+    """Yield tied parameters that have different values in the checkpoint."""
+    loaded = {*names.values()}
     for name in names.values():
-        for other in {*tensors.find_tied_names(name)} - read:
+        for other in {*tensors.find_tied_names(name)} - loaded:
             if not tensors.is_equal(name, other):
-                reason = f"holds {other} and {name} with different values, which config.json ties"
-                fix = "write tie_word_embeddings=false into config.json"
+                reason = f"has different values for {other} and {name}, which config.json ties"
+                fix = "set tie_word_embeddings=false in config.json"
                 yield ConfigIssue(KEY, path, reason, fix)
 
 
 def _buffer_issues(
     tensors: PretrainedTensors, module: CausalLMModule, path: str
 ) -> Iterator[ConfigIssue]:
-    """Yields buffers of the checkpoint that are not those which the configuration gives."""
+    """Yield buffers of the checkpoint that differ from those of the configuration."""
     for name, constant in module.original_buffers.items():
-        if (theirs := module.hf_name(name)) in tensors:
-            held = tensors.read(theirs).to(constant.dtype)
-            if held.shape != constant.shape or not torch.equal(held, constant.to(held.device)):
-                reason = f"holds a buffer {theirs} with other values than config.json gives"
+        if (hf_name := module.hf_name(name)) in tensors:
+            stored = tensors.read(hf_name).to(constant.dtype)
+            if stored.shape != constant.shape or not torch.equal(
+                stored, constant.to(stored.device)
+            ):
+                reason = f"has a buffer {hf_name} with other values than config.json gives"
                 yield ConfigIssue(KEY, path, reason, "choose a model without such a buffer")
 
 
 def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: Path) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM``, or that of its kind, loads.
+    """Write a folder that the Auto classes of transformers load.
 
-    ``state`` holds whole tensors and gives the dtype.
+    Args:
+        state: Unsharded state dict, whose dtype the files have.
+        spec: Configuration of the model.
+        folder: Folder to write.
     """
     module = introspection.build_meta_module(spec.path, spec.depth, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
     for name, _ in module.base_parameters():
-        theirs, tensor = module.hf_name(name), state[name].detach()
-        tensors[theirs] = tensor.T if theirs in module.transposed_weights else tensor
+        hf_name, tensor = module.hf_name(name), state[name].detach()
+        tensors[hf_name] = tensor.T if hf_name in module.transposed_weights else tensor
     persistent = {*introspection.build_original(spec.path, spec.depth).state_dict()}
     for name, constant in module.original_buffers.items():
-        if (theirs := module.hf_name(name)) in persistent:
-            tensors[theirs] = constant
+        if (hf_name := module.hf_name(name)) in persistent:
+            tensors[hf_name] = constant
     tensors = revert_weight_conversion(introspection.build_original(spec.path, spec.depth), tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE)
     config = read_config(spec.path, spec.depth)
     if spec.info.tied_head is None and not config.is_encoder_decoder:
-        config.tie_word_embeddings = False  # the checkpoint may hold a head of its own
+        config.tie_word_embeddings = False  # the checkpoint may have a head of its own
     config.architectures = [type(module.head).__name__]
     config.dtype = next(iter(state.values())).dtype
     config.save_pretrained(folder)
