@@ -417,7 +417,7 @@ RULES: list[Row] = [
         ["data.tokenizer=/"],
         "data.tokenizer",
         "is a folder",
-        "give the path of a tokenizer.json",
+        "to the path of a tokenizer.json",
     ),
     (
         ["schedule.warmup_steps=10", "trainer.max_steps=10"],
