@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
-from scalewise.planner.config import PlanSearch
+from scalewise.plan_config import PlanSearch
+from scalewise.registry import register_option
 from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalewise.config import registry
+from scalewise import registry
 from scalewise.data import content, tokenizer_files
 from scalewise.data.file_patterns import match_paths
 from scalewise.errors import ConfigError, ConfigIssue, DataError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import optim

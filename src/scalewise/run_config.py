@@ -11,8 +11,7 @@ from pathlib import Path
 
 from scalewise.activation_checkpointing import ActivationCheckpointing
 from scalewise.adapters.config import AdapterConfig
-from scalewise.checkpoints.config import CheckpointConfig
-from scalewise.config.registry import target_name
+from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.base import DataConfig
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import (
@@ -22,14 +21,14 @@ from scalewise.hardware import (
     resolve_for_machine,
     this_machine,
 )
-from scalewise.launch.config import Launch
+from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ScheduleConfig
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.objectives import ObjectiveConfig
 from scalewise.objectives.module import misplaced_issues
 from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
-from scalewise.planner.config import PlanConfig
+from scalewise.plan_config import PlanConfig
 from scalewise.precision import Precision
 from scalewise.quantization.config import (
     NoQuantizationConfig,
@@ -37,8 +36,9 @@ from scalewise.quantization.config import (
     weight_census,
     weight_census_by_kind,
 )
+from scalewise.registry import target_name
 from scalewise.torch_compile import Compile
-from scalewise.tracking.config import WandbConfig
+from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 from scalewise.units import GIB, MAX_NUMBER
 from scalewise.validation import compatibility, trusted_imports

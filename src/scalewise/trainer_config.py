@@ -8,9 +8,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import AutoCheckpointing
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
-from scalewise.planner.config import PlanSearch
+from scalewise.plan_config import PlanSearch
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

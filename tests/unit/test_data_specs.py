@@ -11,7 +11,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from scalewise.config.registry import target_name
 from scalewise.config.schemas import schema_mirror
 from scalewise.data.captions import CaptionData
 from scalewise.data.chat import ChatData
@@ -30,6 +29,7 @@ from scalewise.data.synthetic_shapes import SyntheticShapes
 from scalewise.data.text import TextData
 from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import DataError
+from scalewise.registry import target_name
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scalewise.config import paths, registry
+from scalewise import registry
+from scalewise.config import paths
 from scalewise.config.compose import compose, flatten
 from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from scalewise import inputs
+from scalewise import inputs, registry
 from scalewise.commands import trained
-from scalewise.config import registry
 from scalewise.data import content
 from scalewise.data.pretokenized import PretokenizedData
 from scalewise.data.text import TextData

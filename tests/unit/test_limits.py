@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scalewise.hardware import DeviceKind
-from scalewise.launch.config import Launch
+from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
 from scalewise.training.fit import RankInfo, set_device
 from scalewise.units import GIB

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from scalewise.config import paths, registry
+from scalewise import registry
+from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig

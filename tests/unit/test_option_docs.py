@@ -8,19 +8,19 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from scalewise import callback_config, registry
 from scalewise.commands.explain import example_value
-from scalewise.config import option_docs, paths, registry, schemas
+from scalewise.config import option_docs, paths, schemas
 from scalewise.config.compose import compose
 from scalewise.config.option_docs import FieldDoc, OptionDoc
 from scalewise.run_config import RunConfig
-from scalewise.training.callbacks import callback_args
 from scalewise.typed_override import override
 
 registry.import_options()
 CLASSES = dict.fromkeys(
     [
         *(cls for options in registry.OPTIONS.values() for cls in options.values()),
-        *callback_args.BUILTIN_CALLBACKS.values(),
+        *callback_config.BUILTIN_CALLBACKS.values(),
         RunConfig,
     ]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.config import registry
+from scalewise import registry
 from scalewise.errors import ScalewiseError
 from scalewise.launch import job_serialization
 from scalewise.launch.executor import SweepTask

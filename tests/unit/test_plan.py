@@ -16,8 +16,8 @@ from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import OpWork
 from scalewise.parallelism.rank_memory import forward_spec
+from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
-from scalewise.planner.config import MemoryMethod
 from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.planner.override_edit import replace_overrides

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scalewise.config.registry import registered_targets
 from scalewise.hardware import DeviceKind
+from scalewise.registry import registered_targets
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]

@@ -13,8 +13,8 @@ from fixtures.layouts import LLAMA_8B
 from scalewise.commands import plan as plan_verb
 from scalewise.commands import show_search
 from scalewise.errors import ConfigError
+from scalewise.plan_config import RankBy
 from scalewise.planner.alternatives import neighbor_alternatives
-from scalewise.planner.config import RankBy
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.override_edit import replace_overrides
 from scalewise.planner.plan import Plan, build_plan

@@ -14,7 +14,6 @@ import pytest
 from scalewise.errors import ScalewiseError
 from scalewise.run_config import RunConfig
 from scalewise.tracking import connection, wandb_session
-from scalewise.tracking.config import WandbConfig, WandbMode
 from scalewise.tracking.connection import (
     call_with_timeout,
     has_key,
@@ -23,6 +22,7 @@ from scalewise.tracking.connection import (
     without_credentials,
 )
 from scalewise.tracking.wandb_session import NullSession, choose_mode, open_session
+from scalewise.tracking_config import WandbConfig, WandbMode
 
 DEAD = "http://127.0.0.1:9"
 

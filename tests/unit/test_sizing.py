@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from fixtures.layouts import LAYOUTS
 
-from scalewise.checkpoints.config import CheckpointConfig
+from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.commands import fit
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind

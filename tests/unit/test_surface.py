@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 
 import scalewise
-from scalewise import cli, errors
-from scalewise.config import paths, registry
+from scalewise import cli, errors, registry
+from scalewise.config import paths
 from scalewise.launch.status import Outcome
 from scalewise.tracking.metric_names import METRICS, STEP_PHASES
 

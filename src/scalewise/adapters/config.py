@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
 from scalewise.adapters.config import AdapterConfig
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.target_modules import is_adapter_weight
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scalewise import registry
 from scalewise.adapters import peft_import
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.checkpoints import store
-from scalewise.config import registry
-from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.tracking.run_files import load_yaml
 from scalewise.typed_override import format_override
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
 from scalewise.adapters import AdapterConfig, LoRAAdapterConfig, NoAdapterConfig
 from scalewise.bench.published_rows import Row
-from scalewise.checkpoints.config import CheckpointConfig
+from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.random_tokens import RandomTokens
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
-from scalewise.launch.config import Launch
+from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.objectives import CausalLM
@@ -28,7 +28,7 @@ from scalewise.parallelism.rank_memory import RankMemory
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import Compile
-from scalewise.tracking.config import WandbConfig
+from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 
 BF16 = Precision(FloatFormat.bf16, FloatFormat.bf16)

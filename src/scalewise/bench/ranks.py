@@ -9,9 +9,9 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.launch import exit_reports, rank_entrypoint
-from scalewise.launch.config import Launch
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome
+from scalewise.launch_config import Launch
 
 GRACE_SECONDS = 2.0
 """Grace period after a signal; a measurement has nothing to save."""

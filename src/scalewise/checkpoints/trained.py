@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalewise import inputs
+from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.checkpoints import store
-from scalewise.config import registry
-from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.console import print_lines
 from scalewise.data import run_tokenizer
 from scalewise.data.base import DataConfig, DataSplits
@@ -25,6 +23,7 @@ from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
+from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.tracking.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
 

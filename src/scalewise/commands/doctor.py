@@ -86,9 +86,9 @@ def _disk_line() -> Iterator[Line]:
 
 
 def _tracking_lines() -> Iterator[Line]:
-    from scalewise.tracking.config import WandbConfig, WandbMode
     from scalewise.tracking.connection import base_url, has_key
     from scalewise.tracking.wandb_session import choose_mode
+    from scalewise.tracking_config import WandbConfig, WandbMode
 
     if issues := [str(issue) for issue in WandbConfig().validate_machine()]:
         yield "W&B", "invalid settings", "; ".join(issues)

@@ -12,7 +12,7 @@ from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import external_launcher
-from scalewise.planner.config import PlanSearch, UnfitPolicy
+from scalewise.plan_config import PlanSearch, UnfitPolicy
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes

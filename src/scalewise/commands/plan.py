@@ -17,8 +17,8 @@ from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.sweep_resume import ResumeRequest
+from scalewise.plan_config import MemoryMethod, PlanSearch
 from scalewise.planner import worst_rank
-from scalewise.planner.config import MemoryMethod, PlanSearch
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
 from scalewise.planner.plan import Plan, build_plan

@@ -11,8 +11,8 @@ from scalewise.failures import report_errors
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec, Result
 from scalewise.plain_console import styled_text
+from scalewise.plan_config import UnfitPolicy
 from scalewise.planner.auto_micro_batch import MicroBatchChoice
-from scalewise.planner.config import UnfitPolicy
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.tracking import planned_vs_measured

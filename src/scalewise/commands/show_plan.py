@@ -11,8 +11,8 @@ from rich.table import Table
 from scalewise.console import MISSING, get_console
 from scalewise.hardware import DeviceKind
 from scalewise.plain_console import styled_text
+from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_transfer
-from scalewise.planner.config import UnfitPolicy
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.override_edit import replace_overrides

@@ -10,9 +10,9 @@ from scalewise.config.sweep_preview import preview_search
 from scalewise.console import print_lines
 from scalewise.launch import signals
 from scalewise.tracking import wandb_sweeps
-from scalewise.tracking.config import WandbMode
 from scalewise.tracking.wandb_api import WandbServer, wandb_environment
 from scalewise.tracking.wandb_session import choose_mode
+from scalewise.tracking_config import WandbMode
 
 
 def main(arguments: Sequence[str]) -> int:

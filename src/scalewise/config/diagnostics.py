@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from scalewise.config import paths, registry, sweep_grid
+from scalewise import registry
+from scalewise.config import paths, sweep_grid
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
 from scalewise.config.suggestions import did_you_mean, suggested_option

@@ -20,7 +20,7 @@ from hydra.core import utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from scalewise.config import registry
+from scalewise import registry
 from scalewise.config.parse import LEAK_REASON
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.redaction import HIDDEN, redact, reveals_secret

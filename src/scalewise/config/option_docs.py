@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from scalewise import callback_config, registry
 from scalewise.bounded_yaml import load_yaml
-from scalewise.config import paths, registry
+from scalewise.config import paths
 from scalewise.run_config import RunConfig
-from scalewise.training.callbacks import callback_args
 from scalewise.typed_override import override
 
 GROUP_NAMES = (*paths.GROUPS, "experiment", "sweep")
@@ -256,9 +256,9 @@ def _callback_fields(sets: Mapping[str, object]) -> Iterator[FieldDoc]:
         if not isinstance(arguments, dict):
             continue
         target = str(arguments["_target_"])
-        if target in callback_args.BUILTIN_CALLBACKS:
+        if target in callback_config.BUILTIN_CALLBACKS:
             yield from class_fields(
-                callback_args.BUILTIN_CALLBACKS[target], f"callbacks.{name}.", arguments
+                callback_config.BUILTIN_CALLBACKS[target], f"callbacks.{name}.", arguments
             )
             continue
         for key, value in arguments.items():

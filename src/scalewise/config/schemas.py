@@ -13,7 +13,8 @@ from typing import Any, Self
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from scalewise.config import paths, registry
+from scalewise import registry
+from scalewise.config import paths
 from scalewise.run_config import RunConfig
 
 

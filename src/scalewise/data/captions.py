@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.data.file_patterns import match_paths
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 
 @register_option("data", "captions")

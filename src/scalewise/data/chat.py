@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.chat_formats import SUFFIXES, parse_conversation
 from scalewise.data.chat_messages import RecordKeys
@@ -15,6 +14,7 @@ from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.data.file_patterns import match_paths, path_issues
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 
 @register_option("data", "chat")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.text_files import Document, skip_nulls
 from scalewise.data.tokenization import END_OF_TEXT, Documents, TokenizerSource
 from scalewise.errors import ConfigError, ConfigIssue, DataError
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.data.datasets import StreamedDataset

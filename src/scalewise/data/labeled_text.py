@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_templates import ConversationTemplate, TextSegment
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 
 @register_option("data", "labelled")

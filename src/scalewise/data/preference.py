@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_templates import ConversationTemplate, TextSegment
+from scalewise.registry import register_option
 
 
 @register_option("data", "preference")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.file_patterns import path_issues
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 SUFFIXES = frozenset({".bin", ".npy"})
 

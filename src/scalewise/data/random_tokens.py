@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 
 @register_option("data", "synthetic")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs, normalize_spaces
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.data.chat_cache import RenderedRecord

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataSplits
 from scalewise.data.stdlib_corpus import VALIDATION_FRACTION, StdlibCorpus, held_out_names
 from scalewise.errors import DataError
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.data.chat_cache import RenderedRecord

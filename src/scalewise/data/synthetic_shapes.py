@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.tokenization import END_OF_TEXT
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from scalewise.config.registry import register_option
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.file_patterns import file_suffix, match_paths, path_issues
 from scalewise.data.stdlib_corpus import held_out_names
@@ -20,6 +19,7 @@ from scalewise.data.text_files import (
 )
 from scalewise.data.tokenization import END_OF_TEXT, Documents, TokenizerSource
 from scalewise.errors import ConfigIssue, DataError
+from scalewise.registry import register_option
 
 
 @register_option("data", "text")

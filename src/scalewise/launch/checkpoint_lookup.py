@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scalewise import inputs
+from scalewise import inputs, registry
 from scalewise.checkpoints import store
-from scalewise.config import registry
-from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.console import print_lines
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
 from scalewise.launch.locks import InUseError, LockOwner
+from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import RecordError, load_yaml, read_json
 from scalewise.tracking.sweep_record import is_running, release_reserved, run_start

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import inputs
-from scalewise.config.renamed_targets import FORMER_TARGETS, rename_targets
+from scalewise.renamed_targets import FORMER_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, read_yaml
 

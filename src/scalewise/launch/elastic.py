@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scalewise.launch import exit_reports, processes, rendezvous, resource_affinity, signals
-from scalewise.launch.config import Launch
 from scalewise.launch.rank_entrypoint import run_with_affinity, train_as_rank
 from scalewise.launch.status import Outcome
+from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
 
 ELASTIC = "torch.distributed.elastic"

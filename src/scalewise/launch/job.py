@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from scalewise import atomic, inputs
+from scalewise.callback_config import is_builtin
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
 from scalewise.launch import exit_reports, external_launcher, locks, processes, signals
-from scalewise.launch.config import Isolation
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome, Status, git_state
+from scalewise.launch_config import Isolation
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_text
-from scalewise.training.callbacks.callback_args import is_builtin
 
 if TYPE_CHECKING:
     from scalewise.planner.auto_micro_batch import MicroBatchChoice

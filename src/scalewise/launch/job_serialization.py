@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from scalewise.config import registry
+from scalewise import registry
 from scalewise.errors import ScalewiseError
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec

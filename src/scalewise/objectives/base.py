@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.precision import FloatFormat
+from scalewise.registry import option_name
 from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.seq2seq import Seq2Seq
+from scalewise.registry import option_name, register_option
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

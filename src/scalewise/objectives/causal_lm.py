@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED, ObjectiveConfig
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor

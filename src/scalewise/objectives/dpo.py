@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import LogProbabilities
+from scalewise.registry import option_name, register_option
 
 if TYPE_CHECKING:
     from torch import Tensor

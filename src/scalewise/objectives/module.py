@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from scalewise.activation_checkpointing import Recompute
 from scalewise.adapters.config import NoAdapterConfig
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.objectives.base import ObjectiveConfig
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
+from scalewise.registry import option_name, register_option
 from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import TrainerConfig
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import AutoCheckpointing
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.causal_lm import CausalLM
+from scalewise.registry import option_name, register_option
 from scalewise.trainer_config import AUTO, SIZE
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
 from scalewise.optimizers.base import OptimizerConfig, betas_issues
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import optim

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.optimizers.adam import AdamBase
 from scalewise.optimizers.base import FixedStateOptimizerConfig
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor, optim

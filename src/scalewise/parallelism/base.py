@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
+from scalewise.registry import option_name
 
 if TYPE_CHECKING:
     from scalewise.parallelism.communication import Collective

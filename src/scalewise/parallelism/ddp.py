@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Weight
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.parallelism.communication import Collective

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 from scalewise.precision import FloatFormat
+from scalewise.registry import option_name, register_option
 from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override
 from scalewise.units import MIB

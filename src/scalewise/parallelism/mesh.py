@@ -9,10 +9,10 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.parallelism.communication import Collective

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import Recompute
-from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.objectives import CausalLM
 from scalewise.precision import FloatFormat
+from scalewise.registry import option_name
 from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:

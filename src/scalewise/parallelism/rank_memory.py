@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.parallelism.rank_partition import RankStages
 from scalewise.torch_compile import CompileScope
-from scalewise.training.callbacks.callback_args import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

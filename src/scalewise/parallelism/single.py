@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.hardware import DeviceKind
 from scalewise.parallelism.base import ParallelismConfig
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.parallelism.rank_memory import RankMemory

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from scalewise.plan_config import RankBy
 from scalewise.planner import layout_enumeration
-from scalewise.planner.config import RankBy
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.memory_breakdown import entry_title
 from scalewise.planner.search import SearchCandidate, SearchResult

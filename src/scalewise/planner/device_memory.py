@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import Recompute
+from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT
 from scalewise.models.base import StageSlice
 from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, shard_bytes, shard_elements
 from scalewise.planner.activation_liveness import PartLiveness
@@ -31,7 +32,6 @@ from scalewise.planner.phases import (
 )
 from scalewise.planner.pipeline_peaks import PipelinePeakPoint, iter_waiting_parts
 from scalewise.precision import FloatFormat
-from scalewise.training.callbacks.callback_args import AVERAGE_BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

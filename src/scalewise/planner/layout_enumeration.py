@@ -8,13 +8,13 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner.config import PlanSearch
+from scalewise.plan_config import PlanSearch
+from scalewise.registry import option_name
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

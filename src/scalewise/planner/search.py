@@ -16,8 +16,8 @@ from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
 from scalewise.optimizers import SGDConfig
+from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration
-from scalewise.planner.config import PlanSearch, RankBy
 from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.override_edit import override_keys
 from scalewise.planner.plan import Plan

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.hardware import DeviceKind

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat, Precision
+from scalewise.registry import option_name, register_option
 
 if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule

@@ -10,12 +10,12 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig, replace_layers
+from scalewise.registry import option_name, register_option
 from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:

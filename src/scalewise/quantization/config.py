@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.config import weight_census as unpacked_census
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,13 +9,13 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig, replace_layers
+from scalewise.registry import option_name, register_option
 from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:

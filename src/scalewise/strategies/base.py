@@ -23,7 +23,7 @@ from scalewise.strategies import grad_norm, optimizer_state_dict
 from scalewise.strategies.optimizer_in_backward import OptimizerInBackward
 
 if TYPE_CHECKING:
-    from scalewise.checkpoints.config import CheckpointConfig
+    from scalewise.checkpoint_config import CheckpointConfig
     from scalewise.run_config import RunConfig
 
 Batch = dict[str, Tensor]

@@ -12,10 +12,10 @@ from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
 from scalewise.redaction import redact, redact_tree
 from scalewise.run_config import RunConfig
-from scalewise.tracking.config import WandbConfig, WandbMode
 from scalewise.tracking.connection import base_url, has_key, hide_credentials, is_answering
 from scalewise.tracking.metric_names import METRICS
 from scalewise.tracking.wandb_sweeps import flat_keys
+from scalewise.tracking_config import WandbConfig, WandbMode
 
 INIT_TIMEOUT = 5.0
 """Seconds for the creation of the run."""

@@ -14,7 +14,6 @@ from scalewise import regular_files
 from scalewise.adapters.target_modules import is_adapter_weight, module_name
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
-from scalewise.tracking.config import ArtifactsKind
 from scalewise.tracking.run_files import (
     WANDB_FACTS,
     read_json,
@@ -24,6 +23,7 @@ from scalewise.tracking.run_files import (
 )
 from scalewise.tracking.wandb_api import WandbServer
 from scalewise.tracking.wandb_session import Row, average_window, predicted_metrics, summary_metrics
+from scalewise.tracking_config import ArtifactsKind
 
 PUBLISHED_FILE = "wandb/published.json"
 """Record of the last upload: the W&B run and digests of the files."""

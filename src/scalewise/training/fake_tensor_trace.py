@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
-from scalewise.config.registry import option_name
+from scalewise.callback_config import averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.storages import storage_bytes
@@ -27,12 +27,12 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.precision import FloatFormat
+from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
 from scalewise.strategies.nd_parallel import MeshStrategy
 from scalewise.torch_compile import CompileScope
 from scalewise.training import fake_distributed
-from scalewise.training.callbacks.callback_args import averaging_callback
 
 DEPTHS = (4, 6)
 """Layers of the shallow copies; with fewer, the first and the last blocks coincide."""

@@ -12,9 +12,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TypeVar
 
-from scalewise.config.registry import target_name
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.failures import exception_message, user_frame
+from scalewise.registry import target_name
 from scalewise.typed_override import format_override
 from scalewise.validation.trusted_imports import TRUSTED_PACKAGES
 

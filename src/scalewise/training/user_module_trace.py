@@ -13,13 +13,13 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from scalewise.config.registry import option_name
 from scalewise.errors import ConfigError
 from scalewise.measure.memory import MemoryProbe
 from scalewise.objectives import UserModule
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
+from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.training import fake_distributed, fake_tensor_trace, import_class, user_module

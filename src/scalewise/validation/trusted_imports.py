@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from scalewise import callback_config as own_callbacks
 from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import ConfigIssue
 from scalewise.objectives import UserModule
-from scalewise.training.callbacks import callback_args as own_callbacks
 from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:

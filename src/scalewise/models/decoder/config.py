@@ -8,11 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+from scalewise.registry import register_option
 from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
 from scalewise.models.hf.compatibility import hf_issues
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES, ModelInfo
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from scalewise.callback_config import EMAArgs
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError
 from scalewise.strategies import grad_norm
-from scalewise.training.callbacks.callback_args import EMAArgs
 from scalewise.training.callbacks.metrics_recorder import trainer_strategy
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.training.callbacks.callback_args import FaultArgs
+from scalewise.callback_config import FaultArgs
 
 
 class InjectedFault(FaultArgs, Callback, ABC):

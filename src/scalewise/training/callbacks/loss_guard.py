@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from scalewise.callback_config import LossGuardArgs
 from scalewise.errors import ScalewiseError
-from scalewise.training.callbacks.callback_args import LossGuardArgs
 from scalewise.training.lightning_module import TrainingModule
 
 

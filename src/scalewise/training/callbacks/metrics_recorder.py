@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from scalewise.callback_config import EMAArgs, ProfilerArgs
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.steptime import OTHER, StepTimer
@@ -18,7 +19,6 @@ from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.torch_compile import CompileScope
 from scalewise.tracking.metric_names import STEP_PHASES
-from scalewise.training.callbacks.callback_args import EMAArgs, ProfilerArgs
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
+from scalewise.callback_config import ProfilerArgs
 from scalewise.measure.profiled import silence_profiler
-from scalewise.training.callbacks.callback_args import ProfilerArgs
 
 
 class Profiler(ProfilerArgs, Callback):

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
-from scalewise.config.renamed_targets import RENAMED_TARGETS
+from scalewise.renamed_targets import RENAMED_TARGETS
 
 ConfigClass = TypeVar("ConfigClass", bound=type)
 OPTIONS: dict[str, dict[str, type]] = {}
@@ -70,7 +70,7 @@ def import_options() -> None:
 
 
 def _config_modules() -> Iterator[str]:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):
         if path.name != "registry.py" and b"\n@register_option(" in path.read_bytes():
             parts = path.relative_to(root.parent).with_suffix("").parts

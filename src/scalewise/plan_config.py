@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 
 class PlanSearch(StrEnum):

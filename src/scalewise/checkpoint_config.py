@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 
 @register_option("checkpoint", "checkpoint")

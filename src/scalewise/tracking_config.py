@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-from scalewise.config.registry import register_option
 from scalewise.errors import ConfigIssue
+from scalewise.registry import register_option
 
 
 class WandbMode(StrEnum):
