@@ -141,7 +141,7 @@ class OptunaSweeper(Sweeper):
         folder: Path,
         first_number: int,
     ) -> list["Trial"]:
-        """Run the trials whose config is valid and return them; the others are refused."""
+        """Run the trials whose config is valid and return them; reject the others."""
         from scalewise.commands import show_study
         from scalewise.config import app
         from scalewise.hpo.outcome import TrialOutcome

@@ -50,8 +50,8 @@ def iter_waiting_parts(
 ) -> Iterator[StageSlice]:
     """Yield the stage of each waiting forward pass, except one pass per stage.
 
-    A rank runs as many forward passes through a stage as there are pipeline ranks, then goes on
-    to its next stage.
+    A rank runs as many forward passes through a stage as there are pipeline ranks, then
+    continues with its next stage.
     """
     stages, num_ranks = rank_memory.stages, rank_memory.pipeline_ranks
     pass_indices = range(peak_point.waiting_passes + len(stages))

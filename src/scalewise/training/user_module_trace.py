@@ -27,7 +27,7 @@ from scalewise.training.fit import silence_lightning
 
 
 def trace_user_module(run: RunConfig) -> dict[str, int]:
-    """Memory of a training step, measured on fake tensors with a batch of the user's loader.
+    """Memory of a training step, measured on fake tensors with a batch of its dataloader.
 
     A DDP replica is traced as a single device. Its gradients stay allocated between steps if they
     are views of the buckets, and are counted twice otherwise.
