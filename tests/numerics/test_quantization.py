@@ -21,7 +21,12 @@ from scalewise.quantization.bitsandbytes_config import (
     Int8Config,
     NF4Config,
 )
-from scalewise.quantization.packed_linear import FourBitLinear, Int8Linear, PackedLinear
+from scalewise.quantization.packed_linear import (
+    FourBitLinear,
+    Int8Linear,
+    PackedLinear,
+    build_packed_linear,
+)
 from scalewise.strategies.single import SingleDevice
 
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.targets=[attention.query,feedforward.down]")
@@ -121,7 +126,7 @@ def packed(
     packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None = None
 ) -> PackedLinear:
     out, into = whole.shape
-    layer = packing.build_layer(into, out, bias=bias is not None).to_empty(device="cpu")
+    layer = build_packed_linear(packing, into, out, bias=bias is not None).to_empty(device="cpu")
     layer.pack(whole)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)

@@ -23,6 +23,7 @@ from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
+from scalewise.quantization.build import round_state_dict, unpack_state_dict
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.tracking.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
@@ -103,7 +104,7 @@ class TrainedRun:
             initial = self._initial_state_dict()
             if unquantized:
                 return initial
-            return self.quantization.round_state_dict(initial, self.model)
+            return round_state_dict(self.quantization, initial, self.model)
         weights = store.released_weights(self.checkpoint)
         with checkpoint_errors(self.checkpoint):
             if self.optimizer.averages_weights:
@@ -111,7 +112,7 @@ class TrainedRun:
                     weights, store.full_tensors(self.checkpoint, "optimizer")
                 )
             state = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
-            state = self.quantization.unpack_state_dict(state, self.model)
+            state = unpack_state_dict(self.quantization, state, self.model)
         if unquantized and self.packed_weights:
             initial = self.model.build(self.seed).state_dict()
             state |= {weight.name: initial[weight.name] for weight in self.packed_weights}

@@ -11,6 +11,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.precision import FloatFormat
+from scalewise.quantization.build import apply_quantization
 
 
 def load_model(
@@ -30,7 +31,7 @@ def load_model(
     if not unquantized:
         trained_run.precision.apply(module, trained_run.model, DeviceKind(device.type))
     if trained_run.fake_quantized_weights and not unquantized:
-        trained_run.quantization.apply(module, trained_run.model)
+        apply_quantization(trained_run.quantization, module, trained_run.model)
     module.to_empty(device=device)
     module.init_buffers()
     state = trained_run.read_merged_state_dict(unquantized=unquantized)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -40,6 +40,19 @@ class ModelModule(nn.Module):
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
         """Return the blocks, in order; each is sharded, compiled and checkpointed separately."""
+
+    def replace_linears(
+        self, names: Iterable[str], build_layer: Callable[[nn.Linear], nn.Module]
+    ) -> None:
+        """Replace linear layers of all blocks by the result of ``build_layer``, in place.
+
+        ``names``: layers by name within a block.
+        """
+        for block in self.layers():
+            for name in names:
+                layer = block.get_submodule(name)
+                assert isinstance(layer, nn.Linear)
+                block.set_submodule(name, build_layer(layer))
 
     @abstractmethod
     def head_parameters(self) -> Iterator[nn.Parameter]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import ceil
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.quantization.config import QuantizationConfig, replace_layers
+from scalewise.quantization.config import QuantizationConfig
 from scalewise.registry import option_name, register_option
 from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from scalewise.models.base_module import ModelModule
-    from scalewise.quantization.packed_linear import PackedLinear
     from scalewise.run_config import RunConfig
 
 BLOCK_ELEMENTS = 64
@@ -34,6 +28,9 @@ FP32_BYTES = 4
 
 class BitsAndBytesConfig(QuantizationConfig):
     """Packs the linear layers of all blocks, but not embeddings, norms and head."""
+
+    implementation = "scalewise.quantization.packed_linear"
+    package = requirement = "bitsandbytes"
 
     def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Names, within a block, of all linear layers."""
@@ -68,69 +65,6 @@ class BitsAndBytesConfig(QuantizationConfig):
             reason = f"is not supported with bitsandbytes, which unpacks for quantization={name}"
             yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
 
-    def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yield an issue if bitsandbytes is not installed."""
-        if find_spec("bitsandbytes") is None:
-            reason, fix = (
-                "requires bitsandbytes, which is not installed",
-                "pip install bitsandbytes",
-            )
-            yield ConfigIssue("quantization", option_name(self), reason, fix)
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace linear layers by packed ones, in place, on the meta device.
-
-        Raises ``ConfigError`` if bitsandbytes is not installed.
-        """
-        if issues := [*self.validate_machine()]:
-            raise ConfigError(issues)
-
-        def build_packed(layer: nn.Linear) -> nn.Module:
-            out_features, in_features = layer.weight.shape
-            return self.build_layer(in_features, out_features, bias=layer.bias is not None)
-
-        replace_layers(module, self.packed_layers(model), build_packed)
-
-    @abstractmethod
-    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Build a packed layer on the meta device."""
-
-    def unpack_state_dict(
-        self, state: Mapping[str, Tensor], model: ModelConfig
-    ) -> dict[str, Tensor]:
-        """Tensors of a checkpoint with packed matrices dequantized to fp32."""
-        unpacked = dict(state)
-        for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
-            layer = self._build_layer_like(weight)
-            parts = {
-                part.name.rpartition(".")[2]: unpacked.pop(part.name)
-                for part in self.packed_parts(weight)
-            }
-            layer.load_state_dict(parts, assign=True)
-            unpacked[weight.name] = _full_weight(layer)
-        return unpacked
-
-    def round_state_dict(
-        self, state: Mapping[str, Tensor], model: ModelConfig
-    ) -> dict[str, Tensor]:
-        """Tensors of a model with matrices quantized and dequantized to fp32."""
-        rounded = dict(state)
-        for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
-            layer = self._build_layer_like(weight).to_empty(device=rounded[weight.name].device)
-            layer.pack(rounded[weight.name])
-            rounded[weight.name] = _full_weight(layer)
-        return rounded
-
-    def _build_layer_like(self, weight: Weight) -> PackedLinear:
-        out_features, in_features = weight.shape
-        return self.build_layer(in_features, out_features, bias=False)
-
-
-def _full_weight(layer: PackedLinear) -> Tensor:
-    import torch
-
-    return layer.unpack(torch.float32)
-
 
 @dataclass(frozen=True)
 class FourBitConfig(BitsAndBytesConfig):
@@ -161,14 +95,6 @@ class FourBitConfig(BitsAndBytesConfig):
         return tuple(
             replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
             for suffix, shape in shapes.items()
-        )
-
-    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Build a packed layer on the meta device."""
-        from scalewise.quantization.packed_linear import FourBitLinear
-
-        return FourBitLinear(
-            in_features, out_features, bias=bias, code=self.code, packs_scales=self.double
         )
 
 
@@ -211,9 +137,3 @@ class Int8Config(BitsAndBytesConfig):
             replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
             for suffix, shape in shapes.items()
         )
-
-    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
-        """Build a packed layer on the meta device."""
-        from scalewise.quantization.packed_linear import Int8Linear
-
-        return Int8Linear(in_features, out_features, bias=bias, threshold=self.threshold)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.config import weight_census as unpacked_census
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
-from scalewise.registry import register_option
+from scalewise.registry import option_name, register_option
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 
@@ -29,6 +27,12 @@ class QuantizationConfig:
     """Elements of a row per scale, with fake quantization."""
     rounds_inputs: bool = False
     """Whether inputs of fake-quantized matmuls are rounded as well."""
+    implementation: ClassVar[str] = ""
+    """Module that registers the builders of ``quantization.build``."""
+    package: ClassVar[str] = ""
+    """Package that the quantized layers import."""
+    requirement: ClassVar[str] = ""
+    """Argument of ``pip install`` that installs ``package``."""
 
     def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Names, within a block, of the linear layers whose matrices are packed: none."""
@@ -63,36 +67,11 @@ class QuantizationConfig:
         yield from ()
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yield an issue for each missing package."""
-        yield from ()
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace linear layers by quantized ones, in place, on the meta device: none."""
-
-    def unpack_state_dict(
-        self, state: Mapping[str, Tensor], model: ModelConfig
-    ) -> dict[str, Tensor]:
-        """Tensors of a checkpoint with packed matrices dequantized to fp32."""
-        return dict(state)
-
-    def round_state_dict(
-        self, state: Mapping[str, Tensor], model: ModelConfig
-    ) -> dict[str, Tensor]:
-        """Tensors of a model with matrices quantized and dequantized to fp32."""
-        return dict(state)
-
-
-def replace_layers(
-    module: ModelModule, names: Iterable[str], build_layer: Callable[[nn.Linear], nn.Module]
-) -> None:
-    """Replace linear layers of all blocks by the result of ``build_layer``, on the meta device."""
-    from torch import nn
-
-    for block in module.layers():
-        for name in names:
-            layer = block.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            block.set_submodule(name, build_layer(layer))
+        """Yield an issue if ``package`` is not installed."""
+        if self.package and find_spec(self.package) is None:
+            reason = f"requires {self.package}, which is not installed"
+            fix = f"pip install {self.requirement}"
+            yield ConfigIssue("quantization", option_name(self), reason, fix)
 
 
 def _is_layer_weight(weight: Weight, names: tuple[str, ...]) -> bool:

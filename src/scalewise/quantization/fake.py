@@ -15,6 +15,11 @@ from torch.nn import functional as F
 from torchao.quantization import MappingType
 from torchao.quantization.quant_primitives import choose_qparams_affine
 
+from scalewise.models.base import ModelConfig
+from scalewise.models.base_module import ModelModule
+from scalewise.quantization.build import replace_linears
+from scalewise.quantization.qat import QATInt4Config
+
 
 @dataclass(frozen=True)
 class IntegerRange:
@@ -109,3 +114,14 @@ class _FakeQuantizedMatmul(torch.autograd.Function):
         weight_gradient = gradient.flatten(0, -2).T @ operand.flatten(0, -2)
         del operand
         return x_gradient, WEIGHTS.backward(weight_gradient, weight, ctx.group), None, None, None
+
+
+@replace_linears.register(QATInt4Config)
+def _fake_quantize_linears(config: QATInt4Config, module: ModelModule, model: ModelConfig) -> None:
+    def build(layer: nn.Linear) -> nn.Module:
+        out_features, in_features = layer.weight.shape
+        return FakeQuantizedLinear(
+            in_features, out_features, config.group, rounds_inputs=config.rounds_inputs
+        )
+
+    module.replace_linears(config.fake_quantized_layers(model), build)

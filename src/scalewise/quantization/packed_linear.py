@@ -7,7 +7,8 @@ type does not convert them and FSDP shards and gathers them unchanged.
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, partial, singledispatch
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from scalewise.models import init
-from scalewise.quantization.bitsandbytes_config import BLOCK_ELEMENTS, FP32_BYTES, SCALES_PER_BLOCK
+from scalewise.models.base import ModelConfig, Weight
+from scalewise.models.base_module import ModelModule
+from scalewise.quantization.bitsandbytes_config import (
+    BLOCK_ELEMENTS,
+    FP32_BYTES,
+    SCALES_PER_BLOCK,
+    BitsAndBytesConfig,
+    FourBitConfig,
+    Int8Config,
+)
+from scalewise.quantization.build import replace_linears, round_state_dict, unpack_state_dict
 
 INT8_MAX = 127
 """Code of the largest magnitude of a row."""
@@ -183,3 +194,74 @@ def _dynamic_code(device: torch.device) -> Tensor:
     with unset_fake_temporarily():  # the cache must not store a fake tensor
         table: Tensor = packing.create_dynamic_map()
         return table.to(device)
+
+
+@singledispatch
+def build_packed_linear(
+    config: BitsAndBytesConfig, in_features: int, out_features: int, *, bias: bool
+) -> PackedLinear:
+    """Packed layer of a config, on the meta device."""
+    raise NotImplementedError(type(config))
+
+
+@build_packed_linear.register(FourBitConfig)
+def _build_four_bit(
+    config: FourBitConfig, in_features: int, out_features: int, *, bias: bool
+) -> PackedLinear:
+    return FourBitLinear(
+        in_features, out_features, bias=bias, code=config.code, packs_scales=config.double
+    )
+
+
+@build_packed_linear.register(Int8Config)
+def _build_int8(
+    config: Int8Config, in_features: int, out_features: int, *, bias: bool
+) -> PackedLinear:
+    return Int8Linear(in_features, out_features, bias=bias, threshold=config.threshold)
+
+
+@replace_linears.register(BitsAndBytesConfig)
+def _pack_linears(config: BitsAndBytesConfig, module: ModelModule, model: ModelConfig) -> None:
+    module.replace_linears(config.packed_layers(model), partial(_build_packed_like, config))
+
+
+def _build_packed_like(config: BitsAndBytesConfig, layer: nn.Linear) -> PackedLinear:
+    out_features, in_features = layer.weight.shape
+    return build_packed_linear(config, in_features, out_features, bias=layer.bias is not None)
+
+
+@unpack_state_dict.register(BitsAndBytesConfig)
+def _unpack(
+    config: BitsAndBytesConfig, state: Mapping[str, Tensor], model: ModelConfig
+) -> dict[str, Tensor]:
+    unpacked = dict(state)
+    for weight, layer in _iter_packed(config, model):
+        parts = {
+            part.name.rpartition(".")[2]: unpacked.pop(part.name)
+            for part in config.packed_parts(weight)
+        }
+        layer.load_state_dict(parts, assign=True)
+        unpacked[weight.name] = layer.unpack(torch.float32)
+    return unpacked
+
+
+@round_state_dict.register(BitsAndBytesConfig)
+def _round(
+    config: BitsAndBytesConfig, state: Mapping[str, Tensor], model: ModelConfig
+) -> dict[str, Tensor]:
+    rounded = dict(state)
+    for weight, layer in _iter_packed(config, model):
+        layer.to_empty(device=rounded[weight.name].device)
+        layer.pack(rounded[weight.name])
+        rounded[weight.name] = layer.unpack(torch.float32)
+    return rounded
+
+
+def _iter_packed(
+    config: BitsAndBytesConfig, model: ModelConfig
+) -> Iterator[tuple[Weight, PackedLinear]]:
+    """Packed matrices of a model, each with a layer on the meta device."""
+    for weight in model.weight_census():
+        if config.is_packed(weight, model):
+            out_features, in_features = weight.shape
+            yield weight, build_packed_linear(config, in_features, out_features, bias=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,11 @@ from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.quantization.config import QuantizationConfig, replace_layers
+from scalewise.quantization.config import QuantizationConfig
 from scalewise.registry import option_name, register_option
 from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 CODES_PER_WORD = 8
@@ -43,6 +39,10 @@ class QATInt4Config(QuantizationConfig):
 
     group: int = 32
     """Number of consecutive elements of a weight that share a scale, in elements."""
+
+    implementation = "scalewise.quantization.fake"
+    package = "torchao"
+    requirement = "'scalewise[quant]'"
 
     def fake_quantized_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Names, within a block, of all linear layers."""
@@ -106,15 +106,6 @@ class QATInt4Config(QuantizationConfig):
             fix = f"set quantization.group={group}" if group else "set quantization=none"
             yield ConfigIssue("quantization.group", self.group, reason, fix)
 
-    def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yield an issue if torchao is not installed."""
-        if find_spec("torchao") is None:
-            reason, fix = (
-                "requires torchao, which is not installed",
-                "pip install 'scalewise[quant]'",
-            )
-            yield ConfigIssue("quantization", option_name(self), reason, fix)
-
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Packed integers, eight per 32-bit word, and fp32 scales of groups."""
         out_features, in_features = weight.shape
@@ -128,18 +119,6 @@ class QATInt4Config(QuantizationConfig):
             )
             for suffix, size in sizes.items()
         )
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace linear layers by layers with fake quantization, in place."""
-        from scalewise.quantization.fake import FakeQuantizedLinear
-
-        def build_fake_quantized(layer: nn.Linear) -> nn.Module:
-            out_features, in_features = layer.weight.shape
-            return FakeQuantizedLinear(
-                in_features, out_features, self.group, rounds_inputs=self.rounds_inputs
-            )
-
-        replace_layers(module, self.fake_quantized_layers(model), build_fake_quantized)
 
 
 @register_option("quantization", "qat_8da4w")

@@ -19,6 +19,7 @@ from scalewise.checkpoints.writer import BackgroundWriter
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.objectives import ObjectiveConfig
+from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
 from scalewise.strategies.optimizer_in_backward import OptimizerInBackward
 
@@ -78,7 +79,7 @@ class ParallelStrategy(Strategy):
         """Build the model, or this rank's shards of it, and initialize it from ``run.seed``."""
         all_layers = StageSlice(range(run.model.layers))
         module = run.model.build_meta(all_layers)
-        run.quantization.apply(module, run.model)
+        apply_quantization(run.quantization, module, run.model)
         run.precision.apply(module, run.model, run.hardware.device)
         run.adapter.apply(module, run.model)
         module.to_empty(device=torch.get_default_device())

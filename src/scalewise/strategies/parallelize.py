@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import context_parallel, tensor_parallel
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def build_sharded(
         )
 
     # Before the adapter: its layers wrap the quantized ones as their base layers.
-    run.quantization.apply(module, run.model)
+    apply_quantization(run.quantization, module, run.model)
     run.precision.apply(module, run.model, run.hardware.device)
     run.adapter.apply(module, run.model)
 

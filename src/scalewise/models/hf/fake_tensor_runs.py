@@ -47,6 +47,7 @@ from scalewise.models.op_graph import (
 from scalewise.objectives import CausalLM
 from scalewise.precision.fp8 import Float8
 from scalewise.quantization.bitsandbytes_config import NF4Config
+from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
 
 if TYPE_CHECKING:
@@ -101,12 +102,14 @@ class FakeTensorRunner:
         """Return the model with one block, as fake tensors."""
         module = self.spec.build_meta(ONE_LAYER)
         if self.forward_spec.packed_layers:  # unpacked weights have the same size in all formats
-            NF4Config(double=self.forward_spec.scale_bytes > 0).apply(module, self.spec)
+            packing = NF4Config(double=self.forward_spec.scale_bytes > 0)
+            apply_quantization(packing, module, self.spec)
         if self.forward_spec.fp8_layers:
             self._convert_to_fp8(module)
         if self.forward_spec.fake_quantized_layers:
             rounding = QAT8da4wConfig if self.forward_spec.rounds_inputs else QATInt4Config
-            rounding(group=self.forward_spec.quantization_group).apply(module, self.spec)
+            quantization = rounding(group=self.forward_spec.quantization_group)
+            apply_quantization(quantization, module, self.spec)
         self._build_adapter_config().apply(module, self.spec)
         if self.forward_spec.tensor_ranks > 1:
             shard_for_rank(module, self.spec.tensor_parallel_styles(), self.forward_spec)
