@@ -10,6 +10,7 @@ import scalewise
 from scalewise.bench import calibrate, profile
 from scalewise.measure.steptime import StepTimer
 from scalewise.models.decoder import state_dict_adapter
+from scalewise.optimizers.build import build_from_groups
 from scalewise.precision.fp8 import FIRST_CAPABILITY
 
 pytestmark = [
@@ -107,7 +108,7 @@ def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
         plain["memory/optimizer_bytes"], rel=0.1
     )
     parameter = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
-    adamw = run.optimizer.build_from_groups([{"params": [parameter], "weight_decay": 0.0}])
+    adamw = build_from_groups(run.optimizer, [{"params": [parameter], "weight_decay": 0.0}])
     parameter.grad = torch.ones_like(parameter)
     adamw.step()
     held = adamw.state[parameter]["exp_avg"]

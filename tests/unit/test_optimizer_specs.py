@@ -13,6 +13,7 @@ from scalewise import ConfigError, compose
 from scalewise.models.base import Weight
 from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
+from scalewise.optimizers.build import build_parameter_groups
 from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
 from scalewise.optimizers.schedule_free import ScheduleFreeConfig
 from scalewise.optimizers.sgd import LionConfig
@@ -62,7 +63,7 @@ def test_groups_are_made_by_names() -> None:
     )
     frozen = Parameter(requires_grad=False)
     held = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
-    groups = optimizer.build_parameter_groups(cast(Any, [*held.items(), (MATRIX, frozen)]))
+    groups = build_parameter_groups(optimizer, cast(Any, [*held.items(), (MATRIX, frozen)]))
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.0), (0.5, 0.1)]
     assert groups[0]["params"] == [held[MATRIX], held[NORM]]
     assert groups[1]["params"] == [held[TABLE]]

@@ -29,6 +29,7 @@ from scalewise.models.base import Weight
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from scalewise.optimizers.base import FixedStateOptimizerConfig
+from scalewise.optimizers.build import build_optimizer
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
 
@@ -189,7 +190,7 @@ class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
     def test_slots_are_torch_s_state(self, spec: FixedStateOptimizerConfig) -> None:
         layer = torch.nn.Linear(5, 7)
-        optimizer = spec.build(held(layer))
+        optimizer = build_optimizer(spec, held(layer))
         layer(torch.ones(2, 5)).sum().backward()
         optimizer.step()
         for parameter in layer.parameters():
@@ -203,7 +204,7 @@ class TestOptimizers:
     def test_matrices_decay_and_vectors_do_not(self, spec: OptimizerConfig) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
-        groups = spec.build(held(module)).param_groups
+        groups = build_optimizer(spec, held(module)).param_groups
         found = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups}
         assert found == {0.3: [2], 0.0: [1, 1, 1]}
         assert all(group["lr"] == spec.lr for group in groups)
@@ -211,17 +212,17 @@ class TestOptimizers:
     def test_frozen_parameters_are_left_out(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
-        (group,) = AdamWConfig().build(held(layer)).param_groups
+        (group,) = build_optimizer(AdamWConfig(), held(layer)).param_groups
         assert group["params"] == [layer.bias]
 
     def test_every_field_reaches_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
         adamw = AdamWConfig(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
-        defaults = adamw.build(held(layer)).defaults
+        defaults = build_optimizer(adamw, held(layer)).defaults
         assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
-        sgd = SGDConfig(lr=2.0, momentum=0.5, nesterov=True).build(held(layer)).defaults
+        sgd = build_optimizer(SGDConfig(lr=2.0, momentum=0.5, nesterov=True), held(layer)).defaults
         assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
-        assert AdamWConfig().build(held(layer)).defaults["fused"] is True
+        assert build_optimizer(AdamWConfig(), held(layer)).defaults["fused"] is True
 
 
 SCHEDULES: list[ScheduleConfig] = [

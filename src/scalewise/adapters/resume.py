@@ -19,6 +19,7 @@ from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.optimizers.build import average_weights
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.tracking.run_files import load_yaml
 from scalewise.typed_override import format_override
@@ -86,7 +87,7 @@ def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[s
     optimizer = _parse_config(_resolved_config(path)["optimizer"])
     tensors = store.released_weights(path, full_names)
     if optimizer.averages_weights:
-        tensors = optimizer.average_weights(tensors, store.full_tensors(path, "optimizer"))
+        tensors = average_weights(optimizer, tensors, store.full_tensors(path, "optimizer"))
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 

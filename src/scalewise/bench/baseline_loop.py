@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise.data.dataloader import Batch
+from scalewise.optimizers.build import build_optimizer
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
@@ -52,7 +53,7 @@ class BaselineLoop:
             (weights[name.removeprefix("module.")], parameter)
             for name, parameter in self._model.named_parameters()
         ]
-        self._optimizer = run.optimizer.build(parameters)
+        self._optimizer = build_optimizer(run.optimizer, parameters)
         self._schedule = run.schedule.build(self._optimizer, steps)
         self.loss = torch.zeros(())
 

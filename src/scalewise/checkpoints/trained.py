@@ -21,6 +21,7 @@ from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import ModelConfig, StageSlice, Weight
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
+from scalewise.optimizers.build import average_weights
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
 from scalewise.quantization.build import round_state_dict, unpack_state_dict
@@ -108,8 +109,8 @@ class TrainedRun:
         weights = store.released_weights(self.checkpoint)
         with checkpoint_errors(self.checkpoint):
             if self.optimizer.averages_weights:
-                weights = self.optimizer.average_weights(
-                    weights, store.full_tensors(self.checkpoint, "optimizer")
+                weights = average_weights(
+                    self.optimizer, weights, store.full_tensors(self.checkpoint, "optimizer")
                 )
             state = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
             state = unpack_state_dict(self.quantization, state, self.model)

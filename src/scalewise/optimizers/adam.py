@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
 from scalewise.optimizers.base import FixedStateOptimizerConfig, OptimizerConfig, betas_issues
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import optim
 
 MIN_QUANTIZED_ELEMENTS = 4096
 """Elements of the smallest parameter whose state torchao quantizes."""
@@ -52,22 +48,12 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
     """Whether the moments are stored, and parameters updated, in host memory; for one device or
     parallelism=ddp."""
 
+    implementation = "scalewise.optimizers.implementations"
+
     @property
     def state_slots(self) -> int:
         """2: both moments."""
         return 2
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build torch's AdamW, or one that updates in host memory."""
-        from torch import optim
-
-        betas = (self.beta1, self.beta2)
-        settings: dict[str, Any] = {"lr": self.lr, "betas": betas, "eps": self.epsilon}
-        if self.offload:
-            from scalewise.optimizers.cpu_offload_adam import CPUOffloadAdamW
-
-            return CPUOffloadAdamW(list(groups), **settings)
-        return optim.AdamW(groups, **settings, fused=self.fused)
 
 
 @register_option("optimizer", "adamw_paged")
@@ -78,6 +64,7 @@ class PagedAdamWConfig(AdamBase):
     By bitsandbytes (QLoRA; Dettmers et al., 2023, section 3). On the CPU nothing is paged.
     """
 
+    implementation = "scalewise.optimizers.paged"
     packages = ("bitsandbytes",)
     elementwise = False
     uses_whole_weights = True
@@ -87,25 +74,15 @@ class PagedAdamWConfig(AdamBase):
         """Bytes of both moments, in fp32 for parameters of any data type."""
         return 2 * weight.shard_numel(shards) * FP32_BYTES
 
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build AdamW with bitsandbytes' kernel.
-
-        Its temporary tensors on the CPU, about 12 bytes per element of one parameter, are not
-        modeled.
-        """
-        from scalewise.optimizers import paged
-
-        betas = (self.beta1, self.beta2)
-        return paged.PagedAdamW(list(groups), lr=self.lr, betas=betas, eps=self.epsilon)
-
 
 @dataclass(frozen=True)
-class _LowBitAdamWConfig(AdamBase):
+class LowBitAdamWConfig(AdamBase):
     """AdamW with quantized moments, one scale per block.
 
     Dettmers et al., 2021 (8 bits) and Li et al., 2023 (4 bits), by torchao.
     """
 
+    implementation = "scalewise.optimizers.low_bit_adam"
     packages = ("torchao",)
     elementwise = False
 
@@ -136,23 +113,10 @@ class _LowBitAdamWConfig(AdamBase):
     def _is_quantized(self, numel: int) -> bool:
         return numel >= MIN_QUANTIZED_ELEMENTS and numel % self.block == 0
 
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build torchao's AdamW."""
-        from scalewise.optimizers import low_bit_adam
-
-        optimizer_class = low_bit_adam.AdamW8bit if self.bits == 8 else low_bit_adam.AdamW4bit
-        return optimizer_class(
-            groups,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.epsilon,
-            block_size=self.block,
-        )
-
 
 @register_option("optimizer", "adamw_8bit")
 @dataclass(frozen=True)
-class AdamW8bitConfig(_LowBitAdamWConfig):
+class AdamW8bitConfig(LowBitAdamWConfig):
     """AdamW with 8-bit moments in blocks of 256 (Dettmers et al., 2021), by torchao."""
 
     bits = 8
@@ -161,7 +125,7 @@ class AdamW8bitConfig(_LowBitAdamWConfig):
 
 @register_option("optimizer", "adamw_4bit")
 @dataclass(frozen=True)
-class AdamW4bitConfig(_LowBitAdamWConfig):
+class AdamW4bitConfig(LowBitAdamWConfig):
     """AdamW with 4-bit moments in blocks of 128 (Li et al., 2023), by torchao."""
 
     bits = 4

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
 from scalewise.precision import FloatFormat
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn, optim
-
     from scalewise.run_config import RunConfig
 
 
@@ -38,6 +36,8 @@ class OptimizerConfig(ABC):
     """Patterns (regex) of parameter names without weight decay; vectors, norms and biases never
     decay."""
 
+    implementation: ClassVar[str] = ""
+    """Module that registers the functions of ``optimizers.build`` for the config."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the optimizer requires besides torch."""
     elementwise = True
@@ -65,43 +65,12 @@ class OptimizerConfig(ABC):
         """Whether the optimizer all-gathers the sharded update of a parameter."""
         return False
 
-    def average_weights(
-        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Weights for evaluation, from the trained weights and the state, all by name."""
-        return dict(weights)
-
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Bytes of temporary tensors on the CPU during the update of a parameter.
 
         0: less than the gradients that the backward pass has just freed.
         """
         return 0
-
-    @abstractmethod
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build the torch optimizer over parameter groups."""
-
-    def build(self, named_weights: Iterable[tuple[Weight, nn.Parameter]]) -> optim.Optimizer:
-        """Build the torch optimizer over the parameters that require a gradient."""
-        return self.build_from_groups(self.build_parameter_groups(named_weights))
-
-    def build_parameter_groups(
-        self, named_weights: Iterable[tuple[Weight, nn.Parameter]]
-    ) -> list[dict[str, Any]]:
-        """Parameter groups, one for all parameters with the same settings.
-
-        With ``in_backward``, one per parameter.
-        """
-        parameters: dict[tuple[object, ...], list[nn.Parameter]] = {}
-        settings_by_key: dict[tuple[object, ...], dict[str, object]] = {}
-        for weight, parameter in named_weights:
-            if parameter.requires_grad:
-                settings = self.group_settings(weight)
-                key = (*settings.items(), weight.name * self.in_backward)
-                parameters.setdefault(key, []).append(parameter)
-                settings_by_key[key] = settings
-        return [{"params": parameters[key], **settings_by_key[key]} for key in parameters]
 
     def group_settings(self, weight: Weight) -> dict[str, object]:
         """Settings of the group of a parameter: learning rate and weight decay."""

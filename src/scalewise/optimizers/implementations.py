@@ -1,17 +1,24 @@
-"""Optimizers that torch lacks, or lacks for sharded parameters."""
+"""Optimizers by torch and schedulefree, and those that torch lacks for sharded parameters."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon, Optimizer
 from torch.optim._muon import _adjust_lr as adjust_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
+
+from scalewise.optimizers.adam import AdamWConfig
+from scalewise.optimizers.build import average_weights, build_from_groups
+from scalewise.optimizers.cpu_offload_adam import CPUOffloadAdamW
+from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
+from scalewise.optimizers.schedule_free import ScheduleFreeConfig
+from scalewise.optimizers.sgd import LionConfig, SGDConfig
 
 
 def _with_closure(closure: Callable[[], Any] | None) -> Any:
@@ -100,3 +107,81 @@ class CombinedOptimizer(Optimizer):
         for part in self.parts:
             part.step()
         return loss
+
+
+@build_from_groups.register(SGDConfig)
+def _build_sgd(config: SGDConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    return optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+@build_from_groups.register(LionConfig)
+def _build_lion(config: LionConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    return Lion(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+@build_from_groups.register(AdamWConfig)
+def _build_adamw(config: AdamWConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    betas = (config.beta1, config.beta2)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.epsilon}
+    if config.offload:
+        return CPUOffloadAdamW(list(groups), **settings)
+    return optim.AdamW(groups, **settings, fused=config.fused)
+
+
+@build_from_groups.register(AdafactorConfig)
+def _build_adafactor(config: AdafactorConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    return optim.Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay)
+
+
+@build_from_groups.register(MuonConfig)
+def _build_muon(config: MuonConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    """Build Muon and torch's AdamW as one optimizer, or the only one that has groups."""
+    groups_by_hidden: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for group in groups:
+        groups_by_hidden[group.pop("hidden")].append(group)
+    optimizers: list[Optimizer] = []
+    if groups_by_hidden[True]:
+        optimizers.append(
+            ShardedMuon(
+                groups_by_hidden[True],
+                lr=config.lr,
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if groups_by_hidden[False]:
+        betas = (config.beta1, config.beta2)
+        adamw = optim.AdamW(
+            groups_by_hidden[False], lr=config.lr, betas=betas, eps=config.epsilon, fused=True
+        )
+        optimizers.append(adamw)
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
+
+
+@build_from_groups.register(ScheduleFreeConfig)
+def _build_schedule_free(config: ScheduleFreeConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    """Build the authors' AdamW, in training mode."""
+    from schedulefree import AdamWScheduleFree  # an optional package
+
+    optimizer: Any = AdamWScheduleFree(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        foreach=False,  # foreach would take a copy of every parameter
+    )
+    optimizer.train()
+    return cast("Optimizer", optimizer)
+
+
+@average_weights.register(ScheduleFreeConfig)
+def _average_iterates(
+    config: ScheduleFreeConfig, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Average x, computed from the weights y = beta1 x + (1 - beta1) z and the state z."""
+    z_weight = 1 - 1 / config.beta1
+    return {
+        name: torch.lerp(y, state[f"z/{name}"].to(y.dtype), z_weight) if f"z/{name}" in state else y
+        for name, y in weights.items()
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,9 @@ from torchao.optim import AdamW4bit as Codes4
 from torchao.optim import AdamW8bit as Codes8
 from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
+
+from scalewise.optimizers.adam import LowBitAdamWConfig
+from scalewise.optimizers.build import build_from_groups
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose codes are searched for at once, with about 40 bytes each."""
@@ -65,6 +68,18 @@ class AdamW8bit(LowBitAdamBase, Codes8):  # type: ignore[misc]  # torchao is not
 
 class AdamW4bit(LowBitAdamBase, Codes4):  # type: ignore[misc]  # torchao is not typed
     """AdamW with 4-bit moments."""
+
+
+@build_from_groups.register(LowBitAdamWConfig)
+def _build_low_bit_adamw(config: LowBitAdamWConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    optimizer_class = AdamW8bit if config.bits == 8 else AdamW4bit
+    return optimizer_class(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        block_size=config.block,
+    )
 
 
 def _local_tensor(tensor: Tensor) -> Any:

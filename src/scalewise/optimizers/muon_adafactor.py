@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
 from scalewise.optimizers.base import OptimizerConfig, betas_issues
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import optim
 
 BF16_BYTES = 2
 """Bytes per element of an update during orthogonalization."""
@@ -37,6 +33,7 @@ class AdafactorConfig(OptimizerConfig):
     """Exponent of the second moment's decay: step t gives the newest gradient the weight ``t **
     beta2_decay``."""
 
+    implementation = "scalewise.optimizers.implementations"
     elementwise = False
     uses_whole_weights = True
 
@@ -55,12 +52,6 @@ class AdafactorConfig(OptimizerConfig):
         yield from super().validate()
         if not self.beta2_decay <= 0:
             yield ConfigIssue("optimizer.beta2_decay", self.beta2_decay, "must be 0 or less")
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build torch's Adafactor."""
-        from torch import optim
-
-        return optim.Adafactor(groups, lr=self.lr, beta2_decay=self.beta2_decay)
 
 
 @register_option("optimizer", "muon")
@@ -83,6 +74,7 @@ class MuonConfig(OptimizerConfig):
     epsilon: float = 1e-8
     """Constant added to the root of AdamW's second moment."""
 
+    implementation = "scalewise.optimizers.implementations"
     elementwise = False
     uses_whole_weights = True
     gathers_shards = True
@@ -117,31 +109,3 @@ class MuonConfig(OptimizerConfig):
         yield from betas_issues(self, "momentum", "beta1", "beta2")
         if not self.epsilon > 0:
             yield ConfigIssue("optimizer.epsilon", self.epsilon, "must be positive")
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build Muon and torch's AdamW as one optimizer, or the only one that has groups."""
-        from torch import optim
-
-        from scalewise.optimizers.implementations import CombinedOptimizer, ShardedMuon
-
-        groups_by_hidden: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        for group in groups:
-            groups_by_hidden[group.pop("hidden")].append(group)
-        optimizers: list[optim.Optimizer] = []
-        if groups_by_hidden[True]:
-            optimizers.append(
-                ShardedMuon(
-                    groups_by_hidden[True],
-                    lr=self.lr,
-                    momentum=self.momentum,
-                    nesterov=self.nesterov,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
-        if groups_by_hidden[False]:
-            betas = (self.beta1, self.beta2)
-            adamw = optim.AdamW(
-                groups_by_hidden[False], lr=self.lr, betas=betas, eps=self.epsilon, fused=True
-            )
-            optimizers.append(adamw)
-        return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
+
+from scalewise.optimizers.adam import PagedAdamWConfig
+from scalewise.optimizers.build import build_from_groups
 
 
 class PagedAdamW(AdamW):
@@ -74,3 +77,13 @@ def allocate_moment(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter, dtype=torch.float32)
     paged: Tensor = functional.get_paged(*parameter.shape, device=parameter.device)
     return paged.zero_()
+
+
+@build_from_groups.register(PagedAdamWConfig)
+def _build_paged_adamw(config: PagedAdamWConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
+    """Build AdamW with bitsandbytes' kernel.
+
+    Its temporary tensors on the CPU, about 12 bytes per element of one parameter, are not modeled.
+    """
+    betas = (config.beta1, config.beta2)
+    return PagedAdamW(list(groups), lr=config.lr, betas=betas, eps=config.epsilon)

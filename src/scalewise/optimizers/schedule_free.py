@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
 from scalewise.optimizers.adam import AdamBase
@@ -12,8 +12,6 @@ from scalewise.optimizers.base import FixedStateOptimizerConfig
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from torch import Tensor, optim
-
     from scalewise.run_config import RunConfig
 
 
@@ -35,6 +33,7 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
     beta2: float = 0.999
     """Decay rate of the second moment."""
 
+    implementation = "scalewise.optimizers.implementations"
     packages = ("schedulefree",)
     elementwise = False
     averages_weights = True
@@ -56,31 +55,3 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
         if self.shard:
             reason = "is not supported with optimizers that average weights"
             yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")
-
-    def average_weights(
-        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Average x, computed from the weights y = beta1 x + (1 - beta1) z and the state z."""
-        import torch
-
-        z_weight = 1 - 1 / self.beta1
-        return {
-            name: torch.lerp(y, state[f"z/{name}"].to(y.dtype), z_weight)
-            if f"z/{name}" in state
-            else y
-            for name, y in weights.items()
-        }
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build the authors' AdamW, in training mode."""
-        from schedulefree import AdamWScheduleFree
-
-        optimizer: Any = AdamWScheduleFree(
-            groups,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.epsilon,
-            foreach=False,  # foreach would take a copy of every parameter
-        )
-        optimizer.train()
-        return cast("optim.Optimizer", optimizer)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigIssue
 from scalewise.optimizers.base import FixedStateOptimizerConfig, betas_issues
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import optim
 
 
 @register_option("optimizer", "sgd")
@@ -28,6 +24,8 @@ class SGDConfig(FixedStateOptimizerConfig):
     weight_decay: float = 0.0
     """L2 penalty that is added to the gradient of matrices."""
 
+    implementation = "scalewise.optimizers.implementations"
+
     @property
     def state_slots(self) -> int:
         """1 with momentum, else 0."""
@@ -41,12 +39,6 @@ class SGDConfig(FixedStateOptimizerConfig):
             yield ConfigIssue(
                 "optimizer.nesterov", True, "requires momentum", "set optimizer.momentum=0.9"
             )
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build torch's SGD."""
-        from torch import optim
-
-        return optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
 
 @register_option("optimizer", "lion")
@@ -64,6 +56,8 @@ class LionConfig(FixedStateOptimizerConfig):
     beta2: float = 0.99
     """Decay rate of the momentum."""
 
+    implementation = "scalewise.optimizers.implementations"
+
     @property
     def state_slots(self) -> int:
         """1: the momentum."""
@@ -73,9 +67,3 @@ class LionConfig(FixedStateOptimizerConfig):
         """Yield an issue for each hyperparameter out of range."""
         yield from super().validate()
         yield from betas_issues(self, "beta1", "beta2")
-
-    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Build Lion."""
-        from scalewise.optimizers import implementations
-
-        return implementations.Lion(groups, lr=self.lr, betas=(self.beta1, self.beta2))

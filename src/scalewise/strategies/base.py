@@ -19,6 +19,7 @@ from scalewise.checkpoints.writer import BackgroundWriter
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.objectives import ObjectiveConfig
+from scalewise.optimizers.build import build_optimizer
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
 from scalewise.strategies.optimizer_in_backward import OptimizerInBackward
@@ -99,7 +100,7 @@ class ParallelStrategy(Strategy):
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Build the optimizer of the run over the parameters of this rank."""
-        optimizer = run.optimizer.build(self.iter_weights(run, module))
+        optimizer = build_optimizer(run.optimizer, self.iter_weights(run, module))
         if run.optimizer.in_backward:
             self._optimizer_in_backward = OptimizerInBackward(optimizer, self.root_device)
         return optimizer

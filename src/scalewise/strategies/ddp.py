@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scalewise.optimizers.build import build_from_groups, build_parameter_groups
 from scalewise.parallelism.ddp import CommHook
 from scalewise.strategies.base import ParallelStrategy
 
@@ -67,8 +69,9 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # raised within torch
             from torch.distributed.optim import ZeroRedundancyOptimizer
         self.has_sharded_state = True
-        groups = run.optimizer.build_parameter_groups(self.iter_weights(run, module))
-        optimizer_class: Any = run.optimizer.build_from_groups  # typed as a class, but only called
+        groups = build_parameter_groups(run.optimizer, self.iter_weights(run, module))
+        # typed as a class, but only called
+        optimizer_class: Any = partial(build_from_groups, run.optimizer)
         return ZeroRedundancyOptimizer(groups, optimizer_class)
 
     def _register_ddp_hooks(self) -> None:

@@ -20,6 +20,7 @@ from scalewise.checkpoints import store
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.optimizers import AdamWConfig
+from scalewise.optimizers.build import build_parameter_groups
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.precision import FloatFormat
 from scalewise.strategies import deepspeed_ops, zero3_init
@@ -104,7 +105,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         adamw = run.optimizer
         assert isinstance(adamw, AdamWConfig)
         optimizer: Optimizer = DeepSpeedCPUAdam(
-            adamw.build_parameter_groups(self.iter_weights(run, module)),
+            build_parameter_groups(adamw, self.iter_weights(run, module)),
             lr=adamw.lr,
             betas=(adamw.beta1, adamw.beta2),
             eps=adamw.epsilon,
