@@ -30,6 +30,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
 from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision.fp8 import ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
@@ -148,7 +149,9 @@ def test_the_clock_tells_products_in_8_bits_apart(
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )
     was, now = (
-        model_op_graphs(run.model, run.parallelism.rank_memory(run).forward_spec).block.operators
+        model_op_graphs(
+            run.model, build_rank_memory(run.parallelism, run).forward_spec
+        ).block.operators
         for run in (plain, fp8)
     )
     products = [each for each in now if each.work is OpWork.matmul_fp8]

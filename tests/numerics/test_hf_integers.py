@@ -38,6 +38,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
 from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.strategies.single import SingleDevice
 
@@ -120,7 +121,7 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
         [
             operator
             for operator in model_op_graphs(
-                run.model, run.parallelism.rank_memory(run).forward_spec
+                run.model, build_rank_memory(run.parallelism, run).forward_spec
             ).block.operators
             if operator.work is OpWork.matmul
         ]

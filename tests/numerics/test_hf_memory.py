@@ -16,6 +16,7 @@ from scalewise.bench.memory_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
 from scalewise.planner import host_transfer, worst_rank
 from scalewise.planner.liveness_cache import offloaded_bytes
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.strategies.activation_offload import OffloadedStorages, Restore
 from scalewise.strategies.single import SingleDevice
 from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
@@ -184,7 +185,7 @@ def test_as_much_is_handed_over_as_foreseen(
     monkeypatch.setattr(OffloadedStorages, "_offload", counted)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
-    found, rank_memory = sum(gone), run.parallelism.rank_memory(run)
+    found, rank_memory = sum(gone), build_rank_memory(run.parallelism, run)
     assert found == offloaded_bytes(run, rank_memory) > 0
     assert host_transfer.rank_traffic(run, rank_memory).activations == 2 * found
 

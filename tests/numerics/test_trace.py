@@ -16,6 +16,7 @@ from scalewise.bench.memory_accuracy_ranks import (
 )
 from scalewise.bench.memory_accuracy_runs import FULL, MIXED, fsdp_overrides, mesh_overrides
 from scalewise.planner import worst_rank
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
 from scalewise.training.fake_tensor_trace import rejection_reason, trace_run, with_cpu_operators
 
@@ -47,7 +48,7 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     line = (MIXED, *fsdp_overrides(8), FULL)
     plain, averaged = trace_run(run_of(*line)), trace_run(run_of(*line, "callbacks=[ema]"))
     run = run_of(*line, "callbacks=[ema]")
-    expected = run.parallelism.rank_memory(run).ema_bytes(run)
+    expected = build_rank_memory(run.parallelism, run).ema_bytes(run)
     assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
     told = {line.name: line.max_bytes for line in averaged.build_breakdown().entries}
     assert told["average"] == pytest.approx(expected, rel=0.001)

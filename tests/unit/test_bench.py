@@ -10,7 +10,7 @@ from scalewise.bench import collectives, collectives_plot, options, throttled_li
 from scalewise.bench.link_fit import CollectiveSample
 from scalewise.cli import main
 from scalewise.errors import ConfigError
-from scalewise.parallelism.communication import CollectiveKind
+from scalewise.parallelism.collective import CollectiveKind
 
 
 def test_options_are_told_from_overrides() -> None:

@@ -19,6 +19,7 @@ from fixtures.layouts import needs_deepspeed
 
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
+from scalewise.strategies.deepspeed_config import build_deepspeed_config
 from scalewise.strategies.nvme_swap import SwapFolder
 
 Compose = Callable[..., RunConfig]
@@ -91,8 +92,8 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
         "trainer.clip_norm=0.5",
         check_machine=False,
     )
-    told = run.parallelism.build_config(
-        run, "/disk", run.model.num_parameters, run.trainable_parameters
+    told = build_deepspeed_config(
+        run.parallelism, run, "/disk", run.model.num_parameters, run.trainable_parameters
     )  # it is DeepSpeed
     assert told["gradient_accumulation_steps"] == 3
     assert told["gradient_clipping"] == 0.5

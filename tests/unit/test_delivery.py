@@ -12,6 +12,7 @@ import pytest
 
 from scalewise import cli
 from scalewise.launch.job import JobSpec, with_wandb_group
+from scalewise.planner.communication import list_collectives
 from scalewise.planner.plan import plan_record
 from scalewise.run_config import RunConfig
 from scalewise.tracking import tables, wandb_api, wandb_sync
@@ -108,7 +109,7 @@ def test_a_table_of_every_part_of_a_plan(compose: Callable[..., RunConfig]) -> N
         assert kind
         assert what
         assert isinstance(axes, str)
-    declared = [sent.bytes * sent.count for sent in run.parallelism.collectives(run)]
+    declared = [sent.bytes * sent.count for sent in list_collectives(run.parallelism, run)]
     assert sum(row[-1] for row in found["plan/collectives"].rows) == sum(declared)
 
 

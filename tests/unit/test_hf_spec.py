@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from scalewise.errors import CheckpointError
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.planner.layout_enumeration import axis_sizes
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.search import search_runs
 from scalewise.run_config import RunConfig
 
@@ -63,7 +64,7 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
     held = sorted(weight.shape for weight in run.model.weight_census())
     assert held == sorted(weight.shape for weight in decoder.model.weight_census())
     assert run.flops_per_token == decoder.flops_per_token
-    ours, theirs = (each.parallelism.rank_memory(each, 0) for each in (run, decoder))
+    ours, theirs = (build_rank_memory(each.parallelism, each, 0) for each in (run, decoder))
     assert ours.weight_bytes(4, ours.parameter_shards) == theirs.weight_bytes(
         4, theirs.parameter_shards
     )

@@ -16,6 +16,7 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory, ranks_per_node
 from scalewise.planner.host_transfer import rank_traffic, transfer_seconds
 from scalewise.planner.plan import build_plan
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
@@ -51,7 +52,7 @@ def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: C
     assert there["offloaded optimizer state"] == 2 * weights
     assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
     assert "offloaded gradients" not in there
-    assert rank_traffic(run, run.parallelism.rank_memory(run)).link == 3 * weights
+    assert rank_traffic(run, build_rank_memory(run.parallelism, run)).link == 3 * weights
     saved = worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(run).peak
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
@@ -67,11 +68,12 @@ def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
     ).peak == pytest.approx(state, rel=1e-3)
     assert lines(paged)["paged optimizer state"] == state
     moved = [
-        rank_traffic(run, run.parallelism.rank_memory(run)).paged for run in (plain, paged, small)
+        rank_traffic(run, build_rank_memory(run.parallelism, run)).paged
+        for run in (plain, paged, small)
     ]
     assert moved == [0, 0, 2 * state]
     quick, slow = (
-        transfer_seconds(run, run.parallelism.rank_memory(run)) for run in (paged, small)
+        transfer_seconds(run, build_rank_memory(run.parallelism, run)) for run in (paged, small)
     )
     link = small.hardware.host_link_gb_per_s
     assert link is not None
@@ -107,7 +109,7 @@ def test_activations_wait_on_the_host(compose: Compose) -> None:
     )
     rest = [part for part in LINE[:-2] if not part.startswith("parallelism")]
     four = compose(*rest, *away, *piped, "trainer.micro_batch=4", check_machine=False)
-    held = four.parallelism.rank_memory(four, 0)
+    held = build_rank_memory(four.parallelism, four, 0)
     assert held.in_flight == 2  # of one row each, through the layers of a stage
     of_stage = inputs * held.num_layers // run.model.layers
     assert lines(four)["offloaded activations"] == 2 * 2 * of_stage

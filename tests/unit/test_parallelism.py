@@ -12,6 +12,7 @@ from scalewise.parallelism.ddp import CommHook, DDPConfig
 from scalewise.parallelism.mesh import AXES, MeshConfig, PipelineSchedule
 from scalewise.parallelism.single import SingleConfig
 from scalewise.strategies.base import ParallelStrategy
+from scalewise.strategies.build import build_strategy
 
 LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
     (MeshConfig(), [0], 1),
@@ -158,6 +159,6 @@ def test_sizes_left_open_are_settled() -> None:
      (MeshConfig(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
 def test_each_is_a_strategy_of_lightning_s(spec: ParallelismConfig, theirs: str) -> None:
-    strategy = spec.build_strategy(DeviceKind.cpu)
+    strategy = build_strategy(spec, DeviceKind.cpu)
     assert isinstance(strategy, ParallelStrategy)
     assert isinstance(strategy, getattr(strategies, theirs))

@@ -15,13 +15,14 @@ from fixtures.layouts import LLAMA_8B
 from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import OpWork
-from scalewise.parallelism.rank_memory import forward_spec
 from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
+from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.planner.override_edit import replace_overrides
 from scalewise.planner.plan import build_plan, dollars_per_billion_tokens, plan_record
+from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
@@ -349,7 +350,7 @@ def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
     four = ("parallelism.replicas=8", "trainer.global_batch=32")
     for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
         run = plan_of(*rest, f"parallelism=deepspeed_zero{stage}", *four).run
-        gradients, weights = run.parallelism.collectives(run)
+        gradients, weights = list_collectives(run.parallelism, run)
         count = run.model.num_parameters
         assert (gradients.bytes, gradients.count) == (4 * count, reduced)
         assert (weights.bytes, weights.count) == (2 * count, gathers)

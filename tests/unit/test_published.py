@@ -16,6 +16,7 @@ from scalewise.cli import main
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.config import NormKind
 from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision import FloatFormat
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_a_row_is_a_run_of_ours() -> None:
 def test_a_framework_is_known_by_its_source() -> None:
     kempner = published_runs.build_run(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
     assert kempner.precision.parameters is FloatFormat.bf16  # whatever its rows call it
-    assert kempner.parallelism.rank_memory(kempner).forward_spec.loss_element_bytes == 2
+    assert build_rank_memory(kempner.parallelism, kempner).forward_spec.loss_element_bytes == 2
     mpt = published_runs.build_run(
         ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"}
     )

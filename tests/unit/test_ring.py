@@ -5,8 +5,12 @@ import random
 import pytest
 
 from scalewise.bench.link_fit import CollectiveSample, fit_link, link_error
-from scalewise.parallelism.communication import CollectiveKind
-from scalewise.parallelism.ring_cost import RingLink, bytes_per_link_fraction, num_hops
+from scalewise.parallelism.collective import (
+    CollectiveKind,
+    RingLink,
+    bytes_per_link_fraction,
+    num_hops,
+)
 
 KINDS = (
     CollectiveKind.all_reduce,

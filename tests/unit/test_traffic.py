@@ -9,6 +9,7 @@ from fixtures.layouts import LLAMA_8B
 
 from scalewise.planner import host_transfer
 from scalewise.planner.host_transfer import HostTraffic
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIGA
@@ -20,7 +21,7 @@ RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
 
 
 def moved(run: RunConfig) -> HostTraffic:
-    return host_transfer.rank_traffic(run, run.parallelism.rank_memory(run))
+    return host_transfer.rank_traffic(run, build_rank_memory(run.parallelism, run))
 
 
 def step(run: RunConfig) -> StepTime:
@@ -125,5 +126,5 @@ def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
     )
     assert host_transfer.missing_rates(run) == ()
     assert host_transfer.transfer_seconds(
-        run, run.parallelism.rank_memory(run)
+        run, build_rank_memory(run.parallelism, run)
     ) == host_transfer.HostTransferTime(0.0, 0.0, 0.0)

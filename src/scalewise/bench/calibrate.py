@@ -17,7 +17,7 @@ from scalewise.console import print_lines
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
-from scalewise.parallelism.ring_cost import RingLink
+from scalewise.parallelism.collective import RingLink
 from scalewise.run_config import NAME_PATTERN, RunConfig
 from scalewise.units import GIB, GIGA, MIB, TERA
 

@@ -14,8 +14,7 @@ from scalewise.bench.link_fit import CollectiveSample
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
-from scalewise.parallelism.communication import CollectiveKind
-from scalewise.parallelism.ring_cost import RingLink
+from scalewise.parallelism.collective import CollectiveKind, RingLink
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_json
 from scalewise.typed_override import shell_word

@@ -10,7 +10,7 @@ import altair as alt
 import vl_convert
 
 from scalewise.bench.link_fit import CollectiveSample
-from scalewise.parallelism.ring_cost import RingLink
+from scalewise.parallelism.collective import RingLink
 from scalewise.tracking.run_files import write_text
 
 BLUE, ORANGE = "#1f4e8c", "#c9802b"

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from math import log
 from statistics import median
 
-from scalewise.parallelism.communication import CollectiveKind
-from scalewise.parallelism.ring_cost import RingLink, bytes_per_link_fraction, num_hops
+from scalewise.parallelism.collective import (
+    CollectiveKind,
+    RingLink,
+    bytes_per_link_fraction,
+    num_hops,
+)
 
 ITERATIONS = 30
 """Iterations of reweighted least squares; the estimate converges to six digits."""

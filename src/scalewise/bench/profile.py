@@ -13,7 +13,7 @@ import yaml
 from scalewise import bounded_yaml
 from scalewise.hardware import Hardware
 from scalewise.launch.status import versions
-from scalewise.parallelism.ring_cost import RingLink
+from scalewise.parallelism.collective import RingLink
 from scalewise.tracking.run_files import write_text
 from scalewise.units import GIGA, MICRO
 

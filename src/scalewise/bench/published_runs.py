@@ -24,7 +24,7 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import AdamWConfig, SGDConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.parallelism.rank_memory import RankMemory
+from scalewise.planner.rank_memory import RankMemory, build_rank_memory, mesh_rank_memory
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import Compile
@@ -312,18 +312,20 @@ class ForeignMesh(MeshConfig):
     every_second: bool = False
     """Whether selective activation checkpointing saves every second matmul only."""
 
-    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Memory of a rank, with the formats of the other framework."""
-        memory = super().rank_memory(run, rank)
-        forward_spec = replace(
-            memory.forward_spec,
-            loss_element_bytes=self.loss,
-            saves_alternate_matmuls=self.every_second,
-        )
-        memory = replace(memory, forward_spec=forward_spec)
-        if self.reduced is None or memory.fsdp is None:
-            return memory
-        return replace(memory, fsdp=replace(memory.fsdp, reduced_element_bytes=self.reduced))
+
+@build_rank_memory.register
+def _foreign_mesh_memory(config: ForeignMesh, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Memory of a rank, with the formats of the other framework."""
+    memory = mesh_rank_memory(config, run, rank)
+    forward_spec = replace(
+        memory.forward_spec,
+        loss_element_bytes=config.loss,
+        saves_alternate_matmuls=config.every_second,
+    )
+    memory = replace(memory, forward_spec=forward_spec)
+    if config.reduced is None or memory.fsdp is None:
+        return memory
+    return replace(memory, fsdp=replace(memory.fsdp, reduced_element_bytes=config.reduced))
 
 
 def _parallelism_config(row: Row, facts: FrameworkFacts, accumulation: int) -> MeshConfig:

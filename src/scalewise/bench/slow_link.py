@@ -15,7 +15,8 @@ from scalewise.bench import options, throttled_link
 from scalewise.bench.throttled_link import ADDRESSES, ThrottledLink
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.parallelism.ring_cost import bytes_per_link_fraction
+from scalewise.parallelism.collective import bytes_per_link_fraction
+from scalewise.planner.communication import list_collectives
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json
 from scalewise.units import format_bytes, format_seconds
@@ -92,7 +93,7 @@ def _predicted_bytes(run: RunConfig) -> float | None:
     ranks = run.world_size
     total = sum(
         bytes_per_link_fraction(collective.kind, ranks) * collective.bytes * collective.count
-        for collective in run.parallelism.collectives(run)
+        for collective in list_collectives(run.parallelism, run)
     )
     return total or None
 

@@ -24,6 +24,7 @@ from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome, Status, git_state
 from scalewise.launch_config import Isolation
 from scalewise.run_config import RunConfig
+from scalewise.strategies import deepspeed_ops
 from scalewise.tracking.run_files import read_json, write_text
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def prepare_job(job_spec: JobSpec) -> int:
         )
 
         instantiate_callbacks(run)  # their constructors check their arguments
-    run.parallelism.prepare(run)
+    deepspeed_ops.build_extensions(run.parallelism.native_extensions, run.hardware.device)
     if run.objective.is_user_defined:
         from scalewise.training import user_module  # imports Lightning
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalewise.parallelism.communication import CollectiveKind
+from scalewise.parallelism.collective import CollectiveKind
 
 KINDS: dict[str, tuple[CollectiveKind, int]] = {
     "allreduce_": (CollectiveKind.all_reduce, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import ceil, prod
@@ -87,6 +87,23 @@ class StageSlice:
     """Whether the slice includes the embedding."""
     is_last: bool = True
     """Whether the slice includes the final norm and the head."""
+
+
+def tp_style(weight: Weight, tp_styles: Mapping[str, TPStyle]) -> TPStyle | None:
+    """Return the tensor parallel style of a weight's module."""
+    module = weight.name.rpartition(".")[0]
+    pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
+    return tp_styles.get(pattern)
+
+
+def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -> Weight:
+    """Return the shard of a weight on one tensor-parallel rank."""
+    style, shape = tp_style(weight, tp_styles), weight.shape
+    if style in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
+        shape = (shape[0] // ranks, *shape[1:])
+    elif style is TPStyle.row and len(shape) > 1:
+        shape = (shape[0], shape[1] // ranks, *shape[2:])
+    return replace(weight, shape=shape)
 
 
 class ModelConfig(ABC):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.registry import option_name
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.communication import Collective
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
-    from scalewise.strategies.base import ParallelStrategy
 
 DEFAULT_CPU_RANKS = 2
 """Number of CPU ranks of a parallel axis without a configured size."""
@@ -27,6 +24,8 @@ class ParallelismConfig(ABC):
     changes memory and communication, not the training result.
     """
 
+    implementation: ClassVar[str]
+    """Module that registers the Lightning strategy with ``build_strategy``."""
     supports_optimizer_sharding = False
     """Whether ``optimizer.shard`` can partition optimizer state over replicas."""
     supports_optimizer_offload = False
@@ -82,6 +81,11 @@ class ParallelismConfig(ABC):
         """Reason why a callback cannot average weights with this strategy, and a fix; or None."""
         return None
 
+    @property
+    def native_extensions(self) -> tuple[str, ...]:
+        """DeepSpeed extensions to compile before the ranks start."""
+        return ()
+
     def resolve(self, devices: int | None) -> Self:
         """Return the config with open sizes filled in for a number of devices.
 
@@ -125,27 +129,15 @@ class ParallelismConfig(ABC):
             fix = f"set optimizer=adamw, or parallelism={better}"
             yield ConfigIssue("optimizer", chosen, reason, fix)
 
-    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Return the collectives of a rank in one optimizer step of ``run``."""
-        return ()
-
     def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
         """Return the size of the group along ``axes``, and whether it spans several nodes."""
         ranks = self.world_size
         return ranks, devices_per_node is not None and ranks > devices_per_node
 
-    def distinct_ranks(self, run: RunConfig) -> tuple[int, ...]:
-        """Return one rank of each distinct partition."""
-        return (0,)
-
     @property
     def unmodeled_memory(self) -> str:
         """Memory that the analytic model does not include; empty if there is none."""
         return ""
-
-    @abstractmethod
-    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Return the memory partition of a rank."""
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""
@@ -154,10 +146,3 @@ class ParallelismConfig(ABC):
     def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield a config issue for each requirement that this machine does not meet."""
         yield from ()
-
-    def prepare(self, run: RunConfig) -> None:  # noqa: B027 (few strategies need it)
-        """Prepare the machine before the ranks start."""
-
-    @abstractmethod
-    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Return the Lightning strategy, in the process of a rank."""

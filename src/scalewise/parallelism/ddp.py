@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.models.base import Weight
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.communication import Collective
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
-    from scalewise.strategies.base import ParallelStrategy
 
 
 class CommHook(StrEnum):
@@ -47,6 +43,7 @@ class CommHook(StrEnum):
 class DDPConfig(ParallelismConfig):
     """DistributedDataParallel: replicas of the model average gradients (Li et al., 2020)."""
 
+    implementation = "scalewise.strategies.ddp"
     supports_optimizer_sharding = True
     supports_optimizer_offload = True
 
@@ -133,68 +130,3 @@ class DDPConfig(ParallelismConfig):
                 "set parallelism.static_graph=false, or "
                 f"trainer.global_batch={run.samples_per_forward}",
             )
-
-    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Return the gradient all-reduce of a step, or that of PowerSGD factors.
-
-        PowerSGD counts as after its lossless steps, post-local SGD as before their end.
-        """
-        from scalewise.parallelism.communication import Collective, CollectiveKind
-
-        if self.world_size == 1:
-            return ()
-        half = self.comm_hook in (CommHook.fp16, CommHook.bf16, CommHook.fp16_powersgd)
-        element_bytes = 2 if half else run.precision.parameters.bytes
-        trained = [weight for weight in run.weight_census() if weight.trainable]
-        elements = {"gradients": sum(weight.numel for weight in trained)}
-        if self.comm_hook.is_powersgd:
-            elements = self._powersgd_numel(trained)
-        return tuple(
-            Collective(
-                CollectiveKind.all_reduce,
-                ("replicate",),
-                count * element_bytes,
-                1,
-                name,
-                overlaps=True,
-            )
-            for name, count in elements.items()
-            if count
-        )
-
-    def _powersgd_numel(self, weights: Iterable[Weight]) -> dict[str, int]:
-        """Return the elements that PowerSGD reduces: n x m becomes n x rank and rank x m.
-
-        Parameters that would shrink to no less than half are not compressed (Vogels et al.,
-        2019, section 3).
-        """
-        uncompressed = left = right = 0
-        for weight in weights:
-            n, m = weight.shape[0], weight.numel // weight.shape[0]
-            rank = min(n, m, self.powersgd_rank)
-            if 2 * (n + m) * rank < n * m:
-                left, right = left + n * rank, right + m * rank
-            else:
-                uncompressed += weight.numel
-        return {"gradients": uncompressed, "left factors": left, "right factors": right}
-
-    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Return the memory of a rank: a replica and gradient buckets."""
-        from scalewise.parallelism.rank_memory import replicated_memory
-
-        state_shards = self.world_size if run.optimizer.shard else 1
-        copied = self.world_size > 1 and not self.gradient_as_bucket_view
-        copies = copied * run.trainable_parameters * run.precision.parameters.bytes
-        has_buckets = self.gradient_as_bucket_view
-        return replace(
-            replicated_memory(run),
-            has_persistent_buckets=has_buckets,
-            state_shards=state_shards,
-            bucket_copy_bytes=copies,
-        )
-
-    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Return the DDP strategy over NCCL, or over gloo on the CPU."""
-        from scalewise.strategies.ddp import DataParallelStrategy
-
-        return DataParallelStrategy(self)

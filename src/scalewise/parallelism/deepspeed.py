@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
@@ -20,11 +20,7 @@ from scalewise.typed_override import format_override
 from scalewise.units import MIB
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.communication import Collective
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
-    from scalewise.strategies.base import ParallelStrategy
-
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
 """Maximum number of gathered elements in stage 3: DeepSpeed's default ``max_live_parameters``."""
@@ -49,6 +45,7 @@ class DeepSpeedConfig(ParallelismConfig):
     Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
     """
 
+    implementation = "scalewise.strategies.deepspeed"
     flattens_parameters = True
 
     stage: int = 2
@@ -199,165 +196,6 @@ class DeepSpeedConfig(ParallelismConfig):
             fix = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
             yield ConfigIssue(f"parallelism.{key}", "nvme", "requires libaio", fix)
 
-    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Return the gradient reduction and the parameter gathering of a step.
-
-        Stage 1 reduces once per step, stages 2 and 3 once per micro-batch. Stage 3 gathers
-        parameters before each forward and backward, stages 1 and 2 once per step (Rajbhandari et
-        al., 2020, section 7).
-        """
-        from scalewise.parallelism.communication import Collective, CollectiveKind
-
-        if self.world_size == 1:
-            return ()
-        passes, precision = run.accumulation, run.precision
-        num_trained = num_parameters = run.trainable_parameters
-        if self.stage == 3:
-            num_parameters = sum(weight.numel for weight in run.weight_census())
-        reduced_bytes = num_trained * precision.parameters.bytes
-        if self.quantized_gradients:
-            reduced_bytes = num_trained // 2  # int4
-        gathered_bytes = num_parameters * (1 if self.quantized_weights else precision.compute.bytes)
-        num_reductions = passes if self.stage > 1 else 1
-        num_gathers = 2 * passes if self.stage == 3 else 1
-        axes, gathers_overlap = ("replicate",), self.stage == 3
-        return (
-            Collective(
-                CollectiveKind.reduce_scatter,
-                axes,
-                reduced_bytes,
-                num_reductions,
-                "gradients",
-                overlaps=self.overlap_comm,
-            ),
-            Collective(
-                CollectiveKind.all_gather,
-                axes,
-                gathered_bytes,
-                num_gathers,
-                "weights",
-                overlaps=gathers_overlap,
-            ),
-        )
-
-    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Return the memory of a rank after the partitioning of the stage."""
-        from scalewise.parallelism.rank_memory import ZeroMemory, forward_spec, replicated_memory
-
-        ranks, stage, precision = self.world_size, self.stage, run.precision
-        accumulation_format = precision.compute if stage == 1 else precision.parameters
-        num_buckets = 2 if self.overlap_comm and stage < 3 else 1
-        if not self.contiguous_gradients:  # gradients stay in place; stage 3 concatenates them
-            num_buckets = 2 if stage == 3 else 1
-        return replace(
-            replicated_memory(run),
-            forward_spec=forward_spec(
-                run, run.sequences_per_forward, run.data.sequence, casts_weights=True
-            ),
-            zero=ZeroMemory(
-                stage,
-                weight_element_bytes=precision.compute.bytes,
-                master_element_bytes=precision.parameters.bytes,
-                gradient_element_bytes=accumulation_format.bytes,
-                bucket_elements=self._bucket_elements(run.trainable_parameters),
-                num_buckets=num_buckets,
-                max_live_elements=MAX_LIVE_ELEMENTS if stage == 3 else 0,
-                persistence_threshold=self.keep_whole_below if stage == 3 else 0,
-            ),
-            state_shards=ranks,
-            gradient_shards=ranks if stage >= 2 else 1,
-            parameter_shards=ranks if stage == 3 else 1,
-            states_on_host=self.offload_optimizer is not OffloadTarget.none,
-            parameters_on_host=self.offload_parameters is not OffloadTarget.none,
-            states_on_disk=self.offload_optimizer is OffloadTarget.nvme,
-            parameters_on_disk=self.offload_parameters is OffloadTarget.nvme,
-        )
-
-    def build_config(
-        self, run: RunConfig, nvme_folder: str, num_parameters: int, num_trained: int
-    ) -> dict[str, Any]:
-        """Return the DeepSpeed config.
-
-        The strategy divides the loss by the accumulation steps; DeepSpeed does not.
-
-        Args:
-            run: Run to train.
-            nvme_folder: Offload folder of this rank.
-            num_parameters: Number of parameters.
-            num_trained: Number of trained parameters.
-        """
-        elements = self._bucket_elements(num_trained)
-        zero: dict[str, Any] = {
-            "stage": self.stage,
-            "overlap_comm": self.overlap_comm,
-            "contiguous_gradients": self.contiguous_gradients,
-            "reduce_bucket_size": elements,
-            "allgather_bucket_size": elements + elements % 2,  # DeepSpeed aligns to pairs
-        }
-        if self.stage == 3:
-            zero |= {
-                "stage3_prefetch_bucket_size": self._bucket_elements(num_parameters),
-                "stage3_param_persistence_threshold": self.keep_whole_below,
-                "memory_efficient_linear": False,  # would patch torch's linear permanently
-                "zero_hpz_partition_size": self.hierarchical,
-                "zero_quantized_weights": self.quantized_weights,
-                "zero_quantized_gradients": self.quantized_gradients,
-            }
-        for key, target in (
-            ("offload_optimizer", self.offload_optimizer),
-            ("offload_param", self.offload_parameters),
-        ):
-            if target is not OffloadTarget.none:
-                zero[key] = {"device": target.value, "nvme_path": nvme_folder}
-        if self.offload_parameters is OffloadTarget.nvme:  # the default buffers take 2 GB
-            zero["offload_param"]["buffer_size"] = max(
-                weight.numel for weight in run.weight_census()
-            )
-        return {
-            "train_micro_batch_size_per_gpu": run.micro_batch,
-            "gradient_accumulation_steps": run.accumulation,
-            "gradient_clipping": run.trainer.clip_norm or 0.0,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            **self._dtype_config(run),
-        }
-
-    def _bucket_elements(self, num_parameters: int) -> int:
+    def bucket_elements(self, num_parameters: int) -> int:
+        """Return the bucket size for a number of parameters to reduce or gather, in elements."""
         return min(int(self.bucket_mib * MIB / 4), max(num_parameters, 1024))
-
-    def _dtype_config(self, run: RunConfig) -> Mapping[str, Any]:
-        """Return the data types: bf16 with fp32 master weights, or bf16 throughout.
-
-        Gradients accumulate in fp32, except in stage 1, which accumulates in bf16: with fp32,
-        DeepSpeed would select an optimizer that keeps gradients unsharded on every rank.
-        """
-        if run.precision.compute is not FloatFormat.bf16:
-            return {}
-        throughout = run.precision.parameters is FloatFormat.bf16
-        bf16 = {
-            "enabled": True,
-            "bf16_master_weights_and_grads": throughout,
-            "bf16_optimizer_states": throughout,
-            "check_grad_overflow": True,
-        }
-        communication_dtype = "bf16" if throughout else "fp32"
-        accumulation_dtype = "bf16" if throughout or self.stage == 1 else "fp32"
-        return {
-            "bf16": bf16,
-            "communication_data_type": communication_dtype,
-            "data_types": {"grad_accum_dtype": accumulation_dtype},
-        }
-
-    def prepare(self, run: RunConfig) -> None:
-        """Compile the DeepSpeed extensions that this machine has not compiled yet."""
-        if self.native_extensions:
-            from scalewise.strategies import deepspeed_ops
-
-            for name in self.native_extensions:
-                deepspeed_ops.build_extension(name, run.hardware.device)
-
-    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Return the DeepSpeed strategy of Lightning, for CUDA or the CPU."""
-        from scalewise.strategies.deepspeed import ScalewiseDeepSpeedStrategy
-
-        return ScalewiseDeepSpeedStrategy(self, device)

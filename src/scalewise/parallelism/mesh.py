@@ -10,15 +10,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 from scalewise.errors import ConfigIssue
-from scalewise.hardware import DeviceKind
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.communication import Collective
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
-    from scalewise.strategies.base import ParallelStrategy
 
 AXES = ("pipeline", "replicate", "shards", "context", "tensor")
 """Mesh axes, outermost first; the last axis communicates most and has adjacent ranks."""
@@ -72,6 +68,8 @@ class PipelineSchedule(StrEnum):
 @dataclass(frozen=True)
 class MeshConfig(ParallelismConfig):
     """N-dimensional parallelism: any product of five mesh axes. One size may be ``auto``."""
+
+    implementation = "scalewise.strategies.nd_parallel"
 
     pipeline: Size = 1
     """Pipeline parallel size, in ranks; each stores consecutive layers. auto: all remaining
@@ -238,12 +236,6 @@ class MeshConfig(ParallelismConfig):
             return [pipeline_rank, self.num_stages - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.num_stages, num_ranks))
 
-    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
-        """Return the collectives of a rank in one optimizer step, by axis."""
-        from scalewise.parallelism.communication import mesh_collectives
-
-        return mesh_collectives(self, run, rank)
-
     def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
         """Return the group size of collectives along ``axes``, and whether it spans several nodes.
 
@@ -260,94 +252,6 @@ class MeshConfig(ParallelismConfig):
             return 1, False
         return group_size, devices_per_node is not None and span > devices_per_node
 
-    def distinct_ranks(self, run: RunConfig) -> tuple[int, ...]:
-        """Return the first rank of each distinct set of pipeline stages.
-
-        Stages differ by their number of layers, embedding and head. Of equal ranks, the first has
-        the most forward passes waiting for their backward.
-        """
-        from scalewise.parallelism.rank_partition import split_stages
-
-        stages = split_stages(run.model, self.num_stages, run.data.sequence)
-        rank_by_stages: dict[object, int] = {}
-        for pipeline_rank in range(self.sizes["pipeline"]):
-            rank = pipeline_rank * self.world_size // self.sizes["pipeline"]
-            rank_stages = [stages[index] for index in self.stage_indices(rank)]
-            key = tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in rank_stages)
-            rank_by_stages.setdefault(key, rank)
-        return tuple(rank_by_stages.values())
-
-    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
-        """Return the stages of a rank, sharded by tensor parallelism and by FSDP."""
-        from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, forward_spec
-        from scalewise.parallelism.rank_partition import partition_of
-
-        partition, sizes = partition_of(self, run, rank), self.sizes
-        shards = sizes["shards"] * sizes["context"]
-        sharded = shards * sizes["replicate"] > 1
-        parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
-        mixed = compute < parameters
-        fsdp = FSDPMemory(
-            shards,
-            gathered_element_bytes=compute if mixed else parameters,
-            reduced_element_bytes=4 if mixed else parameters,
-            keeps_unsharded=not self.reshard_after_forward,
-            prefetch=self.prefetch,
-            has_unsharded_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
-            has_replicas=sizes["replicate"] > 1,
-        )
-        block, other = partition.weights_by_kind()
-        return RankMemory(
-            partition.stages,
-            replace(
-                forward_spec(
-                    run,
-                    partition.sequences,
-                    partition.tokens_per_sequence,
-                    casts_weights=sharded and mixed,
-                ),
-                tensor_ranks=sizes["tensor"],
-                sequence_parallel=self.sequence_parallel and sizes["tensor"] > 1,
-                loss_parallel=self.loss_parallel and sizes["tensor"] > 1,
-                context_ranks=sizes["context"],
-                gathers_keys=self.attention is ContextAttention.gather,
-            ),
-            block,
-            other,
-            parameter_shards=shards,
-            gradient_shards=shards,
-            state_shards=shards,
-            in_flight=self._max_in_flight(rank),
-            num_pipeline_micro_batches=self.num_pipeline_micro_batches
-            if sizes["pipeline"] > 1
-            else 1,
-            pipeline_ranks=sizes["pipeline"],
-            fsdp=fsdp if sharded else None,
-            states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
-            states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
-            parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
-        )
-
-    def _max_in_flight(self, rank: int) -> int:
-        """Return the maximum number of forward passes through one stage that wait on a rank.
-
-        GPipe: all. 1F1B: one per stage from this one to the last (Narayanan et al., 2019). With v
-        stages per rank: 2 (p - 1 - r) + (v - 1) p + 1 (Narayanan et al., 2021, as in torch).
-        """
-        ranks = self.sizes["pipeline"]
-        if ranks == 1:
-            return 1
-        if self.pipeline_schedule is PipelineSchedule.gpipe:
-            return self.num_pipeline_micro_batches
-        ranks_after = ranks - 1 - rank // (self.world_size // ranks)
-        stages_per_rank = self.resolved_stages_per_rank
-        if stages_per_rank == 1:
-            return min(ranks_after + 1, self.num_pipeline_micro_batches)
-        return min(
-            2 * ranks_after + (stages_per_rank - 1) * ranks + 1,
-            self.num_pipeline_micro_batches * stages_per_rank,
-        )
-
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""
         coordinates = self._coordinates(rank)
@@ -363,13 +267,3 @@ class MeshConfig(ParallelismConfig):
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, self.sizes[axis])
         return coordinates
-
-    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
-        """Return the Lightning strategy for all five axes."""
-        if self.world_size == 1:
-            from scalewise.strategies.single import SingleDevice
-
-            return SingleDevice(device)
-        from scalewise.strategies.nd_parallel import MeshStrategy
-
-        return MeshStrategy(self)

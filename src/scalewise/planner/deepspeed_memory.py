@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scalewise.parallelism.rank_memory import RankMemory, shard_elements
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryEntry, StepPhase
 from scalewise.planner.phases import AFTER_HEAD, BACKWARD, FORWARD_BACKWARD, constant_entry
 from scalewise.planner.pipeline_peaks import PipelinePeakPoint
+from scalewise.planner.rank_memory import RankMemory, shard_elements
 from scalewise.precision import FloatFormat
 
 if TYPE_CHECKING:

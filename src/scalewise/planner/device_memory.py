@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from scalewise.activation_checkpointing import Recompute
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT
 from scalewise.models.base import StageSlice
-from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, shard_bytes, shard_elements
 from scalewise.planner.activation_liveness import PartLiveness
 from scalewise.planner.liveness_cache import (
     EMPTY,
@@ -31,6 +30,7 @@ from scalewise.planner.phases import (
     constant_entry,
 )
 from scalewise.planner.pipeline_peaks import PipelinePeakPoint, iter_waiting_parts
+from scalewise.planner.rank_memory import FSDPMemory, RankMemory, shard_bytes, shard_elements
 from scalewise.precision import FloatFormat
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.planner import host_memory, worst_rank
 from scalewise.planner.memory_breakdown import MemoryBreakdown
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
 
     A checkpoint copies weights and optimizer state once, while gradients may be alive.
     """
-    rank_memory, element_bytes = run.parallelism.rank_memory(run), run.precision.parameters.bytes
+    rank_memory = build_rank_memory(run.parallelism, run)
+    element_bytes = run.precision.parameters.bytes
     checkpoint_bytes = rank_memory.weight_bytes(
         element_bytes, rank_memory.parameter_shards
     ) + rank_memory.state_bytes(run)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from scalewise.hardware import DeviceKind
 from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
+from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
-    ranks, rank_memory = ranks_per_node(run), run.parallelism.rank_memory(run)
+    ranks, rank_memory = ranks_per_node(run), build_rank_memory(run.parallelism, run)
     process_bytes = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _node_entry("processes", ranks, process_bytes, "Python, PyTorch and its libraries")
     element_bytes, zero = run.precision.parameters.bytes, rank_memory.zero

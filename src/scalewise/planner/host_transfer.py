@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from scalewise.hardware import DeviceKind
 from scalewise.planner.host_memory import ranks_per_node
 from scalewise.planner.liveness_cache import offloaded_bytes
+from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.worst_rank import breakdown_of
 from scalewise.units import GIB, GIGA
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
 
@@ -136,7 +136,7 @@ def transfer_seconds(run: RunConfig, rank_memory: RankMemory) -> HostTransferTim
 
 def missing_rates(run: RunConfig) -> tuple[str, ...]:
     """Return the rates that the profile lacks for the transfers of the run."""
-    traffic, hardware = rank_traffic(run, run.parallelism.rank_memory(run)), run.hardware
+    traffic, hardware = rank_traffic(run, build_rank_memory(run.parallelism, run)), run.hardware
     rates = {
         "host_link_gb_per_s": traffic.link + traffic.activations + traffic.paged,
         "host_memory_gb_per_s": traffic.host,

@@ -13,7 +13,7 @@ from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 from scalewise.planner.activation_liveness import PartLiveness, simulate_part
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.planner.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
 EMPTY = PartLiveness(0, 0, 0, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from scalewise.models.base import StageSlice
-from scalewise.parallelism.rank_memory import RankMemory
+from scalewise.planner.rank_memory import RankMemory
 
 
 @dataclass(frozen=True)

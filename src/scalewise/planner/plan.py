@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scalewise.planner import auto_checkpointing, auto_micro_batch
+from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
@@ -118,7 +119,7 @@ def plan_record(run: RunConfig) -> dict[str, object]:
                 "bytes": collective.bytes,
                 "count": collective.count,
             }
-            for collective in run.parallelism.collectives(run)
+            for collective in list_collectives(run.parallelism, run)
         ],
         "limit_bytes": fit.capacity,
     }

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 from scalewise.activation_checkpointing import Recompute
 from scalewise.hardware import DeviceKind
 from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork
-from scalewise.parallelism.communication import Collective, CollectiveKind
+from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES
-from scalewise.parallelism.ring_cost import RingLink
 from scalewise.planner import host_transfer
 from scalewise.planner.activation_liveness import selective_ops
+from scalewise.planner.communication import list_collectives
 from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.planner.rank_memory import RankMemory, build_rank_memory
+from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.units import GIGA, MICRO
 
 if TYPE_CHECKING:
     from scalewise.hardware import Hardware
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
 OVERLAP_SHARE = 0.8
@@ -166,7 +167,7 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
     rates = device_rates(run)
     if rates is None:
         return None
-    ranks = run.parallelism.distinct_ranks(run)
+    ranks = list_distinct_ranks(run.parallelism, run)
     slowest = max(
         (_rank_step_time(run, rank, rates) for rank in ranks), key=lambda step: step.seconds
     )
@@ -174,7 +175,7 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
 
 
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
-    rank_memory = run.parallelism.rank_memory(run, rank)
+    rank_memory = build_rank_memory(run.parallelism, run, rank)
     op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
     micro_batches = run.accumulation * rank_memory.num_pipeline_micro_batches
     compute_by_work = dict.fromkeys(OpWork, 0.0)
@@ -274,7 +275,8 @@ def _moved_bytes(graph: OpGraph, operator: Op) -> int:
 
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
     """Return the recomputation time of all blocks in one micro-batch, in seconds."""
-    block = model_op_graphs(run.model, run.parallelism.rank_memory(run, 0).forward_spec).block
+    rank_memory = build_rank_memory(run.parallelism, run)
+    block = model_op_graphs(run.model, rank_memory.forward_spec).block
     return _part_recompute_seconds(block, run.memory.count_by_recompute(run.model.layers), rates)
 
 
@@ -304,7 +306,7 @@ def _collective_seconds(
     """
     exposed: dict[str, float] = {}
     overlappable: dict[str, float] = {}
-    for collective in run.parallelism.collectives(run, rank):
+    for collective in list_collectives(run.parallelism, run, rank):
         seconds = collective.count * _seconds_per_collective(run, collective)
         spans_mesh = set(collective.axes) == set(AXES)
         used_axes = [

@@ -8,15 +8,16 @@ from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.pipeline_peaks import iter_peak_points
+from scalewise.planner.rank_memory import RankMemory, build_rank_memory
+from scalewise.planner.rank_partition import list_distinct_ranks
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.rank_memory import RankMemory
     from scalewise.run_config import RunConfig
 
 
 def device_breakdown(run: RunConfig, rank: int = 0) -> MemoryBreakdown:
     """Return the memory breakdown of one rank at the last micro-batch of a step."""
-    return breakdown_of(run, run.parallelism.rank_memory(run, rank))
+    return breakdown_of(run, build_rank_memory(run.parallelism, run, rank))
 
 
 def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
@@ -32,5 +33,5 @@ def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
 
 def worst_rank_breakdown(run: RunConfig) -> MemoryBreakdown:
     """Return the memory breakdown of the rank with the highest peak."""
-    ranks = run.parallelism.distinct_ranks(run)
+    ranks = list_distinct_ranks(run.parallelism, run)
     return max((device_breakdown(run, rank) for rank in ranks), key=lambda it: it.peak)

@@ -22,14 +22,14 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scalewise.hardware import DeviceKind
 from scalewise.optimizers.build import build_from_groups, build_parameter_groups
-from scalewise.parallelism.ddp import CommHook
+from scalewise.parallelism.ddp import CommHook, DDPConfig
 from scalewise.strategies.base import ParallelStrategy
+from scalewise.strategies.build import build_strategy
 
 if TYPE_CHECKING:
-    from scalewise.parallelism.ddp import DDPConfig
     from scalewise.run_config import RunConfig
-
 
 _BUFFERS_NAME = "forward_sync_buffers"  # since torch 2.13
 _HAS_NEW_NAME = _BUFFERS_NAME in signature(DistributedDataParallel).parameters
@@ -123,3 +123,8 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
             assert self.lightning_module is not None
             self._averager.average_parameters(self.lightning_module.parameters())
         return output
+
+
+@build_strategy.register
+def _build_ddp(config: DDPConfig, device: DeviceKind) -> DataParallelStrategy:
+    return DataParallelStrategy(config)

@@ -23,8 +23,10 @@ from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.build import build_parameter_groups
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.precision import FloatFormat
-from scalewise.strategies import deepspeed_ops, zero3_init
+from scalewise.strategies import deepspeed_ops, zero3_init, zero_state_dict
 from scalewise.strategies.base import Batch, ParallelStrategy, ScaledLoss
+from scalewise.strategies.build import build_strategy
+from scalewise.strategies.deepspeed_config import build_deepspeed_config
 from scalewise.strategies.nvme_swap import SwapFolder
 
 if TYPE_CHECKING:
@@ -78,8 +80,8 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """
         self.run = run
         folder = str(self._swap_folder.open()) if self._swap_folder else ""
-        self.config = self.spec.build_config(
-            run, folder, run.model.num_parameters, run.trainable_parameters
+        self.config = build_deepspeed_config(
+            self.spec, run, folder, run.model.num_parameters, run.trainable_parameters
         )
         if self.spec.stage < 3:
             with self.root_device:
@@ -94,7 +96,8 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             sum(p.numel() for p in parameters),
             sum(p.numel() for p in parameters if p.requires_grad),
         )
-        self.run, self.config = run, self.spec.build_config(run, "", *counts)
+        self.run = run
+        self.config = build_deepspeed_config(self.spec, run, "", *counts)
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Build the optimizer; with offloaded state, DeepSpeed's CPU Adam."""
@@ -137,8 +140,6 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
         DeepSpeed has copied them from parameters that were rounded to bf16.
         """
-        from scalewise.strategies import zero_state_dict
-
         layer_tensors: dict[str, Tensor] = {}
         layers = zero3_init.iter_layers(self.run, self.root_device)
 
@@ -202,14 +203,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
     def strategy_buffers(self) -> StrategyBuffers:
         """Master weights, partitions and reduced gradients of the ZeRO optimizer."""
-        from scalewise.strategies import zero_state_dict
-
         return zero_state_dict.ZeroPartition(self.optimizers[0], self._parameter_names())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Unpartitioned master weights, on rank 0 only; all ranks must call this."""
-        from scalewise.strategies import zero_state_dict
-
         weights = {}
         for parameter, name in self._parameter_names().items():
             master = zero_state_dict.full_weight(parameter)
@@ -224,8 +221,6 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
         Checkpoints contain no file in a format of DeepSpeed's.
         """
-        from scalewise.strategies import zero_state_dict
-
         model = checkpoint.pop("state_dict")
         states = {}
         for key, state in zero_state_dict.iter_state(self.optimizers[0], self._parameter_names()):
@@ -244,8 +239,6 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
         Returns the rest of the checkpoint.
         """
-        from scalewise.strategies import zero_state_dict
-
         self._resume_path = path = Path(checkpoint_path)
         checkpoint = store.load_state(path)
         zero_state_dict.load_weights(
@@ -260,8 +253,6 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the optimizer state."""
-        from scalewise.strategies import zero_state_dict
-
         assert self._resume_path is not None
         path = self._resume_path
         zero_state_dict.load_states(
@@ -276,3 +267,8 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         super().teardown()
         if self._swap_folder:
             self._swap_folder.close()
+
+
+@build_strategy.register
+def _build_deepspeed(config: DeepSpeedConfig, device: DeviceKind) -> ScalewiseDeepSpeedStrategy:
+    return ScalewiseDeepSpeedStrategy(config, device)

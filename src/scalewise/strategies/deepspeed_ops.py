@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,12 @@ FIXES = {
     "cpu_adam": "install g++ and ninja, or set parallelism.offload_optimizer=none",
     "async_io": "apt-get install libaio-dev g++, or offload to cpu instead of nvme",
 }
+
+
+def build_extensions(names: Iterable[str], device: DeviceKind) -> None:
+    """Compile the extensions that this machine has not compiled yet."""
+    for name in names:
+        build_extension(name, device)
 
 
 def build_extension(name: str, device: DeviceKind) -> Path:

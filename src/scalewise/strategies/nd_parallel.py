@@ -14,15 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.strategies import grad_norm, parallelize, tensor_parallel
 from scalewise.strategies.base import Batch, ParallelStrategy, ScaledLoss
+from scalewise.strategies.build import build_strategy
 from scalewise.strategies.context_parallel import SequenceSharding
+from scalewise.strategies.pipeline_parallel import PipelineRunner
+from scalewise.strategies.single import SingleDevice
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
-    from scalewise.strategies.pipeline_parallel import PipelineRunner
 
 
 class FSDPBuffers(StrategyBuffers):
@@ -102,9 +105,6 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         ]
         if self.axis_mesh("pipeline") is None:
             return stages[0]
-        # Imported here: torch's pipelining takes longer to import than a small model to build.
-        from scalewise.strategies.pipeline_parallel import PipelineRunner
-
         self._pipeline = PipelineRunner(
             self.spec, self.device_mesh["pipeline"], stage_indices, stages, run
         )
@@ -235,3 +235,8 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         yield
         for root in roots:
             root.set_requires_gradient_sync(True, recurse=False)
+
+
+@build_strategy.register
+def _build_mesh(config: MeshConfig, device: DeviceKind) -> ParallelStrategy:
+    return SingleDevice(device) if config.world_size == 1 else MeshStrategy(config)

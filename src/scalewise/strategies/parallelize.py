@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,24 +27,41 @@ from torch.distributed.fsdp import (
 
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import context_parallel, tensor_parallel
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
     from scalewise.strategies.context_parallel import SequenceSharding
-    from scalewise.strategies.nd_parallel import MeshStrategy
+
+
+class RankMesh(Protocol):
+    """Mesh and device of this rank, as ``MeshStrategy`` has them after ``setup_environment``."""
+
+    spec: MeshConfig
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Mesh whose axis ``shards`` includes the context ranks."""
+
+    def axis_mesh(self, name: str) -> DeviceMesh | None:
+        """One-dimensional submesh of this rank along an axis; None: the axis has size 1."""
 
 
 def build_sharded(
-    run: RunConfig, stage: StageSlice, strategy: MeshStrategy, sharding: SequenceSharding | None
+    run: RunConfig, stage: StageSlice, rank_mesh: RankMesh, sharding: SequenceSharding | None
 ) -> ModelModule:
-    """Build one pipeline stage and shard it over the mesh of ``strategy``.
+    """Build one pipeline stage and shard it over the mesh of ``rank_mesh``.
 
     ``sharding``: assignment of tokens to context ranks; None: no context parallelism. Parameters
     lie on the rank's device, or in host memory with CPU offload.
     """
-    spec = strategy.spec
+    spec = rank_mesh.spec
     with torch.device("meta"):
         module = run.model.build_meta(stage)
 
@@ -58,7 +76,7 @@ def build_sharded(
     run.adapter.apply(module, run.model)
 
     # After the adapter, whose parameters are sharded as well; before FSDP, which shards DTensors.
-    tensor_mesh = strategy.axis_mesh("tensor")
+    tensor_mesh = rank_mesh.axis_mesh("tensor")
     if tensor_mesh is not None:
         tensor_parallel.apply_tensor_parallel(
             module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
@@ -72,28 +90,28 @@ def build_sharded(
     run.compile.apply(module)
 
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
-        shard_blocks(module, module.layers(), run, strategy)
+        shard_blocks(module, module.layers(), run, rank_mesh)
 
     # After FSDP: only shards are allocated.
-    module.to_empty(device=torch.device("cpu") if spec.cpu_offload else strategy.root_device)
+    module.to_empty(device=torch.device("cpu") if spec.cpu_offload else rank_mesh.root_device)
     run.model.init_weights(module, run.seed)
     run.adapter.init_or_load_weights(module, run.model, run.seed)
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
-        setattr(module.get_submodule(parent), key, buffer.to(strategy.root_device))
+        setattr(module.get_submodule(parent), key, buffer.to(rank_mesh.root_device))
     num_positions = run.adapter.prompt_tokens + run.data.sequence
     positions_T = torch.arange(num_positions) if sharding is None else sharding.positions_T
-    module.set_position_ids(positions_T.to(strategy.root_device))
+    module.set_position_ids(positions_T.to(rank_mesh.root_device))
     return module
 
 
-def shard_user_module(module: LightningModule, run: RunConfig, strategy: MeshStrategy) -> None:
+def shard_user_module(module: LightningModule, run: RunConfig, rank_mesh: RankMesh) -> None:
     """Apply FSDP to a user-defined module: to each repeated block, then to the rest as the root.
 
     Its steps are registered as forward methods of the root, which gathers the parameters that they
     read directly.
     """
-    shard_blocks(module, repeated_blocks(module), run, strategy)
+    shard_blocks(module, repeated_blocks(module), run, rank_mesh)
     for step in ("training_step", "validation_step"):
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
@@ -113,14 +131,14 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard_blocks(
-    module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, strategy: MeshStrategy
+    module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, rank_mesh: RankMesh
 ) -> None:
     """Apply FSDP2 to each block, then to the rest as the root.
 
     Parameters are sharded over the axes ``shards`` and ``context`` together, and replicated over
     ``replicate`` (HSDP).
     """
-    spec, mesh = strategy.spec, strategy.device_mesh
+    spec, mesh = rank_mesh.spec, rank_mesh.device_mesh
     fsdp_mesh = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
     parameters, compute = run.precision.parameters.bytes, run.precision.compute
     is_mixed = compute.bytes < parameters
@@ -131,7 +149,7 @@ def shard_blocks(
         reduce_dtype=torch.float32 if is_mixed else None,
         cast_forward_inputs=False,
     )
-    pin_memory = strategy.root_device.type == "cuda"
+    pin_memory = rank_mesh.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
     # Blocks first: the root then shards the parameters that no block contains.
     for block in blocks:

@@ -6,7 +6,9 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from scalewise.hardware import DeviceKind
+from scalewise.parallelism.single import SingleConfig
 from scalewise.strategies.base import ParallelStrategy
+from scalewise.strategies.build import build_strategy
 
 
 class SingleDevice(ParallelStrategy, SingleDeviceStrategy):
@@ -15,3 +17,8 @@ class SingleDevice(ParallelStrategy, SingleDeviceStrategy):
     def __init__(self, device: DeviceKind) -> None:
         cuda = device is DeviceKind.cuda
         super().__init__(torch.device("cuda", 0) if cuda else torch.device("cpu"))
+
+
+@build_strategy.register
+def _build_single(config: SingleConfig, device: DeviceKind) -> SingleDevice:
+    return SingleDevice(device)

@@ -2,6 +2,9 @@
 
 DeepSpeed flattens the parameters of a group into one tensor of master weights. Every rank stores
 and updates a partition of it, with the optimizer state of that partition.
+
+Functions import deepspeed when they are called: it reads ``DS_ACCELERATOR`` when it is imported,
+which the strategy sets.
 """
 
 from __future__ import annotations
@@ -11,16 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,6 +37,9 @@ def full_weight(parameter: nn.Parameter) -> Tensor:
 
     All ranks must call this.
     """
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
     if parameter.requires_grad:
         return cast(Tensor, safe_get_full_fp32_param(parameter))
     with GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
@@ -52,6 +48,8 @@ def full_weight(parameter: nn.Parameter) -> Tensor:
 
 def iter_state(zero: Any, names: Names) -> Iterator[tuple[str, Tensor]]:
     """Optimizer state by name, as ``exp_avg/blocks.0.weight``; all ranks must iterate."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
     _link_states(zero)
     state: dict[str, Any] = next((state for state in zero.optimizer.state.values() if state), {})
     slots = [slot for slot, value in state.items() if slot != STEP_SLOT and value is not None]
@@ -67,6 +65,8 @@ def load_weights(zero: Any, names: Names, read: ReadTensor) -> None:
 
     ``read`` fills an unpartitioned tensor by name.
     """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
     for parameter, name in names.items():
         tensor = torch.empty(full_shape(parameter), dtype=torch.float32)
         read(name, tensor)
@@ -90,6 +90,8 @@ def load_states(
     zero: Any, names: Names, shapes: Mapping[str, torch.Size], read: ReadTensor
 ) -> None:
     """Set the optimizer state from a checkpoint whose state tensors have ``shapes``."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
     slots = sorted({key.partition("/")[0] for key in shapes})
     if not slots:
         return
@@ -152,6 +154,8 @@ def _master_partitions(zero: Any) -> list[Tensor]:
 
 def _allocate_state(zero: Any, slots: list[str], steps: float) -> None:
     """Allocate zeros for the state that DeepSpeed allocates at the first step."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     if isinstance(zero.optimizer, DeepSpeedCPUAdam):
         _set_kernel_steps(zero.optimizer, int(steps))
     for group, master in enumerate(_master_partitions(zero)):
@@ -164,7 +168,7 @@ def _allocate_state(zero: Any, slots: list[str], steps: float) -> None:
     _link_states(zero)
 
 
-def _set_kernel_steps(optimizer: DeepSpeedCPUAdam, steps: int) -> None:
+def _set_kernel_steps(optimizer: Any, steps: int) -> None:
     """Set the bias corrections of the CPU Adam kernel to those after ``steps`` steps.
 
     The kernel multiplies the powers of the betas up step by step, in fp32. For a later step it

@@ -26,10 +26,13 @@ from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, StepPhase
+from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.precision import FloatFormat
 from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
+from scalewise.strategies.build import build_strategy
 from scalewise.strategies.nd_parallel import MeshStrategy
 from scalewise.torch_compile import CompileScope
 from scalewise.training import fake_distributed
@@ -128,8 +131,7 @@ def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
         full_depth: Whether to trace all layers instead of extrapolating from shallow copies.
     """
     run, channel = with_cpu_operators(run), fake_distributed.FakeStageChannel()
-    parallelism = run.parallelism
-    ranks = parallelism.distinct_ranks(run) if isinstance(parallelism, MeshConfig) else (0,)
+    ranks = list_distinct_ranks(run.parallelism, run)
     traces = [_trace_rank(run, rank, channel, full_depth=full_depth) for rank in ranks]
     return max(traces, key=lambda trace: trace.peak)
 
@@ -137,7 +139,7 @@ def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
 def _trace_rank(
     run: RunConfig, rank: int, channel: fake_distributed.FakeStageChannel, *, full_depth: bool
 ) -> StepTrace:
-    stages = run.parallelism.rank_memory(run, rank).stages
+    stages = build_rank_memory(run.parallelism, run, rank).stages
     stage_layers = [len(stage.layers) for stage in stages]
     uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
     if full_depth or not uniform or min(stage_layers) <= max(DEPTHS):
@@ -233,7 +235,7 @@ def _skip_init(*_: object) -> None:
 
 def fake_strategy(run: RunConfig) -> ParallelStrategy:
     """Parallelism strategy of a run in the fake process group of ``fake_ranks``."""
-    strategy = run.parallelism.build_strategy(DeviceKind.cpu)
+    strategy = build_strategy(run.parallelism, DeviceKind.cpu)
     if isinstance(strategy, MeshStrategy):
         strategy.parallel_devices = [torch.device("cpu")]
         # The fake process group exists already; Lightning would create a real one.

@@ -25,6 +25,7 @@ from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.hpo.storage import read_trial_link
 from scalewise.planner.plan import dollars_per_billion_tokens, plan_record, predicted_metrics
 from scalewise.run_config import RunConfig
+from scalewise.strategies.build import build_strategy
 from scalewise.tracking.run_files import MetricsFile, read_json, write_json
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
@@ -170,7 +171,7 @@ def build_trainer(
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": rank_info.local_world_size if run.world_size > 1 else 1,
         "num_nodes": max(1, run.world_size // rank_info.local_world_size),
-        "strategy": run.parallelism.build_strategy(run.hardware.device),
+        "strategy": build_strategy(run.parallelism, run.hardware.device),
         "precision": run.precision.lightning_precision(),
         # An explicit environment keeps Lightning from detecting a cluster.
         "plugins": [TorchElasticEnvironment() if has_launcher else LightningEnvironment()],

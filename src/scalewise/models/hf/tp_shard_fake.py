@@ -12,10 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scalewise.models.base import TPStyle, Weight
+from scalewise.models.base import TPStyle, Weight, shard_weight
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import ForwardSpec
-from scalewise.parallelism import rank_partition
 
 functional_collectives = torch.ops._c10d_functional
 NO_GROUP = ""
@@ -44,7 +43,7 @@ def shard_for_rank(
             part.register_forward_hook(partial(_gather_output, forward_spec.tensor_ranks))
         for key, parameter in part.named_parameters(recurse=False):
             weight = Weight(f"{pattern}.{key}", tuple(parameter.shape), "")
-            shape = rank_partition.shard_weight(weight, tp_styles, forward_spec.tensor_ranks).shape
+            shape = shard_weight(weight, tp_styles, forward_spec.tensor_ranks).shape
             empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
             part.register_parameter(key, nn.Parameter(empty, parameter.requires_grad))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, singledispatch
 
 from scalewise.activation_checkpointing import Recompute
 from scalewise.adapters.config import AdapterConfig
-from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
+from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight, shard_weight
+from scalewise.parallelism.base import ParallelismConfig
+from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig, weight_census_by_kind
-
-if TYPE_CHECKING:
-    from scalewise.parallelism.mesh import MeshConfig
-    from scalewise.run_config import RunConfig
+from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,29 @@ def partition_of(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
     return RankPartition(tuple(stages[index] for index in mesh.stage_indices(rank)), mesh, run)
 
 
+@singledispatch
+def list_distinct_ranks(config: ParallelismConfig, run: RunConfig) -> tuple[int, ...]:
+    """Return one rank of each distinct partition; without registration, all ranks are equal."""
+    return (0,)
+
+
+@list_distinct_ranks.register
+def _list_distinct_mesh_ranks(config: MeshConfig, run: RunConfig) -> tuple[int, ...]:
+    """Return the first rank of each distinct set of pipeline stages.
+
+    Stages differ by their number of layers, embedding and head. Of equal ranks, the first has
+    the most forward passes waiting for their backward.
+    """
+    stages = split_stages(run.model, config.num_stages, run.data.sequence)
+    rank_by_stages: dict[object, int] = {}
+    for pipeline_rank in range(config.sizes["pipeline"]):
+        rank = pipeline_rank * config.world_size // config.sizes["pipeline"]
+        rank_stages = [stages[index] for index in config.stage_indices(rank)]
+        key = tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in rank_stages)
+        rank_by_stages.setdefault(key, rank)
+    return tuple(rank_by_stages.values())
+
+
 # Cached: a search partitions thousands of runs that differ in little.
 @lru_cache(maxsize=64)
 def _tensor_parallel_styles(adapter: AdapterConfig, model: ModelConfig) -> dict[str, TPStyle]:
@@ -207,20 +228,3 @@ def _is_in_stage(stage: StageSlice, weight: Weight, tied: frozenset[str]) -> boo
     if weight.role in ("embedding", "position"):
         return stage.is_first or (stage.is_last and weight.name in tied)
     return stage.is_last
-
-
-def tp_style(weight: Weight, tp_styles: Mapping[str, TPStyle]) -> TPStyle | None:
-    """Return the tensor parallel style of a weight's module."""
-    module = weight.name.rpartition(".")[0]
-    pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
-    return tp_styles.get(pattern)
-
-
-def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -> Weight:
-    """Return the shard of a weight on one tensor-parallel rank."""
-    style, shape = tp_style(weight, tp_styles), weight.shape
-    if style in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
-        shape = (shape[0] // ranks, *shape[1:])
-    elif style is TPStyle.row and len(shape) > 1:
-        shape = (shape[0], shape[1] // ranks, *shape[2:])
-    return replace(weight, shape=shape)

@@ -1,10 +1,38 @@
-"""Cost of a collective on a ring of equal links, from latency and bandwidth; imports no torch."""
+"""Collective operations, and their cost on a ring of equal links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from scalewise.parallelism.communication import CollectiveKind
+
+class CollectiveKind(StrEnum):
+    """Kind of a collective operation, or a point-to-point send."""
+
+    all_reduce = "all_reduce"
+    all_gather = "all_gather"
+    reduce_scatter = "reduce_scatter"
+    all_to_all = "all_to_all"
+    broadcast = "broadcast"
+    send = "send"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and size in a step, as seen by one rank."""
+
+    kind: CollectiveKind
+    """Kind of the operation."""
+    axes: tuple[str, ...]
+    """Mesh axes of the group."""
+    bytes: int
+    """Size of the larger of input and output on one rank."""
+    count: int
+    """Number of operations per step."""
+    name: str
+    """Name of the data, as in ``plan.json``."""
+    overlaps: bool = False
+    """Whether the operation overlaps with compute."""
 
 
 def num_hops(kind: CollectiveKind, ranks: int) -> int:

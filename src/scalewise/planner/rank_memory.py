@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import singledispatch
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
-from scalewise.parallelism.rank_partition import RankStages
+from scalewise.parallelism.base import ParallelismConfig
+from scalewise.parallelism.ddp import DDPConfig
+from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, OffloadTarget
+from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSchedule
+from scalewise.parallelism.single import SingleConfig
+from scalewise.planner.rank_partition import RankStages, partition_of
+from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,143 @@ class RankMemory(RankStages):
             if w.trainable
         )
         return max(sizes, default=0)
+
+
+@singledispatch
+def build_rank_memory(config: ParallelismConfig, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the memory partition of a rank.
+
+    Args:
+        config: Parallelism strategy of ``run``; a strategy registers a function for its config.
+        run: Run to train.
+        rank: Global rank.
+    """
+    name = type(config).__name__
+    raise NotImplementedError(f"no memory model of {name}: call build_rank_memory.register")
+
+
+@build_rank_memory.register
+def single_rank_memory(config: SingleConfig, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the memory of the only rank: the whole model."""
+    return replicated_memory(run)
+
+
+@build_rank_memory.register
+def ddp_rank_memory(config: DDPConfig, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the memory of a rank: a replica and gradient buckets."""
+    state_shards = config.world_size if run.optimizer.shard else 1
+    copied = config.world_size > 1 and not config.gradient_as_bucket_view
+    copies = copied * run.trainable_parameters * run.precision.parameters.bytes
+    return replace(
+        replicated_memory(run),
+        has_persistent_buckets=config.gradient_as_bucket_view,
+        state_shards=state_shards,
+        bucket_copy_bytes=copies,
+    )
+
+
+@build_rank_memory.register
+def deepspeed_rank_memory(config: DeepSpeedConfig, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the memory of a rank after the partitioning of the stage."""
+    ranks, stage, precision = config.world_size, config.stage, run.precision
+    accumulation_format = precision.compute if stage == 1 else precision.parameters
+    num_buckets = 2 if config.overlap_comm and stage < 3 else 1
+    if not config.contiguous_gradients:  # gradients stay in place; stage 3 concatenates them
+        num_buckets = 2 if stage == 3 else 1
+    return replace(
+        replicated_memory(run),
+        forward_spec=forward_spec(
+            run, run.sequences_per_forward, run.data.sequence, casts_weights=True
+        ),
+        zero=ZeroMemory(
+            stage,
+            weight_element_bytes=precision.compute.bytes,
+            master_element_bytes=precision.parameters.bytes,
+            gradient_element_bytes=accumulation_format.bytes,
+            bucket_elements=config.bucket_elements(run.trainable_parameters),
+            num_buckets=num_buckets,
+            max_live_elements=MAX_LIVE_ELEMENTS if stage == 3 else 0,
+            persistence_threshold=config.keep_whole_below if stage == 3 else 0,
+        ),
+        state_shards=ranks,
+        gradient_shards=ranks if stage >= 2 else 1,
+        parameter_shards=ranks if stage == 3 else 1,
+        states_on_host=config.offload_optimizer is not OffloadTarget.none,
+        parameters_on_host=config.offload_parameters is not OffloadTarget.none,
+        states_on_disk=config.offload_optimizer is OffloadTarget.nvme,
+        parameters_on_disk=config.offload_parameters is OffloadTarget.nvme,
+    )
+
+
+@build_rank_memory.register
+def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankMemory:
+    """Return the stages of a rank, sharded by tensor parallelism and by FSDP."""
+    partition, sizes = partition_of(config, run, rank), config.sizes
+    shards = sizes["shards"] * sizes["context"]
+    sharded = shards * sizes["replicate"] > 1
+    parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
+    mixed = compute < parameters
+    fsdp = FSDPMemory(
+        shards,
+        gathered_element_bytes=compute if mixed else parameters,
+        reduced_element_bytes=4 if mixed else parameters,
+        keeps_unsharded=not config.reshard_after_forward,
+        prefetch=config.prefetch,
+        has_unsharded_gradients=run.accumulation > 1 and not config.reduce_each_micro_batch,
+        has_replicas=sizes["replicate"] > 1,
+    )
+    block, other = partition.weights_by_kind()
+    return RankMemory(
+        partition.stages,
+        replace(
+            forward_spec(
+                run,
+                partition.sequences,
+                partition.tokens_per_sequence,
+                casts_weights=sharded and mixed,
+            ),
+            tensor_ranks=sizes["tensor"],
+            sequence_parallel=config.sequence_parallel and sizes["tensor"] > 1,
+            loss_parallel=config.loss_parallel and sizes["tensor"] > 1,
+            context_ranks=sizes["context"],
+            gathers_keys=config.attention is ContextAttention.gather,
+        ),
+        block,
+        other,
+        parameter_shards=shards,
+        gradient_shards=shards,
+        state_shards=shards,
+        in_flight=_max_in_flight(config, rank),
+        num_pipeline_micro_batches=config.num_pipeline_micro_batches
+        if sizes["pipeline"] > 1
+        else 1,
+        pipeline_ranks=sizes["pipeline"],
+        fsdp=fsdp if sharded else None,
+        states_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,
+        states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
+        parameters_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,
+    )
+
+
+def _max_in_flight(mesh: MeshConfig, rank: int) -> int:
+    """Return the maximum number of forward passes through one stage that wait on a rank.
+
+    GPipe: all. 1F1B: one per stage from this one to the last (Narayanan et al., 2019). With v
+    stages per rank: 2 (p - 1 - r) + (v - 1) p + 1 (Narayanan et al., 2021, as in torch).
+    """
+    ranks = mesh.sizes["pipeline"]
+    if ranks == 1:
+        return 1
+    if mesh.pipeline_schedule is PipelineSchedule.gpipe:
+        return mesh.num_pipeline_micro_batches
+    ranks_after = ranks - 1 - rank // (mesh.world_size // ranks)
+    stages_per_rank = mesh.resolved_stages_per_rank
+    if stages_per_rank == 1:
+        return min(ranks_after + 1, mesh.num_pipeline_micro_batches)
+    return min(
+        2 * ranks_after + (stages_per_rank - 1) * ranks + 1,
+        mesh.num_pipeline_micro_batches * stages_per_rank,
+    )
 
 
 def replicated_memory(run: RunConfig) -> RankMemory:

@@ -1,4 +1,4 @@
-"""Collectives of one rank in one optimizer step, by parallelism strategy.
+"""Collectives of one rank of a mesh in one optimizer step.
 
 Tests compare them with the collectives of real steps.
 """
@@ -8,49 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from math import ceil, prod
-from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import Recompute
-from scalewise.models.base import TPStyle, Weight
-from scalewise.parallelism.rank_partition import RankPartition, partition_of, tp_style
-
-if TYPE_CHECKING:
-    from scalewise.parallelism.mesh import MeshConfig
-    from scalewise.run_config import RunConfig
+from scalewise.models.base import TPStyle, Weight, tp_style
+from scalewise.parallelism.collective import Collective, CollectiveKind
+from scalewise.parallelism.mesh import MeshConfig
+from scalewise.planner.rank_partition import RankPartition, partition_of
+from scalewise.run_config import RunConfig
 
 SCALAR_BYTES = 4
 """Bytes of a loss or a norm."""
-
-
-class CollectiveKind(StrEnum):
-    """Kind of a collective operation, or a point-to-point send."""
-
-    all_reduce = "all_reduce"
-    all_gather = "all_gather"
-    reduce_scatter = "reduce_scatter"
-    all_to_all = "all_to_all"
-    broadcast = "broadcast"
-    send = "send"
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind and size in a step, as seen by one rank."""
-
-    kind: CollectiveKind
-    """Kind of the operation."""
-    axes: tuple[str, ...]
-    """Mesh axes of the group."""
-    bytes: int
-    """Size of the larger of input and output on one rank."""
-    count: int
-    """Number of operations per step."""
-    name: str
-    """Name of the data, as in ``plan.json``."""
-    overlaps: bool = False
-    """Whether the operation overlaps with compute."""
 
 
 def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
