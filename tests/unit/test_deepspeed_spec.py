@@ -44,7 +44,10 @@ ZERO_3 = ("parallelism=deepspeed_zero3",)
             "set parallelism.stage=3, or parallelism.offload_parameters=none",
         ),
         (("hierarchical=2",), "set parallelism.stage=3, or parallelism.hierarchical=1"),
-        (("stage=3", "quantized_weights=true"), "kernels that quantize for CUDA alone; set "),
+        (
+            ("stage=3", "quantized_weights=true"),
+            "DeepSpeed has no CPU kernel for quantization; set ",
+        ),
     ],
 )
 def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
