@@ -16,7 +16,6 @@ from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:
     from scalewise.models.base import StageSlice
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 OFFLOAD_MIN_BYTES = 1024
@@ -70,22 +69,6 @@ class ActivationCheckpointing(ABC):
             self.recompute_for_layer(layer) for stage in stage_slices for layer in stage.layers
         )
 
-    def apply(self, module: ModelModule, stage: StageSlice) -> None:
-        """Apply activation checkpointing and offload to the blocks of ``stage``, in place.
-
-        Names and parameters do not change.
-        """
-        from scalewise.strategies.activation_checkpointing import checkpoint_block
-        from scalewise.strategies.activation_offload import offload_block
-
-        for recompute, block in zip(
-            self.recompute_per_layer((stage,)), module.layers(), strict=True
-        ):
-            if recompute is not Recompute.nothing:
-                checkpoint_block(block, save_matmuls=recompute is Recompute.selective)
-            if self.offload:
-                offload_block(block)
-
 
 @register_option("memory", "memory")
 @dataclass(frozen=True)
@@ -131,10 +114,6 @@ class AutoCheckpointing(ActivationCheckpointing):
     def recompute_for_layer(self, layer: int) -> Recompute:
         """``Recompute.nothing``, until the planner has chosen."""
         return Recompute.nothing
-
-    def apply(self, module: ModelModule, stage: StageSlice) -> None:
-        """Raise ``RuntimeError``: ``memory=auto`` has to be resolved first."""
-        raise RuntimeError("memory=auto has to be resolved before a module is built")
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue if the budget is not positive."""

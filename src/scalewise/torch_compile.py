@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.models.base_module import ModelModule
 
 
 class CompileScope(StrEnum):
@@ -50,21 +46,3 @@ class Compile:
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield nothing: all combinations are supported."""
         yield from ()
-
-    def apply(self, module: ModelModule) -> None:
-        """Compile a module, or each of its blocks, in place; compilation is lazy.
-
-        Only ``forward`` is compiled: ``Module.compile`` falls back to eager mode for blocks with
-        activation checkpointing.
-        """
-        import torch
-
-        modules = {
-            CompileScope.none: [],
-            CompileScope.block: module.layers(),
-            CompileScope.whole: [module],
-        }[self.scope]
-        for target in modules:
-            target.forward = torch.compile(
-                target.forward, backend=self.backend.value, dynamic=self.dynamic
-            )

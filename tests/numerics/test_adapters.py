@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
+from scalewise.adapters.build import apply_adapter
 from scalewise.hardware import DeviceKind
 from scalewise.strategies.single import SingleDevice
 
@@ -166,7 +167,7 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
     spec = compose([*SHAPE, *shape, *adapter])
     with torch.device("meta"):
         module = spec.model.build(1)
-    spec.adapter.apply(module, spec.model)
+    apply_adapter(spec.adapter, module, spec.model)
     found = [
         (name.replace(".base_layer.", "."), tuple(parameter.shape), parameter.requires_grad)
         for name, parameter in module.named_parameters()

@@ -20,6 +20,7 @@ from torchao.float8.float8_linear import Float8Linear
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
+from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8, ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
@@ -63,7 +64,7 @@ def test_losses_and_gradients_are_those_of_torchaos_conversion(
     theirs = convert_to_float8_training(
         deepcopy(plain), config=config, module_filter_fn=lambda _, name: "blocks." in name
     )
-    run.precision.apply(plain, run.model, DeviceKind.cpu)
+    apply_precision(run.precision, plain, run.model, DeviceKind.cpu)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
     for module in (plain, theirs):
         module(tokens).logsumexp(-1).sum().backward()
@@ -87,7 +88,7 @@ def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
     x.requires_grad_()
     spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
     module = spec.build_meta(StageSlice(range(1))).to_empty(device="cpu")
-    Float8(recipe=recipe).apply(module, spec, DeviceKind.cpu)
+    apply_precision(Float8(recipe=recipe), module, spec, DeviceKind.cpu)
     layer = module.get_submodule("blocks.0.feedforward.up")
     assert isinstance(layer, Float8Linear)
     with torch.no_grad():

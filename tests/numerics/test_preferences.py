@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
+from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader, as_batch
 from scalewise.data.datasets import RandomDataset
 from scalewise.hardware import DeviceKind
@@ -101,7 +102,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     gradients = _gradients(module)
     module.zero_grad()
     objective.apply(module, in_forward=False)
-    with torch.no_grad(), run.adapter.disable(module):
+    with torch.no_grad(), disable_adapter(run.adapter, module):
         given["reference"] = ScaledLoss(objective.reference_objective).compute(module, given)
     found_3 = ScaledLoss(objective, 1 / 5).compute(module, given)
     found_3[0].backward()
@@ -136,7 +137,7 @@ def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> No
 def test_without_its_adapter_a_model_is_what_it_was(run: RunConfig, module: ModelModule) -> None:
     tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
     learnt, plain = module(tokens_BT), run.model.build(run.seed)(tokens_BT)
-    with run.adapter.disable(module):
+    with disable_adapter(run.adapter, module):
         torch.testing.assert_close(module(tokens_BT), plain, rtol=0, atol=0)
     torch.testing.assert_close(module(tokens_BT), learnt, rtol=0, atol=0)
     assert not torch.allclose(learnt, plain)
@@ -152,7 +153,7 @@ def test_flops_are_those_torch_counts() -> None:
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
-        with torch.no_grad(), run.adapter.disable(module):
+        with torch.no_grad(), disable_adapter(run.adapter, module):
             module(tokens)
         module(tokens).float().logsumexp(-1).sum().backward()
     passes = 3.5 + 1  # forward and backward of attention, and the reference's forward

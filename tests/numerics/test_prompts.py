@@ -26,11 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
-from scalewise.adapters import peft_import
-from scalewise.adapters.target_modules import is_adapter_weight
+from scalewise.checkpoints import peft_import
 from scalewise.commands.trained import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
+from scalewise.models.base import is_adapter_weight
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.objectives import IGNORED
 from scalewise.strategies.single import SingleDevice

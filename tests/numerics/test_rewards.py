@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
+from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, as_batch
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
@@ -106,7 +107,7 @@ def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule)
     module.zero_grad()
     question = run.objective.reference_objective
     assert question is not None
-    with torch.no_grad(), run.adapter.disable(module):
+    with torch.no_grad(), disable_adapter(run.adapter, module):
         given["reference"] = ScaledLoss(question).compute(module, given)
     loss, reward, kl = ScaledLoss(run.objective, 1 / 20).compute(module, given)
     loss.backward()

@@ -14,9 +14,12 @@ from scalewise.models.base import StageSlice
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.planner.activation_liveness import simulate_part
+from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8
 from scalewise.quantization import NoQuantizationConfig
+from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
 ROWS, TOKENS = 8, 64
 FP8 = Float8()
@@ -93,13 +96,14 @@ def _measured(
 ) -> dict[str, int]:
     module = spec.build_meta(PART)
     if "fp8" in precision:
-        FP8.apply(module, spec, DeviceKind.cpu)
-    QATS.get(precision.partition(",")[0], NoQuantizationConfig()).apply(module, spec)
+        apply_precision(FP8, module, spec, DeviceKind.cpu)
+    quantization = QATS.get(precision.partition(",")[0], NoQuantizationConfig())
+    apply_quantization(quantization, module, spec)
     module.to_empty(device="cpu")
     module.init_weights(1)
     number = torch.bfloat16 if "bf16_true" in precision else torch.float32
     module.to(number)
-    FixedCheckpointing(recompute).apply(module, PART)
+    apply_checkpointing(FixedCheckpointing(recompute), module, PART)
     (block,) = module.layers()
     if not fresh:
         for parameter in block.parameters():

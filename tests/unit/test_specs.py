@@ -165,9 +165,9 @@ class TestPrecision:
     def test_matmul_is_set(self) -> None:
         before = torch.get_float32_matmul_precision()
         try:
-            Precision(tf32=True).set_matmul_precision()
+            torch.set_float32_matmul_precision(Precision(tf32=True).matmul_precision)
             assert torch.get_float32_matmul_precision() == "high"
-            Precision().set_matmul_precision()
+            torch.set_float32_matmul_precision(Precision().matmul_precision)
             assert torch.get_float32_matmul_precision() == "highest"
         finally:
             torch.set_float32_matmul_precision(before)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.models.base import ModelConfig, TPStyle, Weight, is_adapter_weight
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 
-class AdapterConfig(ABC):
+class AdapterConfig:
     """Config of the trained parameters: added ones, and modules trained in full."""
 
     rank: int = 0
@@ -39,7 +34,7 @@ class AdapterConfig(ABC):
     magnitudes: bool = False
     """Whether rows of adapted matrices have trained magnitudes."""
     can_disable: bool = False
-    """Whether ``disable`` restores the outputs of the model before training."""
+    """Whether ``disable_adapter`` restores the outputs of the model before training."""
     can_merge: bool = True
     """Whether the adapter can be merged into the model's weights."""
     targets: tuple[str, ...] = ()
@@ -48,6 +43,8 @@ class AdapterConfig(ABC):
     """Patterns (regex) of modules that are trained in full."""
     resume: str | None = None
     """Adapter to start from."""
+    implementation: ClassVar[str] = ""
+    """Module that registers the builders of ``adapters.build``."""
     imports: tuple[str, ...] = ()
     """Slow imports of the ranks, which the forkserver preloads."""
 
@@ -125,7 +122,7 @@ class AdapterConfig(ABC):
             if is_lookup or len(weight.shape) < 2:
                 continue
             count = weight.numel * model.token_fraction(weight.name, sequence, target)
-            if target_modules.is_adapter_weight(weight.name):
+            if is_adapter_weight(weight.name):
                 added_numel += count
             elif not weight.trainable:
                 frozen_numel += count
@@ -136,10 +133,6 @@ class AdapterConfig(ABC):
             frozen_numel += head_numel * model.token_fraction("head", sequence, target)
         skipped_flops = 2.0 * frozen_numel + model.skipped_backward_flops(trained, sequence)
         return model.flops(sequence, target) - skipped_flops + 6.0 * added_numel
-
-    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Weights of the model without adapter that compute the same function."""
-        return dict(state)
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""
@@ -156,29 +149,9 @@ class AdapterConfig(ABC):
     def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield issues with the adapter at ``resume``; ``run`` is valid otherwise."""
         if self.resume is not None:
-            from scalewise.adapters import resume
+            from scalewise.checkpoints.adapter_resume import resume_issues
 
-            yield from resume.resume_issues(self, run)
-
-    @abstractmethod
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freeze and add parameters in a model or stage on the meta device, in place."""
-
-    def disable(self, module: ModelModule) -> AbstractContextManager[None]:
-        """Context in which a module computes without adapter."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Initialize the added parameters of a materialized module, sharded or not."""
-
-    def init_or_load_weights(self, module: ModelModule, model: ModelConfig, seed: int) -> None:
-        """Initialize the trained parameters of a materialized module, or load ``resume``."""
-        self.init_weights(module, seed)
-        if self.resume is not None:
-            from scalewise.adapters import resume
-
-            resume.load_adapter(module, self.resume, model)
+            yield from resume_issues(self, run)
 
 
 @lru_cache(maxsize=64)
@@ -209,9 +182,3 @@ class NoAdapterConfig(AdapterConfig):
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
         """FLOPs of one forward and backward pass, per token."""
         return model.flops(sequence, target)
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Do nothing."""
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Do nothing."""

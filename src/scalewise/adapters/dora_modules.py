@@ -11,8 +11,11 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from scalewise.adapters.lora_modules import DEFAULT
+from scalewise.adapters.build import apply_adapter, init_adapter
+from scalewise.adapters.lora_config import DoRAAdapterConfig
+from scalewise.adapters.lora_modules import DEFAULT, apply_lora, init_lora
 from scalewise.models import init
+from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 
 
@@ -74,17 +77,21 @@ def adapted_row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) ->
     return cast(Tensor, squares_O.sqrt())
 
 
-def patch_dora_layers(module: ModelModule) -> None:
-    """Replace the DoRA computation of PEFT's layers by the one of this module, in place."""
+@apply_adapter.register(DoRAAdapterConfig)
+def apply_dora(adapter: DoRAAdapterConfig, module: ModelModule, model: ModelConfig) -> None:
+    """Replace target layers by PEFT's layers with the DoRA computation of this module, in place."""
+    apply_lora(adapter, module, model)
     for layer in _dora_layers(module):
         magnitudes = cast(nn.Parameter, layer.lora_magnitude_vector[DEFAULT].weight)
         layer.lora_magnitude_vector[DEFAULT] = MagnitudeScale(magnitudes)
         layer.lora_variant[DEFAULT] = DoraLinear()
 
 
+@init_adapter.register(DoRAAdapterConfig)
 @torch.no_grad()
-def init_magnitudes(module: ModelModule) -> None:
-    """Set each magnitude to the norm of its row of W."""
+def init_dora(adapter: DoRAAdapterConfig, module: ModelModule, seed: int) -> None:
+    """Draw A, and set each magnitude to the norm of its row of W; B is zero."""
+    init_lora(adapter, module, seed)
     for layer in _dora_layers(module):
         full_weight = init.full_tensor(cast(Tensor, layer.get_base_layer().weight)).float()
         magnitudes = cast(Tensor, layer.lora_magnitude_vector[DEFAULT].weight)

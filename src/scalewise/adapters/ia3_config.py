@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
 from scalewise.adapters.config import AdapterConfig
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
 
 
 @register_option("adapter", "ia3")
@@ -37,6 +31,7 @@ class IA3AdapterConfig(AdapterConfig):
     """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
     scratch."""
 
+    implementation = "scalewise.adapters.ia3_modules"
     imports = ("peft",)
 
     def scaled_layers(self, model: ModelConfig) -> tuple[str, ...]:
@@ -68,25 +63,3 @@ class IA3AdapterConfig(AdapterConfig):
         """Yield an issue for each pattern that matches no module of the model."""
         patterns = (self.targets, self.trained, self.scaled_layers(model))
         yield from target_modules.unmatched_target_issues(*patterns, model)
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
-        from scalewise.adapters.ia3_modules import inject_ia3
-
-        tp_styles = model.tensor_parallel_styles()
-        inject_ia3(
-            module, {name: tp_styles[f"blocks.*.{name}"] for name in self.scaled_layers(model)}
-        )
-        target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Set all scales to one."""
-        from scalewise.adapters.ia3_modules import init_scales
-
-        init_scales(module)
-
-    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Weights of the model, multiplied by their scales."""
-        from scalewise.adapters.ia3_modules import merge_ia3
-
-        return merge_ia3(state, model)

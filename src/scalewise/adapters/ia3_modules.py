@@ -10,7 +10,9 @@ from peft.tuners.ia3 import IA3Layer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scalewise.adapters.lora_modules import DEFAULT, full_names
+from scalewise.adapters.build import apply_adapter, init_adapter, merge_adapter
+from scalewise.adapters.ia3_config import IA3AdapterConfig
+from scalewise.adapters.lora_modules import DEFAULT, full_names, unfreeze_modules
 from scalewise.models.base import ModelConfig, TPStyle
 from scalewise.models.base_module import ModelModule
 
@@ -24,14 +26,16 @@ class ShardedScales(nn.ParameterDict):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def inject_ia3(module: ModelModule, names: Mapping[str, TPStyle]) -> None:
+@apply_adapter.register(IA3AdapterConfig)
+def apply_ia3(adapter: IA3AdapterConfig, module: ModelModule, model: ModelConfig) -> None:
     """Replace target layers by PEFT's layers and freeze all other parameters, in place.
 
     Row-parallel layers get scaled inputs, all others scaled outputs.
     """
-    row_parallel = [name for name, tp_style in names.items() if tp_style is TPStyle.row]
+    tp_styles, names = model.tensor_parallel_styles(), adapter.scaled_layers(model)
+    row_parallel = [name for name in names if tp_styles[f"blocks.*.{name}"] is TPStyle.row]
     config = IA3Config(
-        target_modules=full_names(module, list(names)),
+        target_modules=full_names(module, names),
         feedforward_modules=full_names(module, row_parallel),
     )
     with torch.device("meta"):
@@ -39,17 +43,22 @@ def inject_ia3(module: ModelModule, names: Mapping[str, TPStyle]) -> None:
     for layer in module.modules():
         if isinstance(layer, IA3Layer):
             layer.ia3_l = ShardedScales(layer.ia3_l)
+    unfreeze_modules(module, adapter.fully_trained_modules(model))
 
 
+@init_adapter.register(IA3AdapterConfig)
 @torch.no_grad()
-def init_scales(module: ModelModule) -> None:
+def init_scales(adapter: IA3AdapterConfig, module: ModelModule, seed: int) -> None:
     """Set all scales to one."""
     for name, parameter in module.named_parameters():
         if name.endswith(f".ia3_l.{DEFAULT}"):
             nn.init.ones_(parameter)
 
 
-def merge_ia3(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+@merge_adapter.register(IA3AdapterConfig)
+def merge_ia3(
+    adapter: IA3AdapterConfig, state: Mapping[str, Tensor], model: ModelConfig
+) -> dict[str, Tensor]:
     """Weights of the model, multiplied by their scales.
 
     Products are computed in fp32 and rounded once to the data type of the weight.

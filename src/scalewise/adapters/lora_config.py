@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
 from scalewise.adapters.config import AdapterConfig
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
 
 
 @register_option("adapter", "lora")
@@ -44,6 +37,7 @@ class LoRAAdapterConfig(AdapterConfig):
     rank_stabilized = False
     """Whether ``scale`` is alpha / sqrt(rank) instead of alpha / rank."""
     can_disable = True
+    implementation = "scalewise.adapters.lora_modules"
     imports = ("peft",)
 
     @property
@@ -95,31 +89,6 @@ class LoRAAdapterConfig(AdapterConfig):
         patterns = (self.targets, self.trained, self.adapted_layers(model))
         yield from target_modules.unmatched_target_issues(*patterns, model)
 
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
-        from scalewise.adapters.lora_modules import inject_lora
-
-        inject_lora(module, self.adapted_layers(model), self)
-        target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
-
-    def disable(self, module: ModelModule) -> AbstractContextManager[None]:
-        """Context in which the products B A are left out."""
-        from scalewise.adapters.lora_modules import without_lora
-
-        return without_lora(module)
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draw A from PEFT's distribution, seeded by ``seed`` and its name; B is zero."""
-        from scalewise.adapters.lora_modules import init_lora
-
-        init_lora(module, seed)
-
-    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Weights of the model with each product B A added to its matrix."""
-        from scalewise.adapters.lora_modules import merge_lora
-
-        return merge_lora(state, self, model)
-
 
 @register_option("adapter", "rslora")
 @dataclass(frozen=True)
@@ -140,25 +109,6 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
     reads_base_weights = True
     can_disable = False
 
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Move the principal components of each adapted matrix to A and B."""
-        from scalewise.adapters.lora_modules import init_pissa
-
-        init_pissa(module)
-
-    def to_lora(
-        self, state: Mapping[str, Tensor], base_state: Mapping[str, Tensor]
-    ) -> tuple[LoRAAdapterConfig, dict[str, Tensor]]:
-        """Equivalent LoRA of twice the rank on the unmodified weights ``base_state``.
-
-        Returns its config and its state dict.
-        """
-        from scalewise.adapters.lora_modules import pissa_as_lora
-
-        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        doubled = options | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
-        return LoRAAdapterConfig(**doubled), pissa_as_lora(state, base_state, self)
-
 
 @register_option("adapter", "dora")
 @dataclass(frozen=True)
@@ -170,6 +120,7 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
     ``flops`` excludes them, as their share falls with the number of tokens.
     """
 
+    implementation = "scalewise.adapters.dora_modules"
     magnitudes = True
     reads_base_weights = True
 
@@ -187,17 +138,3 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
             tp_style = TPStyle.column if is_column else TPStyle.tokens
             tp_styles[f"blocks.*.{name}.lora_magnitude_vector.default"] = tp_style
         return tp_styles
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
-        from scalewise.adapters.dora_modules import patch_dora_layers
-
-        super().apply(module, model)
-        patch_dora_layers(module)
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draw A, and set each magnitude to the norm of its row of W; B is zero."""
-        from scalewise.adapters.dora_modules import init_magnitudes
-
-        super().init_weights(module, seed)
-        init_magnitudes(module)

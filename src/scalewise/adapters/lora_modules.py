@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from math import sqrt
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from scalewise.adapters.build import apply_adapter, disable_adapter, init_adapter, merge_adapter
+from scalewise.adapters.lora_config import LoRAAdapterConfig, PiSSAAdapterConfig
+from scalewise.adapters.target_modules import module_name
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
-
-if TYPE_CHECKING:
-    from scalewise.adapters.lora_config import LoRAAdapterConfig
 
 DEFAULT = "default"
 """PEFT's default adapter name."""
 
 
-def inject_lora(module: ModelModule, names: Sequence[str], adapter: LoRAAdapterConfig) -> None:
+@apply_adapter.register(LoRAAdapterConfig)
+def apply_lora(adapter: LoRAAdapterConfig, module: ModelModule, model: ModelConfig) -> None:
     """Replace target layers by PEFT's layers and freeze all other parameters, in place."""
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=cast(int, adapter.alpha),  # annotated as int, but floats work
         use_rslora=adapter.rank_stabilized,
         lora_dropout=adapter.dropout,
-        target_modules=full_names(module, names),
+        target_modules=full_names(module, adapter.adapted_layers(model)),
         init_lora_weights=False,
         use_dora=adapter.magnitudes,
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, module)
+    unfreeze_modules(module, adapter.fully_trained_modules(model))
+
+
+def unfreeze_modules(module: ModelModule, names: Container[str]) -> None:
+    """Train the model's own parameters of some modules."""
+    for name, parameter in module.named_parameters():
+        if module_name(name) in names:
+            parameter.requires_grad_(True)
 
 
 def full_names(module: ModelModule, names: Sequence[str]) -> list[str]:
@@ -48,8 +58,9 @@ def full_names(module: ModelModule, names: Sequence[str]) -> list[str]:
     ]
 
 
+@disable_adapter.register(LoRAAdapterConfig)
 @contextmanager
-def without_lora(module: ModelModule) -> Iterator[None]:
+def without_lora(adapter: LoRAAdapterConfig, module: ModelModule) -> Iterator[None]:
     """Context in which the products B A are left out.
 
     PEFT's own switch would also change which parameters are trained.
@@ -62,8 +73,9 @@ def without_lora(module: ModelModule) -> Iterator[None]:
         layer._disable_adapters = False
 
 
+@init_adapter.register(LoRAAdapterConfig)
 @torch.no_grad()
-def init_lora(module: ModelModule, seed: int) -> None:
+def init_lora(adapter: LoRAAdapterConfig, module: ModelModule, seed: int) -> None:
     """Draw A from a normal distribution with PEFT's variance, 1 / (3 inputs); B is zero."""
     for name, parameter in module.named_parameters():
         if ".lora_A." in name:
@@ -72,8 +84,9 @@ def init_lora(module: ModelModule, seed: int) -> None:
             nn.init.zeros_(parameter)
 
 
+@init_adapter.register(PiSSAAdapterConfig)
 @torch.no_grad()
-def init_pissa(module: ModelModule) -> None:
+def init_pissa(adapter: PiSSAAdapterConfig, module: ModelModule, seed: int) -> None:
     """Move the largest ``rank`` singular values of each adapted matrix W to A and B.
 
     With their singular vectors ``U S V``, A is ``sqrt(S / scale) V``, B is ``U sqrt(S / scale)``,
@@ -98,10 +111,10 @@ def _principal_factors(weight: Tensor, rank: int, scale: float) -> tuple[Tensor,
     return roots[:, None] * right_vectors[:rank], left_vectors[:, :rank] * roots
 
 
-def pissa_as_lora(
-    state: Mapping[str, Tensor], base_state: Mapping[str, Tensor], adapter: LoRAAdapterConfig
-) -> dict[str, Tensor]:
-    """LoRA weights of twice the rank that are equivalent to PiSSA on ``base_state``.
+def pissa_to_lora(
+    adapter: PiSSAAdapterConfig, state: Mapping[str, Tensor], base_state: Mapping[str, Tensor]
+) -> tuple[LoRAAdapterConfig, dict[str, Tensor]]:
+    """Config and state dict of a LoRA of twice the rank, equivalent to PiSSA on ``base_state``.
 
     ``base_state``: weights of the model before ``init_pissa``. To each A and B, the initial values
     are appended, with B negated, so that they cancel the components that ``init_pissa`` has moved.
@@ -118,7 +131,9 @@ def pissa_as_lora(
                 [current, initial.to(current.dtype)], dim
             )
         weights[name] = base_weight.to(remainder.dtype)
-    return weights
+    options = {entry.name: getattr(adapter, entry.name) for entry in fields(adapter)}
+    doubled = options | {"rank": 2 * adapter.rank, "alpha": 2 * adapter.alpha}
+    return LoRAAdapterConfig(**doubled), weights
 
 
 def adapter_weight_name(name: str, part: str) -> str:
@@ -126,8 +141,9 @@ def adapter_weight_name(name: str, part: str) -> str:
     return f"{name.removesuffix('.weight')}.lora_{part}.{DEFAULT}.weight"
 
 
+@merge_adapter.register(LoRAAdapterConfig)
 def merge_lora(
-    state: Mapping[str, Tensor], adapter: LoRAAdapterConfig, model: ModelConfig
+    adapter: LoRAAdapterConfig, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
     """Weights of the model with each product B A added to its matrix.
 

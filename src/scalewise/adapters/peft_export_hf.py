@@ -8,12 +8,12 @@ from pathlib import Path
 from peft import IA3Config, PeftConfig
 from torch import Tensor
 
-from scalewise.adapters import peft_export, target_modules
+from scalewise.adapters import peft_export
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import LoRAAdapterConfig
 from scalewise.errors import ConfigError
-from scalewise.models.base import StageSlice
+from scalewise.models.base import StageSlice, is_adapter_weight
 from scalewise.models.hf.config import HuggingFaceConfig
 
 
@@ -36,9 +36,7 @@ def export_hf_adapter(
         )
     module = model.build_meta(StageSlice(range(model.layers)))
     added_tensors = {
-        module.hf_name(name): tensor
-        for name, tensor in state.items()
-        if target_modules.is_adapter_weight(name)
+        module.hf_name(name): tensor for name, tensor in state.items() if is_adapter_weight(name)
     }
     adapted = {name.split(".lora_")[0].split(".ia3_l")[0] for name in added_tensors}
     transposed = bool(module.transposed_weights)

@@ -8,13 +8,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig
-from scalewise.adapters.target_modules import is_adapter_weight
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 PROMPT_NAME = "prompt.weight"
@@ -35,6 +33,7 @@ class VirtualTokenAdapterConfig(AdapterConfig):
     """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
     scratch."""
 
+    implementation = "scalewise.adapters.virtual_tokens"
     can_merge = False
 
     def count_block_parameters(self, model: ModelConfig) -> int:
@@ -66,14 +65,6 @@ class VirtualTokenAdapterConfig(AdapterConfig):
             objective = run.choices.get("objective", "")
             reason = f"cannot be disabled, which objective={objective} requires"
             yield ConfigIssue("adapter", option, reason, "set adapter=lora")
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Draw the trained vectors from a standard normal distribution."""
-        from scalewise.models import init
-
-        for name, parameter in module.named_parameters():
-            if is_adapter_weight(name):
-                init.init_normal(name, parameter, seed, 1.0)
 
 
 @register_option("adapter", "prompt")
@@ -115,11 +106,6 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
             )
             option = run.choices.get("adapter", "prompt")
             yield ConfigIssue("adapter", option, reason, "set data.packing=false")
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freeze the model and add the vectors before the input of its first block, in place."""
-        module.requires_grad_(False)
-        module.add_prompt_tokens(self.tokens)
 
 
 @register_option("adapter", "prefix")
@@ -166,8 +152,3 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
         first_numel = model.width * (model.query_width + 2 * model.kv_width)
         skipped_numel = self.count_block_parameters(model) + head_numel + first_numel
         return model.flops(sequence + self.tokens) - 2.0 * skipped_numel
-
-    def apply(self, module: ModelModule, model: ModelConfig) -> None:
-        """Freeze the model and add keys and values before those of each layer, in place."""
-        module.requires_grad_(False)
-        module.add_prefix_kv(self.tokens)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.typed_override import format_override
 
-if TYPE_CHECKING:
-    from scalewise.models.base_module import ModelModule
-
 AUTO = "auto"
 TARGETS_KEY = "adapter.targets"
 TRAINED_KEY = "adapter.trained"
-ADDED_MARKS = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")
-"""Substrings of the names of added weights: PEFT's layers, prompt and prefix."""
 
 
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
@@ -64,18 +58,6 @@ def match_modules(patterns: tuple[str, ...], model: ModelConfig) -> tuple[str, .
     names = dict.fromkeys(module_name(weight.name) for weight in model.weight_census())
     compiled = [re.compile(pattern) for pattern in patterns]
     return tuple(name for name in names if any(regex.fullmatch(name) for regex in compiled))
-
-
-def unfreeze_modules(module: ModelModule, names: Container[str]) -> None:
-    """Train the model's own parameters of some modules."""
-    for name, parameter in module.named_parameters():
-        if module_name(name) in names:
-            parameter.requires_grad_(True)
-
-
-def is_adapter_weight(name: str) -> bool:
-    """Whether a weight is added by an adapter."""
-    return any(mark in name for mark in ADDED_MARKS)
 
 
 def target_issues(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterator[ConfigIssue]:

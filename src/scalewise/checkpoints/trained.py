@@ -13,7 +13,8 @@ from torch import Tensor
 
 from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
-from scalewise.checkpoints import store
+from scalewise.adapters.build import apply_adapter, merge_adapter
+from scalewise.checkpoints import adapter_resume, store
 from scalewise.console import print_lines
 from scalewise.data import run_tokenizer
 from scalewise.data.base import DataConfig, DataSplits
@@ -124,8 +125,8 @@ class TrainedRun:
         if self.checkpoint is None and self.adapter.resume is None:
             return self.read_state_dict(unquantized=unquantized)
         with checkpoint_errors(self.checkpoint):
-            merged = self.adapter.merge_weights(
-                self.read_state_dict(unquantized=unquantized), self.model
+            merged = merge_adapter(
+                self.adapter, self.read_state_dict(unquantized=unquantized), self.model
             )
         if self.adapter.can_merge:
             self._check_shapes(merged)
@@ -146,10 +147,10 @@ class TrainedRun:
         if self.adapter.resume is None and self.adapter.can_merge:
             return dict(self.model.build(self.seed).state_dict())
         module = self.model.build_meta(StageSlice(range(self.model.layers)))
-        self.adapter.apply(module, self.model)
+        apply_adapter(self.adapter, module, self.model)
         module.to_empty(device=torch.get_default_device())
         self.model.init_weights(module, self.seed)
-        self.adapter.init_or_load_weights(module, self.model, self.seed)
+        adapter_resume.init_or_load_adapter(self.adapter, module, self.model, self.seed)
         tensors = module.state_dict().items()
         return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 

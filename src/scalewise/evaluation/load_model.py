@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints.trained import TrainedRun, checkpoint_errors
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.precision import FloatFormat
+from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 
 
@@ -27,9 +29,9 @@ def load_model(
     """
     module = trained_run.model.build_meta(StageSlice(range(trained_run.model.layers)))
     if not trained_run.adapter.can_merge:
-        trained_run.adapter.apply(module, trained_run.model)
+        apply_adapter(trained_run.adapter, module, trained_run.model)
     if not unquantized:
-        trained_run.precision.apply(module, trained_run.model, DeviceKind(device.type))
+        apply_precision(trained_run.precision, module, trained_run.model, DeviceKind(device.type))
     if trained_run.fake_quantized_weights and not unquantized:
         apply_quantization(trained_run.quantization, module, trained_run.model)
     module.to_empty(device=device)

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from scalewise.adapters import AdapterConfig, NoAdapterConfig
 from scalewise.adapters.lora_config import PiSSAAdapterConfig
-from scalewise.adapters.target_modules import is_adapter_weight, module_name
+from scalewise.adapters.target_modules import module_name
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.errors import ConfigError, DataError
 from scalewise.export import AdapterExport, tokenizer_files
 from scalewise.export.model_card import model_card
 from scalewise.export.staging import staging_folder
+from scalewise.models.base import is_adapter_weight
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
@@ -118,10 +119,11 @@ def _write_adapter(
     if isinstance(adapter, NoAdapterConfig):
         reason = "the run has trained no adapter"
         raise ConfigError.for_key("adapter", AdapterExport.alone, reason, "set adapter=merged")
-    from scalewise.adapters import peft_export
+    from scalewise.adapters import lora_modules, peft_export
 
     if isinstance(adapter, PiSSAAdapterConfig):
-        adapter, state = adapter.to_lora(state, model.build(trained_run.seed).state_dict())
+        base_state = model.build(trained_run.seed).state_dict()
+        adapter, state = lora_modules.pissa_to_lora(adapter, state, base_state)
     if isinstance(model, HuggingFaceConfig):
         _write_hf(state, adapter, model, target_folder, base_model_path)
         return

@@ -53,6 +53,15 @@ class Weight:
         return self.shard_numel(ranks) * (self.element_bytes or element_bytes)
 
 
+ADAPTER_MARKS = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")
+"""Substrings of the names of weights that adapters add: PEFT's layers, prompt and prefix."""
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a weight is added by an adapter."""
+    return any(mark in name for mark in ADAPTER_MARKS)
+
+
 class TPStyle(StrEnum):
     """Tensor-parallel style of a module (Shoeybi et al. 2019, Megatron-LM, section 3)."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from scalewise.adapters.target_modules import is_adapter_weight
+from scalewise.models.base import is_adapter_weight
 from scalewise.models.init import PackedMatrix
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from scalewise.hardware import DeviceKind
     from scalewise.models.base import ModelConfig
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 LightningPrecision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -55,6 +53,9 @@ class Precision:
     tf32: bool = False
     """Whether fp32 matmuls may run as TF32 on CUDA (10 mantissa bits)."""
 
+    implementation: ClassVar[str] = ""
+    """Module that registers ``precision.build.apply_precision``."""
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue if Lightning has no precision plugin for the combination."""
         if (self.parameters, self.compute) not in _LIGHTNING:
@@ -78,9 +79,6 @@ class Precision:
         """Names, within a block, of the linear layers with fp8 matmuls: none."""
         return ()
 
-    def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
-        """Replace layers by fp8 layers, in place: none."""
-
     @property
     def peak_kind(self) -> str:
         """Key of a hardware profile's peak FLOP/s for matmuls."""
@@ -90,8 +88,7 @@ class Precision:
         """``precision`` argument of Lightning's Trainer."""
         return _LIGHTNING[self.parameters, self.compute]
 
-    def set_matmul_precision(self) -> None:
-        """Set the precision of fp32 matmuls on CUDA in this process."""
-        import torch
-
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+    @property
+    def matmul_precision(self) -> str:
+        """Argument of ``torch.set_float32_matmul_precision``, for fp32 matmuls on CUDA."""
+        return "high" if self.tf32 else "highest"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hardware import DeviceKind
+from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
@@ -18,7 +17,6 @@ from scalewise.precision import FloatFormat, Precision
 from scalewise.registry import option_name, register_option
 
 if TYPE_CHECKING:
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 DIM_MULTIPLE = 16
@@ -49,6 +47,8 @@ class Float8(Precision):
     """Data type of all other matmuls and of activations stored for the backward pass."""
     recipe: ScalingRecipe = ScalingRecipe.tensorwise
     """Which elements share a scale."""
+
+    implementation = "scalewise.precision.fp8_linear"
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield issues with combinations of data types."""
@@ -102,22 +102,3 @@ class Float8(Precision):
         return tuple(
             name for name in linear if not any(size % DIM_MULTIPLE for size in sizes[name])
         )
-
-    def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
-        """Convert the layers with torchao, in place; on the CPU, fp8 matmuls are emulated.
-
-        Raises ``ConfigError`` if the CUDA device has no fp8 matmuls.
-        """
-        import torch
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
-            reason = f"{torch.cuda.get_device_name()} has no fp8 matmuls"
-            raise ConfigError.for_key("precision", "fp8", reason, "set precision=bf16_mixed")
-        names = self.fp8_layers(model)
-        recipe = Float8LinearConfig.from_recipe_name(self.recipe.value)
-        config = replace(recipe, emulate=device is DeviceKind.cpu)
-        for block in module.layers():
-            convert_to_float8_training(
-                block, module_filter_fn=lambda _, name: name in names, config=config
-            )

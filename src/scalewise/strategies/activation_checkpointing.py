@@ -1,4 +1,4 @@
-"""Activation checkpointing of one block: activations are recomputed in the backward pass."""
+"""Activation checkpointing: activations of a block are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from scalewise.activation_checkpointing import (
+    ActivationCheckpointing,
+    AutoCheckpointing,
+    Recompute,
+)
+from scalewise.models.base import StageSlice
+from scalewise.models.base_module import ModelModule
+from scalewise.strategies.activation_offload import offload_block
 
 aten = torch.ops.aten
 SAVED_OPS = frozenset(
@@ -31,6 +40,23 @@ SAVED_OPS = frozenset(
     }
 )
 """Operators whose results selective checkpointing stores: costly to repeat."""
+
+
+def apply_checkpointing(
+    config: ActivationCheckpointing, module: ModelModule, stage: StageSlice
+) -> None:
+    """Apply activation checkpointing and offload to the blocks of ``stage``, in place.
+
+    Names and parameters do not change. Raises ``RuntimeError`` for ``memory=auto``, which has to be
+    resolved first.
+    """
+    if isinstance(config, AutoCheckpointing):
+        raise RuntimeError("memory=auto has to be resolved before a module is built")
+    for recompute, block in zip(config.recompute_per_layer((stage,)), module.layers(), strict=True):
+        if recompute is not Recompute.nothing:
+            checkpoint_block(block, save_matmuls=recompute is Recompute.selective)
+        if config.offload:
+            offload_block(block)
 
 
 def checkpoint_block(block: nn.Module, *, save_matmuls: bool) -> None:

@@ -14,14 +14,18 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scalewise.checkpoints import store
+from scalewise.adapters.build import apply_adapter
+from scalewise.checkpoints import adapter_resume, store
 from scalewise.checkpoints.writer import BackgroundWriter
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers.build import build_optimizer
+from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
+from scalewise.strategies.compilation import compile_module
 from scalewise.strategies.optimizer_in_backward import OptimizerInBackward
 
 if TYPE_CHECKING:
@@ -81,14 +85,14 @@ class ParallelStrategy(Strategy):
         all_layers = StageSlice(range(run.model.layers))
         module = run.model.build_meta(all_layers)
         apply_quantization(run.quantization, module, run.model)
-        run.precision.apply(module, run.model, run.hardware.device)
-        run.adapter.apply(module, run.model)
+        apply_precision(run.precision, module, run.model, run.hardware.device)
+        apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=torch.get_default_device())
         run.model.init_weights(module, run.seed)
-        run.adapter.init_or_load_weights(module, run.model, run.seed)
+        adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
         run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
-        run.memory.apply(module, all_layers)
-        run.compile.apply(module)
+        apply_checkpointing(run.memory, module, all_layers)
+        compile_module(run.compile, module)
         return module
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:

@@ -25,11 +25,16 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from scalewise.adapters.build import apply_adapter
+from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import MeshConfig
+from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import context_parallel, tensor_parallel
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
+from scalewise.strategies.compilation import compile_module
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -72,8 +77,8 @@ def build_sharded(
 
     # Before the adapter: its layers wrap the quantized ones as their base layers.
     apply_quantization(run.quantization, module, run.model)
-    run.precision.apply(module, run.model, run.hardware.device)
-    run.adapter.apply(module, run.model)
+    apply_precision(run.precision, module, run.model, run.hardware.device)
+    apply_adapter(run.adapter, module, run.model)
 
     # After the adapter, whose parameters are sharded as well; before FSDP, which shards DTensors.
     tensor_mesh = rank_mesh.axis_mesh("tensor")
@@ -84,10 +89,10 @@ def build_sharded(
     run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
 
     # Before torch.compile, which then compiles the recomputation too.
-    run.memory.apply(module, stage)
+    apply_checkpointing(run.memory, module, stage)
 
     # Before FSDP, whose hooks would break the graph of a block.
-    run.compile.apply(module)
+    compile_module(run.compile, module)
 
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
         shard_blocks(module, module.layers(), run, rank_mesh)
@@ -95,7 +100,7 @@ def build_sharded(
     # After FSDP: only shards are allocated.
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else rank_mesh.root_device)
     run.model.init_weights(module, run.seed)
-    run.adapter.init_or_load_weights(module, run.model, run.seed)
+    adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, buffer.to(rank_mesh.root_device))

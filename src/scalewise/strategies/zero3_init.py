@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scalewise.adapters.build import apply_adapter
+from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
 from scalewise.precision import FloatFormat
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -19,10 +22,10 @@ def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
     """Initialized parts of the model with one layer each; values are those of other strategies."""
     for stage_slice in run.model.split_stages(run.model.layers, run.data.sequence):
         module = run.model.build_meta(stage_slice)
-        run.adapter.apply(module, run.model)
+        apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=device)
         run.model.init_weights(module, run.seed)
-        run.adapter.init_or_load_weights(module, run.model, run.seed)
+        adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
         yield module
 
 
@@ -33,7 +36,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
 
     all_layers, swapper = StageSlice(range(run.model.layers)), None
     model = run.model.build_meta(all_layers)
-    run.adapter.apply(model, run.model)
+    apply_adapter(run.adapter, model, run.model)
     for layer_module in iter_layers(run, device):
         if run.precision.compute is FloatFormat.bf16:
             for parameter in layer_module.parameters():
@@ -53,5 +56,5 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
     run.objective.apply(model, in_forward=run.objective.takes_gradients_in_forward(run))
-    run.memory.apply(model, all_layers)
+    apply_checkpointing(run.memory, model, all_layers)
     return model

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from scalewise import regular_files
-from scalewise.adapters.target_modules import is_adapter_weight, module_name
+from scalewise.adapters.target_modules import module_name
 from scalewise.errors import ScalewiseError
+from scalewise.models.base import is_adapter_weight
 from scalewise.tracking import tables
 from scalewise.tracking.run_files import (
     WANDB_FACTS,

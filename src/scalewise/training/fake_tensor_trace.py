@@ -17,7 +17,9 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
+from scalewise.adapters.build import disable_adapter
 from scalewise.callback_config import averaging_callback
+from scalewise.checkpoints import adapter_resume
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.storages import storage_bytes
@@ -185,7 +187,7 @@ def _trace_step(
         with (
             fake_distributed.fake_tensor_mode(),
             patch.object(type(run.model), "init_weights", _skip_init),
-            patch.object(type(run.adapter), "init_or_load_weights", _skip_init),
+            patch.object(adapter_resume, "init_or_load_adapter", _skip_init),
         ):
             precision = precision_plugin(run)
             with precision.module_init_context():
@@ -337,7 +339,10 @@ class _ManualStep:
         with cast(MeshStrategy, strategy).block_backward_sync() if skips_sync else nullcontext():
             with self.precision.forward_context():
                 if run.runs_reference_forward and run.objective.reference_objective is not None:
-                    with torch.no_grad(), run.adapter.disable(cast(ModelModule, self.module)):
+                    with (
+                        torch.no_grad(),
+                        disable_adapter(run.adapter, cast(ModelModule, self.module)),
+                    ):
                         strategy.compute_validation_loss(
                             self.module, self.batch, ScaledLoss(run.objective.reference_objective)
                         )

@@ -291,7 +291,7 @@ def _build_loaders(
 
 def set_device(run: RunConfig, rank_info: RankInfo) -> None:
     """Select the device of this process, its memory limit and its number of CPU threads."""
-    run.precision.set_matmul_precision()
+    torch.set_float32_matmul_precision(run.precision.matmul_precision)
     if run.hardware.device is DeviceKind.cuda:
         torch.cuda.set_device(rank_info.local_rank)
         if (limit := run.launch.memory_limit_gib) is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, ObjectiveConfig
@@ -211,7 +212,7 @@ class TrainingModule(LightningModule):
         reference = self.run.objective.reference_objective
         if reference is None or not self.run.runs_reference_forward:
             return batch
-        with self.run.adapter.disable(cast(ModelModule, self.model)):
+        with disable_adapter(self.run.adapter, cast(ModelModule, self.model)):
             return {**batch, "reference": self.forward_no_grad(reference, batch)}
 
     def _count_labels(self, batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
+from scalewise.adapters.build import apply_adapter
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig
@@ -45,10 +46,12 @@ from scalewise.models.op_graph import (
     RecordedPart,
 )
 from scalewise.objectives import CausalLM
+from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8
 from scalewise.quantization.bitsandbytes_config import NF4Config
 from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
 if TYPE_CHECKING:
     from scalewise.models.hf.config import HuggingFaceConfig
@@ -110,13 +113,12 @@ class FakeTensorRunner:
             rounding = QAT8da4wConfig if self.forward_spec.rounds_inputs else QATInt4Config
             quantization = rounding(group=self.forward_spec.quantization_group)
             apply_quantization(quantization, module, self.spec)
-        self._build_adapter_config().apply(module, self.spec)
+        apply_adapter(self._build_adapter_config(), module, self.spec)
         if self.forward_spec.tensor_ranks > 1:
             shard_for_rank(module, self.spec.tensor_parallel_styles(), self.forward_spec)
         self.objective.apply(module, in_forward=in_forward)
-        FixedCheckpointing(backward_mode.recompute, offload=backward_mode.offload).apply(
-            module, ONE_LAYER
-        )
+        checkpointing = FixedCheckpointing(backward_mode.recompute, offload=backward_mode.offload)
+        apply_checkpointing(checkpointing, module, ONE_LAYER)
         with self.fake_mode, torch.no_grad():
             for owner in module.modules():
                 for name, parameter in owner._parameters.items():
@@ -131,7 +133,7 @@ class FakeTensorRunner:
 
         On CUDA they first cast their input, as autocast does.
         """
-        Float8().apply(module, self.spec, DeviceKind.cpu)
+        apply_precision(Float8(), module, self.spec, DeviceKind.cpu)
         if self.forward_spec.autocast and not self.forward_spec.on_cpu:
             for block, name in product(module.layers(), self.forward_spec.fp8_layers):
                 layer = block.get_submodule(name)

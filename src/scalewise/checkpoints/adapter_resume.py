@@ -1,4 +1,4 @@
-"""Resuming from a trained adapter: comparison of configs, and loading of its weights."""
+"""Initial weights of an adapter: from its distribution, or from a trained adapter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from scalewise import registry
-from scalewise.adapters import peft_import
+from scalewise.adapters.build import init_adapter
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
-from scalewise.checkpoints import store
+from scalewise.checkpoints import peft_import, store
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
@@ -65,14 +65,19 @@ def resume_issues(current_adapter: AdapterConfig, run: RunConfig) -> Iterator[Co
 
 
 @torch.no_grad()
-def load_adapter(module: ModelModule, resume: str, model: ModelConfig) -> None:
-    """Set the trained parameters of a module, sharded or not, to the values at ``resume``."""
+def init_or_load_adapter(
+    adapter: AdapterConfig, module: ModelModule, model: ModelConfig, seed: int
+) -> None:
+    """Initialize the trained parameters of a materialized module, or load ``adapter.resume``."""
+    init_adapter(adapter, module, seed)
+    if adapter.resume is None:
+        return
     parameters = {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    for name, tensor in load_tensors(Path(resume), parameters, model).items():
+    for name, tensor in load_tensors(Path(adapter.resume), parameters, model).items():
         init.copy_into(parameters[name], tensor)
 
 
