@@ -236,6 +236,9 @@ def _lora_collectives(partition: RankPartition, layers: int) -> Iterator[Collect
         )
     if partition.run.adapter.magnitudes:  # row-parallel outputs are in the residual stream
         size = partition.run.model.width * SCALAR_BYTES
+        yield Collective(
+            CollectiveKind.all_reduce, axes, size, rows + recomputed_rows, "norms of cut rows"
+        )
 
 
 def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
