@@ -95,7 +95,7 @@ def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
 def test_what_helps_nothing_is_told(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
     assert build_plan(compose(*huge, check_machine=False)).fit.status is FitStatus.out_of_memory
-    with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* left"):
+    with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* that remain"):
         resolve_auto_checkpointing(
             compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False)
         )

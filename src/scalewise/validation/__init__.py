@@ -1,0 +1,1 @@
+"""Checks of a run before it starts: rules between configs, the machine, trusted imports."""
