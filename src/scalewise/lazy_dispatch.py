@@ -36,6 +36,7 @@ class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.
     def __init__(self, default: Callable[Concatenate[C, P], R]) -> None:
         self._dispatcher = singledispatch(default)
         self.register = self._dispatcher.register
+        self.dispatch = self._dispatcher.dispatch
         update_wrapper(self, default)
 
     def __call__(self, config: C, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,6 +9,7 @@ from fixtures.layouts import marks
 import scalewise
 from scalewise.bench import calibrate, profile
 from scalewise.measure.steptime import StepTimer
+from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups
 from scalewise.precision.fp8 import FIRST_CAPABILITY
@@ -41,7 +42,9 @@ def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
 def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
     """From weights on disk: the two kinds of device draw different random numbers."""
     run = scalewise.compose(SMOKE)
-    state_dict_adapter.export_folder(run.model.build(1).state_dict(), run.model, tmp_path / "start")
+    state_dict_adapter.export_folder(
+        build_model(run.model, 1).state_dict(), run.model, tmp_path / "start"
+    )
     tokenizer = run.data.prepare(run.model.vocabulary, run.seed).tokenizer
     losses = []
     for hardware in ("cpu", "auto"):

@@ -14,6 +14,7 @@ from fixtures.layouts import LLAMA, SHAPE, needs_deepspeed, needs_libaio
 
 from scalewise import compose
 from scalewise.checkpoints import store
+from scalewise.models.build import build_model
 
 pytestmark = needs_deepspeed
 
@@ -170,7 +171,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(before: str, after: str,
 def test_masters_start_with_the_weights_of_any_layout(stage: int, job: Job) -> None:
     parts = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
     run = job.of(*parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0")
-    drawn = compose(SGD).model.build(seed=compose(SGD).seed)
+    drawn = build_model(compose(SGD).model, seed=compose(SGD).seed)
     wanted = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
     assert same_weights(run.weights(1), wanted)
 
@@ -180,7 +181,7 @@ def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, job: Job) -> No
     run = job.of(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
     metrics, model = run.summary["metrics"], compose(ADAMW).model
     weights, share = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
-    buffers = sum(b.numel() * b.element_size() for b in model.build(seed=1).buffers())
+    buffers = sum(b.numel() * b.element_size() for b in build_model(model, seed=1).buffers())
     norms = sum(4 * weight.numel for weight in model.weight_census() if weight.numel < 100)
     held = weights if stage < 3 else share + norms  # stage 3 keeps whole what is small
     masters = share

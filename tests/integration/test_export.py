@@ -15,6 +15,7 @@ from scalewise.checkpoints import store
 from scalewise.commands.trained import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
+from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.strategies.single import SingleDevice
 
@@ -39,7 +40,7 @@ def test_the_export_gives_the_same_logits_in_transformers(
     trained: tuple[scalewise.Run, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     run, state = trained
-    module = run.model.build(run.seed)
+    module = build_model(run.model, run.seed)
     module.load_state_dict(state)
     state_dict_adapter.export_folder(state, run.model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -56,7 +57,7 @@ def test_the_export_starts_a_new_run(
     run, state = trained
     state_dict_adapter.export_folder(state, run.model, tmp_path)
     line = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
-    started = scalewise.compose(line).model.build(run.seed)
+    started = build_model(scalewise.compose(line).model, run.seed)
     for name, tensor in started.state_dict().items():
         assert torch.equal(tensor, state[name]), name
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise import compose
 from scalewise.adapters.build import apply_adapter
 from scalewise.hardware import DeviceKind
+from scalewise.models.build import build_model
 from scalewise.strategies.single import SingleDevice
 
 LORA = (
@@ -140,7 +141,7 @@ def test_an_adapter_computes_what_peft_does(adapter: str, shape: tuple[str, ...]
 def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     """Returns an adapted model, and one that PEFT alone has adapted."""
     spec = compose([*SHAPE, *shape, *ADAPTERS[adapter]])
-    theirs = spec.model.build(spec.seed)
+    theirs = build_model(spec.model, spec.seed)
     config: PeftConfig
     if adapter == "ia3":
         rows = ["attention.output", "feedforward.down"]
@@ -166,7 +167,7 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
 def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ...]) -> None:
     spec = compose([*SHAPE, *shape, *adapter])
     with torch.device("meta"):
-        module = spec.model.build(1)
+        module = build_model(spec.model, 1)
     apply_adapter(spec.adapter, module, spec.model)
     found = [
         (name.replace(".base_layer.", "."), tuple(parameter.shape), parameter.requires_grad)

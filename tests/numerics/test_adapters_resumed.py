@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from scalewise import ConfigError, Run, compose
 from scalewise.commands.trained import load_trained
 from scalewise.hardware import DeviceKind
+from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.strategies.single import SingleDevice
 
@@ -175,7 +176,7 @@ def written(tmp_path: Path) -> Written:
         config, (kind, *further) = WRITTEN[case]
         shape = [*SHAPE, *(GPT2 if case.startswith("fused") else LLAMA)]
         run, base, folder = compose(shape), tmp_path / "base", tmp_path / "adapter"
-        state_dict_adapter.export_folder(run.model.build(1).state_dict(), run.model, base)
+        state_dict_adapter.export_folder(build_model(run.model, 1).state_dict(), run.model, base)
         own = deepcopy(config)  # PEFT writes the base into it
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
         generator = torch.Generator().manual_seed(1)

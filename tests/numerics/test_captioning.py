@@ -16,6 +16,7 @@ from scalewise import cli
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.evaluation import captions
 from scalewise.hardware import DeviceKind
+from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.strategies.single import SingleDevice
@@ -29,7 +30,7 @@ def stack(request: pytest.FixtureRequest, stacked: Callable[[str], Stacked]) -> 
 def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
     spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
-    module = spec.build(1)
+    module = build_model(spec, 1)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, sequence))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         module(pixels, labels.long()).sum().backward()
@@ -86,7 +87,7 @@ def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[
 
 def test_fresh_query_tokens_are_drawn(stack: Stacked) -> None:
     spec = HuggingFaceConfig(path=str(stack.folder), init=InitKind.random)
-    drawn = dict(spec.build(7).named_parameters())["head.query_tokens"]
+    drawn = dict(build_model(spec, 7).named_parameters())["head.query_tokens"]
     assert drawn.std().item() == pytest.approx(0.02, rel=0.2)
 
 
@@ -94,7 +95,7 @@ def test_captions_are_held_out_and_written_as_by_transformers(stack: Stacked) ->
     run, peer = stack.run(), stack.theirs()
     rows = run.data.prepare(32, run.seed).validation
     assert rows is not None
-    module = HuggingFaceConfig(path=str(stack.folder)).build(1)
+    module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     assert isinstance(module, VisionLanguageModule)
     found = captions.measure_captions(module, rows, 10, 4, {0})
     (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=None, steps=1)

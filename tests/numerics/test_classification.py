@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
 from scalewise import ConfigError, compose
+from scalewise.models.build import build_model, export_model
 from scalewise.models.decoder.config import DecoderConfig
 
 CLASSES = (
@@ -50,25 +51,25 @@ def test_a_layout_takes_the_steps_of_one_device(
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_logits_are_those_of_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
     model = replace(spec, classes=3, tied=False)
-    module, tokens_BT = model.build(1).eval(), tokens(model)
-    model.export(module.state_dict(), tmp_path)
+    module, tokens_BT = build_model(model, 1).eval(), tokens(model)
+    export_model(model, module.state_dict(), tmp_path)
     peer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert peer.config.num_labels == 3
     with torch.no_grad():
         for tokens_T in tokens_BT:  # without a padding token it takes one row at a time
             wanted_1C = peer(tokens_T[None]).logits
             torch.testing.assert_close(module(tokens_T[None])[:, -1], wanted_1C)
-    again = replace(model, weights=str(tmp_path)).build(2)
+    again = build_model(replace(model, weights=str(tmp_path)), 2)
     for name, tensor in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
     spec = replace(LLAMA, tied=False)
-    pretrained = spec.build(1)
-    spec.export(pretrained.state_dict(), tmp_path)
+    pretrained = build_model(spec, 1)
+    export_model(spec, pretrained.state_dict(), tmp_path)
     model = replace(spec, classes=3, weights=str(tmp_path))
-    first, second = (model.build(seed).state_dict() for seed in (1, 2))
+    first, second = (build_model(model, seed).state_dict() for seed in (1, 2))
     assert first["head.weight"].shape == (3, spec.width)
     assert not torch.equal(first.pop("head.weight"), second["head.weight"])
     for name, tensor in first.items():
@@ -78,7 +79,7 @@ def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
 def test_the_head_costs_what_torch_counts() -> None:
     counted = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
-        module, tokens_BT = spec.build(1), tokens(spec)
+        module, tokens_BT = build_model(spec, 1), tokens(spec)
         assert spec.num_parameters == sum(p.numel() for p in module.parameters())
         with FlopCounterMode(display=False) as found:
             module(tokens_BT).sum().backward()

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
+from scalewise.models.build import build_model
 from scalewise.planner.communication import list_collectives
 from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
@@ -180,7 +181,7 @@ def test_powersgd_sends_as_many_numbers_as_torch_says(rank: int) -> None:
     """Its factors leave from a thread of the process group's, where no counter hears of them."""
     hook = ("parallelism.comm_hook=powersgd", f"parallelism.powersgd_rank={rank}")
     run = compose([*SHAPE, *LLAMA, *LAYOUTS["ddp"], *hook])
-    module = DistributedDataParallel(run.model.build(seed=1), **CONSTANT_BUFFERS)
+    module = DistributedDataParallel(build_model(run.model, seed=1), **CONSTANT_BUFFERS)
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     told = []

@@ -24,6 +24,7 @@ from torch.utils import flop_counter
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from scalewise.errors import CheckpointError, ConfigError
+from scalewise.models.build import build_model
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.decoder.state_dict_adapter import (
     export_folder,
@@ -100,7 +101,7 @@ def read(name: str) -> DecoderConfig:
 @each_peer
 def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
     theirs = peer(spec)
-    ours = spec.build(0)
+    ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     assert_same_logits(ours, theirs, spec)
 
@@ -113,23 +114,23 @@ def test_saved_folder_gives_the_same_logits(
     theirs = peer(spec)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert_same_logits(replace(spec, weights=str(tmp_path)).build(0), theirs, spec)
+    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
 
 
 @each_peer
 def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Path) -> None:
-    ours = replace(spec, initial_std=0.3).build(0)
+    ours = build_model(replace(spec, initial_std=0.3), 0)
     export_folder(ours.state_dict(), spec, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same_logits(ours, theirs, spec)
-    assert_same_logits(replace(spec, weights=str(tmp_path)).build(0), theirs, spec)
+    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
 
 
 def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
     theirs = peer(GPT2)
     bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    ours = GPT2.build(0)
+    ours = build_model(GPT2, 0)
     ours.load_state_dict(from_hf_state_dict(bare, GPT2))
     assert_same_logits(ours, theirs, GPT2)
 
@@ -137,7 +138,7 @@ def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
 @pytest.mark.parametrize("spec", HYBRIDS.values(), ids=HYBRIDS.keys())
 def test_shape_without_a_home_is_not_exported(spec: DecoderConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not supported by Hugging Face's"):
-        export_folder(spec.build(0).state_dict(), spec, tmp_path / "out")
+        export_folder(build_model(spec, 0).state_dict(), spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +186,7 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
 )
 def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    export_folder(LLAMA.build(0).state_dict(), LLAMA, folder)
+    export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, folder)
     harm(folder)
     with pytest.raises(CheckpointError, match=reason) as refusal:
         load_state_dict(folder, LLAMA)
@@ -197,7 +198,7 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
 
 
 def test_head_that_is_not_the_embedding_is_not_tied(tmp_path: Path) -> None:
-    export_folder(LLAMA.build(0).state_dict(), LLAMA, tmp_path)
+    export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.tied=false"):
         load_state_dict(tmp_path, replace(LLAMA, tied=True))
 
@@ -208,7 +209,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 @each_spec
 def test_census_is_the_module(spec: DecoderConfig) -> None:
-    module = spec.build(0)
+    module = build_model(spec, 0)
     census = [(weight.name, weight.shape) for weight in spec.weight_census()]
     assert census == shapes(module)
     assert [name for name, _ in census] == list(module.state_dict())
@@ -221,7 +222,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
         pytest.skip("another family")
     spec = read(name)
     with torch.device("meta"):
-        module = spec.build(0)
+        module = build_model(spec, 0)
     assert [(weight.name, weight.shape) for weight in spec.weight_census()] == shapes(module)
 
 
@@ -235,7 +236,7 @@ def test_flops_are_those_torch_counts(spec: DecoderConfig) -> None:
         backward: lambda *shapes, **_: flop_counter.sdpa_backward_flop_count(*shapes[:4]),
     }
     batch = tokens(spec)
-    module = spec.build(0)
+    module = build_model(spec, 0)
     with flop_counter.FlopCounterMode(display=False, custom_mapping=cpu) as counter:
         loss(module, batch).backward()
     per_token = counter.get_total_flops() / batch.numel()
@@ -249,7 +250,7 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
 
 @each_spec
 def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
-    module = spec.build(0)
+    module = build_model(spec, 0)
     loss(module, tokens(spec)).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
@@ -258,7 +259,7 @@ def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
 
 @each_spec
 def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
-    module, batch = spec.build(0), tokens(spec)
+    module, batch = build_model(spec, 0), tokens(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = module(batch)
     assert logits.dtype is torch.bfloat16
@@ -268,7 +269,7 @@ def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
 
 @each_spec
 def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
-    module, batch = spec.build(0), tokens(spec)
+    module, batch = build_model(spec, 0), tokens(spec)
     other = batch.clone()
     other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
     with torch.no_grad():
@@ -280,7 +281,7 @@ def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
     ("spec", "relative"), [(LLAMA, True), (GPT2, False)], ids=["rope", "learned"]
 )
 def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> None:
-    module, batch = replace(spec, initial_std=0.3).build(0).eval(), tokens(spec, length=24)
+    module, batch = build_model(replace(spec, initial_std=0.3), 0).eval(), tokens(spec, length=24)
     places = torch.arange(24)
 
     def at(positions_T: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> 
 
 
 def test_dropout_acts_in_training_only() -> None:
-    module, batch = replace(LLAMA, dropout=0.5).build(0), tokens(LLAMA)
+    module, batch = build_model(replace(LLAMA, dropout=0.5), 0), tokens(LLAMA)
     with torch.no_grad():
         assert not torch.equal(module.train()(batch), module(batch))
         assert torch.equal(module.eval()(batch), module(batch))
@@ -305,7 +306,7 @@ def test_dropout_acts_in_training_only() -> None:
 def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: DecoderConfig) -> None:
     batch, ours_off, theirs_off = tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
-        theirs, ours = peer(spec, seed), spec.build(0).eval()
+        theirs, ours = peer(spec, seed), build_model(spec, 0).eval()
         ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
         with torch.no_grad():
             exact = ours(batch)

@@ -20,6 +20,7 @@ from torchao.float8.float8_linear import Float8Linear
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta, build_model
 from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8, ScalingRecipe
 from scalewise.strategies.single import SingleDevice
@@ -59,7 +60,7 @@ def test_losses_and_gradients_are_those_of_torchaos_conversion(
     recipe: ScalingRecipe, shape: tuple[str, ...]
 ) -> None:
     run = compose([*SHAPE, *shape, *FP8, f"precision.recipe={recipe}"])
-    plain = run.model.build(1)
+    plain = build_model(run.model, 1)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     theirs = convert_to_float8_training(
         deepcopy(plain), config=config, module_filter_fn=lambda _, name: "blocks." in name
@@ -87,7 +88,7 @@ def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
     x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
     spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
-    module = spec.build_meta(StageSlice(range(1))).to_empty(device="cpu")
+    module = build_meta(spec, StageSlice(range(1))).to_empty(device="cpu")
     apply_precision(Float8(recipe=recipe), module, spec, DeviceKind.cpu)
     layer = module.get_submodule("blocks.0.feedforward.up")
     assert isinstance(layer, Float8Linear)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from scalewise.measure.memory import LiveBytes
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta, build_model, export_model, init_weights
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 
 
@@ -35,7 +36,7 @@ def test_logits_are_those_of_transformers(
     folder = checkpoints(family, shards)
     assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
     spec = HuggingFaceConfig(path=str(folder))
-    module, wanted = spec.build(1), theirs(folder)
+    module, wanted = build_model(spec, 1), theirs(folder)
     torch.testing.assert_close(module(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
     held = {name: tuple(each.shape) for name, each in module.named_parameters()}
     assert held == {weight.name: weight.shape for weight in spec.weight_census()}
@@ -49,18 +50,18 @@ def test_further_architectures_give_their_logits_too(family: str, checkpoints: C
     folder = checkpoints(family)
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    ours, wanted = spec.build(1).eval(), theirs(folder)
+    ours, wanted = build_model(spec, 1).eval(), theirs(folder)
     torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fresh_weights_are_drawn_for_any_part_alike(family: str, checkpoints: Checkpoints) -> None:
     spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random)
-    whole = dict(spec.build(7).named_parameters())
+    whole = dict(build_model(spec, 7).named_parameters())
     for part in spec.split_stages(4, 32):
-        piece = spec.build_meta(part)
+        piece = build_meta(spec, part)
         piece.to_empty(device="cpu")
-        spec.init_weights(piece, 7)
+        init_weights(spec, piece, 7)
         for name, parameter in piece.named_parameters():
             torch.testing.assert_close(parameter, whole.pop(name), rtol=0, atol=0)
     assert whole == {}
@@ -75,14 +76,14 @@ def eight_ranks() -> Iterator[DeviceMesh]:
 
 def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Checkpoints) -> None:
     spec = HuggingFaceConfig(path=str(checkpoints("llama")))
-    module = spec.build_meta(StageSlice(range(spec.layers)))
+    module = build_meta(spec, StageSlice(range(spec.layers)))
     for name, parameter in [*module.named_parameters()]:
         holder, _, key = name.rpartition(".")
         cut = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
         setattr(module.get_submodule(holder), key, torch.nn.Parameter(cut))
     module.to_empty(device="cpu")
     with LiveBytes() as live:
-        spec.init_weights(module, 1)
+        init_weights(spec, module, 1)
     largest = max(weight.numel for weight in spec.weight_census()) * 4
     assert live.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
     head = module.get_parameter("head.lm_head.weight")
@@ -97,11 +98,11 @@ def test_an_export_is_loaded_by_transformers(
     family: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random, depth=3)
-    module = spec.build(5)
-    spec.export(module.state_dict(), tmp_path / "export")
+    module = build_model(spec, 5)
+    export_model(spec, module.state_dict(), tmp_path / "export")
     found = theirs(tmp_path / "export")
     assert found.config.num_hidden_layers == 3
     torch.testing.assert_close(found(tokens()).logits, module(tokens()), rtol=0, atol=0)
     again = HuggingFaceConfig(path=str(tmp_path / "export"))
     assert [*again.validate()] == []
-    torch.testing.assert_close(again.build(1)(tokens()), module(tokens()), rtol=0, atol=0)
+    torch.testing.assert_close(build_model(again, 1)(tokens()), module(tokens()), rtol=0, atol=0)

@@ -35,6 +35,7 @@ from scalewise.errors import CheckpointError
 from scalewise.evaluation import load_model
 from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
+from scalewise.models.build import export_model
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
 from scalewise.planner.liveness_cache import model_op_graphs
@@ -174,6 +175,6 @@ def test_transformers_multiplies_by_the_integers(
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
-    told.model.export(told.read_merged_state_dict(), tmp_path)
+    export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.errors import CheckpointError
+from scalewise.models.build import build_model, export_model
 from scalewise.models.hf.config import HuggingFaceConfig
 
 SINGLE = "model.safetensors"
@@ -29,7 +30,7 @@ def tokens() -> Tensor:
 def assert_same_logits(folder: Path) -> None:
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    ours, theirs = spec.build(1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours, theirs = build_model(spec, 1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=0)
 
@@ -202,7 +203,7 @@ def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
     assert cure in issue.fix
     assert issue.key == "model.path"
     with pytest.raises(CheckpointError):
-        spec.build(1)
+        build_model(spec, 1)
 
 
 def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_pa
 
     folder = changed(checkpoints, "apertus", change, tmp_path / "apertus")
     with pytest.raises(CheckpointError, match=r"a buffer model\.layers\.0\.mlp\.act_fn\.beta"):
-        HuggingFaceConfig(path=str(folder)).build(1)
+        build_model(HuggingFaceConfig(path=str(folder)), 1)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_an_export_holds_what_transformers_saves(
 ) -> None:
     folder = changed(checkpoints, family, change, tmp_path / family)
     spec, out, saved = HuggingFaceConfig(path=str(folder)), tmp_path / "out", tmp_path / "saved"
-    spec.export(dict(spec.build(1).state_dict()), out)
+    export_model(spec, dict(build_model(spec, 1).state_dict()), out)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     theirs.save_pretrained(saved)
     held, wanted = load_file(out / SINGLE), load_file(saved / SINGLE)

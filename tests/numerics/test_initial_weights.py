@@ -13,6 +13,7 @@ from fixtures.decoders import (
 )
 
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta, build_model, init_weights
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.model import DecoderModule
 from scalewise.models.decoder.state_dict_adapter import export_folder
@@ -21,11 +22,11 @@ from scalewise.models.decoder.state_dict_adapter import export_folder
 @each_spec
 def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None:
     with torch.device("meta"):
-        late = spec.build(0)
+        late = build_model(spec, 0)
     assert {p.device.type for p in late.parameters()} == {"meta"}
     late.to_empty(device="cpu")
     late.init_weights(3)
-    fresh = spec.build(3)
+    fresh = build_model(spec, 3)
     torch.testing.assert_close(late.state_dict(), fresh.state_dict(), rtol=0, atol=0)
     batch = tokens(spec)
     torch.testing.assert_close(late(batch), fresh(batch), rtol=0, atol=0)
@@ -34,13 +35,13 @@ def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None
 @each_spec
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) -> None:
-    whole, batch = spec.build(5).eval(), tokens(spec)
+    whole, batch = build_model(spec, 5).eval(), tokens(spec)
     named, seen, x = dict(whole.named_parameters()), set(), batch
     for part in spec.split_stages(count, batch.shape[1]):
-        module = spec.build_meta(part)
+        module = build_meta(spec, part)
         assert {p.device.type for p in module.parameters()} == {"meta"}
         module.to_empty(device="cpu")
-        spec.init_weights(module.eval(), 5)
+        init_weights(spec, module.eval(), 5)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
             assert name not in seen or name in spec.tied_weights
@@ -55,18 +56,18 @@ def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) ->
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_parts_of_given_weights_are_those_of_the_whole(spec: DecoderConfig, tmp_path: Path) -> None:
-    export_folder(spec.build(1).state_dict(), spec, tmp_path)
+    export_folder(build_model(spec, 1).state_dict(), spec, tmp_path)
     given = replace(spec, weights=str(tmp_path))
-    named = given.build(0).state_dict()
+    named = build_model(given, 0).state_dict()
     for part in given.split_stages(3, 16):
-        module = given.build_meta(part).to_empty(device="cpu")
-        given.init_weights(module, 0)
+        module = build_meta(given, part).to_empty(device="cpu")
+        init_weights(given, module, 0)
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
 
 
 def test_every_matrix_and_every_seed_draws_its_own_numbers() -> None:
-    one, again, other = LLAMA.build(3), LLAMA.build(3), LLAMA.build(4)
+    one, again, other = build_model(LLAMA, 3), build_model(LLAMA, 3), build_model(LLAMA, 4)
     drawn = [name for name, parameter in one.named_parameters() if parameter.ndim == 2]
     heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
     assert len({tuple(head.tolist()) for head in heads.values()}) == len(drawn)
@@ -79,20 +80,20 @@ def test_building_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    LLAMA.build(3)
+    build_model(LLAMA, 3)
     assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
-    held = LLAMA.build_meta(StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
-    LLAMA.init_weights(held, 3)
-    for name, parameter in LLAMA.build(3).named_parameters():
+    held = build_meta(LLAMA, StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
+    init_weights(LLAMA, held, 3)
+    for name, parameter in build_model(LLAMA, 3).named_parameters():
         assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
 
 
 def test_fresh_weights_have_the_spread_asked_for() -> None:
-    module = replace(LLAMA, width=256, feedforward=512).build(0)
+    module = build_model(replace(LLAMA, width=256, feedforward=512), 0)
     block = module.blocks["0"]
     assert isinstance(module, DecoderModule)
     for weight, std in [

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scalewise import compose
 from scalewise.config import paths
 from scalewise.models.base import Weight
+from scalewise.models.build import build_model
 from scalewise.optimizers import AdamWConfig, OptimizerConfig
 from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
 from scalewise.optimizers.build import build_from_groups, build_optimizer
@@ -44,7 +45,7 @@ def job(tmp_path: Path, shared_cache: Path) -> Job:
 
 def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
     """Returns the weights of a small decoder, each with a gradient."""
-    module = GPT2.build(seed)
+    module = build_model(GPT2, seed)
     known = {weight.name: weight for weight in GPT2.weight_census()}
     held = [(known[name], parameter) for name, parameter in module.named_parameters()]
     torch.manual_seed(seed)
@@ -335,7 +336,7 @@ def test_rates_differ_by_name(job: Job) -> None:
     """A factor of 0 leaves weights as they are, whatever else moves."""
     parts = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
     run = job.of(*parts, *LAYOUTS["fsdp"])
-    drawn = compose(parts).model.build(1).state_dict()
+    drawn = build_model(compose(parts).model, 1).state_dict()
     start = {f"model.{name}": weight for name, weight in drawn.items()}
     still = [name for name, weight in run.weights().items() if torch.equal(weight, start[name])]
     assert still == ["model.embedding.weight"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from scalewise.data.dataloader import Batch, as_batch
 from scalewise.data.packing import PackedTextDataset
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.state_dict_adapter import from_hf_state_dict
 from scalewise.objectives import IGNORED, CausalLM
@@ -69,7 +70,7 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
 
 @each_spec
 def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
-    module, batch = spec.build(3), packed(spec)
+    module, batch = build_model(spec, 3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["places"])
     ScaledLoss(CausalLM()).compute(module, batch).backward()
     found = _gradients(module)
@@ -92,7 +93,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
 @each_peer
 def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfig) -> None:
     theirs, batch = peer(spec), packed(spec)
-    ours = spec.build(0)
+    ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     with torch.no_grad():
         wanted = theirs(batch["inputs"], position_ids=batch["places"], use_cache=False).logits
@@ -102,7 +103,7 @@ def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfi
 
 def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
     spec = PEERS["llama-gqa"]
-    module, ids_S = spec.build(3), texts(spec)[2]
+    module, ids_S = build_model(spec, 3), texts(spec)[2]
     one = by_itself(ids_S)
     places = torch.arange(one["inputs"].shape[1])[None]
     torch.testing.assert_close(module(one["inputs"], None, places), module(one["inputs"]), **EXACT)

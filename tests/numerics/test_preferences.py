@@ -22,6 +22,7 @@ from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader, as_ba
 from scalewise.data.datasets import RandomDataset
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_model
 from scalewise.objectives import DPO, IGNORED
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ScaledLoss
@@ -91,7 +92,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, labels_BT: Tensor, beta: float
 def test_loss_and_gradients_are_those_of_the_formula(
     chunk: int | None, run: RunConfig, module: ModelModule
 ) -> None:
-    reference = run.model.build(run.seed)
+    reference = build_model(run.model, run.seed)
     objective = replace(run.objective, loss_chunk=chunk)
     assert isinstance(objective, DPO)
     given = batch(run, 5)
@@ -128,7 +129,7 @@ def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule
 
 def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> None:
     objective, given = DPO(), batch(run, 4)
-    model = run.model.build(1)
+    model = build_model(run.model, 1)
     given["reference"] = ScaledLoss(objective.reference_objective).compute(model, given).detach()
     loss, margin, right = ScaledLoss(objective, 1 / 4).compute(model, given).tolist()
     assert (loss, margin, right) == (pytest.approx(np.log(2)), 0.0, 0.5)
@@ -136,7 +137,7 @@ def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> No
 
 def test_without_its_adapter_a_model_is_what_it_was(run: RunConfig, module: ModelModule) -> None:
     tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
-    learnt, plain = module(tokens_BT), run.model.build(run.seed)(tokens_BT)
+    learnt, plain = module(tokens_BT), build_model(run.model, run.seed)(tokens_BT)
     with disable_adapter(run.adapter, module):
         torch.testing.assert_close(module(tokens_BT), plain, rtol=0, atol=0)
     torch.testing.assert_close(module(tokens_BT), learnt, rtol=0, atol=0)

@@ -31,6 +31,7 @@ from scalewise.commands.trained import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import is_adapter_weight
+from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.objectives import IGNORED
 from scalewise.strategies.single import SingleDevice
@@ -125,7 +126,9 @@ def test_what_is_learnt_computes_what_peft_does(
 ) -> None:
     spec = compose([*SHAPE, *shape, *KINDS[kind]])
     ours = SingleDevice(DeviceKind.cpu).build(spec)
-    state_dict_adapter.export_folder(spec.model.build(spec.seed).state_dict(), spec.model, tmp_path)
+    state_dict_adapter.export_folder(
+        build_model(spec.model, spec.seed).state_dict(), spec.model, tmp_path
+    )
     config = THEIRS[kind](num_virtual_tokens=6, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
     vectors = theirs.prompt_encoder["default"].embedding.weight

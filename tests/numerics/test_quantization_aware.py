@@ -40,6 +40,7 @@ from scalewise.evaluation import load_model
 from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import export_model
 from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.run_config import RunConfig
 from scalewise.strategies.single import SingleDevice
@@ -226,7 +227,7 @@ def test_transformers_multiplies_by_the_integers(
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
-    told.model.export(told.read_merged_state_dict(), tmp_path)
+    export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)
 

@@ -21,6 +21,7 @@ from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, as_batch
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_model
 from scalewise.objectives import GRPO, IGNORED
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ScaledLoss
@@ -100,7 +101,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, given: Batch, group: int, beta
 def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule) -> None:
     given = explored(run, module, prompts(run))
     assert given["advantage"].any()
-    reference = run.model.build(run.seed)(given["inputs"]).detach()
+    reference = build_model(run.model, run.seed)(given["inputs"]).detach()
     wanted = by_hand(module(given["inputs"]), reference, given, 4, 0.2)
     wanted.backward()
     gradients = _gradients(module)

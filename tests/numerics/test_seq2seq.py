@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.evaluation import validation_metrics
 from scalewise.evaluation.generation import generate_answer
+from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig
 
 Stack = Callable[[str], Stacked]
@@ -26,7 +27,7 @@ def test_flops_are_those_that_torch_counts(
     """Of attention it counts 12 where flash attention's backward makes 14."""
     sequence, target = sizes
     spec = HuggingFaceConfig(path=str(checkpoints("t5")))
-    module = spec.build(1)
+    module = build_model(spec, 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         rows = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
         module(*rows).sum().backward()
@@ -41,7 +42,7 @@ def test_answers_are_held_out_and_written_as_by_transformers(stacked: Stack) -> 
     run, peer = stack.run(), stack.theirs()
     rows = run.data.prepare(256, run.seed).validation
     assert rows is not None
-    module = HuggingFaceConfig(path=str(stack.folder)).build(1)
+    module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     found = validation_metrics.measure_loss(module, rows, 10, 4)
     (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=1, steps=1)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from scalewise.commands.trained import load_trained
 from scalewise.evaluation import load_model
 from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
+from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
 
@@ -43,7 +44,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
     spec, peer, run = HuggingFaceConfig(path=str(stack.folder)), stack.theirs(), stack.run()
     assert [*spec.validate()] == []
     assert spec.num_parameters == peer.num_parameters()
-    ours, (batch,) = spec.build(1), [*stack.batches(1)]
+    ours, (batch,) = build_model(spec, 1), [*stack.batches(1)]
     logits = ours(batch["inputs"], batch["labels"])
     compared = stack.logits(ours, batch)
     torch.testing.assert_close(compared, stack.their_logits(peer, batch), rtol=1e-5, atol=1e-5)
@@ -73,7 +74,7 @@ def test_fresh_weights_are_drawn_for_as_many_layers(
 ) -> None:
     spec = HuggingFaceConfig(path=str(stacked(family).folder), init=InitKind.random, depth=4)
     assert (spec.layers, spec.info.stack_starts) == (layers, starts)
-    one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
+    one, other = (dict(build_model(spec, 7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -158,7 +159,7 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack
     run, peer = stack.run("adapter=lora"), get_peft_model(stack.theirs(), LoraConfig(r=8))
     wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
     assert isinstance(run.model, HuggingFaceConfig)
-    module = run.model.build(1)
+    module = build_model(run.model, 1)
     ours = [weight.name for weight in run.weight_census() if weight.trainable]
     assert {f"base_model.model.{module.hf_name(name)}" for name in ours} == wanted
     assert len(ours) == len(wanted) > 0

@@ -11,6 +11,7 @@ from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.planner.activation_liveness import simulate_part
@@ -94,7 +95,7 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
 def _measured(
     spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
-    module = spec.build_meta(PART)
+    module = build_meta(spec, PART)
     if "fp8" in precision:
         apply_precision(FP8, module, spec, DeviceKind.cpu)
     quantization = QATS.get(precision.partition(",")[0], NoQuantizationConfig())

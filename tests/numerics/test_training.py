@@ -12,6 +12,7 @@ from fixtures.layouts import LAYOUTS, SHAPE
 from fixtures.probes import DAWDLES
 
 from scalewise import compose
+from scalewise.models.build import build_model
 from scalewise.tracking.metric_names import STEP_PHASES
 
 FP32_BYTES = 4
@@ -69,7 +70,7 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
     metrics = job(*parts).summary["metrics"]
     model = compose(UNTRACKED).model
-    module = model.build(1)
+    module = build_model(model, 1)
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
     weights = model.num_parameters * FP32_BYTES
     tensors = len(model.weight_census())

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
+from scalewise.models.build import build_model
 from scalewise.models.decoder import config_keys
 from scalewise.models.decoder import hf_config_check as beside_of
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
@@ -122,7 +123,7 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])
 def test_the_suite_s_own_exports_are_begun_with(spec: DecoderConfig, tmp_path: Path) -> None:
-    _, config = to_hf_state_dict(spec.build(seed=1).state_dict(), spec)
+    _, config = to_hf_state_dict(build_model(spec, seed=1).state_dict(), spec)
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
     assert list(begun.validate()) == []
 
@@ -246,7 +247,7 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
         begun = dataclasses.replace(begun, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
     with torch.no_grad():
-        ours, wanted = begun.build(1).eval()(tokens), theirs(tokens).logits
+        ours, wanted = build_model(begun, 1).eval()(tokens), theirs(tokens).logits
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -22,6 +22,7 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 from safetensors.torch import load_file, save_file
 
 from scalewise.errors import CheckpointError
+from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.planner.layout_enumeration import axis_sizes
 from scalewise.planner.rank_memory import build_rank_memory
@@ -237,7 +238,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = HuggingFaceConfig(path="somebody/small")
     assert [*spec.validate()] == []
-    assert spec.build(1).get_parameter("head.lm_head.weight").shape == (256, 32)
+    assert build_model(spec, 1).get_parameter("head.lm_head.weight").shape == (256, 32)
 
 
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
@@ -276,11 +277,11 @@ def test_weights_of_another_model_are_refused(
     path = described(tmp_path / "other", **CONFIGS["llama"][1])
     save_file(held, tmp_path / "other" / "model.safetensors")
     with pytest.raises(CheckpointError, match=said.replace("[", r"\[")):
-        HuggingFaceConfig(path=path).build(1)
+        build_model(HuggingFaceConfig(path=path), 1)
 
 
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     path = described(tmp_path / "torn", **LLAMA)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        HuggingFaceConfig(path=path).build(1)
+        build_model(HuggingFaceConfig(path=path), 1)

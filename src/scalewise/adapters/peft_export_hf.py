@@ -14,6 +14,8 @@ from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import LoRAAdapterConfig
 from scalewise.errors import ConfigError
 from scalewise.models.base import StageSlice, is_adapter_weight
+from scalewise.models.build import build_meta
+from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.config import HuggingFaceConfig
 
 
@@ -34,7 +36,8 @@ def export_hf_adapter(
         raise ConfigError.for_key(
             "adapter.trained", list(adapter.trained), reason, "set adapter=merged"
         )
-    module = model.build_meta(StageSlice(range(model.layers)))
+    module = build_meta(model, StageSlice(range(model.layers)))
+    assert isinstance(module, CausalLMModule)
     added_tensors = {
         module.hf_name(name): tensor for name, tensor in state.items() if is_adapter_weight(name)
     }

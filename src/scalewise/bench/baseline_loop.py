@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise.data.dataloader import Batch
+from scalewise.models.build import build_model
 from scalewise.optimizers.build import build_optimizer
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.run_config import RunConfig
@@ -35,7 +36,7 @@ class BaselineLoop:
     ) -> None:
         self._run, self._batches, self._device = run, batches, device
         self._labels = run.tokens_per_step // run.world_size
-        model: Any = run.model.build(run.seed).to(device)
+        model: Any = build_model(run.model, run.seed).to(device)
         if isinstance(run.parallelism, DDPConfig):
             self._model: nn.Module = DistributedDataParallel(
                 model,

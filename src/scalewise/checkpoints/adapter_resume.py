@@ -1,4 +1,4 @@
-"""Initial weights of an adapter: from its distribution, or from a trained adapter."""
+"""Initial parameters of a model and its adapter, which may be a trained one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import init_weights
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.optimizers.build import average_weights
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
@@ -65,10 +66,11 @@ def resume_issues(current_adapter: AdapterConfig, run: RunConfig) -> Iterator[Co
 
 
 @torch.no_grad()
-def init_or_load_adapter(
-    adapter: AdapterConfig, module: ModelModule, model: ModelConfig, seed: int
+def init_parameters(
+    module: ModelModule, model: ModelConfig, adapter: AdapterConfig, seed: int
 ) -> None:
-    """Initialize the trained parameters of a materialized module, or load ``adapter.resume``."""
+    """Initialize a materialized module with its adapter, sharded or not, or load their weights."""
+    init_weights(model, module, seed)
     init_adapter(adapter, module, seed)
     if adapter.resume is None:
         return

@@ -20,6 +20,7 @@ from scalewise.data import run_tokenizer
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import ModelConfig, StageSlice, Weight
+from scalewise.models.build import build_meta, build_model
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.build import average_weights
@@ -116,7 +117,7 @@ class TrainedRun:
             state = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
             state = unpack_state_dict(self.quantization, state, self.model)
         if unquantized and self.packed_weights:
-            initial = self.model.build(self.seed).state_dict()
+            initial = build_model(self.model, self.seed).state_dict()
             state |= {weight.name: initial[weight.name] for weight in self.packed_weights}
         return state
 
@@ -134,7 +135,7 @@ class TrainedRun:
 
     def _check_shapes(self, state: Mapping[str, Tensor]) -> None:
         """Raise ``CheckpointError`` if a weight is missing or has another shape."""
-        expected = self.model.build_meta(StageSlice(range(self.model.layers))).state_dict()
+        expected = build_meta(self.model, StageSlice(range(self.model.layers))).state_dict()
         for name, weight in expected.items():
             if name not in state:
                 raise _other_model_error(self.checkpoint, f"lacks {name}")
@@ -145,12 +146,11 @@ class TrainedRun:
     def _initial_state_dict(self) -> dict[str, Tensor]:
         """Initial weights of the model and its adapter."""
         if self.adapter.resume is None and self.adapter.can_merge:
-            return dict(self.model.build(self.seed).state_dict())
-        module = self.model.build_meta(StageSlice(range(self.model.layers)))
+            return dict(build_model(self.model, self.seed).state_dict())
+        module = build_meta(self.model, StageSlice(range(self.model.layers)))
         apply_adapter(self.adapter, module, self.model)
         module.to_empty(device=torch.get_default_device())
-        self.model.init_weights(module, self.seed)
-        adapter_resume.init_or_load_adapter(self.adapter, module, self.model, self.seed)
+        adapter_resume.init_parameters(module, self.model, self.adapter, self.seed)
         tensors = module.state_dict().items()
         return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 

@@ -11,6 +11,7 @@ from scalewise.checkpoints.trained import TrainedRun, checkpoint_errors
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_meta
 from scalewise.precision import FloatFormat
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
@@ -27,7 +28,7 @@ def load_model(
         unquantized: Whether to restore quantized weights from before quantization, and to disable
             fake quantization and fp8.
     """
-    module = trained_run.model.build_meta(StageSlice(range(trained_run.model.layers)))
+    module = build_meta(trained_run.model, StageSlice(range(trained_run.model.layers)))
     if not trained_run.adapter.can_merge:
         apply_adapter(trained_run.adapter, module, trained_run.model)
     if not unquantized:

@@ -23,6 +23,7 @@ from scalewise.evaluation import load_model, validation_metrics
 from scalewise.hardware import this_machine
 from scalewise.models.base import ModelConfig, StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_meta, export_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.safetensors_files import SINGLE
@@ -38,7 +39,7 @@ INPUT_QUANTIZATION = "int8_asym_per_token"
 
 def write_compressed(trained_run: TrainedRun, target_folder: Path) -> None:
     """Write config and weights, with fake-quantized weights as integers."""
-    trained_run.model.export(trained_run.read_merged_state_dict(), target_folder)
+    export_model(trained_run.model, trained_run.read_merged_state_dict(), target_folder)
     tensors, names = load_file(target_folder / SINGLE), _hf_names(trained_run.model)
     (target_folder / SINGLE).unlink()  # the tensors are memory-mapped; a new file replaces it
     for name in (names[weight.name] for weight in trained_run.fake_quantized_weights):
@@ -62,7 +63,7 @@ def _hf_names(model: ModelConfig) -> dict[str, str]:
         }
     from scalewise.models.hf.causal_lm import CausalLMModule
 
-    module = model.build_meta(StageSlice(range(model.layers)))
+    module = build_meta(model, StageSlice(range(model.layers)))
     assert isinstance(module, CausalLMModule)
     return {name: module.hf_name(name) for name, _ in module.base_parameters()}
 
@@ -116,7 +117,7 @@ def load_compressed(folder: Path, trained_run: TrainedRun, device: torch.device)
     ]:
         reason = f"contains no integers of {missing[0]}"
         raise CheckpointError.for_key("", folder, reason, "export it again")
-    module = model.build_meta(StageSlice(range(model.layers))).to_empty(device=device)
+    module = build_meta(model, StageSlice(range(model.layers))).to_empty(device=device)
     module.init_buffers()
     if isinstance(model, DecoderConfig):
         state = state_dict_adapter.from_hf_state_dict(tensors, model, folder)

@@ -15,6 +15,7 @@ from scalewise.export import AdapterExport, tokenizer_files
 from scalewise.export.model_card import model_card
 from scalewise.export.staging import staging_folder
 from scalewise.models.base import is_adapter_weight
+from scalewise.models.build import build_model, export_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
@@ -54,7 +55,7 @@ def write_export(
         elif trained_run.fake_quantized_weights:
             notes = _write_quantized(trained_run, partial)
         else:
-            trained_run.model.export(trained_run.read_merged_state_dict(), partial)
+            export_model(trained_run.model, trained_run.read_merged_state_dict(), partial)
             if trained_run.packed_weights:
                 notes = [DEQUANTIZED_NOTE]
         if trained_run.is_averaged:
@@ -122,7 +123,7 @@ def _write_adapter(
     from scalewise.adapters import lora_modules, peft_export
 
     if isinstance(adapter, PiSSAAdapterConfig):
-        base_state = model.build(trained_run.seed).state_dict()
+        base_state = build_model(model, trained_run.seed).state_dict()
         adapter, state = lora_modules.pissa_to_lora(adapter, state, base_state)
     if isinstance(model, HuggingFaceConfig):
         _write_hf(state, adapter, model, target_folder, base_model_path)
@@ -134,7 +135,7 @@ def _write_adapter(
     if model.weights is None:  # no pretrained weights are published elsewhere
         base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
         if trained_modules := adapter.fully_trained_modules(model):
-            initial = model.build(trained_run.seed).state_dict()
+            initial = build_model(model, trained_run.seed).state_dict()
             base |= {name: initial[name] for name in base if module_name(name) in trained_modules}
         state_dict_adapter.export_folder(base, model, target_folder / "base")
 
@@ -153,4 +154,4 @@ def _write_hf(
     peft_export_hf.export_hf_adapter(state, adapter, model, target_folder, path)
     if is_random:  # no pretrained weights are published elsewhere
         base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
-        model.export(base, target_folder / "base")
+        export_model(model, base, target_folder / "base")

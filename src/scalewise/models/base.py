@@ -9,15 +9,12 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
     from scalewise.run_config import RunConfig
 
 
@@ -116,7 +113,7 @@ def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -
 
 
 class ModelConfig(ABC):
-    """Configuration of a model. Its properties need no torch module; :meth:`build` creates one."""
+    """Configuration of a model. Its properties need no torch; ``models.build`` has the builders."""
 
     vocabulary: int
     """Vocabulary size, in tokens."""
@@ -134,6 +131,8 @@ class ModelConfig(ABC):
     """Height and width of input images, in pixels; 0: the model reads no images."""
     has_post_norm: bool = False
     """Whether a block normalizes the output of its last linear layer (post-norm)."""
+    implementation: ClassVar[str] = ""
+    """Module that registers the builders of ``models.build``."""
     imports: tuple[str, ...] = ()
     """Modules that are slow to import, which worker processes import in advance."""
 
@@ -264,41 +263,6 @@ class ModelConfig(ABC):
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield config issues of the model in combination with the rest of the run."""
         yield from ()
-
-    @abstractmethod
-    def build_meta(self, stage: StageSlice) -> ModelModule:
-        """Return the module, or one stage of it, on the meta device.
-
-        The full model maps ``tokens_BT`` to ``logits_BTV`` (B batch, T tokens, V vocabulary). A
-        stage that is not first reads ``x_BTW`` (W features); one that is not last returns it.
-        Parameter names of a stage are those of the full model.
-        """
-
-    @abstractmethod
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Initialize a materialized module, sharded or not; reads pretrained weights if set."""
-
-    def build(self, seed: int) -> ModelModule:
-        """Return the full module on torch's default device, with initialized weights.
-
-        Under ``torch.device("meta")`` the module stays on the meta device.
-        """
-        import torch
-
-        device = torch.get_default_device()
-        module = self.build_meta(StageSlice(range(self.layers)))
-        if device.type != "meta":
-            module.to_empty(device=device)
-            self.init_weights(module, seed)
-        return module
-
-    @abstractmethod
-    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write a folder that transformers loads, from an unsharded state dict in its dtype.
-
-        Raises:
-            ConfigError: transformers has no such model; nothing is written.
-        """
 
     @property
     def num_parameters(self) -> int:

@@ -19,6 +19,7 @@ from scalewise.checkpoints import adapter_resume, store
 from scalewise.checkpoints.writer import BackgroundWriter
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
+from scalewise.models.build import build_meta
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers.build import build_optimizer
 from scalewise.precision.build import apply_precision
@@ -83,13 +84,12 @@ class ParallelStrategy(Strategy):
     def build(self, run: RunConfig) -> nn.Module:
         """Build the model, or this rank's shards of it, and initialize it from ``run.seed``."""
         all_layers = StageSlice(range(run.model.layers))
-        module = run.model.build_meta(all_layers)
+        module = build_meta(run.model, all_layers)
         apply_quantization(run.quantization, module, run.model)
         apply_precision(run.precision, module, run.model, run.hardware.device)
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=torch.get_default_device())
-        run.model.init_weights(module, run.seed)
-        adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
+        adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
         run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
         apply_checkpointing(run.memory, module, all_layers)
         compile_module(run.compile, module)

@@ -29,6 +29,7 @@ from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.build import build_meta
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
@@ -68,7 +69,7 @@ def build_sharded(
     """
     spec = rank_mesh.spec
     with torch.device("meta"):
-        module = run.model.build_meta(stage)
+        module = build_meta(run.model, stage)
 
     if sharding is not None:
         module.replace_attention(
@@ -99,8 +100,7 @@ def build_sharded(
 
     # After FSDP: only shards are allocated.
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else rank_mesh.root_device)
-    run.model.init_weights(module, run.seed)
-    adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
+    adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, buffer.to(rank_mesh.root_device))

@@ -11,6 +11,7 @@ from torch import nn
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta
 from scalewise.precision import FloatFormat
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
 def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
     """Initialized parts of the model with one layer each; values are those of other strategies."""
     for stage_slice in run.model.split_stages(run.model.layers, run.data.sequence):
-        module = run.model.build_meta(stage_slice)
+        module = build_meta(run.model, stage_slice)
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=device)
-        run.model.init_weights(module, run.seed)
-        adapter_resume.init_or_load_adapter(run.adapter, module, run.model, run.seed)
+        adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
         yield module
 
 
@@ -35,7 +35,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
     from deepspeed.utils import groups
 
     all_layers, swapper = StageSlice(range(run.model.layers)), None
-    model = run.model.build_meta(all_layers)
+    model = build_meta(run.model, all_layers)
     apply_adapter(run.adapter, model, run.model)
     for layer_module in iter_layers(run, device):
         if run.precision.compute is FloatFormat.bf16:

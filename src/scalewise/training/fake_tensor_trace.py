@@ -186,8 +186,7 @@ def _trace_step(
         strategy = fake_strategy(run)
         with (
             fake_distributed.fake_tensor_mode(),
-            patch.object(type(run.model), "init_weights", _skip_init),
-            patch.object(adapter_resume, "init_or_load_adapter", _skip_init),
+            patch.object(adapter_resume, "init_parameters", _skip_init),
         ):
             precision = precision_plugin(run)
             with precision.module_init_context():

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
+from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 from scalewise.registry import register_option
 from scalewise.typed_override import format_override
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
-    from scalewise.models.decoder.model import DecoderModule
 
 
 class NormKind(StrEnum):
@@ -113,6 +106,8 @@ class DecoderConfig(ModelConfig):
     """Standard deviation of initial weights; divided by sqrt(2 layers) for sublayer outputs."""
     weights: str | None = None
     """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
+
+    implementation = "scalewise.models.decoder.state_dict_adapter"
 
     @property
     def pretrained_path(self) -> str | None:
@@ -318,30 +313,3 @@ class DecoderConfig(ModelConfig):
     def with_layers(self, layers: int) -> DecoderConfig:
         """Return the same configuration with another number of layers."""
         return replace(self, layers=layers)
-
-    def build_meta(self, stage: StageSlice) -> DecoderModule:
-        """Return the module, or one stage of it, on the meta device."""
-        from scalewise.models.decoder.model import DecoderModule
-
-        return DecoderModule(self, stage)
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Initialize each parameter from ``seed`` and its name, or load ``weights``.
-
-        Raises:
-            CheckpointError: The pretrained weights do not fit the model.
-        """
-        from scalewise.models.decoder.model import DecoderModule
-        from scalewise.models.decoder.state_dict_adapter import load_into
-
-        assert isinstance(module, DecoderModule)
-        if self.weights is None:
-            module.init_weights(seed)
-        else:
-            load_into(module, self.weights, seed)
-
-    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write a folder with a Llama or GPT-2 model of Hugging Face."""
-        from scalewise.models.decoder import state_dict_adapter
-
-        state_dict_adapter.export_folder(state, self, folder)

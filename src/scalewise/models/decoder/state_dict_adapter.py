@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
-from scalewise.models import init, safetensors_files
+from scalewise.models import build, init, safetensors_files
+from scalewise.models.base import StageSlice
+from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import (
     LLAMA_SHAPE,
     ActivationKind,
@@ -330,3 +332,22 @@ def save_folder(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: P
     safetensors_files.save_tensors(tensors, folder / SINGLE)
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+@build.build_meta.register(DecoderConfig)
+def _build_decoder(config: DecoderConfig, stage: StageSlice) -> DecoderModule:
+    return DecoderModule(config, stage)
+
+
+@build.init_weights.register(DecoderConfig)
+def _init_or_load(config: DecoderConfig, module: ModelModule, seed: int) -> None:
+    assert isinstance(module, DecoderModule)
+    if config.weights is None:
+        module.init_weights(seed)
+    else:
+        load_into(module, config.weights, seed)
+
+
+@build.export_model.register(DecoderConfig)
+def _export(config: DecoderConfig, state: Mapping[str, Tensor], folder: Path) -> None:
+    export_folder(state, config, folder)

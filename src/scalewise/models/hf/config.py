@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
+from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.models.hf.compatibility import hf_issues
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES, ModelInfo
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 from scalewise.registry import register_option
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
-    from scalewise.models.hf.causal_lm import CausalLMModule
     from scalewise.run_config import RunConfig
 
 
@@ -56,6 +52,7 @@ class HuggingFaceConfig(ModelConfig):
     depth: int | None = None
     """Number of layers of each stack, with random weights; null: as config.json says."""
 
+    implementation = "scalewise.models.hf.weights"
     imports = ("scalewise.models.hf.causal_lm",)
 
     @property
@@ -297,30 +294,3 @@ class HuggingFaceConfig(ModelConfig):
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yield features of the run that Hugging Face models do not support."""
         yield from hf_issues(self, run)
-
-    def build_meta(self, stage: StageSlice) -> CausalLMModule:
-        """Return the module, or the weights of one stage of it, on the meta device."""
-        from scalewise.models.hf import introspection
-
-        return introspection.build_meta_module(self.path, self.depth, stage)
-
-    def init_weights(self, module: ModelModule, seed: int) -> None:
-        """Initialize each parameter from ``seed`` and its name, or load the weights at ``path``.
-
-        Raises:
-            CheckpointError: The pretrained weights do not fit the model.
-        """
-        from scalewise.models.hf import weights
-        from scalewise.models.hf.causal_lm import CausalLMModule
-
-        assert isinstance(module, CausalLMModule)
-        if self.init is InitKind.random:
-            weights.init_weights(module, self.weight_census(), seed)
-        else:
-            weights.load_into(module, self.path, self.depth)
-
-    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write a folder that transformers loads."""
-        from scalewise.models.hf import weights
-
-        weights.export_folder(state, self, folder)

@@ -24,6 +24,7 @@ from scalewise.measure.memory import LiveBytes
 from scalewise.measure.storages import storage_bytes
 from scalewise.models import cross_entropy
 from scalewise.models.base import StageSlice
+from scalewise.models.build import build_meta
 from scalewise.models.decoder.linear_ops import LinearOps
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.non_block_parts import (
@@ -103,7 +104,8 @@ class FakeTensorRunner:
         self, backward_mode: BackwardMode, *, in_forward: bool = False
     ) -> CausalLMModule:
         """Return the model with one block, as fake tensors."""
-        module = self.spec.build_meta(ONE_LAYER)
+        module = build_meta(self.spec, ONE_LAYER)
+        assert isinstance(module, CausalLMModule)
         if self.forward_spec.packed_layers:  # unpacked weights have the same size in all formats
             packing = NF4Config(double=self.forward_spec.scale_bytes > 0)
             apply_quantization(packing, module, self.spec)

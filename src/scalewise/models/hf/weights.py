@@ -6,24 +6,22 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from scalewise.errors import CheckpointError, ConfigIssue
-from scalewise.models import init
+from scalewise.models import build, init
 from scalewise.models.base import StageSlice, Weight
+from scalewise.models.base_module import ModelModule
 from scalewise.models.hf import hub, introspection, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule
+from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.models.hf.config_reader import KEY, read_config
 from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save_tensors, weight_files
-
-if TYPE_CHECKING:
-    from scalewise.models.hf.config import HuggingFaceConfig
 
 DEFAULT_STD = 0.02
 """Standard deviation of a configuration without ``initializer_range``, as in transformers."""
@@ -189,3 +187,22 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
     if isinstance(module, VisionLanguageModule):
         processor = json.dumps(vision_language.image_processor(spec.image_size), indent=2)
         (folder / "preprocessor_config.json").write_text(processor, "utf-8")
+
+
+@build.build_meta.register(HuggingFaceConfig)
+def _build_meta(config: HuggingFaceConfig, stage: StageSlice) -> CausalLMModule:
+    return introspection.build_meta_module(config.path, config.depth, stage)
+
+
+@build.init_weights.register(HuggingFaceConfig)
+def _init_or_load(config: HuggingFaceConfig, module: ModelModule, seed: int) -> None:
+    assert isinstance(module, CausalLMModule)
+    if config.init is InitKind.random:
+        init_weights(module, config.weight_census(), seed)
+    else:
+        load_into(module, config.path, config.depth)
+
+
+@build.export_model.register(HuggingFaceConfig)
+def _export(config: HuggingFaceConfig, state: Mapping[str, Tensor], folder: Path) -> None:
+    export_folder(state, config, folder)
