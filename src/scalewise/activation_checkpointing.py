@@ -10,13 +10,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
-from scalewise.plan_config import PlanSearch
 from scalewise.registry import register_option
-from scalewise.torch_compile import CompileScope
 
 if TYPE_CHECKING:
     from scalewise.models.base import StageSlice
-    from scalewise.run_config import RunConfig
 
 OFFLOAD_MIN_BYTES = 1024
 """Smallest storage that is offloaded, in bytes: a transfer of less costs more than it saves."""
@@ -46,10 +43,6 @@ class ActivationCheckpointing(ABC):
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield issues with values of the options."""
-
-    @abstractmethod
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with other parts of the run."""
 
     def count_by_recompute(self, layers: int) -> Counter[Recompute]:
         """Number of layers of the full model by recompute mode."""
@@ -96,12 +89,6 @@ class FixedCheckpointing(ActivationCheckpointing):
             reason = "must be 1 or more; 1 is every block"
             yield ConfigIssue("memory.every", self.every, reason, "set memory.every=2")
 
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield an issue if blocks are compiled: their saved tensors cannot be offloaded."""
-        if self.offload and run.compile.scope is not CompileScope.none:
-            reason = "is not supported with compiled blocks"
-            yield ConfigIssue("memory.offload", True, reason, "set compile=none")
-
 
 @register_option("memory", "auto")
 @dataclass(frozen=True)
@@ -119,9 +106,3 @@ class AutoCheckpointing(ActivationCheckpointing):
         """Yield an issue if the budget is not positive."""
         if self.budget_gib is not None and not self.budget_gib > 0:
             yield ConfigIssue("memory.budget_gib", self.budget_gib, "must be positive")
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield an issue with ``plan.search``, which chooses activation checkpointing as well."""
-        if run.plan.search is not PlanSearch.none:
-            reason, fix = "conflicts with plan.search, which chooses memory itself", "leave it out"
-            yield ConfigIssue("memory", "auto", reason, fix)

@@ -1,19 +1,16 @@
-"""Run configuration: one config per group, derived sizes, and validation across groups."""
+"""Run configuration: one config per group, and derived sizes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from math import ceil, isfinite
-from pathlib import Path
+from math import ceil
 
 from scalewise.activation_checkpointing import ActivationCheckpointing
 from scalewise.adapters.config import AdapterConfig
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.base import DataConfig
-from scalewise.errors import ConfigIssue
 from scalewise.hardware import (
     DeviceKind,
     Hardware,
@@ -25,7 +22,6 @@ from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ScheduleConfig
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.objectives import ObjectiveConfig
-from scalewise.objectives.module import misplaced_issues
 from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.plan_config import PlanConfig
@@ -40,19 +36,6 @@ from scalewise.registry import target_name
 from scalewise.torch_compile import Compile
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
-from scalewise.units import GIB, MAX_NUMBER
-from scalewise.validation import compatibility, trusted_imports
-
-NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
-"""Pattern of valid run names: limits of W&B and of folder names."""
-SECONDS_FIELDS = ("launch.timeout", "launch.grace")
-"""Fields in seconds."""
-MAX_WAIT_SECONDS = 10**9
-"""Maximum of ``SECONDS_FIELDS``: 30 years, below the 290 years of kernel timers."""
-MAX_LAYERS = 10_000
-"""Maximum number of layers, because plans enumerate layers."""
-MAX_RANKS = 2**20
-"""Maximum number of ranks along one mesh dimension, because plans enumerate ranks."""
 
 
 @dataclass(frozen=True)
@@ -241,108 +224,11 @@ class RunConfig:
         parallelism, adapter = self.parallelism.resolve(devices), self.adapter.resolve()
         return replace(self, hardware=hardware, parallelism=parallelism, adapter=adapter)
 
-    def validate(self) -> Iterator[ConfigIssue]:
-        """Yield every config issue: of each group by itself, then between groups."""
-        group_issues = list(self._group_issues())
-        yield from group_issues
-        misplaced = list(misplaced_issues(self))
-        yield from misplaced
-        if self.objective.is_user_defined:
-            yield from self.objective.validate_with(self)
-        elif not (misplaced or group_issues):
-            yield from self.model.validate_with(self)
-            yield from self.adapter.validate_with(self.model)
-            yield from self.adapter.validate_with_run(self)
-            yield from self.quantization.validate_with(self)
-            yield from self.precision.validate_with(self)
-            yield from self.objective.validate_with(self)
-            yield from self.optimizer.validate_with(self)
-            yield from self.memory.validate_with(self)
-            yield from self.parallelism.validate_with(self)
-            yield from self.trainer.validate_with(self)
-        if not (misplaced or self.objective.is_user_defined):
-            yield from compatibility.schedule_issues(self)
-            if not any(issue.key in ("model.path", "model.depth") for issue in group_issues):
-                yield from compatibility.token_issues(self)
-        yield from trusted_imports.module_issues(self)
-        yield from compatibility.format_issues(self)
-        yield from trusted_imports.callback_issues(self)
-        if not NAME_PATTERN.fullmatch(self.name) or self.name.startswith("."):
-            reason = (
-                "must be 1 to 128 printable characters without / and \\ and without a leading dot"
-            )
-            yield ConfigIssue("name", self.name, reason, "set name=my-run")
-        if self.resume == "":
-            yield ConfigIssue("resume", "", "is not a checkpoint", "set a path, or resume=null")
-        if not 0 <= self.seed < 2**32:
-            yield ConfigIssue("seed", self.seed, "must be in [0, 2**32)")
-
-    def validate_machine(self) -> Iterator[ConfigIssue]:
-        """Yield config issues of this machine; skipped for plans of other machines."""
-        yield from compatibility.device_issues(self)
-        yield from compatibility.fp16_issues(self)
-        if (
-            self.resume not in (None, "last", "auto")
-            and not Path(self.resume).expanduser().exists()
-        ):
-            reason = "no such checkpoint folder"
-            yield ConfigIssue("resume", self.resume, reason, "set a path, or resume=null")
-        if not any(self._group_issues()):
-            yield from self.adapter.validate_machine(self)
-        yield from self.optimizer.validate_machine()
-        yield from self.quantization.validate_machine()
-        yield from self.precision.validate_machine()
-        yield from self.tracking.validate_machine()
-        yield from self.parallelism.validate_machine(self)
-
     def as_dict(self) -> dict[str, object]:
         """Convert the run to nested dicts and lists, each config with its ``_target_``."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
-
-    def _group_issues(self) -> Iterator[ConfigIssue]:
-        for part in fields(self):
-            yield from config_issues(part.name, getattr(self, part.name))
-
-
-def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
-    """Yield the issues of one config by itself."""
-    if not hasattr(config, "validate"):
-        return
-    if out_of_range := list(_out_of_range_issues(group, config)):
-        yield from out_of_range
-        return
-    issues = list(config.validate())
-    yield from issues
-    reported_keys = {issue.key for issue in issues}
-    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
-        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
-        if isinstance(value, float) and not isfinite(value) and key not in reported_keys:
-            yield ConfigIssue(key, value, "must be a finite number")
-
-
-def _out_of_range_issues(group: str, config: object) -> Iterator[ConfigIssue]:
-    """Yield issues for numbers beyond int64 and beyond the limits of this module."""
-    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
-        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
-        if not isinstance(value, int | float) or not isfinite(value):
-            continue
-        if abs(value) > MAX_NUMBER:
-            yield ConfigIssue(key, value, "exceeds the 64-bit maximum, 2**63 - 1")
-        elif abs(value) > (maximum := _field_maximum(key)):
-            yield ConfigIssue(key, value, f"must be at most {maximum:,}", f"set {key}={maximum}")
-
-
-def _field_maximum(key: str) -> int:
-    """Maximum value of a numeric field."""
-    if key.endswith("_gib"):
-        return MAX_NUMBER // GIB
-    if key in SECONDS_FIELDS:
-        return MAX_WAIT_SECONDS
-    if key == "model.layers":
-        return MAX_LAYERS
-    return MAX_RANKS if key.startswith("parallelism.") else MAX_NUMBER
 
 
 def _plain(value: object) -> object:

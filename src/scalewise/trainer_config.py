@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import AutoCheckpointing
 from scalewise.errors import ConfigIssue
-from scalewise.plan_config import PlanSearch
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 AUTO = "auto"
 SIZE = "trainer.micro_batch"
@@ -81,24 +75,3 @@ class TrainerConfig:
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues of ``micro_batch=auto`` with the global batch size and with other groups."""
-        if self.micro_batch != AUTO:
-            return
-        global_batch, ranks = self.global_batch, run.parallelism.data_parallel_size
-        if global_batch is None:
-            reason = "requires trainer.global_batch: otherwise training depends on the device"
-            yield ConfigIssue(SIZE, AUTO, reason, "set trainer.global_batch=64")
-        elif global_batch % ranks:
-            reason = f"is not divisible by {ranks} data-parallel ranks, as {SIZE}=auto requires"
-            fix = f"set trainer.global_batch={ceil(global_batch / ranks) * ranks}"
-            yield ConfigIssue("trainer.global_batch", global_batch, reason, fix)
-        if run.plan.search is not PlanSearch.none:
-            reason = "is not supported with plan.search, which chooses it"
-            yield ConfigIssue(SIZE, AUTO, reason, "remove it")
-        if isinstance(run.memory, AutoCheckpointing):
-            reason = "is not supported with memory=auto, which requires a fixed micro-batch size"
-            search = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
-            fix = f"set {SIZE}=8, or search both with {search}"
-            yield ConfigIssue(SIZE, AUTO, reason, fix)

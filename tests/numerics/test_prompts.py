@@ -35,6 +35,7 @@ from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.objectives import IGNORED
 from scalewise.strategies.single import SingleDevice
+from scalewise.validation.run_issues import iter_machine_issues
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 """PEFT asks for it."""
@@ -179,7 +180,7 @@ def test_what_was_trained_goes_to_peft_and_back(
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
     other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], check_machine=False)
-    (issue,) = other.adapter.validate_machine(other)
+    (issue,) = iter_machine_issues(other)
     assert issue.key == "adapter.tokens"
 
 

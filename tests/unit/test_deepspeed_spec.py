@@ -21,6 +21,7 @@ from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 from scalewise.strategies.deepspeed_config import build_deepspeed_config
 from scalewise.strategies.nvme_swap import SwapFolder
+from scalewise.validation.parallelism_rules import parallelism_machine_issues
 
 Compose = Callable[..., RunConfig]
 
@@ -76,7 +77,7 @@ def test_the_extra_is_named_where_it_is_absent(
 ) -> None:
     run = compose(*ZERO_3, check_machine=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    issues = [str(issue) for issue in run.parallelism.validate_machine(run)]
+    issues = [str(issue) for issue in parallelism_machine_issues(run.parallelism, run)]
     reason = "parallelism=deepspeed_zero3: deepspeed is not installed"
     assert issues == [f"{reason}; pip install 'scalewise[deepspeed]'"]
 

@@ -16,6 +16,7 @@ from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig
+from scalewise.validation.run_issues import iter_issues
 
 FLOATS = (1e23, -1e23, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e-300, 0.0, 1e10)
 INTEGERS = (2**63 - 1, -(2**63), -1, 0, 10**30, 2**40)
@@ -77,7 +78,7 @@ UNNUMBERED = {"precision", "compile", "tracking", "plan"}
 def check(run: RunConfig, key: str, value: float) -> None:
     told = f"{key}={value}"
     run = run.resolve()
-    issues = list(run.validate())
+    issues = list(iter_issues(run))
     if issues:
         assert all(issue.key for issue in issues), told
         return

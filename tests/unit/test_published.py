@@ -18,6 +18,7 @@ from scalewise.models.decoder.config import NormKind
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision import FloatFormat
+from scalewise.validation.run_issues import iter_issues
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -55,7 +56,7 @@ def test_a_row_is_a_run_of_ours() -> None:
     assert (run.world_size, run.global_batch, run.accumulation) == (8, 16, 1)
     assert run.memory.recompute is Recompute.full
     assert (run.precision.parameters, run.precision.compute) == (FloatFormat.fp32, FloatFormat.bf16)
-    assert list(run.validate()) == []
+    assert list(iter_issues(run)) == []
 
 
 def test_a_framework_is_known_by_its_source() -> None:

@@ -266,7 +266,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     ("line", "key", "reason"),
     [
         (["hardware=a100_80g"], "precision", "A100 has no fp8 matmuls"),
-        (["hardware=h100", "precision.compute=fp16"], "precision.compute", "not scaled for it"),
+        (["hardware=h100", "precision.compute=fp16"], "precision.compute", "no loss scale"),
     ],
 )
 def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalewise import atomic, cli, regular_files
-from scalewise.adapters import resume
-from scalewise.checkpoints import store
+from scalewise.checkpoints import adapter_resume, store
 from scalewise.config.app import Command, run_command
 from scalewise.data import content, text_files
 from scalewise.launch import job_progress, locks
@@ -86,7 +85,7 @@ def test_files_of_a_sweep_and_an_adapter_are_checked(tmp_path: Path) -> None:
             read(tmp_path)
     os.mkfifo(tmp_path / "resolved.yaml")
     with pytest.raises(IrregularFileError, match=r"resolved\.yaml"):
-        resume._resolved_config(tmp_path / "checkpoints" / "step-1")
+        adapter_resume.resolved_config(tmp_path / "checkpoints" / "step-1")
 
 
 def test_an_experiment_is_not_waited_for(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight, is_adapter_weight
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 class AdapterConfig:
@@ -137,21 +134,6 @@ class AdapterConfig:
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""
         yield from ()
-
-    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with ``model``."""
-        yield from ()
-
-    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with other parts of ``run``."""
-        yield from ()
-
-    def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with the adapter at ``resume``; ``run`` is valid otherwise."""
-        if self.resume is not None:
-            from scalewise.checkpoints.adapter_resume import resume_issues
-
-            yield from resume_issues(self, run)
 
 
 @lru_cache(maxsize=64)

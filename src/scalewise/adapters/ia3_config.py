@@ -58,8 +58,3 @@ class IA3AdapterConfig(AdapterConfig):
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each invalid pattern."""
         yield from target_modules.target_issues(self.targets, self.trained)
-
-    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yield an issue for each pattern that matches no module of the model."""
-        patterns = (self.targets, self.trained, self.scaled_layers(model))
-        yield from target_modules.unmatched_target_issues(*patterns, model)

@@ -84,11 +84,6 @@ class LoRAAdapterConfig(AdapterConfig):
             yield ConfigIssue("adapter.dropout", self.dropout, "must be in [0, 1)")
         yield from target_modules.target_issues(self.targets, self.trained)
 
-    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        """Yield an issue for each pattern that matches no module of the model."""
-        patterns = (self.targets, self.trained, self.adapted_layers(model))
-        yield from target_modules.unmatched_target_issues(*patterns, model)
-
 
 @register_option("adapter", "rslora")
 @dataclass(frozen=True)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 PROMPT_NAME = "prompt.weight"
 PREFIX_NAMES = ("attention.mix.prefix_keys", "attention.mix.prefix_values")
@@ -48,24 +44,6 @@ class VirtualTokenAdapterConfig(AdapterConfig):
                 "adapter.tokens", self.tokens, "must be 1 or more", "set adapter.tokens=16"
             )
 
-    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with too long sequences, and with objectives that disable the adapter."""
-        positions, context = run.data.sequence + self.tokens, run.model.context
-        if run.data.sequence <= context < positions:
-            reason = f"plus data.sequence={run.data.sequence} exceeds model.context={context}"
-            fix = f"set data.sequence={context - self.tokens}"
-            if context <= self.tokens:
-                tokens = min(self.tokens, context) // 2
-                fix = (
-                    f"set adapter.tokens={tokens} data.sequence={min(positions, context) - tokens}"
-                )
-            yield ConfigIssue("adapter.tokens", self.tokens, reason, fix)
-        if run.objective.pairs or run.objective.reference_objective is not None:
-            option = run.choices.get("adapter", type(self).__name__)
-            objective = run.choices.get("objective", "")
-            reason = f"cannot be disabled, which objective={objective} requires"
-            yield ConfigIssue("adapter", option, reason, "set adapter=lora")
-
 
 @register_option("adapter", "prompt")
 @dataclass(frozen=True)
@@ -96,16 +74,6 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
             model.flops(positions) - 6.0 * head_numel - 2.0 * self.count_block_parameters(model)
         )
         return block_flops * positions / sequence + 4.0 * head_numel
-
-    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with sequence length, objective and packing."""
-        yield from super().validate_with_run(run)
-        if run.data.packing:
-            reason = (
-                "is not supported with data.packing=true, which joins several texts in one sequence"
-            )
-            option = run.choices.get("adapter", "prompt")
-            yield ConfigIssue("adapter", option, reason, "set data.packing=false")
 
 
 @register_option("adapter", "prefix")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.typed_override import format_override
@@ -72,31 +71,3 @@ def target_issues(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterato
                 re.compile(pattern)
             except re.error as error:
                 yield ConfigIssue(key, pattern, f"is not a valid regular expression: {error}")
-
-
-def unmatched_target_issues(
-    targets: tuple[str, ...],
-    trained: tuple[str, ...],
-    adapted_layers: tuple[str, ...],
-    model: ModelConfig,
-) -> Iterator[ConfigIssue]:
-    """Yield an issue for each pattern that matches no layer or module of the model.
-
-    Also for modules in ``trained`` that the adapter adapts (``adapted_layers``).
-    """
-    for target in targets:
-        if target != AUTO and not match_targets((target,), model):
-            reason = "matches no linear layer of the model's blocks"
-            yield ConfigIssue(
-                TARGETS_KEY, target, reason, did_you_mean(target, linear_layers(model))
-            )
-    for pattern in trained:
-        modules = match_modules((pattern,), model)
-        if not modules:
-            reason = "matches no module with weights"
-            yield ConfigIssue(
-                TRAINED_KEY, pattern, reason, did_you_mean(pattern, match_modules((".*",), model))
-            )
-        elif conflicting := [name for name in modules if name in adapted_layers]:
-            reason = f"matches {conflicting[0]}, which {TARGETS_KEY} matches too"
-            yield ConfigIssue(TRAINED_KEY, pattern, reason, "remove it from one of them")

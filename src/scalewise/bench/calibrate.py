@@ -18,8 +18,9 @@ from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
 from scalewise.parallelism.collective import RingLink
-from scalewise.run_config import NAME_PATTERN, RunConfig
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA, MIB, TERA
+from scalewise.validation.run_issues import NAME_PATTERN
 
 PROFILE_FOLDER = Path("conf", "hardware")
 DISK_TEST_BYTES = 256 * MIB

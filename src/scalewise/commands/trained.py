@@ -13,7 +13,7 @@ from scalewise.config.parse import parse_group, parse_value
 from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.objectives import UserModule
-from scalewise.run_config import config_issues
+from scalewise.validation.run_issues import config_issues
 
 if TYPE_CHECKING:
     from scalewise.checkpoints.trained import TrainedRun

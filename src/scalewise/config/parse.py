@@ -21,6 +21,7 @@ from scalewise.redaction import HIDDEN, contains_secret
 from scalewise.renamed_targets import RENAMED_TARGETS
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
+from scalewise.validation.run_issues import iter_issues, iter_machine_issues
 
 TRUSTED = "trusted_packages"
 _PLAIN = ("name", "seed", "question", "resume", TRUSTED)
@@ -53,9 +54,9 @@ def parse_run(
     issues: list[ConfigIssue] = []
     run = compose_unresolved(config, overrides, issues).resolve()
     issues += untrusted_packages(run.trusted_packages, cli_overrides)
-    issues += run.validate()
+    issues += iter_issues(run)
     if check_machine:
-        issues += run.validate_machine()
+        issues += iter_machine_issues(run)
     if issues:
         raise ConfigError(issues)
     return run

@@ -16,6 +16,7 @@ from scalewise.planner.suggested_fix import (
 )
 from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
+from scalewise.validation.run_issues import iter_issues
 
 MAX_PEAK_FRACTION = 0.8
 """Maximum peak of a fix, as a fraction of the peak of a run that was predicted to fit."""
@@ -80,6 +81,8 @@ def _is_appendable(fix: SuggestedFix, run: RunConfig) -> bool:
 def _simple_suggestions(run: RunConfig) -> Iterator[tuple[str, str]]:
     for changes, effect in SIMPLE_CHANGES:
         overrides = (
-            change.override_text for change in changes(run) if not any(change.apply(run).validate())
+            change.override_text
+            for change in changes(run)
+            if not any(iter_issues(change.apply(run)))
         )
         yield from ((override, effect) for override in islice(overrides, 1))

@@ -22,6 +22,7 @@ from scalewise.launch.job import Result, begin_job, claim_folder, finish_job
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome
 from scalewise.tracking.run_files import read_json, write_json
+from scalewise.validation.run_issues import iter_machine_issues
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +57,7 @@ def _run_rank(task: SweepTask) -> Result:
     is_retry = is_requeued and (task.folder / "status.json").is_file()
     try:
         with signals.raise_on_signals("before training began"):
-            if issues := list(task.job_spec.run.validate_machine()):
+            if issues := list(iter_machine_issues(task.job_spec.run)):
                 raise ConfigError(issues)
             from scalewise.launch.external_rank import run_external_rank
 

@@ -9,13 +9,10 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -259,10 +256,6 @@ class ModelConfig(ABC):
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the model itself."""
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield config issues of the model in combination with the rest of the run."""
-        yield from ()
 
     @property
     def num_parameters(self) -> int:

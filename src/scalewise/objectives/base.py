@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.errors import ConfigIssue
 from scalewise.precision import FloatFormat
-from scalewise.registry import option_name
 from scalewise.torch_compile import CompileScope
-from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,43 +66,6 @@ class ObjectiveConfig(ABC):
         """Issues of values out of range."""
         if self.loss_chunk is not None and self.loss_chunk < 1:
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Issues of a data set or a model head for another objective."""
-        chosen = run.choices.get("data", option_name(run.data))
-        if run.data.pairs:
-            reason = "contains preference pairs, which this objective does not support"
-            yield ConfigIssue("data", chosen, reason, "set objective=dpo, or data=chat")
-        if run.data.classes:
-            reason = "contains class labels, which this objective does not support"
-            yield ConfigIssue("data", chosen, reason, "set objective=classification, or data=text")
-        if run.data.target_length:
-            reason = "contains encoder inputs, which this objective does not support"
-            yield ConfigIssue("data", chosen, reason, "set objective=seq2seq, or data=chat")
-        if run.data.image_size:
-            reason = "contains images, which this objective does not support"
-            yield ConfigIssue("data", chosen, reason, "set objective=captioning, or data=text")
-        if run.model.classes:
-            reason = "replaces the token logits, which this objective requires"
-            fix = "set model.classes=null, or objective=classification"
-            yield ConfigIssue("model.classes", run.model.classes, reason, fix)
-
-    def validate_planning(self, run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
-        """Issues of options that require the analytic memory model.
-
-        Args:
-            run: Config of the run.
-            subject: Kind of models that the analytic memory model does not cover, in the plural.
-        """
-        planning_options = {
-            "plan.search": (run.plan.search.value, "none"),
-            "plan.fit": (run.plan.fit.value, "none"),
-            "launch.refuse_unfit": (run.launch.refuse_unfit, False),
-        }
-        for key, (value, neutral) in planning_options.items():
-            if value != neutral:
-                reason = f"requires the analytic memory model, which does not cover {subject}"
-                yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")
 
     @property
     def reference_objective(self) -> ObjectiveConfig | None:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import LogProbabilities
-from scalewise.registry import option_name, register_option
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from scalewise.run_config import RunConfig
 
 
 @register_option("objective", "dpo")
@@ -41,14 +39,6 @@ class DPO(LogProbabilities):
         if not self.beta > 0:
             fix = "set objective.beta=0.1"
             yield ConfigIssue("objective.beta", self.beta, "must be positive", fix)
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Issues of a data set without preference pairs."""
-        if not run.data.pairs:
-            chosen = run.choices.get("data", option_name(run.data))
-            reason = "contains no preference pairs"
-            fix = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, fix)
 
     @property
     def reference_objective(self) -> LogProbabilities:

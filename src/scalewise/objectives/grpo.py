@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import TokenLogProbabilities
-from scalewise.registry import option_name, register_option
+from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.run_config import RunConfig
 
 STD_EPSILON = 1e-4
 """Term added to the standard deviation of the rewards of a group, to avoid division by zero."""
@@ -67,18 +66,6 @@ class GRPO(TokenLogProbabilities):
         if not self.beta >= 0:
             fix = "set objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", fix)
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Issues of a data set without a reward, and of a KL penalty without a reference model."""
-        if not run.data.answer_length:
-            chosen = run.choices.get("data", option_name(run.data))
-            reason = "does not define a reward of answers"
-            fix = "set data=reversal, or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, fix)
-        if self.beta > 0 and not run.adapter.can_disable:
-            reason = "requires a reference model: an adapter that can be disabled"
-            fix = "set adapter=lora, or objective.beta=0"
-            yield ConfigIssue("objective.beta", self.beta, reason, fix)
 
     def count_targets(self, labels_BT: Tensor) -> Tensor:
         """Number of answers with labels; the other ones are padding."""

@@ -8,14 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
-from scalewise.precision import FloatFormat
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -102,39 +98,6 @@ class OptimizerConfig(ABC):
                 yield ConfigIssue(
                     key, factor, "must be 0 or more", "set it to 0 or more, or remove the pattern"
                 )
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues for patterns without a trained parameter, and for ``in_backward``.
-
-        A parallelism strategy checks for itself whether gradients are reduced by then.
-        """
-        if self.in_backward:
-            yield from self._validate_in_backward(run)
-        names = [weight.name for weight in run.weight_census() if weight.trainable]
-        for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
-            for pattern in patterns:
-                if not any(re.search(pattern, name) for name in names):
-                    reason = "matches no name of a trained parameter"
-                    fix = f"trained parameters include {', '.join(names[:3])}" if names else ""
-                    yield ConfigIssue(f"optimizer.{key}", pattern, reason, fix)
-
-    def _validate_in_backward(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        key = "optimizer.in_backward"
-        if run.accumulation > 1:
-            reason = (
-                f"steps before the gradients of {run.accumulation} micro-batches are accumulated"
-            )
-            fix = f"set trainer.global_batch={run.samples_per_forward}"
-            yield ConfigIssue(key, True, reason, fix)
-        if run.trainer.clip_norm is not None:
-            reason = "steps before the gradient norm is known"
-            yield ConfigIssue(key, True, reason, "set trainer.clip_norm=null")
-        if run.precision.compute is FloatFormat.fp16:
-            reason = "steps before a scaled gradient is known to be finite"
-            yield ConfigIssue(key, True, reason, "set precision=bf16_mixed")
-        if self.averages_weights:
-            reason = "is not supported with optimizers that average weights"
-            yield ConfigIssue(key, True, reason, "set optimizer=adamw")
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each missing package."""

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from scalewise.errors import ConfigIssue
 from scalewise.optimizers.adam import AdamBase
 from scalewise.optimizers.base import FixedStateOptimizerConfig
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @register_option("optimizer", "schedule_free")
@@ -42,16 +36,3 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
     def state_slots(self) -> int:
         """2: the iterate z, and the second moment."""
         return 2
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with a decaying schedule and with sharded state."""
-        yield from super().validate_with(run)
-        if run.schedule.decays:
-            option = run.choices.get("schedule", type(run.schedule).__name__.lower())
-            reason = (
-                "decays the learning rate, which optimizer=schedule_free requires to be constant"
-            )
-            yield ConfigIssue("schedule", option, reason, "set schedule=constant")
-        if self.shard:
-            reason = "is not supported with optimizers that average weights"
-            yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")

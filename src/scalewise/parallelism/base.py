@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.registry import option_name
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 DEFAULT_CPU_RANKS = 2
 """Number of CPU ranks of a parallel axis without a configured size."""
@@ -101,34 +97,6 @@ class ParallelismConfig(ABC):
         """Yield a config issue for each option that a kind of device does not support."""
         yield from ()
 
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for each part of ``run`` that this strategy does not support."""
-        if run.optimizer.in_backward and self.reduces_after_backward:
-            reason = "requires complete gradients in backward; this strategy reduces them later"
-            fix = "set optimizer.in_backward=false, or parallelism=fsdp"
-            yield ConfigIssue("optimizer.in_backward", True, reason, fix)
-        if run.optimizer.shard and not self.supports_optimizer_sharding:
-            reason = "requires replicas that partition optimizer state; this strategy has none"
-            fix = "set optimizer.shard=false, or parallelism=ddp"
-            yield ConfigIssue("optimizer.shard", True, reason, fix)
-        if run.optimizer.offload and not self.supports_optimizer_offload:
-            reason = "requires unsharded parameters; this strategy has its own offload option"
-            option = "offload_optimizer=cpu" if self.flattens_parameters else "cpu_offload=true"
-            fix = f"set optimizer.offload=false parallelism.{option}"
-            yield ConfigIssue("optimizer.offload", True, reason, fix)
-        gathered = run.optimizer.gathers_shards and self.has_gatherable_shards
-        needs_unsharded = (
-            run.optimizer.uses_whole_weights and self.shards_parameters and not gathered
-        )
-        if needs_unsharded or (self.flattens_parameters and not run.optimizer.elementwise):
-            chosen = run.choices.get("optimizer", option_name(run.optimizer))
-            reason = "requires unsharded parameters; this strategy shards them"
-            if not needs_unsharded:
-                reason = "requires separate parameters; this strategy updates one flat vector"
-            better = "fsdp" if run.optimizer.gathers_shards else "ddp"
-            fix = f"set optimizer=adamw, or parallelism={better}"
-            yield ConfigIssue("optimizer", chosen, reason, fix)
-
     def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
         """Return the size of the group along ``axes``, and whether it spans several nodes."""
         ranks = self.world_size
@@ -142,7 +110,3 @@ class ParallelismConfig(ABC):
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""
         return tuple(range(self.world_size))
-
-    def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for each requirement that this machine does not meet."""
-        yield from ()

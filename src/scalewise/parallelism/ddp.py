@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 class CommHook(StrEnum):
@@ -108,25 +105,4 @@ class DDPConfig(ParallelismConfig):
                 "bf16",
                 "gloo does not support bf16 reduction; torch has this hook for NCCL only",
                 "set parallelism.comm_hook=fp16",
-            )
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for hooks that the device or the optimizer does not support."""
-        yield from super().validate_with(run)
-        yield from self.validate_on_device(run.hardware.device)
-        hook = self.comm_hook
-        if hook is CommHook.post_local_sgd and run.optimizer.shard:
-            yield ConfigIssue(
-                "optimizer.shard",
-                True,
-                "post_local_sgd would update each parameter from the samples of one rank only",
-                "set optimizer.shard=false, or another parallelism.comm_hook",
-            )
-        if self.static_graph and run.accumulation > 1:
-            yield ConfigIssue(
-                "parallelism.static_graph",
-                True,
-                f"fails with {run.accumulation} micro-batches per step in torch's DDP",
-                "set parallelism.static_graph=false, or "
-                f"trainer.global_batch={run.samples_per_forward}",
             )

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
-from scalewise.precision import FloatFormat
-from scalewise.registry import option_name, register_option
-from scalewise.torch_compile import CompileScope
+from scalewise.registry import register_option
 from scalewise.typed_override import format_override
 from scalewise.units import MIB
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
 """Maximum number of gathered elements in stage 3: DeepSpeed's default ``max_live_parameters``."""
@@ -149,52 +141,11 @@ class DeepSpeedConfig(ParallelismConfig):
                     f"parallelism.{key}", True, reason, f"set parallelism.{key}=false"
                 )
 
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for each part of ``run`` that DeepSpeed does not support."""
-        yield from super().validate_with(run)
-        if self.stage == 3 and run.compile.scope is not CompileScope.none:
-            yield ConfigIssue(
-                "compile.scope",
-                run.compile.scope.value,
-                "is not supported with stage 3: torch cannot trace its parameter hooks",
-                "set compile=none, or parallelism=fsdp or deepspeed_zero2",
-            )
-        if run.precision.compute is FloatFormat.fp16:
-            yield ConfigIssue(
-                "precision",
-                run.choices.get("precision", "fp16"),
-                "is not supported: DeepSpeed's loss scale is not part of a checkpoint",
-                "set precision=bf16_mixed, or parallelism=ddp",
-            )
-        offloaded = self.offload_optimizer
-        steps_elsewhere = run.optimizer.elementwise and not isinstance(run.optimizer, AdamWConfig)
-        if offloaded is not OffloadTarget.none and steps_elsewhere:
-            yield ConfigIssue(
-                "optimizer",
-                run.choices.get("optimizer", option_name(run.optimizer)),
-                f"is not supported with offload_optimizer={offloaded}, which uses DeepSpeedCPUAdam",
-                "set optimizer=adamw, or parallelism.offload_optimizer=none",
-            )
-        yield from self.validate_on_device(run.hardware.device)
-
     @property
     def averaging_conflict(self) -> tuple[str, str] | None:
         """Conflict of weight averages with the master weights of DeepSpeed, and a fix."""
         reason = "averages the weights of the module, which DeepSpeed's master weights overwrite"
         return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
-
-    def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for each package or library that is not installed."""
-        if importlib.util.find_spec("deepspeed") is None:
-            chosen = run.choices.get("parallelism", "deepspeed")
-            fix = "pip install 'scalewise[deepspeed]'"
-            yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", fix)
-        if "async_io" in self.native_extensions and ctypes.util.find_library("aio") is None:
-            key = "offload_optimizer"
-            if self.offload_optimizer is not OffloadTarget.nvme:
-                key = "offload_parameters"
-            fix = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
-            yield ConfigIssue(f"parallelism.{key}", "nvme", "requires libaio", fix)
 
     def bucket_elements(self, num_parameters: int) -> int:
         """Return the bucket size for a number of parameters to reduce or gather, in elements."""

@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from scalewise.errors import ConfigIssue
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 AXES = ("pipeline", "replicate", "shards", "context", "tensor")
 """Mesh axes, outermost first; the last axis communicates most and has adjacent ranks."""
@@ -200,13 +197,6 @@ class MeshConfig(ParallelismConfig):
             reason = f"{schedule.name} requires {required} stage{'s' * (required != '1')} per rank"
             fix = "set parallelism.stages_per_rank=null"
             yield ConfigIssue("parallelism.stages_per_rank", num_stages, reason, fix)
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield a config issue for sizes that do not divide the model or the data, and for axes."""
-        from scalewise.parallelism.mesh_validation import mesh_issues
-
-        yield from super().validate_with(run)
-        yield from mesh_issues(self, run)
 
     @property
     def reduces_after_backward(self) -> bool:

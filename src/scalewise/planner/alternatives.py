@@ -13,6 +13,8 @@ from scalewise.planner.memory_breakdown import entry_title
 from scalewise.planner.search import SearchCandidate, SearchResult
 from scalewise.planner.step_time import step_part_title
 from scalewise.units import format_bytes
+from scalewise.validation.parallelism_rules import parallelism_issues
+from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -62,7 +64,7 @@ def neighbor_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
     ]
     rejected = [
         Alternative(
-            LAYOUT, layout_enumeration.layout_text(run.parallelism), str(next(run.validate()))
+            LAYOUT, layout_enumeration.layout_text(run.parallelism), str(next(iter_issues(run)))
         )
         for run in _rejected_neighbors(result, best)
     ]
@@ -108,7 +110,7 @@ def _rejected_neighbors(result: SearchResult, best: SearchCandidate) -> Iterator
         if (
             sizes not in tried
             and _is_neighbor(best_sizes, sizes)
-            and any(layout.validate_with(run))
+            and any(parallelism_issues(layout, run))
         ):
             yield run
 

@@ -15,6 +15,7 @@ from scalewise.errors import ConfigError
 from scalewise.planner import step_time, worst_rank
 from scalewise.planner.fit_check import check_fit
 from scalewise.units import GIB, GIGA, TERA, format_bytes
+from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -70,7 +71,7 @@ def _candidates_within_budget(run: RunConfig, budget: float | None) -> Iterator[
             for count in range(1, run.model.layers + 1)
         )
         cheapest = next((it for it in candidates if _is_within_budget(it, budget)), None)
-        if cheapest is not None and not any(cheapest.validate()):
+        if cheapest is not None and not any(iter_issues(cheapest)):
             yield cheapest
 
 

@@ -15,6 +15,7 @@ from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes
+from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -80,7 +81,7 @@ def micro_batch_options(run: RunConfig) -> tuple[MicroBatchOption, ...]:
     sizes = [size for size in range(1, largest + 1) if largest % size == 0]
     runs = (replace(run, trainer=replace(run.trainer, micro_batch=size)) for size in sizes)
     return tuple(
-        MicroBatchOption(it, check_fit(it).status) for it in runs if not any(it.validate())
+        MicroBatchOption(it, check_fit(it).status) for it in runs if not any(iter_issues(it))
     )
 
 

@@ -26,6 +26,10 @@ from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.bitsandbytes_config import NF4Config
+from scalewise.validation.model_rules import model_issues
+from scalewise.validation.parallelism_rules import parallelism_issues
+from scalewise.validation.quantization_rules import quantization_issues
+from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -149,8 +153,8 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
         for layout_overrides, laid_run in _layout_options(trained_run, typed):
             if any(
                 (
-                    *laid_run.quantization.validate_with(laid_run),
-                    *laid_run.model.validate_with(laid_run),
+                    *quantization_issues(laid_run.quantization, laid_run),
+                    *model_issues(laid_run.model, laid_run),
                 )
             ):
                 continue
@@ -181,8 +185,8 @@ def _iter_micro_batches(
     """Yield plans by increasing micro-batch size until one is out of memory."""
     for index, (overrides, candidate) in enumerate(_micro_batch_options(run, fixed_keys)):
         # Only the checks of the strategy depend on the micro-batch size.
-        strategy_issues = candidate.parallelism.validate_with(candidate)
-        if any(strategy_issues if index else candidate.validate()):
+        strategy_issues = parallelism_issues(candidate.parallelism, candidate)
+        if any(strategy_issues if index else iter_issues(candidate)):
             continue
         fit = check_fit(candidate)
         is_out_of_memory = fit.status is FitStatus.out_of_memory

@@ -17,6 +17,7 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.precision import FloatFormat, Precision
 from scalewise.torch_compile import CompileScope
+from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -92,7 +93,7 @@ def suggest_fixes(
         changed = run
         for change in combination:
             changed = change.apply(changed)
-        if any(changed.validate()):
+        if any(iter_issues(changed)):
             continue
         if (fit := check(changed)) is not None and fit.status.is_acceptable:
             yield SuggestedFix(combination, changed, fit)

@@ -12,7 +12,6 @@ from scalewise.registry import register_option
 
 if TYPE_CHECKING:
     from scalewise.models.base import ModelConfig
-    from scalewise.run_config import RunConfig
 
 LightningPrecision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
@@ -66,10 +65,6 @@ class Precision:
                 f"is not supported with precision.compute={self.compute}",
                 f"supported pairs (parameters/compute) are {supported}",
             )
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with other parts of the run."""
-        yield from ()
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each missing package."""

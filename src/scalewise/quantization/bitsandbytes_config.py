@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
-from scalewise.parallelism.deepspeed import DeepSpeedConfig
-from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig
-from scalewise.registry import option_name, register_option
-from scalewise.torch_compile import CompileScope
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.registry import register_option
 
 BLOCK_ELEMENTS = 64
 """Elements per scale."""
@@ -35,35 +28,6 @@ class BitsAndBytesConfig(QuantizationConfig):
     def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Names, within a block, of all linear layers."""
         return target_modules.linear_layers(model)
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with parts that train, shard or read the packed matrices."""
-        name = run.choices.get("quantization", option_name(self))
-        parallelism = run.parallelism
-        if not run.has_frozen_weights:
-            reason = "packs matrices, which cannot be trained without an adapter"
-            yield ConfigIssue("quantization", name, reason, "add adapter=lora")
-        elif run.adapter.reads_base_weights:
-            option = run.choices.get("adapter", option_name(run.adapter))
-            reason = f"is initialized from matrices that quantization={name} packs"
-            yield ConfigIssue("adapter", option, reason, "set adapter=lora")
-        if conflicting := {*run.adapter.fully_trained_modules(run.model)} & {
-            *self.packed_layers(run.model)
-        }:
-            reason = f"matches {min(conflicting)}, which quantization={name} packs"
-            fix = "leave it out, or set quantization=none"
-            yield ConfigIssue("adapter.trained", run.adapter.trained, reason, fix)
-        if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
-            reason = f"would shard the matrices that quantization={name} packs"
-            fix = "set parallelism=fsdp parallelism.tensor=1"
-            yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
-        if isinstance(parallelism, DeepSpeedConfig):
-            option = run.choices.get("parallelism", "deepspeed")
-            reason = f"casts the parameters that quantization={name} packs"
-            yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
-        if run.compile.scope is not CompileScope.none:
-            reason = f"is not supported with bitsandbytes, which unpacks for quantization={name}"
-            yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.config import weight_census as unpacked_census
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.registry import option_name, register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 class QuantizationConfig:
@@ -60,10 +57,6 @@ class QuantizationConfig:
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""
-        yield from ()
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield issues with other parts of the run."""
         yield from ()
 
     def validate_machine(self) -> Iterator[ConfigIssue]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from scalewise.data.chat_templates import read_end_of_text
 from scalewise.data.tokenization import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, local_world_size, this_machine
 from scalewise.precision import FloatFormat
+from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 def format_issues(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -144,3 +141,21 @@ def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             "is not supported on the CPU, where Lightning silently uses bf16",
             "set precision=bf16_mixed",
         )
+
+
+def planning_issues(run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
+    """Yield issues for options that require the analytic memory model.
+
+    Args:
+        run: Config of the run.
+        subject: Kind of models that the analytic memory model does not cover, in the plural.
+    """
+    planning_options = {
+        "plan.search": (run.plan.search.value, "none"),
+        "plan.fit": (run.plan.fit.value, "none"),
+        "launch.refuse_unfit": (run.launch.refuse_unfit, False),
+    }
+    for key, (value, neutral) in planning_options.items():
+        if value != neutral:
+            reason = f"requires the analytic memory model, which does not cover {subject}"
+            yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")

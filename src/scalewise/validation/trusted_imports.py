@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from scalewise import callback_config as own_callbacks
 from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import ConfigIssue
 from scalewise.objectives import UserModule
+from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
 """Packages that a config may import from by default."""

@@ -6,17 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
-from scalewise.models.hf.compatibility import hf_issues
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES, ModelInfo
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 class InitKind(StrEnum):
@@ -290,7 +285,3 @@ class HuggingFaceConfig(ModelConfig):
             from scalewise.models.hf import weights
 
             yield from weights.weight_issues(self.path)
-
-    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield features of the run that Hugging Face models do not support."""
-        yield from hf_issues(self, run)

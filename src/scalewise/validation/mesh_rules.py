@@ -1,21 +1,18 @@
-"""Config issues of a mesh with the model, the data and the objective of a run."""
+"""Rules between a device mesh and the model, the data and the objective of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import Recompute
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.objectives import CausalLM
+from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
 from scalewise.registry import option_name
+from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-
-if TYPE_CHECKING:
-    from scalewise.parallelism.mesh import MeshConfig
-    from scalewise.run_config import RunConfig
 
 
 def mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:

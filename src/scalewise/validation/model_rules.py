@@ -1,24 +1,30 @@
-"""Features of a run that Hugging Face models do not support."""
+"""Rules between the model and the other parts of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import singledispatch
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
+from scalewise.models.base import ModelConfig
+from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
+from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-
-if TYPE_CHECKING:
-    from scalewise.models.hf.config import HuggingFaceConfig
-    from scalewise.run_config import RunConfig
 
 UNSUPPORTED = "is not supported for Hugging Face models"
 
 
-def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+@singledispatch
+def model_issues(model: ModelConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of the model with other parts of the run: none."""
+    yield from ()
+
+
+@model_issues.register(HuggingFaceConfig)
+def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield features of the run that Hugging Face models do not support."""
     choices = run.choices
     sizes = getattr(run.parallelism, "sizes", {})

@@ -1,0 +1,132 @@
+"""Validation of a run: each config by itself, rules between configs, and this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+
+from scalewise.errors import ConfigIssue
+from scalewise.run_config import RunConfig
+from scalewise.units import GIB, MAX_NUMBER
+from scalewise.validation import compatibility, trusted_imports
+from scalewise.validation.adapter_rules import TrainedAdapter, adapter_issues, resume_issues
+from scalewise.validation.model_rules import model_issues
+from scalewise.validation.objective_rules import objective_issues
+from scalewise.validation.optimizer_rules import optimizer_issues
+from scalewise.validation.parallelism_rules import (
+    parallelism_issues,
+    parallelism_machine_issues,
+)
+from scalewise.validation.precision_rules import precision_issues
+from scalewise.validation.quantization_rules import quantization_issues
+from scalewise.validation.trainer_rules import memory_issues, trainer_issues
+from scalewise.validation.user_module_rules import misplaced_issues
+
+NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
+"""Pattern of valid run names: limits of W&B and of folder names."""
+SECONDS_FIELDS = ("launch.timeout", "launch.grace")
+"""Fields in seconds."""
+MAX_WAIT_SECONDS = 10**9
+"""Maximum of ``SECONDS_FIELDS``: 30 years, below the 290 years of kernel timers."""
+MAX_LAYERS = 10_000
+"""Maximum number of layers, because plans enumerate layers."""
+MAX_RANKS = 2**20
+"""Maximum number of ranks along one mesh dimension, because plans enumerate ranks."""
+
+
+def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield every config issue of a run: of each group by itself, then between groups."""
+    group_issues = list(_group_issues(run))
+    yield from group_issues
+    misplaced = list(misplaced_issues(run))
+    yield from misplaced
+    if run.objective.is_user_defined:
+        yield from objective_issues(run.objective, run)
+    elif not (misplaced or group_issues):
+        yield from model_issues(run.model, run)
+        yield from adapter_issues(run.adapter, run)
+        yield from quantization_issues(run.quantization, run)
+        yield from precision_issues(run.precision, run)
+        yield from objective_issues(run.objective, run)
+        yield from optimizer_issues(run.optimizer, run)
+        yield from memory_issues(run.memory, run)
+        yield from parallelism_issues(run.parallelism, run)
+        yield from trainer_issues(run)
+    if not (misplaced or run.objective.is_user_defined):
+        yield from compatibility.schedule_issues(run)
+        if not any(issue.key in ("model.path", "model.depth") for issue in group_issues):
+            yield from compatibility.token_issues(run)
+    yield from trusted_imports.module_issues(run)
+    yield from compatibility.format_issues(run)
+    yield from trusted_imports.callback_issues(run)
+    if not NAME_PATTERN.fullmatch(run.name) or run.name.startswith("."):
+        reason = "must be 1 to 128 printable characters without / and \\ and without a leading dot"
+        yield ConfigIssue("name", run.name, reason, "set name=my-run")
+    if run.resume == "":
+        yield ConfigIssue("resume", "", "is not a checkpoint", "set a path, or resume=null")
+    if not 0 <= run.seed < 2**32:
+        yield ConfigIssue("seed", run.seed, "must be in [0, 2**32)")
+
+
+def iter_machine_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield config issues of this machine; skipped for plans of other machines."""
+    yield from compatibility.device_issues(run)
+    yield from compatibility.fp16_issues(run)
+    if run.resume not in (None, "last", "auto") and not Path(run.resume).expanduser().exists():
+        reason = "no such checkpoint folder"
+        yield ConfigIssue("resume", run.resume, reason, "set a path, or resume=null")
+    if run.adapter.resume is not None and not any(_group_issues(run)):
+        yield from resume_issues(TrainedAdapter(run.adapter.resume), run)
+    yield from run.optimizer.validate_machine()
+    yield from run.quantization.validate_machine()
+    yield from run.precision.validate_machine()
+    yield from run.tracking.validate_machine()
+    yield from parallelism_machine_issues(run.parallelism, run)
+
+
+def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield the issues of each config by itself."""
+    for part in fields(run):
+        yield from config_issues(part.name, getattr(run, part.name))
+
+
+def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
+    """Yield the issues of one config by itself."""
+    if not hasattr(config, "validate"):
+        return
+    if out_of_range := list(_out_of_range_issues(group, config)):
+        yield from out_of_range
+        return
+    issues = list(config.validate())
+    yield from issues
+    reported_keys = {issue.key for issue in issues}
+    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
+        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
+        if isinstance(value, float) and not isfinite(value) and key not in reported_keys:
+            yield ConfigIssue(key, value, "must be a finite number")
+
+
+def _out_of_range_issues(group: str, config: object) -> Iterator[ConfigIssue]:
+    """Yield issues for numbers beyond int64 and beyond the limits of this module."""
+    for entry in fields(config):  # type: ignore[arg-type]  # a config is a dataclass
+        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
+        if not isinstance(value, int | float) or not isfinite(value):
+            continue
+        if abs(value) > MAX_NUMBER:
+            yield ConfigIssue(key, value, "exceeds the 64-bit maximum, 2**63 - 1")
+        elif abs(value) > (maximum := _field_maximum(key)):
+            yield ConfigIssue(key, value, f"must be at most {maximum:,}", f"set {key}={maximum}")
+
+
+def _field_maximum(key: str) -> int:
+    """Maximum value of a numeric field."""
+    if key.endswith("_gib"):
+        return MAX_NUMBER // GIB
+    if key in SECONDS_FIELDS:
+        return MAX_WAIT_SECONDS
+    if key == "model.layers":
+        return MAX_LAYERS
+    return MAX_RANKS if key.startswith("parallelism.") else MAX_NUMBER
