@@ -219,7 +219,7 @@ def test_options_of_commands_are_read_as_overrides():
     found = trained._path_options(options)
     assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
     assert trained._path_options({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
-    with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be read"):
+    with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be parsed"):
         trained._path_options({"data.paths": "[a"})
 
 

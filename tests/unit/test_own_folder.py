@@ -128,7 +128,7 @@ def test_no_file_trusts_a_package(lines: list[str], trusting: str) -> None:
     said = [str(it) for it in caught.value.issues if it.key == "trusted_packages"]
     assert len(said) == 1, caught.value
     assert "trusted_packages=[foreign]: is set by a file" in said[0]
-    assert "type 'trusted_packages=[foreign]'" in said[0]
+    assert "add 'trusted_packages=[foreign]'" in said[0]
 
 
 def test_no_sweep_of_wandb_trusts_a_package(trusting: str) -> None:

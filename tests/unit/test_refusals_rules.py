@@ -149,7 +149,7 @@ RULES: list[Row] = [
     (
         ["callbacks=[early_stopping]", "trainer.validate_every=null"],
         "trainer.validate_every",
-        "callbacks.early_stopping could never act",
+        "callbacks.early_stopping requires validation",
         "trainer.validate_every=100",
     ),
     (["optimizer.lr=nan"], "optimizer.lr", "must be a positive number", ""),
@@ -395,7 +395,7 @@ RULES: list[Row] = [
         "compared one by one",
         "data.packing=false",
     ),
-    (["tracking.project=a/b"], "tracking.project", "without /", ""),
+    (["tracking.project=a/b"], "tracking.project", "contain /", ""),
     (["model.heads=3"], "model.width", "not divisible by model.heads=3", "model.width=129"),
     (["data=text"], "data.paths", "is empty", "data.paths="),
     (["data=tokens", "data.paths=[/none/*]"], "data.paths", "no such file", "data.paths="),
@@ -412,7 +412,7 @@ RULES: list[Row] = [
         "exceeds the vocabulary of the model",
         "set model.vocabulary=",
     ),
-    (["data=text", "data.paths=[/]"], "data.paths", "is a folder", "give 'data.paths=[/"),
+    (["data=text", "data.paths=[/]"], "data.paths", "is a folder", "set 'data.paths=[/"),
     (
         ["data.tokenizer=/"],
         "data.tokenizer",

@@ -247,7 +247,7 @@ def test_other_launchers_are_refused(
     launcher: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"is not the suite's.*{cure}"):
+    with pytest.raises(ConfigError, match=f"is not a launcher of scalewise.*{cure}"):
         run_command(TrainCommand(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
     assert list(tmp_path.iterdir()) == []
 

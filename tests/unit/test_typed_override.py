@@ -63,7 +63,7 @@ def test_messages_print_overrides_as_they_are_typed(value: str) -> None:
 
 def test_the_fix_of_an_empty_end_of_text_can_be_typed() -> None:
     (issue,) = TokenizerSource(512, end_of_text="").validate()
-    assert read_back(issue.fix.removeprefix("give ")) == "<|endoftext|>"
+    assert read_back(issue.fix.removeprefix("set ")) == "<|endoftext|>"
 
 
 def texts(file: Path) -> Iterator[str]:

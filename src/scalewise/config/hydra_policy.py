@@ -143,7 +143,7 @@ def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
     key, entries = f"hydra.{name}", options if isinstance(options, Mapping) else {}
     if (target := entries.get("_target_")) not in PLUGINS[name]:
         builtin = {"launcher": "scalewise", "sweeper": "basic"}[name]
-        fix = f"set hydra/{name}={builtin}"
+        fix = f"set hydra/{name}={builtin} instead"
         yield ConfigIssue(f"{key}._target_", target, FOREIGN_TARGET, fix)
     elif (recursive := entries.get("_recursive_")) is not False:
         yield ConfigIssue(f"{key}._recursive_", recursive, FOREIGN_TARGET, REMOVE)
