@@ -14,7 +14,12 @@ MACHINE: list[Row] = [
     (["precision=fp16_mixed"], "precision", "silently uses bf16", "precision=bf16_mixed"),
     (["precision.compute=fp16"], "precision.compute", "silently uses bf16", "bf16_mixed"),
     (["resume=/no/where"], "resume", "no such checkpoint folder", "resume=null"),
-    (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "reduce the number of ranks"),
+    (
+        ["parallelism=ddp", "parallelism.replicas=64"],
+        "parallelism",
+        "at most 8",
+        "reduce the number of ranks",
+    ),
 ]
 
 
