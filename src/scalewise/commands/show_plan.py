@@ -234,12 +234,12 @@ def print_fit(plan: Plan) -> None:
             f"{format_bytes(fit.host_capacity)} by "
             f"{format_bytes(fit.host_breakdown.peak - fit.host_capacity)}"
         )
-        capacity = format_bytes(fit.capacity)
-        if fit.margin >= 0:
-            text = f"{format_bytes(fit.margin)} of {capacity} device memory free"
-        else:
-            text = f"{format_bytes(-fit.margin)} more than the {capacity} of device memory"
-        console.print(styled_text((STATUS_TITLES[fit.status], STYLES[fit.status]), f": {text}"))
+    capacity = format_bytes(fit.capacity)
+    if fit.margin >= 0:
+        text = f"{format_bytes(fit.margin)} of {capacity} device memory free"
+    else:
+        text = f"{format_bytes(-fit.margin)} more than the {capacity} of device memory"
+    console.print(styled_text((STATUS_TITLES[fit.status], STYLES[fit.status]), f": {text}"))
     if fit.status is FitStatus.fits:
         return
     fix = plan.suggested_fix
