@@ -337,7 +337,7 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
         (run,) = server.runs.values()
     assert run.state == "failed"
     assert run.summary["status"] == "failed"
-    assert "its process is gone" in run.summary["reason"]
+    assert "the process is gone" in run.summary["reason"]
     assert_rows_are_those_of(folder, run)
     assert [alert["title"][:6] for alert in server.alerts] == ["failed"]
 
