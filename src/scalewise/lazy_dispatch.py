@@ -47,5 +47,11 @@ class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.
         return function(config, *args, **kwargs)
 
 
+def not_registered(function: Any, config: object) -> NotImplementedError:
+    """Error of a dispatched ``function`` that has none for the type of ``config``."""
+    name = type(config).__name__
+    return NotImplementedError(f"{function.__name__} supports no {name}: register one")
+
+
 def _implementation(config: Any) -> str:
     return getattr(config, "implementation", "")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 
 MODULE = """
 from lazy_dispatch_base import Config, build
@@ -55,3 +55,12 @@ def test_subclasses_inherit_registered_functions_and_others_get_the_default() ->
 
     assert name(True) == "integer"
     assert name("text") == "default"
+
+
+def test_the_error_of_an_unregistered_type_names_function_and_type() -> None:
+    @lazy_dispatch
+    def build(config: object) -> None:
+        raise not_registered(build, config)
+
+    with pytest.raises(NotImplementedError, match="build supports no str: register one"):
+        build("text")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 @lazy_dispatch
 def apply_adapter(config: AdapterConfig, module: ModelModule, model: ModelConfig) -> None:
     """Freeze and add parameters in a model or stage on the meta device, in place."""
-    raise NotImplementedError(type(config))
+    raise not_registered(apply_adapter, config)
 
 
 @lazy_dispatch
 def init_adapter(config: AdapterConfig, module: ModelModule, seed: int) -> None:
     """Initialize the added parameters of a materialized module, sharded or not."""
-    raise NotImplementedError(type(config))
+    raise not_registered(init_adapter, config)
 
 
 @lazy_dispatch
 def disable_adapter(config: AdapterConfig, module: ModelModule) -> AbstractContextManager[None]:
     """Context in which a module computes without adapter."""
-    raise NotImplementedError(type(config))
+    raise not_registered(disable_adapter, config)
 
 
 @lazy_dispatch

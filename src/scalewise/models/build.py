@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig, StageSlice
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def build_meta(config: ModelConfig, stage: StageSlice) -> ModelModule:
     that is not first reads ``x_BTW`` (W features); one that is not last returns it. Parameter names
     of a stage are those of the full model.
     """
-    raise NotImplementedError(type(config))
+    raise not_registered(build_meta, config)
 
 
 @lazy_dispatch
@@ -33,7 +33,7 @@ def init_weights(config: ModelConfig, module: ModelModule, seed: int) -> None:
     Raises:
         CheckpointError: The pretrained weights do not fit the model.
     """
-    raise NotImplementedError(type(config))
+    raise not_registered(init_weights, config)
 
 
 @lazy_dispatch
@@ -43,7 +43,7 @@ def export_model(config: ModelConfig, state: Mapping[str, Tensor], folder: Path)
     Raises:
         ConfigError: transformers has no such model; nothing is written.
     """
-    raise NotImplementedError(type(config))
+    raise not_registered(export_model, config)
 
 
 def build_model(config: ModelConfig, seed: int) -> ModelModule:

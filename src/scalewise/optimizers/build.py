@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import Weight
 from scalewise.optimizers.base import OptimizerConfig
 
@@ -23,7 +23,7 @@ def build_optimizer(
 @lazy_dispatch
 def build_from_groups(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
     """Build the torch optimizer over parameter groups."""
-    raise NotImplementedError(f"no optimizer is registered for {type(config).__name__}")
+    raise not_registered(build_from_groups, config)
 
 
 def build_parameter_groups(

@@ -8,6 +8,7 @@ from functools import singledispatch
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
+from scalewise.lazy_dispatch import not_registered
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
 from scalewise.parallelism.base import ParallelismConfig
@@ -170,8 +171,7 @@ def build_rank_memory(config: ParallelismConfig, run: RunConfig, rank: int = 0) 
         run: Run to train.
         rank: Global rank.
     """
-    name = type(config).__name__
-    raise NotImplementedError(f"no memory model of {name}: call build_rank_memory.register")
+    raise not_registered(build_rank_memory, config)
 
 
 @build_rank_memory.register

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from scalewise.lazy_dispatch import not_registered
 from scalewise.models import init
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.base_module import ModelModule
@@ -201,7 +202,7 @@ def build_packed_linear(
     config: BitsAndBytesConfig, in_features: int, out_features: int, *, bias: bool
 ) -> PackedLinear:
     """Packed layer of a config, on the meta device."""
-    raise NotImplementedError(type(config))
+    raise not_registered(build_packed_linear, config)
 
 
 @build_packed_linear.register(FourBitConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.parallelism.base import ParallelismConfig
 
 if TYPE_CHECKING:
@@ -19,5 +19,4 @@ def build_strategy(config: ParallelismConfig, device: DeviceKind) -> ParallelStr
     ``device``: kind of the rank's device. A strategy registers a function for its config in the
     module that ``config.implementation`` names.
     """
-    name = type(config).__name__
-    raise NotImplementedError(f"no strategy of {name}: call build_strategy.register")
+    raise not_registered(build_strategy, config)

@@ -21,7 +21,7 @@ from scalewise.adapters.target_modules import (
 )
 from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigIssue
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig
 from scalewise.run_config import RunConfig
 
@@ -120,4 +120,4 @@ def resume_issues(trained_adapter: TrainedAdapter, run: RunConfig) -> Iterator[C
 
     The files of the adapter are read with torch. ``run`` is valid otherwise.
     """
-    raise NotImplementedError
+    raise not_registered(resume_issues, trained_adapter)
