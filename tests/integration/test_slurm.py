@@ -202,8 +202,9 @@ def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: D
     ended = door.wait(30)
     assert ended.code == 130, ended.said
     array = sweep.id(0).partition("_")[0]
-    assert f"scalewise status {sweep.folder.path} shows them, scancel {array} ends" in ended.err
-    assert f"then: scalewise report {sweep.folder.path}" in ended.err
+    status = f"scalewise status {sweep.folder.path}"
+    assert f"{status} shows them, scancel {array} cancels them" in ended.err
+    assert f"afterwards: scalewise report {sweep.folder.path}" in ended.err
     assert sweep.slurm.jobs() == {sweep.id(0): "RUNNING", sweep.id(1): "PENDING"}
 
     def shown() -> str:

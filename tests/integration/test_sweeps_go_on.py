@@ -160,5 +160,5 @@ def test_a_sweep_that_runs_is_not_gone_on_with(running: tuple[Doors, Path]) -> N
     line = (*SWEEP, "seed=1,2")
     for asked in ("last", str(folder)):
         refused = scalewise(*line, f"resume_sweep={asked}").refused(f"process {pid}")
-        assert "still runs" in refused.err
+        assert "still running" in refused.err
     assert (folder / "sweep.json").read_text("utf-8") == record
