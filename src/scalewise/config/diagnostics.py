@@ -153,13 +153,14 @@ def _compose_compatible(
     if not isinstance(config, Exception):
         return config, compatible
     compatible, config = [], _try_compose([])
-    for override in sorted(groups, key=lambda it: _override_key(it) in PRESETS):
-        text = _override_text(override)
+    distinct = {_override_text(override): override for override in groups}
+    for text, override in sorted(distinct.items(), key=lambda it: _override_key(it[1]) in PRESETS):
         result = _try_compose([*compatible, text])
         if isinstance(result, Exception):
             issues.append(_issue_from_conflict(override, result, compatible))
-            compatible = [*_choices_of(override, compatible), *compatible]
-            config = _try_compose(compatible)
+            if choices := _choices_of(override, compatible):
+                compatible = [*choices, *compatible]
+                config = _try_compose(compatible)
         else:
             compatible, config = [*compatible, text], result
     return (None if isinstance(config, Exception) else config), compatible
