@@ -1,4 +1,4 @@
-"""Terminal output: printable text, tables, progress and streams that never raise."""
+"""Terminal output: printable text and streams that never raise."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from scalewise.redaction import redact
 
-if TYPE_CHECKING:
-    from scalewise.plain_console import PlainConsole
-
-T = TypeVar("T")
-
 MISSING = "–"  # noqa: RUF001 (an en dash is meant)
 """Table cell of an unknown value."""
-WIDTH = 150
-"""Columns of a table if stdout is not a terminal."""
-PROGRESS_MIN_ITEMS = 20
-"""Smallest number of items for which progress is shown."""
-
 JOINING_CHARACTERS = "\u200c\u200d"
 """Format characters of scripts and emoji; all others are escaped."""
 
@@ -46,31 +36,11 @@ def _is_printable(character: str, spaces: bool) -> bool:
 def print_lines(*lines: object, stderr: bool = False, end: str = "\n") -> None:
     """Print each argument as one line of plain text and flush the stream.
 
-    Text of users, files and servers is printed here or on :func:`get_console` only, so that its
-    escape sequences and line breaks do not reach the terminal.
+    Text of users, files and servers is printed here or on ``plain_console.get_console`` only, so
+    that its escape sequences and line breaks do not reach the terminal.
     """
     text = "\n".join(map(printable, lines))
     print(text, end=end, file=sys.stderr if stderr else sys.stdout, flush=True)
-
-
-def show_progress(items: Sequence[T], action: str, noun: str) -> Iterator[T]:
-    """Yield the items and show progress if there are at least ``PROGRESS_MIN_ITEMS``."""
-    if len(items) < PROGRESS_MIN_ITEMS:
-        yield from items
-        return
-    if not os.isatty(1):
-        print_lines(f"{action} {len(items)} {noun} ...")
-    with get_console().status("") as status:  # shown on a terminal only
-        for number, item in enumerate(items, start=1):
-            status.update(f"{action} {number} of {len(items)} {noun}")
-            yield item
-
-
-def get_console() -> PlainConsole:
-    """Console for tables: as wide as the terminal, or ``WIDTH`` columns without one."""
-    from scalewise.plain_console import PlainConsole
-
-    return PlainConsole(width=None if os.isatty(1) else WIDTH)
 
 
 def open_standard_streams() -> None:

@@ -11,7 +11,7 @@ from scalewise import registry
 from scalewise.data import content, tokenizer_files
 from scalewise.data.file_patterns import match_paths
 from scalewise.errors import ConfigError, ConfigIssue, DataError
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 INPUTS_FILE = "inputs.json"
 """File of a run folder with the launch folder and the digests of the input files."""

@@ -16,7 +16,7 @@ import pytest
 from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened
 from fixtures.slurm import Cluster, cluster, lacking
 
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm here: {lacking()}")
 

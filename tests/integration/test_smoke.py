@@ -12,8 +12,8 @@ import pytest
 from fixtures.doors import TINY, Doors, Ended, Folder
 
 from scalewise import compose
+from scalewise.metric_names import METRICS, STEP_PHASES
 from scalewise.planner.host_memory import checkpoint_bytes
-from scalewise.tracking.metric_names import METRICS, STEP_PHASES
 
 ONCE = "measured in one step"
 JOINT = "time/forward_backward_s"

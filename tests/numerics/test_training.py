@@ -12,8 +12,8 @@ from fixtures.layouts import LAYOUTS, SHAPE
 from fixtures.probes import DAWDLES
 
 from scalewise import compose
+from scalewise.metric_names import STEP_PHASES
 from scalewise.models.build import build_model
-from scalewise.tracking.metric_names import STEP_PHASES
 
 FP32_BYTES = 4
 LONG = pytest.mark.exhaustive

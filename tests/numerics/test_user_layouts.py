@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from scalewise import compose
 from scalewise.errors import ConfigError
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 from scalewise.training import user_module_trace
 
 LONG = pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from fixtures.reports import make_run
 
 from scalewise import bounded_yaml, cli
 from scalewise.bounded_yaml import YamlLimitError
-from scalewise.tracking.run_files import read_yaml
+from scalewise.run_files import read_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)

@@ -21,7 +21,7 @@ from scalewise.launch.checkpoint_lookup import (
     resume_issues,
 )
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 
 Compose = Callable[..., RunConfig]
 STEPS = 100

@@ -15,9 +15,9 @@ from scalewise.launch.job import JobSpec, with_wandb_group
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.plan import plan_record
 from scalewise.run_config import RunConfig
+from scalewise.run_files import WANDB_FACTS, MetricsFile
 from scalewise.tracking import tables, wandb_api, wandb_sync
 from scalewise.tracking.connection import server_error_text
-from scalewise.tracking.run_files import WANDB_FACTS, MetricsFile
 from scalewise.tracking.wandb_api import wandb_environment
 from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 

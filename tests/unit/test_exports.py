@@ -26,7 +26,7 @@ from scalewise.data.run_tokenizer import save_tokenizer
 from scalewise.errors import ConfigError
 from scalewise.export import AdapterExport, hf_export, staging
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import copy_file, read_json, write_json
+from scalewise.run_files import copy_file, read_json, write_json
 
 Compose = Callable[..., RunConfig]
 

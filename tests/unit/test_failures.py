@@ -24,7 +24,7 @@ from scalewise.launch.sweep_runner import execute_all
 from scalewise.reports import renderer
 from scalewise.reports.chart_layout import NO_CHART, ChartPicture
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 Compose = Callable[..., RunConfig]
 TOO_MANY = OSError(errno.EMFILE, "Too many open files")

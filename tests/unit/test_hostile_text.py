@@ -17,7 +17,7 @@ from scalewise.commands import show, show_plan, show_study, usage
 from scalewise.errors import ConfigError
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec, Result
-from scalewise.plain_console import styled_text
+from scalewise.plain_console import get_console, styled_text
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig
 
@@ -67,7 +67,7 @@ def test_only_one_module_makes_consoles() -> None:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text("utf-8")
         if path.name != "plain_console.py":
-            assert " Console(" not in text, f"{path}: use scalewise.console.get_console"
+            assert " Console(" not in text, f"{path}: use scalewise.plain_console.get_console"
             assert "rich.markup" not in text, path
 
 
@@ -86,8 +86,8 @@ def test_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table(title=HOSTILE)
     table.add_column(HOSTILE, overflow="fold")
     table.add_row(HOSTILE)
-    console.get_console().print(HOSTILE, HOSTILE)
-    console.get_console().print(table, styled_text(HOSTILE, (HOSTILE, "red")))
+    get_console().print(HOSTILE, HOSTILE)
+    get_console().print(table, styled_text(HOSTILE, (HOSTILE, "red")))
     assert_shown(capsys.readouterr().out)
 
 

@@ -69,7 +69,7 @@ FROZEN_NAMES = {
     "bench/memory_accuracy.py": {"foreseen"},
     "launch/status.py": {"cures"},
     "plan_config.py": {"ledger"},
-    "tracking/record_types.py": {"cures", "ledger"},
+    "record_types.py": {"cures", "ledger"},
 }
 """Names that are keys of records, run folders and options, by file."""
 FROZEN_TEXTS = ("scalewise bench ledger", "activations of other pieces")

@@ -15,9 +15,9 @@ import pytest
 from scalewise import cli
 from scalewise.commands import status as verb
 from scalewise.launch import job_progress, slurm_cli
+from scalewise.metric_names import METRICS
+from scalewise.run_files import read_json, write_json
 from scalewise.tracking import sweep_record
-from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.run_files import read_json, write_json
 
 
 def a_job(folder: Path, status: str, rows: int = 0, **further: Any) -> None:

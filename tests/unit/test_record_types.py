@@ -11,11 +11,11 @@ import pytest
 from fixtures.damage import FOREIGN
 from fixtures.golden import RECORDS as GOLDEN
 
+from scalewise import run_files
 from scalewise.hpo.storage import TrialLink
 from scalewise.launch.status import Status
-from scalewise.tracking import run_files
-from scalewise.tracking.record_types import RECORDS, StatusRecord, TrialRecord, type_mismatches
-from scalewise.tracking.run_files import RecordError
+from scalewise.record_types import RECORDS, StatusRecord, TrialRecord, type_mismatches
+from scalewise.run_files import RecordError
 
 STATUS = {
     "choices": {"objective": "causal_lm"},

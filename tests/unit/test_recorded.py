@@ -18,8 +18,8 @@ from scalewise.launch import job_progress
 from scalewise.launch.checkpoint_lookup import reject_running
 from scalewise.launch.sweep_resume import resumed_folder
 from scalewise.reports import files
+from scalewise.run_files import read_metrics, write_json
 from scalewise.tracking import sweep_record
-from scalewise.tracking.run_files import read_metrics, write_json
 
 HERE = socket.gethostname()
 FUTURE = "2096-10-02T07:06:40+00:00"

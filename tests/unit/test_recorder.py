@@ -10,10 +10,10 @@ import torch
 
 from scalewise.hardware import DeviceKind
 from scalewise.measure.steptime import StepTimer
+from scalewise.metric_names import STEP_PHASES
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import planned_vs_measured
-from scalewise.tracking.metric_names import STEP_PHASES
 from scalewise.training.callbacks import metrics_recorder
 from scalewise.training.callbacks.metrics_recorder import (
     MetricsRecorder,

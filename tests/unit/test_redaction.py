@@ -17,8 +17,8 @@ from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
 from scalewise.redaction import HIDDEN, is_secret_name, redact, redact_tree
 from scalewise.run_config import RunConfig
+from scalewise.run_files import write_json, write_text
 from scalewise.tracking import connection
-from scalewise.tracking.run_files import write_json, write_text
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 

@@ -8,8 +8,8 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 from scalewise.config import paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
-from scalewise.config.suggestions import EXPECTED_OPTIONS
 from scalewise.errors import ConfigError
+from scalewise.suggestions import EXPECTED_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise import atomic, cli, regular_files
+from scalewise import atomic, cli, regular_files, run_files
 from scalewise.checkpoints import adapter_resume, store
 from scalewise.config.app import Command, run_command
 from scalewise.data import content, text_files
@@ -15,7 +15,6 @@ from scalewise.launch import job_progress, locks
 from scalewise.models.safetensors_files import SafetensorsFiles
 from scalewise.regular_files import IrregularFileError
 from scalewise.reports import records
-from scalewise.tracking import run_files
 
 
 def _socket(path: Path) -> None:

@@ -21,7 +21,7 @@ from fixtures.reports import (
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, records
 from scalewise.reports.chart_layout import NO_CHART
-from scalewise.tracking.run_files import RecordError
+from scalewise.run_files import RecordError
 
 
 def text_of(path: Path) -> str:

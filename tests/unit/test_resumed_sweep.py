@@ -31,7 +31,7 @@ from scalewise.launch.sweep_resume import (
 )
 from scalewise.launch.sweep_runner import claim_sweep_folder, execute_all
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 
 Compose = Callable[..., RunConfig]
 

@@ -19,7 +19,7 @@ from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec
 from scalewise.launch.status import Outcome
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 
 H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp parallelism.shards="
 

@@ -8,7 +8,7 @@ import pytest
 
 from scalewise.launch import job_serialization, slurm_cli, slurm_task
 from scalewise.launch.job import Result
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 WARNED, CANCELLED = 128 + 12, 128 + 15
 

@@ -7,7 +7,7 @@ import scalewise
 from scalewise import cli, errors, registry
 from scalewise.config import paths
 from scalewise.launch.status import Outcome
-from scalewise.tracking.metric_names import METRICS, STEP_PHASES
+from scalewise.metric_names import METRICS, STEP_PHASES
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import JobSpec, Result
 from scalewise.launch.sweep_runner import execute_all
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 QUIET: dict[str, Any] = {"on_start": lambda *_: None, "on_end": lambda *_: None}
 

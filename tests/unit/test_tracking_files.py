@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.run_files import MetricsFile, read_json, write_json, write_text
+from scalewise.metric_names import METRICS
+from scalewise.run_files import MetricsFile, read_json, write_json, write_text
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from scalewise.console import printable
 from scalewise.data.tokenization import TokenizerSource
-from scalewise.tracking.run_files import json_text
+from scalewise.run_files import json_text
 from scalewise.typed_override import format_override
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -16,7 +16,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.parallelism.collective import CollectiveKind, RingLink
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 from scalewise.typed_override import shell_word
 from scalewise.units import KIB, MIB, format_bytes
 

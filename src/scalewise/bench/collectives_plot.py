@@ -11,7 +11,7 @@ import vl_convert
 
 from scalewise.bench.link_fit import CollectiveSample
 from scalewise.parallelism.collective import RingLink
-from scalewise.tracking.run_files import write_text
+from scalewise.run_files import write_text
 
 BLUE, ORANGE = "#1f4e8c", "#c9802b"
 NAMES = {"send": "point to point"}

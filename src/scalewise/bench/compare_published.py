@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from scalewise import console
+from scalewise import plain_console
 from scalewise.bench import published_rows, published_runs
 from scalewise.bench.options import BenchOptions as BaseOptions
 from scalewise.bench.published_rows import Row
@@ -225,7 +225,7 @@ def _print_table(title: str, rows: Table) -> None:
     for name, row in rows.items():
         errors = (f"{row[key]:.1%}" for key in ("median", "p90", "worst"))
         table.add_row(name, str(int(row["rows"])), f"{row['scale']:.2f}", *errors)
-    console.get_console().print(table)
+    plain_console.get_console().print(table)
 
 
 def _fit_count_lines(fit_counts: Any) -> list[str]:

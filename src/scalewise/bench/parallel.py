@@ -17,7 +17,7 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 from scalewise.units import format_seconds
 
 WARM_UP_STEPS = 4
@@ -153,7 +153,7 @@ def _measure_rank(run: RunConfig, folder: Path) -> None:
 
     from scalewise.bench.interleaved_loader import InterleavedLoader
     from scalewise.data.dataloader import BatchShare, TrainLoader
-    from scalewise.tracking.run_files import MetricsFile
+    from scalewise.run_files import MetricsFile
     from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
     from scalewise.training.fit import RankInfo, build_trainer, set_device, silence_lightning
     from scalewise.training.lightning_module import TrainingModule

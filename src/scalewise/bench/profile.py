@@ -14,7 +14,7 @@ from scalewise import bounded_yaml
 from scalewise.hardware import Hardware
 from scalewise.launch.status import versions
 from scalewise.parallelism.collective import RingLink
-from scalewise.tracking.run_files import write_text
+from scalewise.run_files import write_text
 from scalewise.units import GIGA, MICRO
 
 MARK = "# Measured by `scalewise "

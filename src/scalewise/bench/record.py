@@ -10,7 +10,7 @@ from pathlib import Path
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch.status import git_state, machine_facts, versions
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 
 RECORDS = Path("experiments", "records")
 

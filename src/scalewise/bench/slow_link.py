@@ -18,7 +18,7 @@ from scalewise.errors import ConfigError, ScalewiseError
 from scalewise.parallelism.collective import bytes_per_link_fraction
 from scalewise.planner.communication import list_collectives
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 from scalewise.units import format_bytes, format_seconds
 
 _BASE = "experiment=communication/slow_link"

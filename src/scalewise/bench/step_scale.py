@@ -14,7 +14,7 @@ from scalewise import bounded_yaml, regular_files
 from scalewise.bench import profile
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.launch.status import versions
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 from scalewise.typed_override import command_line, format_override, shell_word
 
 MIN_RUNS = 3

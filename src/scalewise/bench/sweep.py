@@ -23,7 +23,7 @@ from scalewise.launch import processes
 from scalewise.launch.job import JobSpec, execute
 from scalewise.reports import page
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 from scalewise.units import format_seconds
 
 BOUND = 0.10

@@ -21,7 +21,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.build import init_weights
 from scalewise.optimizers.build import average_weights
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
-from scalewise.tracking.run_files import load_yaml
+from scalewise.run_files import load_yaml
 
 KEY = "adapter.resume"
 

@@ -36,7 +36,7 @@ from scalewise.models.decoder.state_dict_adapter import (
     strip_prefix,
 )
 from scalewise.models.safetensors_files import DOWNLOAD_AGAIN, SafetensorsFiles
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 KEY = "adapter.resume"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from scalewise import atomic, regular_files
 from scalewise.errors import CheckpointError
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 FORMAT = "scalewise-checkpoint"
 VERSION = 2

@@ -28,7 +28,7 @@ from scalewise.precision import Precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
 from scalewise.quantization.build import round_state_dict, unpack_state_dict
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
-from scalewise.tracking.run_files import RecordError, load_yaml
+from scalewise.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
 
 CONFIG_GROUPS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from scalewise.console import MISSING, get_console
+from scalewise.console import MISSING
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.plain_console import styled_text
+from scalewise.plain_console import get_console, styled_text
 from scalewise.planner.memory_breakdown import entry_title
 from scalewise.planner.step_time import step_part_title
 from scalewise.reports import records, run_diff

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise import console
+from scalewise import plain_console
 from scalewise.commands import trained
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     device, splits = torch.device(this_machine().device.value), trained_run.load_splits()
 
     def measure(module: ModelModule) -> Metrics:
-        with console.get_console().status("evaluating") as status:
+        with plain_console.get_console().status("evaluating") as status:
 
             def show_progress(done: int) -> None:
                 status.update(f"{done} samples evaluated")
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
             sampling = SamplingOptions(
                 int(options["tokens"]), float(options["temperature"]), int(options["seed"])
             )
-            with console.get_console().status("writing"):
+            with plain_console.get_console().status("writing"):
                 text = sample_text(trained_run, module, splits, prompt, sampling)
             print_lines("", *text.split("\n"), "")
     print_lines(f"result {folder / RECORD}")
@@ -124,7 +124,7 @@ def _write_evaluation(
     path: Path, step: int, metrics: Metrics, quantization_costs: Mapping[str, float]
 ) -> None:
     from scalewise.evaluation.validation_metrics import ClassificationMetrics, ValidationMetrics
-    from scalewise.tracking.run_files import read_json, write_json
+    from scalewise.run_files import read_json, write_json
 
     derived = {}
     if isinstance(metrics, ValidationMetrics) and not isinstance(metrics, ClassificationMetrics):

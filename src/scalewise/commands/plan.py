@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from scalewise import console
+from scalewise import plain_console
 from scalewise.commands import show, show_plan, show_search
 from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
 from scalewise.console import print_lines
@@ -40,7 +40,7 @@ class PlanCommand(Command):
         if self._resume_request is not None:
             self._resume_request.reject_single_run()
         if run.plan.search is not PlanSearch.none:
-            with console.get_console().status("searching") as status:
+            with plain_console.get_console().status("searching") as status:
                 result = search_runs(run, lambda count: status.update(f"{count:,} runs tried"))
             show_search.print_search(result)
             if result.best is None:
@@ -158,7 +158,7 @@ def _plan_user_module(run: RunConfig) -> Plan:
     """Return the plan of a user-defined module."""
     from scalewise.training import user_module_trace  # imports torch
 
-    with console.get_console().status("tracing"):
+    with plain_console.get_console().status("tracing"):
         trace = user_module_trace.trace_user_module(run)
     show_plan.print_user_trace(run, trace)
     entry = MemoryEntry(
@@ -178,7 +178,7 @@ def _plan_stacks(run: RunConfig) -> Plan:
 
     if (reason := fake_tensor_trace.rejection_reason(run)) is not None:
         raise ConfigError.for_key("plan.method", "trace", reason, "set parallelism=fsdp, or single")
-    with console.get_console().status("tracing"):
+    with plain_console.get_console().status("tracing"):
         trace = fake_tensor_trace.trace_run(run, full_depth=True)
     plan = Plan(
         run,
@@ -200,7 +200,7 @@ def _with_trace(plan: Plan) -> Plan:
     if (reason := fake_tensor_trace.rejection_reason(plan.run)) is not None:
         print_lines(f"Analytic prediction only, no trace: {reason}")
         return plan
-    with console.get_console().status("tracing"):
+    with plain_console.get_console().status("tracing"):
         trace = fake_tensor_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
     predicted_peak = worst_rank.worst_rank_breakdown(
         fake_tensor_trace.with_cpu_operators(plan.run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.failures import report_errors
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from scalewise.console import print_lines
 from scalewise.failures import report_errors
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec, Result
-from scalewise.plain_console import styled_text
+from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
 from scalewise.planner.auto_micro_batch import MicroBatchChoice
 from scalewise.precision import FloatFormat
@@ -126,7 +126,7 @@ def print_job_table(tasks: Sequence[SweepTask], results: Sequence[Result]) -> No
         varied = [task.job_spec.varied.get(key, "") for key in keys]
         table.add_row(str(task.number), *varied, status, *cells)
     print_lines()
-    console.get_console().print(table)
+    get_console().print(table)
 
 
 def _format_number(value: float | None, template: str) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from scalewise.console import MISSING, get_console
+from scalewise.console import MISSING
 from scalewise.hardware import DeviceKind
-from scalewise.plain_console import styled_text
+from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_transfer
 from scalewise.planner.fit_check import FitStatus

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from scalewise.commands.show_plan import NO_TIME, STYLES, train_command
-from scalewise.console import MISSING, get_console
-from scalewise.plain_console import styled_text
+from scalewise.console import MISSING
+from scalewise.plain_console import get_console, styled_text
 from scalewise.planner import layout_enumeration
 from scalewise.planner.alternatives import neighbor_alternatives
 from scalewise.planner.fit_check import FitStatus

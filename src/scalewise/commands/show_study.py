@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from scalewise.console import get_console, print_lines
-from scalewise.plain_console import styled_text
-from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.run_files import read_json
+from scalewise.console import print_lines
+from scalewise.metric_names import METRICS
+from scalewise.plain_console import get_console, styled_text
+from scalewise.run_files import read_json
 from scalewise.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

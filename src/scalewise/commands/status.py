@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.console import MISSING, get_console
+from scalewise.console import MISSING
 from scalewise.errors import ConfigError
 from scalewise.launch import job_progress
 from scalewise.launch.job_progress import JobProgress
+from scalewise.plain_console import get_console, styled_text
 from scalewise.tracking.sweep_record import release_reserved
 from scalewise.units import format_seconds
 
@@ -60,8 +61,6 @@ def status_tables(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
     """Build the tables of these folders; also return whether any job is active."""
     from rich.console import Group
 
-    from scalewise.plain_console import styled_text
-
     parts: list[RenderableType] = []
     is_active = False
     for folder in folders:
@@ -76,8 +75,6 @@ def status_tables(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
 def job_table(jobs: Sequence[JobProgress]) -> RenderableType:
     """Table with one row per job: varied keys, status and progress."""
     from rich.table import Table
-
-    from scalewise.plain_console import styled_text
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("job", justify="right")

@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise import console
+from scalewise import console, plain_console
 from scalewise.config import diagnostics, hydra_policy, paths, run_naming, schemas, search_path
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import shared_composition_cache
@@ -33,9 +33,9 @@ from scalewise.config.new_folders import (
     remove_empty,
 )
 from scalewise.config.parse import parse_run
-from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.run_config import RunConfig
+from scalewise.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ def _validate_jobs(
     jobs: list[SweepJob] = []
     issues: dict[str, ConfigIssue] = {}
     composition_error: Exception | None = None
-    progress = console.show_progress(job_overrides, "checking", "jobs")
+    progress = plain_console.show_progress(job_overrides, "checking", "jobs")
     for number, overrides in enumerate(progress, start=first_number):
         try:
             job_config = loader.load_sweep_config(config, list(overrides))

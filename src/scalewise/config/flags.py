@@ -7,8 +7,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from hydra._internal.utils import get_args_parser
 
-from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.suggestions import did_you_mean
 
 ACCEPTED = (
     "cfg",

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from scalewise.data.base import DataSplits
 from scalewise.errors import DataError
-from scalewise.tracking.run_files import RecordError, copy_file, load_json
+from scalewise.run_files import RecordError, copy_file, load_json
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -19,7 +19,7 @@ from scalewise.models.build import build_model, export_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
-from scalewise.tracking.run_files import read_json, write_json, write_text
+from scalewise.run_files import read_json, write_json, write_text
 from scalewise.units import format_bytes
 
 CONVERSION_FILE = "conversion.json"

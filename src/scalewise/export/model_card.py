@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalewise.tracking.metric_names import METRICS
+from scalewise.metric_names import METRICS
 
 METRIC_KEYS = (
     "val/loss",

@@ -33,7 +33,7 @@ from scalewise.errors import ConfigError, DataError
 from scalewise.models.base import ModelConfig
 from scalewise.models.hf import hub
 from scalewise.models.hf.config import HuggingFaceConfig
-from scalewise.tracking.run_files import copy_file, read_json, write_json
+from scalewise.run_files import copy_file, read_json, write_json
 
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)

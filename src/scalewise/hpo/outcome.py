@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 UNFINISHED = ("waiting", "running", "interrupted")
 """Statuses of jobs that were stopped from outside: by a signal or a crash of the machine."""

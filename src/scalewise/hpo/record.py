@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from scalewise.hpo.optuna_study import FOLDER, REASON, STATUS, OptunaSearch
 from scalewise.hpo.space import round_point
-from scalewise.tracking.run_files import write_json
+from scalewise.run_files import write_json
 
 FILE = "study.json"
 MIN_TRIALS_FOR_IMPORTANCE = 4

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

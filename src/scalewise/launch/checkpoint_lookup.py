@@ -16,7 +16,7 @@ from scalewise.launch import locks
 from scalewise.launch.locks import InUseError, LockOwner
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import RecordError, load_yaml, read_json
+from scalewise.run_files import RecordError, load_yaml, read_json
 from scalewise.tracking.sweep_record import is_running, release_reserved, run_start
 from scalewise.typed_override import format_override
 

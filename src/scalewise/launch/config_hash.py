@@ -11,7 +11,7 @@ from typing import Any
 from scalewise import inputs
 from scalewise.renamed_targets import FORMER_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, read_yaml
+from scalewise.run_files import read_json, read_yaml
 
 IGNORED_KEYS = (
     "name",

@@ -13,7 +13,7 @@ from pathlib import Path
 from scalewise import atomic, regular_files
 from scalewise.failures import report_errors
 from scalewise.launch.status import Outcome
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 _FOLDER = ".ranks"
 REPORT_BYTES = 16384

@@ -34,7 +34,7 @@ from scalewise.launch.rank_entrypoint import LAUNCHER_LOST_WAIT_S
 from scalewise.launch.rank_worker import run_attempt
 from scalewise.launch.status import Outcome, Status
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 
 def run_external_rank(job_spec: JobSpec, folder: Path, *, is_retry: bool = False) -> Result:

@@ -24,8 +24,8 @@ from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome, Status, git_state
 from scalewise.launch_config import Isolation
 from scalewise.run_config import RunConfig
+from scalewise.run_files import read_json, write_text
 from scalewise.strategies import deepspeed_ops
-from scalewise.tracking.run_files import read_json, write_text
 
 if TYPE_CHECKING:
     from scalewise.planner.auto_micro_batch import MicroBatchChoice

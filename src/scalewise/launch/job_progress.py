@@ -13,14 +13,14 @@ from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.launch import slurm_cli
 from scalewise.launch.job import attempt_folders
-from scalewise.tracking import sweep_record
-from scalewise.tracking.run_files import (
+from scalewise.run_files import (
     load_json,
     parse_number,
     parse_step,
     read_csv_rows,
     read_json,
 )
+from scalewise.tracking import sweep_record
 
 TAIL_BYTES = 16384
 """Bytes read from the end of ``metrics.csv``: tens of steps."""

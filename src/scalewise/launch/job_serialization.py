@@ -14,7 +14,7 @@ from scalewise.errors import ScalewiseError
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 
 def write_task(task: SweepTask, file: Path) -> None:

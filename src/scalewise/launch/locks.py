@@ -21,7 +21,7 @@ from typing import Self
 
 import psutil
 
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 FILE = ".lock"
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}

@@ -12,7 +12,7 @@ from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.processes import limit_memory
 from scalewise.launch.status import Outcome
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import WANDB_FACTS, write_json
+from scalewise.run_files import WANDB_FACTS, write_json
 from scalewise.tracking.wandb_session import NullSession, open_session
 from scalewise.training.fit import RankInfo, fit_run
 from scalewise.training.signal_stop import STOP

@@ -23,7 +23,7 @@ from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
 from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 from scalewise.typed_override import command_line
 
 MIN_POLL_S, MAX_POLL_S = 1.0, 30.0

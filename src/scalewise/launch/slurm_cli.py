@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 FOLDER, JOBS = "slurm", "jobs.json"
 """Folder of job specs and logs in a sweep folder, and its file of Slurm IDs."""

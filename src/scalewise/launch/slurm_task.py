@@ -21,7 +21,7 @@ from scalewise.launch.executor import INTERRUPTED, SweepTask
 from scalewise.launch.job import Result, begin_job, claim_folder, finish_job
 from scalewise.launch.outcomes import outcome_of_exception
 from scalewise.launch.status import Outcome
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 from scalewise.validation.run_issues import iter_machine_issues
 
 

@@ -21,7 +21,7 @@ from scalewise.failures import report_errors
 from scalewise.hardware import this_machine
 from scalewise.launch import oom_suggestions
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import WANDB_FACTS, read_json, write_json
+from scalewise.run_files import WANDB_FACTS, read_json, write_json
 
 RESERVED_BYTES = 49152
 """Disk space reserved for the final status, in bytes: reason, log tail and suggested fixes."""

@@ -22,7 +22,7 @@ from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import Result, attempt_folders
 from scalewise.launch.resource_affinity import ResourceAffinity
 from scalewise.launch.status import Outcome
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 _SUPERVISOR_COMMAND = (sys.executable, "-P", "-m", "scalewise.launch.supervisor")
 MARK = "SCALEWISE_SUPERVISOR"

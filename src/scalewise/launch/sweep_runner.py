@@ -17,7 +17,7 @@ from scalewise.launch.executor import INTERRUPTED, Executor, SweepTask, failed_r
 from scalewise.launch.job import Result
 from scalewise.launch.locks import FolderLock, InUseError, process_identity
 from scalewise.launch.sweep_resume import earlier_jobs
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.run_files import read_json, write_json
 
 RESERVED_BYTES = 65536
 """Disk space reserved for the reasons of outcomes, in bytes, in addition to twice the record."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from scalewise.tracking.metric_names import STEP_PHASES
+from scalewise.metric_names import STEP_PHASES
 
 OTHER = "other"
 """Phase of validation, checkpoints and logging, which are no part of a step."""

@@ -6,7 +6,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scalewise.reports import records, report_model, summary_sentences, summary_tables
 from scalewise.reports.report_model import ReportModel
-from scalewise.tracking.run_files import write_text
+from scalewise.run_files import write_text
 
 FILE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -10,9 +10,9 @@ from typing import Any
 from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, wandb_report
+from scalewise.run_files import load_json, read_json, write_json
 from scalewise.tracking import sweep_record
 from scalewise.tracking.connection import server_error_text
-from scalewise.tracking.run_files import load_json, read_json, write_json
 from scalewise.tracking.wandb_api import WandbServer
 from scalewise.tracking.wandb_sync import SyncedRun, deliver_run, send_missing
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.reports import redact
-from scalewise.tracking.run_files import (
+from scalewise.run_files import (
     RecordError,
     load_json,
     parse_number,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from scalewise.metric_names import METRICS
 from scalewise.reports.compare import PEAK, PREDICTED_KEYS, STEP
 from scalewise.reports.records import RunRecord
-from scalewise.tracking.metric_names import METRICS
 
 MEASURED = tuple(
     key

@@ -16,7 +16,7 @@ from scalewise.reports import markdown, records, report_model
 from scalewise.reports.records import RunRecord, SweepRecord
 from scalewise.reports.report_model import ReportModel
 from scalewise.reports.wandb_service import WandbReportService
-from scalewise.tracking.run_files import json_text, read_json, write_json, write_text
+from scalewise.run_files import json_text, read_json, write_json, write_text
 
 FILE = "report_spec.json"
 PROJECT = "scalewise"

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from scalewise import atomic
-from scalewise.tracking.run_files import read_json
+from scalewise.run_files import read_json
 
 MAX_CLOCK_SKEW = 2.0
 """Seconds by which the creation time of a process may exceed its recorded start."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalewise.tracking.metric_names import METRICS
+from scalewise.metric_names import METRICS
 
 MEASURED_KEYS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
 """Key of the measured metric by key of the predicted one."""

@@ -10,10 +10,10 @@ from typing import Any, Literal, cast
 
 from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
+from scalewise.metric_names import METRICS
 from scalewise.redaction import redact, redact_tree
 from scalewise.run_config import RunConfig
 from scalewise.tracking.connection import base_url, has_key, hide_credentials, is_answering
-from scalewise.tracking.metric_names import METRICS
 from scalewise.tracking.wandb_sweeps import flat_keys
 from scalewise.tracking_config import WandbConfig, WandbMode
 

@@ -14,14 +14,14 @@ from scalewise import regular_files
 from scalewise.adapters.target_modules import module_name
 from scalewise.errors import ScalewiseError
 from scalewise.models.base import is_adapter_weight
-from scalewise.tracking import tables
-from scalewise.tracking.run_files import (
+from scalewise.run_files import (
     WANDB_FACTS,
     read_json,
     read_metrics,
     read_yaml,
     write_json,
 )
+from scalewise.tracking import tables
 from scalewise.tracking.wandb_api import WandbServer
 from scalewise.tracking.wandb_session import Row, average_window, predicted_metrics, summary_metrics
 from scalewise.tracking_config import ArtifactsKind

@@ -25,8 +25,8 @@ from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.hpo.storage import read_trial_link
 from scalewise.planner.plan import dollars_per_billion_tokens, plan_record, predicted_metrics
 from scalewise.run_config import RunConfig
+from scalewise.run_files import MetricsFile, read_json, write_json
 from scalewise.strategies.build import build_strategy
-from scalewise.tracking.run_files import MetricsFile, read_json, write_json
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
 from scalewise.training.callbacks.instantiate import instantiate_callbacks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalewise import console
+from scalewise import plain_console
 from scalewise.planner.fit_check import FitReport, compare_with_hardware
 from scalewise.run_config import RunConfig
 from scalewise.training import fake_tensor_trace
@@ -28,7 +28,7 @@ class TraceFitCheck:
         ):
             return None
         self._remaining_traces -= 1
-        with console.get_console().status(
+        with plain_console.get_console().status(
             f"tracing configs that may fit, at most {self._remaining_traces} more"
         ):
             trace = fake_tensor_trace.trace_run(run, full_depth=True)

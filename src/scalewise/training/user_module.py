@@ -20,10 +20,10 @@ from scalewise.checkpoints import store
 from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hpo.storage import read_trial_link
+from scalewise.metric_names import METRICS
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
-from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.run_files import MetricsFile, write_json
+from scalewise.run_files import MetricsFile, write_json
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training import import_class
 from scalewise.training.callbacks.dataloader_state import DataLoaderState

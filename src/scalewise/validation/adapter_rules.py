@@ -19,11 +19,11 @@ from scalewise.adapters.target_modules import (
     match_modules,
     match_targets,
 )
-from scalewise.config.suggestions import did_you_mean
 from scalewise.errors import ConfigIssue
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig
 from scalewise.run_config import RunConfig
+from scalewise.suggestions import did_you_mean
 
 
 @singledispatch

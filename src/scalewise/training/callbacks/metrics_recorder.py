@@ -14,11 +14,11 @@ from scalewise.callback_config import EMAArgs, ProfilerArgs
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.steptime import OTHER, StepTimer
+from scalewise.metric_names import STEP_PHASES
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.torch_compile import CompileScope
-from scalewise.tracking.metric_names import STEP_PHASES
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3

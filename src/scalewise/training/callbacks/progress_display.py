@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scalewise.metric_names import STEP_PHASES
 from scalewise.plain_console import PlainConsole
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import planned_vs_measured
-from scalewise.tracking.metric_names import STEP_PHASES
 
 Row = dict[str, Any]
 BAR_WIDTH = 12

@@ -13,9 +13,9 @@ import yaml
 
 from scalewise import atomic, bounded_yaml, regular_files
 from scalewise.errors import ConfigError
+from scalewise.metric_names import METRICS
+from scalewise.record_types import RECORDS, type_mismatches
 from scalewise.redaction import redact
-from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.record_types import RECORDS, type_mismatches
 
 WANDB_FACTS = "wandb/facts.json"
 """Facts of the W&B run, which rank 0 writes during training; relative to the run folder."""
