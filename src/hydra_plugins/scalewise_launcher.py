@@ -1,4 +1,4 @@
-"""Hydra launcher plugins: ``hydra/launcher=scalewise``, ``packed``, ``slurm`` and ``joblib``.
+"""Hydra launcher plugins: ``hydra/launcher=scalewise``, ``packed`` and ``slurm``.
 
 Hydra imports this module in every application, so heavy imports are inside the functions.
 """
@@ -78,6 +78,5 @@ LAUNCHERS: dict[str, Callable[[], object]] = {
     "scalewise": lambda: {**LAUNCHER, "engine": "in_turn"},
     "packed": lambda: {**LAUNCHER, "engine": "packed", "slots": None},
     "slurm": _slurm,
-    "joblib": lambda: {**LAUNCHER, "engine": "joblib", "n_jobs": -1},
 }
 """Factory of the default options, by name of ``hydra/launcher``."""

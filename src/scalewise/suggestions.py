@@ -8,16 +8,17 @@ EXPECTED_OPTIONS = {
     ("objective", "ppo"): "objective=grpo",
     ("optimizer", "deepspeed_cpu"): "parallelism=deepspeed_zero2_offload",
     ("optimizer", "paged"): "optimizer=adamw_paged",
+    ("hydra/launcher", "joblib"): "hydra/launcher=packed",
 }
 """Override to suggest for an option name of other libraries, by group and option."""
 MAX_LISTED = 12
 """Maximum number of names to list if none is similar."""
 
 
-def suggested_option(group: str, option: str, options: Iterable[str]) -> str:
+def suggested_option(group: str, option: str, options: Iterable[str], prefix: str = "") -> str:
     """Suggest a replacement of an unknown option of a group."""
     expected = EXPECTED_OPTIONS.get((group, option))
-    return f"set {expected} instead" if expected else did_you_mean(option, options)
+    return f"set {expected} instead" if expected else did_you_mean(option, options, prefix)
 
 
 def did_you_mean(text: str, options: Iterable[str], prefix: str = "") -> str:

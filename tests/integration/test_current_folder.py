@@ -88,10 +88,6 @@ def test_commands_on_a_run_import_nothing_from_the_folder(
         pytest.param(("train", *UNTRACKED), marks=pytest.mark.exhaustive),
         pytest.param(("train", *UNTRACKED, "parallelism=ddp"), marks=pytest.mark.exhaustive),
         pytest.param(("train", "-m", *UNTRACKED, "seed=1,2"), marks=pytest.mark.exhaustive),
-        pytest.param(
-            ("train", "-m", *UNTRACKED, "hydra/launcher=joblib", "seed=1,2"),
-            marks=pytest.mark.exhaustive,
-        ),
         pytest.param(("doctor",), marks=pytest.mark.exhaustive),
     ],
 )

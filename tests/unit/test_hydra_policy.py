@@ -170,7 +170,6 @@ def test_a_package_is_not_imported_for_its_configs(
         "hydra/hydra_logging=hydra_debug",
         "hydra/launcher=packed",
         "hydra/launcher=slurm",
-        "hydra/launcher=joblib",
         "hydra/sweeper=optuna",
         "hydra/sweeper=screen",
         "+hydra.sweeper.params.seed='1,2'",

@@ -241,6 +241,7 @@ class TestBuried:
         ("basic", "choose one of hydra/launcher=scalewise"),
         ("submitit_slurm", "did you mean hydra/launcher=slurm"),
         ("pack", "did you mean hydra/launcher=packed"),
+        ("joblib", "set hydra/launcher=packed instead"),
     ],
 )
 def test_other_launchers_are_refused(

@@ -201,5 +201,5 @@ def test_the_api() -> None:
 def test_the_command_and_the_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:command"}
-    extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "joblib", "hf", "images"}
+    extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "hf", "images"}
     assert set(project["optional-dependencies"]) == extras | {"dev", "docs", "all"}

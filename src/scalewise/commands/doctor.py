@@ -18,7 +18,6 @@ EXTRAS = {
     "quant": ("bitsandbytes", "quantization=nf4, fp4 and int8; of torchao precision=fp8, qat_*"),
     "optimizers": ("schedulefree", "optimizer=schedule_free, adamw_8bit, _4bit and _paged"),
     "slurm": ("submitit", "hydra/launcher=slurm"),
-    "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf, .parquet files and SentencePiece tokenizers"),
     "images": ("PIL", "images of data=captions other than .npy"),

@@ -8,7 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from hydra._internal.utils import get_args_parser
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.suggestions import did_you_mean
+from scalewise.suggestions import suggested_option
 
 ACCEPTED = (
     "cfg",
@@ -104,7 +104,7 @@ def launcher_issues(launcher: str) -> Iterator[ConfigIssue]:
 
     if launcher not in LAUNCHERS:
         reason = "is not a launcher of scalewise: it neither validates nor records jobs"
-        fix = did_you_mean(launcher, LAUNCHERS, "hydra/launcher=")
-        if not fix.startswith("did you mean"):
+        fix = suggested_option("hydra/launcher", launcher, LAUNCHERS, "hydra/launcher=")
+        if fix.startswith("available"):
             fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
         yield ConfigIssue("hydra/launcher", launcher, reason, fix)

@@ -31,20 +31,10 @@ def _slurm(**options: Any) -> Executor:
     return SlurmExecutor(**options)
 
 
-def _joblib(n_jobs: int = -1) -> Executor:
-    if find_spec("joblib") is None:
-        fix = "pip install 'scalewise[joblib]', or set hydra/launcher=packed"
-        raise ConfigError.for_key("hydra/launcher", "joblib", "requires joblib", fix)
-    from scalewise.launch.joblib_pool import JoblibExecutor
-
-    return JoblibExecutor(n_jobs)
-
-
 EXECUTORS: Mapping[str, Callable[..., Executor]] = {
     "in_turn": _sequential,
     "packed": _packed_executor,
     "slurm": _slurm,
-    "joblib": _joblib,
 }
 """Constructors of the executors by the ``engine`` option; each imports its own dependencies."""
 
