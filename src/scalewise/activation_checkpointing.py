@@ -6,28 +6,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
+from scalewise.models.base import StageSlice
+from scalewise.models.op_graph import Recompute
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from scalewise.models.base import StageSlice
 
 OFFLOAD_MIN_BYTES = 1024
 """Smallest storage that is offloaded, in bytes: a transfer of less costs more than it saves."""
-
-
-class Recompute(StrEnum):
-    """Activations of a block that the backward pass recomputes."""
-
-    nothing = "nothing"
-    """Nothing: all activations are stored."""
-    selective = "selective"
-    """All but the results of matmuls and attention, which are stored (Korthikanti et al., 2022)."""
-    full = "full"
-    """The whole block: only its input is stored (Chen et al., 2016)."""
 
 
 class ActivationCheckpointing(ABC):

@@ -30,10 +30,15 @@ R = TypeVar("R")
 class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.singledispatch)
     """:func:`functools.singledispatch` that imports ``config.implementation`` before the call.
 
-    The decorated function is the default of types without a registered one.
+    Args:
+        default: Decorated function, which is called for types without a registered one.
+        attribute: Attribute of a config that names the module to import.
     """
 
-    def __init__(self, default: Callable[Concatenate[C, P], R]) -> None:
+    def __init__(
+        self, default: Callable[Concatenate[C, P], R], attribute: str = "implementation"
+    ) -> None:
+        self._attribute = attribute
         self._dispatcher = singledispatch(default)
         self.register = self._dispatcher.register
         self.dispatch = self._dispatcher.dispatch
@@ -41,17 +46,20 @@ class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.
 
     def __call__(self, config: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function that is registered for the type of ``config``."""
-        if module := _implementation(config):
+        if module := getattr(config, self._attribute, ""):
             import_module(module)
         function: Callable[Concatenate[C, P], R] = self._dispatcher.dispatch(type(config))
         return function(config, *args, **kwargs)
+
+
+def lazy_dispatch_by(
+    attribute: str,
+) -> Callable[[Callable[Concatenate[C, P], R]], lazy_dispatch[C, P, R]]:
+    """Decorator :class:`lazy_dispatch` for functions of the module that ``attribute`` names."""
+    return lambda default: lazy_dispatch(default, attribute)
 
 
 def not_registered(function: Any, config: object) -> NotImplementedError:
     """Error of a dispatched ``function`` that has none for the type of ``config``."""
     name = type(config).__name__
     return NotImplementedError(f"{function.__name__} supports no {name}: register one")
-
-
-def _implementation(config: Any) -> str:
-    return getattr(config, "implementation", "")

@@ -11,9 +11,9 @@ from fixtures.jobs import Job
 from fixtures.layouts import mesh, needs_deepspeed
 
 from scalewise import compose
-from scalewise.activation_checkpointing import Recompute
 from scalewise.bench.memory_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
+from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_transfer, worst_rank
 from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.models.base import StageSlice
-from scalewise.models.build import build_meta
+from scalewise.models.build import build_meta, build_op_graphs
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
-from scalewise.models.op_graph import ForwardSpec
+from scalewise.models.op_graph import ForwardSpec, Recompute
 from scalewise.planner.activation_liveness import simulate_part
 from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8
@@ -81,7 +81,7 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
         quantization_group=rounding.group,
         rounds_inputs=rounding.rounds_inputs,
     )
-    graph = spec.build_op_graphs(shape).block
+    graph = build_op_graphs(spec, shape).block
     predicted = simulate_part(graph, recompute, fresh_gradients=fresh)
     found = _measured(spec, precision, recompute, fresh=fresh)
     # What the block reads stays for as long as the test has it.

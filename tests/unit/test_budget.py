@@ -9,8 +9,9 @@ from itertools import combinations
 import pytest
 from fixtures.layouts import LLAMA_8B
 
-from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError
+from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time, worst_rank
 from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
 from scalewise.planner.fit_check import FitStatus

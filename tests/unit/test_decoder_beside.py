@@ -19,7 +19,6 @@ from transformers import (
 from transformers.activations import ACT2FN
 
 from scalewise.models.build import build_model
-from scalewise.models.decoder import config_keys
 from scalewise.models.decoder import hf_config_check as beside_of
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
@@ -144,14 +143,14 @@ CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
 def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) -> None:
     """Fails where transformers adds a key: decide then what it changes."""
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
-    fixed = config_keys.FIXED_VALUES[kind] | config_keys.FIXED_FOR_ALL
-    known = config_keys.IGNORED_KEYS | fixed.keys() | {*config_keys.COMPARED_KEYS[kind]}
-    assert keys - known - config_keys.GPT2_ALIASES.keys() == set()
-    assert not config_keys.IGNORED_KEYS & {*fixed, *config_keys.COMPARED_KEYS[kind]}
+    fixed = beside_of.FIXED_VALUES[kind] | beside_of.FIXED_FOR_ALL
+    known = beside_of.IGNORED_KEYS | fixed.keys() | {*beside_of.COMPARED_KEYS[kind]}
+    assert keys - known - beside_of.GPT2_ALIASES.keys() == set()
+    assert not beside_of.IGNORED_KEYS & {*fixed, *beside_of.COMPARED_KEYS[kind]}
     defaults = CLASSES[kind]().to_dict()
-    for key, values in config_keys.FIXED_VALUES[kind].items():
+    for key, values in beside_of.FIXED_VALUES[kind].items():
         assert defaults.get(key, False) == values[0], key
-    assert CLASSES["gpt2"].attribute_map == config_keys.GPT2_ALIASES
+    assert CLASSES["gpt2"].attribute_map == beside_of.GPT2_ALIASES
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -165,10 +164,10 @@ def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> 
 
 def test_activations_that_are_accepted_are_the_decoder_s() -> None:
     x = torch.linspace(-6, 6, 1001)
-    for name in config_keys.TANH_GELU:
+    for name in beside_of.TANH_GELU:
         wanted = torch.nn.functional.gelu(x, approximate="tanh")
         torch.testing.assert_close(ACT2FN[name](x), wanted, rtol=1e-5, atol=1e-6)
-    for name in config_keys.SILU:
+    for name in beside_of.SILU:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
 

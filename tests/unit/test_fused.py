@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.config.compose import compose
 from scalewise.models.compiler_fusion import fuse
-from scalewise.models.op_graph import OpGraph, OpWork
+from scalewise.models.op_graph import OpGraph, OpWork, Recompute
 from scalewise.planner import step_time
 from scalewise.planner.activation_liveness import simulate_part
 from scalewise.planner.worst_rank import worst_rank_breakdown

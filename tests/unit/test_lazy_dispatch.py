@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.lazy_dispatch import lazy_dispatch, not_registered
+from scalewise.lazy_dispatch import lazy_dispatch, lazy_dispatch_by, not_registered
 
 MODULE = """
 from lazy_dispatch_base import Config, build
@@ -15,7 +15,7 @@ def _build(config: Config, scale: int) -> int:
     return config.size * scale
 """
 BASE = """
-from scalewise.lazy_dispatch import lazy_dispatch
+from scalewise.lazy_dispatch import lazy_dispatch, lazy_dispatch_by, not_registered
 
 class Config:
     implementation = "lazy_dispatch_builders"
@@ -64,3 +64,20 @@ def test_the_error_of_an_unregistered_type_names_function_and_type() -> None:
 
     with pytest.raises(NotImplementedError, match="build supports no str: register one"):
         build("text")
+
+
+def test_lazy_dispatch_by_imports_the_module_of_another_attribute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Config:
+        implementation = "module_that_does_not_exist"
+        graphs = "lazy_dispatch_graphs"
+
+    @lazy_dispatch_by("graphs")
+    def build(config: object) -> bool:
+        return "lazy_dispatch_graphs" in sys.modules
+
+    (tmp_path / "lazy_dispatch_graphs.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lazy_dispatch_graphs", raising=False)
+    assert build(Config())

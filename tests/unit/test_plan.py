@@ -14,6 +14,7 @@ from fixtures.layouts import LLAMA_8B
 
 from scalewise.config import paths
 from scalewise.errors import ConfigError
+from scalewise.models.build import build_op_graphs
 from scalewise.models.op_graph import OpWork
 from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
@@ -146,7 +147,7 @@ def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", check_machine=False)
-    op_graphs = run.model.build_op_graphs(forward_spec(run, sequences=2, tokens_per_sequence=256))
+    op_graphs = build_op_graphs(run.model, forward_spec(run, sequences=2, tokens_per_sequence=256))
     parts = [*[op_graphs.block] * run.model.layers, op_graphs.head]
     made = {
         work: sum(
@@ -307,7 +308,8 @@ def test_a_measured_rate_goes_before_a_share_of_the_peak(plan_of: Compose) -> No
 def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
     run = plan_of(*CPU).run
     operators = (
-        len(run.model.build_op_graphs(forward_spec(run, 4, 128)).block.operators) * run.model.layers
+        len(build_op_graphs(run.model, forward_spec(run, 4, 128)).block.operators)
+        * run.model.layers
     )
     found = step(plan_of, "hardware.launch_us=100000")
     busy = found.matmul + found.attention + found.pointwise

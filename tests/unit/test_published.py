@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.bench import compare_published, published_rows, published_runs
 from scalewise.bench.compare_published import RowPrediction
 from scalewise.cli import main
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.config import NormKind
+from scalewise.models.op_graph import Recompute
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision import FloatFormat

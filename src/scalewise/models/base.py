@@ -1,4 +1,4 @@
-"""Interface of model configurations: parameters, FLOPs, operator graphs and the torch module."""
+"""Interface of model configurations: parameters, FLOPs and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from scalewise.errors import ConfigIssue
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,9 @@ class ModelConfig(ABC):
     """Whether a block normalizes the output of its last linear layer (post-norm)."""
     implementation: ClassVar[str] = ""
     """Module that registers the builders of ``models.build``."""
+    op_graph_implementation: ClassVar[str] = ""
+    """Module that registers ``models.build.build_op_graphs``; it needs no torch if its operator
+    graphs are computed."""
     imports: tuple[str, ...] = ()
     """Modules that are slow to import, which worker processes import in advance."""
 
@@ -197,10 +199,6 @@ class ModelConfig(ABC):
         FLOPs of the weight gradients of frozen matrices in blocks are not included.
         """
         return 0.0
-
-    @abstractmethod
-    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
-        """Return the operator graph of each part of the model."""
 
     @abstractmethod
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:

@@ -8,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from scalewise.activation_checkpointing import Recompute
 
 
 class OpWork(StrEnum):
@@ -27,6 +23,17 @@ class OpWork(StrEnum):
     """Elementwise operator: memory bandwidth."""
     communication = "message"
     """Collective: link bandwidth."""
+
+
+class Recompute(StrEnum):
+    """Activations of a block that the backward pass recomputes."""
+
+    nothing = "nothing"
+    """Nothing: all activations are stored."""
+    selective = "selective"
+    """All but the results of matmuls and attention, which are stored (Korthikanti et al., 2022)."""
+    full = "full"
+    """The whole block: only its input is stored (Chen et al., 2016)."""
 
 
 @dataclass(frozen=True)
@@ -297,3 +304,34 @@ class ModelOpGraphs:
     """Loss; None: part of ``head``."""
     shared_bytes: int
     """Bytes that all blocks read and no block recomputes, such as the rotary table."""
+
+
+def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
+    """Return the cross-entropy of logits in fp32; with loss parallelism, of this rank's shard."""
+    graph = OpGraph()
+    numel = (
+        forward_spec.num_tokens
+        * output_size
+        // (forward_spec.tensor_ranks if forward_spec.loss_parallel else 1)
+    )
+    logits, size = (
+        graph.add_tensor(numel * forward_spec.compute_element_bytes),
+        numel * forward_spec.loss_element_bytes,
+    )
+    loss_logits = (
+        logits
+        if forward_spec.compute_element_bytes == forward_spec.loss_element_bytes
+        else graph.add_op(OpWork.pointwise, (logits,), size)
+    )
+    # Two backward ops each need a full gradient: of the log-probabilities, then of the logits.
+    scratch = 0 if forward_spec.loss_parallel else size
+    reads = (loss_logits, logits)
+    graph.add_op(
+        OpWork.pointwise,
+        reads,
+        0,
+        gradients=(loss_logits,),
+        extra_output_bytes=(size,),
+        backward_scratch=scratch,
+    )
+    return graph

@@ -19,6 +19,8 @@ from scalewise import regular_files
 from scalewise.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PATTERNS = ("*.safetensors", INDEX)
+"""Names of the files of a model's weights."""
 ADAPTER = "adapter_config.json"
 WEIGHTS_FILE_KEY = "transformers_weights"
 """Key of ``config.json`` that names the weights file."""

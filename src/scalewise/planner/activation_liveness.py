@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scalewise.activation_checkpointing import OFFLOAD_MIN_BYTES, Recompute
-from scalewise.models.op_graph import BackwardMode, Op, OpGraph, RecordedPart
+from scalewise.activation_checkpointing import OFFLOAD_MIN_BYTES
+from scalewise.models.op_graph import BackwardMode, Op, OpGraph, Recompute, RecordedPart
 from scalewise.planner.backward_liveness import BackwardLiveness
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError
+from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time, worst_rank
 from scalewise.planner.fit_check import check_fit
 from scalewise.units import GIB, GIGA, TERA, format_bytes

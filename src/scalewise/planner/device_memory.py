@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT
 from scalewise.models.base import StageSlice
+from scalewise.models.op_graph import Recompute
 from scalewise.planner.activation_liveness import PartLiveness
 from scalewise.planner.liveness_cache import (
     EMPTY,

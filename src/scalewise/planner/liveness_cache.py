@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.models.base import ModelConfig
+from scalewise.models.build import build_op_graphs
 from scalewise.models.compiler_fusion import fuse
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, Recompute
 from scalewise.planner.activation_liveness import PartLiveness, simulate_part
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def model_op_graphs(
 
     ``full_recompute``: whether backward recomputes whole blocks.
     """
-    op_graphs = model.build_op_graphs(forward_spec)
+    op_graphs = build_op_graphs(model, forward_spec)
     if not forward_spec.is_compiled:
         return op_graphs
     first_block, block = (

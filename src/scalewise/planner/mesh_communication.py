@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.models.base import TPStyle, Weight, tp_style
+from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.planner.rank_partition import RankPartition, partition_of

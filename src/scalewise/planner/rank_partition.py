@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.adapters.config import AdapterConfig
 from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight, shard_weight
+from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig, weight_census_by_kind

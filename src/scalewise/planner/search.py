@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
+from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.hardware import DeviceKind
-from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork
+from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES
 from scalewise.planner import host_transfer

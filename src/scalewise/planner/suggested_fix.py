@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
+from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig

@@ -15,13 +15,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from scalewise.activation_checkpointing import (
-    ActivationCheckpointing,
-    AutoCheckpointing,
-    Recompute,
-)
+from scalewise.activation_checkpointing import ActivationCheckpointing, AutoCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.op_graph import Recompute
 from scalewise.strategies.activation_offload import offload_block
 
 aten = torch.ops.aten

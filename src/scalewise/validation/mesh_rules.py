@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
+from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scalewise.activation_checkpointing import Recompute
 from scalewise.adapters.config import NoAdapterConfig
 from scalewise.errors import ConfigIssue
+from scalewise.models.op_graph import Recompute
 from scalewise.objectives.module import ModuleDecides
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig

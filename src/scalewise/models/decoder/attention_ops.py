@@ -1,19 +1,14 @@
-"""Attention and dropout in the operator graph of the decoder, for the planner."""
+"""Attention in the operator graph of the decoder, for the planner."""
 
 from __future__ import annotations
 
-from scalewise.models.decoder.comm_ops import CommOps
-from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.linear_ops import FP32
-from scalewise.models.op_graph import ForwardSpec, OpWork
+from scalewise.models.decoder.adapter_ops import AdapterOps
+from scalewise.models.linear_ops import FP32
+from scalewise.models.op_graph import OpWork
 
 
-class AttentionOps(CommOps):
-    """Adds attention to an operator graph."""
-
-    def __init__(self, spec: DecoderConfig, forward_spec: ForwardSpec) -> None:
-        super().__init__(forward_spec)
-        self.spec = spec
+class AttentionOps(AdapterOps):
+    """Adds attention and its rotary position embedding to an operator graph."""
 
     def add_attention(self, query: int, key: int, value: int) -> int:
         """Add attention with its context-parallel collectives."""
@@ -148,12 +143,24 @@ class AttentionOps(CommOps):
             weight_gradient_first=False,
         )
 
-    def add_dropout(self, x: int, probability: float) -> int:
-        """Add dropout, unless ``probability`` is 0."""
-        if not probability:
-            return x
-        size = self.graph.sizes[x]
-        # Without torch.compile, the CPU's mask has the dtype of its input; others are boolean.
-        has_float_mask = self.forward_spec.on_cpu and not self.forward_spec.is_compiled
-        mask = size if has_float_mask else size // self.forward_spec.residual_element_bytes
-        return self.graph.add_op(OpWork.pointwise, (x,), size, extra_output_bytes=(mask,))
+    def add_rope(self, x: int) -> int:
+        """Add the rotary position embedding of queries or keys."""
+        forward_spec, graph = self.forward_spec, self.graph
+        size = graph.sizes[x]
+        # The table is fp32: in mixed precision the product is promoted to fp32.
+        wide = (
+            size
+            // forward_spec.compute_element_bytes
+            * max(forward_spec.compute_element_bytes, forward_spec.rope_element_bytes)
+        )
+        rolled = graph.add_op(OpWork.pointwise, (x,), size)
+        second = graph.add_op(OpWork.pointwise, (rolled,), wide)
+        first = graph.add_op(OpWork.pointwise, (x,), wide)
+        total = graph.add_op(
+            OpWork.pointwise,
+            (second, first, rolled),
+            wide,
+            gradients=(second, first),
+            shares_gradient=True,
+        )
+        return total if wide == size else self.add_cast(total, size)

@@ -10,7 +10,6 @@ from pathlib import Path
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 from scalewise.registry import register_option
 from scalewise.typed_override import format_override
 
@@ -108,6 +107,7 @@ class DecoderConfig(ModelConfig):
     """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
 
     implementation = "scalewise.models.decoder.state_dict_adapter"
+    op_graph_implementation = "scalewise.models.decoder.op_graph"
 
     @property
     def pretrained_path(self) -> str | None:
@@ -206,12 +206,6 @@ class DecoderConfig(ModelConfig):
         attention = 14.0 * sequence * self.query_width
         return self.layers * (block + attention) + 6.0 * self.output_size * self.width
 
-    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
-        """Return the operator graphs of the embedding, a block, the head and the loss."""
-        from scalewise.models.decoder import op_graph
-
-        return op_graph.decoder_op_graphs(self, forward_spec)
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the architecture, and of pretrained weights that do not exist."""
         positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
@@ -251,7 +245,8 @@ class DecoderConfig(ModelConfig):
             fix = "set model.weights=PATH of a folder with safetensors files, or model.weights=null"
             yield self._issue("weights", "does not exist", fix)
         elif self.weights is not None and not invalid:
-            yield from config_issues(self, self.weights)
+            fields = {**vars(self), "kv_heads": self.key_heads, "head_width": self.head_size}
+            yield from config_issues(fields, self.weights)
 
     def _validate_shape(self) -> Iterator[ConfigIssue]:
         if self.classes is not None and self.tied:

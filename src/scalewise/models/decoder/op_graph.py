@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalewise.models import cross_entropy
+from scalewise.models.build import build_op_graphs
 from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
-from scalewise.models.decoder.linear_ops import FP32
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, OpWork
+from scalewise.models.linear_ops import FP32
+from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, OpWork, cross_entropy_ops
 
 
-def decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
+@build_op_graphs.register(DecoderConfig)
+def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
     """Return the operator graph of each part of a decoder."""
     prompted = replace(
         forward_spec,
@@ -49,7 +50,7 @@ def decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelOp
             sequence * (sequence + forward_spec.prefix_tokens) * forward_spec.compute_element_bytes
         )
     is_chunked = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
-    loss = None if is_chunked else cross_entropy.cross_entropy_ops(forward_spec, spec.output_size)
+    loss = None if is_chunked else cross_entropy_ops(forward_spec, spec.output_size)
     return ModelOpGraphs(
         embedding.graph, first_block.graph, block.graph, head.graph, loss, shared_bytes
     )
@@ -114,17 +115,9 @@ class OpGraphWriter(AttentionOps):
         if 0 < forward_spec.loss_chunk < forward_spec.num_tokens:
             self._add_chunked_loss(features)
         else:
-            self._add_adapted_linear(
+            self.add_adapted_linear(
                 "head", features, spec.width, spec.output_size // forward_spec.tensor_ranks
             )
-
-    def is_trained(self, name: str) -> bool:
-        """Return whether the weights of a module are trained; adapter weights do not count."""
-        owner = "embedding" if name == "head" and self.spec.tied else name
-        return (
-            not self.forward_spec.has_frozen_weights
-            or owner in self.forward_spec.fully_trained_modules
-        )
 
     @property
     def _residual_bytes(self) -> int:
@@ -265,159 +258,22 @@ class OpGraphWriter(AttentionOps):
         )
         return out if size == fp32_bytes else self.add_cast(out, size)
 
-    def _add_adapted_linear(
-        self,
-        name: str,
-        x: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        row_parallel: bool = False,
-        live_tensors: tuple[int, ...] = (),
-    ) -> int:
-        """Add a linear layer and, if it is adapted, the two matmuls of its adapter.
-
-        ``row_parallel``: whether tensor-parallel ranks compute partial sums of the output, since
-        the input features are sharded.
-        """
-        forward_spec, graph = self.forward_spec, self.graph
-        scaled = name in forward_spec.scaled_layers
-        x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
-        if name in forward_spec.fp8_layers:
-            output = self.add_fp8_linear(x, in_features, out_features, live_tensors, bias=bias)
-        elif name in forward_spec.fake_quantized_layers:
-            output = self.add_fake_quantized_linear(x, in_features, out_features, live_tensors)
-        elif name in forward_spec.packed_layers:
-            output = self.add_unpacked_linear(x, in_features, out_features, live_tensors)
-        else:
-            trains = self.is_trained(name)
-            output = self.add_linear(
-                x, in_features, out_features, bias=bias, trains=trains, live_tensors=live_tensors
-            )
-        output = (
-            self.add_reduction(
-                output, scatter=forward_spec.sequence_parallel, live_tensors=(x, *live_tensors)
-            )
-            if row_parallel
-            else output
-        )
-        if scaled and not row_parallel:
-            return self._add_ia3_scale(output, out_features)
-        if name not in forward_spec.adapted_layers:
-            return output
-        size = graph.sizes[output]
-        if forward_spec.has_magnitudes and bias:
-            output = graph.add_op(OpWork.pointwise, (output,), size)
-        narrow = self.add_linear(
-            self.add_dropout(x, forward_spec.adapter_dropout),
-            in_features,
-            forward_spec.adapter_rank,
-        )
-        narrow = (
-            self.add_reduction(narrow, scatter=forward_spec.sequence_parallel)
-            if row_parallel
-            else narrow
-        )
-        wide = self.add_linear(
-            narrow,
-            forward_spec.adapter_rank,
-            out_features,
-            tokens=forward_spec.residual_tokens if row_parallel else forward_spec.num_tokens,
-        )
-        if forward_spec.has_magnitudes:
-            self._add_dora_norms(in_features, out_features)
-        scaled_update = graph.add_op(OpWork.pointwise, (wide,), size)
-        summed = graph.add_op(OpWork.pointwise, (output, scaled_update), size, shares_gradient=True)
-        if not forward_spec.has_magnitudes:
-            return summed
-        rescaled = self._add_vector_mul(summed, size, out_features)
-        return (
-            graph.add_op(OpWork.pointwise, (rescaled,), size, shares_gradient=True)
-            if bias
-            else rescaled
-        )
-
-    def _add_dora_norms(self, in_features: int, out_features: int) -> None:
-        """Add the row norms of W + scale B A: matmuls with W and A, with A, and with B and A."""
-        forward_spec, rank = self.forward_spec, self.forward_spec.adapter_rank
-        for numel, rows in (
-            (in_features * out_features, out_features),
-            (in_features * rank, rank),
-            (rank * out_features, out_features),
-        ):
-            self.graph.add_op(
-                OpWork.matmul,
-                (),
-                rows * rank * forward_spec.gradient_element_bytes,
-                saved_by_selective=True,
-                flops=2.0 * rank * numel,
-            )
-
-    def _add_ia3_scale(self, x: int, features: int, *, casts_input: bool = False) -> int:
-        """Add PEFT's product of features and an IA3 vector, in the dtype of the vector.
-
-        ``casts_input``: whether a separate operator casts the features before the product.
-        """
-        size = self.graph.sizes[x]
-        wide = (
-            size
-            // self.forward_spec.compute_element_bytes
-            * self.forward_spec.gradient_element_bytes
-        )
-        features_cast = self.add_cast(x, wide) if casts_input and wide != size else x
-        scaled = self._add_vector_mul(features_cast, wide, features)
-        return scaled if wide == size else self.add_cast(scaled, size)
-
-    def _add_vector_mul(self, x: int, size: int, features: int) -> int:
-        """Add the product, of ``size`` bytes, with a trained vector."""
-        vector = features * self.forward_spec.gradient_element_bytes
-        return self.graph.add_op(
-            OpWork.pointwise,
-            (x,),
-            size,
-            saved=(x,),
-            weight_gradient_bytes=(vector, vector),
-            backward_scratch=size,
-        )
-
-    def _add_rope(self, x: int) -> int:
-        forward_spec, graph = self.forward_spec, self.graph
-        size = graph.sizes[x]
-        # The table is fp32: in mixed precision the product is promoted to fp32.
-        wide = (
-            size
-            // forward_spec.compute_element_bytes
-            * max(forward_spec.compute_element_bytes, forward_spec.rope_element_bytes)
-        )
-        rolled = graph.add_op(OpWork.pointwise, (x,), size)
-        second = graph.add_op(OpWork.pointwise, (rolled,), wide)
-        first = graph.add_op(OpWork.pointwise, (x,), wide)
-        total = graph.add_op(
-            OpWork.pointwise,
-            (second, first, rolled),
-            wide,
-            gradients=(second, first),
-            shares_gradient=True,
-        )
-        return total if wide == size else self.add_cast(total, size)
-
     def _add_attention_sublayer(self, normed: int) -> int:
         spec, forward_spec = self.spec, self.forward_spec
         features, ranks = self.add_all_gather(normed), forward_spec.tensor_ranks
-        query = self._add_adapted_linear(
+        query = self.add_adapted_linear(
             "attention.query", features, spec.width, spec.query_width // ranks, bias=spec.bias
         )
-        key = self._add_adapted_linear(
+        key = self.add_adapted_linear(
             "attention.key", features, spec.width, spec.kv_width // ranks, bias=spec.bias
         )
-        value = self._add_adapted_linear(
+        value = self.add_adapted_linear(
             "attention.value", features, spec.width, spec.kv_width // ranks, bias=spec.bias
         )
         if spec.position is PositionKind.rope:
-            query, key = self._add_rope(query), self._add_rope(key)
+            query, key = self.add_rope(query), self.add_rope(key)
         mixed = self.add_attention(query, key, value)
-        return self._add_adapted_linear(
+        return self.add_adapted_linear(
             "attention.output",
             mixed,
             spec.query_width // ranks,
@@ -434,21 +290,21 @@ class OpGraphWriter(AttentionOps):
             self.spec.feedforward // self.forward_spec.tensor_ranks,
         )
         if spec.activation is ActivationKind.swiglu:
-            gate = self._add_adapted_linear(
+            gate = self.add_adapted_linear(
                 "feedforward.gate", features, spec.width, hidden_width, bias=bias
             )
             size = graph.sizes[gate]
             activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
-            up = self._add_adapted_linear(
+            up = self.add_adapted_linear(
                 "feedforward.up", features, spec.width, hidden_width, bias=bias
             )
             hidden = graph.add_op(OpWork.pointwise, (activated, up), size, saved=(activated, up))
         else:
-            up = self._add_adapted_linear(
+            up = self.add_adapted_linear(
                 "feedforward.up", features, spec.width, hidden_width, bias=bias
             )
             hidden = graph.add_op(OpWork.pointwise, (up,), graph.sizes[up], saved=(up,))
-        return self._add_adapted_linear(
+        return self.add_adapted_linear(
             "feedforward.down",
             hidden,
             hidden_width,

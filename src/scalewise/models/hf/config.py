@@ -9,8 +9,15 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
-from scalewise.models.hf.model_info import COLUMN, TP_STYLES, ModelInfo
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+from scalewise.models.hf.hub import model_tokenizer
+from scalewise.models.hf.inspect import (
+    COLUMN,
+    TP_STYLES,
+    ModelInfo,
+    peft_targets,
+    read_info,
+    weight_issues,
+)
 from scalewise.registry import register_option
 
 
@@ -48,18 +55,18 @@ class HuggingFaceConfig(ModelConfig):
     """Number of layers of each stack, with random weights; null: as config.json says."""
 
     implementation = "scalewise.models.hf.weights"
+    op_graph_implementation = "scalewise.tracing.hf_op_graphs"
     imports = ("scalewise.models.hf.causal_lm",)
 
     @property
     def info(self) -> ModelInfo:
         """Facts about the model; raises ``ConfigError`` if it is not supported."""
         try:
-            from scalewise.models.hf import introspection
+            return read_info(self)
         except ModuleNotFoundError as error:
             reason = f"requires {error.name}, which is not installed"
             fix = f"pip install {error.name}"
             raise ConfigError.for_key("model", "hf", reason, fix) from None
-        return introspection.read_model_info(self.path, self.depth)
 
     @property
     def pretrained_path(self) -> str | None:
@@ -68,9 +75,7 @@ class HuggingFaceConfig(ModelConfig):
 
     def find_tokenizer_file(self) -> Path | None:
         """Return the tokenizer.json of the model, or None."""
-        from scalewise.models.hf import hub
-
-        return hub.model_tokenizer(self.path)
+        return model_tokenizer(self.path)
 
     @property
     def vocabulary(self) -> int:  # type: ignore[override]  # not a field here
@@ -145,16 +150,12 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """PEFT's default LoRA targets for the architecture, or all linear layers."""
-        from scalewise.models.hf import introspection
-
-        return introspection.default_lora_targets(self.info, "LORA")
+        return peft_targets(self, "LORA")
 
     @property
     def ia3_targets(self) -> tuple[str, ...]:
         """PEFT's default IA3 targets for the architecture, or all linear layers."""
-        from scalewise.models.hf import introspection
-
-        return introspection.default_lora_targets(self.info, "IA3")
+        return peft_targets(self, "IA3")
 
     def weight_census(self) -> tuple[Weight, ...]:
         """Return every parameter of the module, in the order of ``named_parameters()``."""
@@ -220,15 +221,6 @@ class HuggingFaceConfig(ModelConfig):
                 skipped += flops * weight.numel * positions
         return skipped / sequence
 
-    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
-        """Return operator graphs whose memory is measured by runs with fake tensors."""
-        if len(self.info.stack_starts) > 1:
-            reason = "does not support models with several stacks of blocks"
-            raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
-        from scalewise.models.hf import fake_tensor_runs
-
-        return fake_tensor_runs.fake_op_graphs(self, forward_spec)
-
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Return the styles of transformers' ``base_model_tp_plan``, and those outside the blocks.
 
@@ -282,6 +274,4 @@ class HuggingFaceConfig(ModelConfig):
             reason = "differs from the number of layers of the pretrained weights"
             yield ConfigIssue("model.depth", self.depth, reason, "set model.init=random")
         if Path(self.path).expanduser().is_dir():
-            from scalewise.models.hf import weights
-
-            yield from weights.weight_issues(self.path)
+            yield from weight_issues(self)

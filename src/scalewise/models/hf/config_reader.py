@@ -104,3 +104,21 @@ def auto_class(config: PretrainedConfig) -> Any:
 def first_line(error: Exception) -> str:
     """Return the message of an error in one line of at most 120 characters."""
     return " ".join(str(error).split())[:120]
+
+
+def rope_type(config: Any) -> str | None:
+    """Return the ``rope_type`` of a transformers configuration."""
+    table = getattr(config, "rope_parameters", None) or {}
+    return table.get("rope_type") if isinstance(table, dict) else None
+
+
+def dropout_probabilities(config: PretrainedConfig) -> Iterator[float]:
+    """Yield every dropout probability of a configuration, except those of unused heads."""
+    for key, value in config.to_dict().items():
+        is_unused_head = key.startswith(("summary", "classifier"))
+        if (
+            key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))
+            and isinstance(value, float)
+            and not is_unused_head
+        ):
+            yield value

@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import shorten
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
-
 from scalewise.errors import ConfigError
-from scalewise.models.safetensors_files import INDEX
 
 KEY = "model.path"
 CONFIG_FILES = ("config.json", "generation_config.json")
-WEIGHT_FILES = ("*.safetensors", INDEX)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of the tokenizer and of the chat format."""
 
@@ -49,6 +44,9 @@ def model_tokenizer(path: str) -> Path | None:
 
 
 def _download(name: str, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download  # not needed for a local folder
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         cached = Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
         if any(cached.glob(files[0])):

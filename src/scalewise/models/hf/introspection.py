@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -20,19 +21,21 @@ from transformers.pytorch_utils import Conv1D
 
 from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
 from scalewise.models.base import StageSlice, Weight
-from scalewise.models.hf import encoder_decoder, hub, vision_language
+from scalewise.models.hf import encoder_decoder, hub, inspect, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule, TiedLinearHead, conv1d_as_linear
+from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.config_reader import (
     IMAGE_TEXT,
     KEY,
     LIKE,
     auto_class,
+    dropout_probabilities,
     first_line,
     read_config,
+    rope_type,
 )
-from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
-from scalewise.models.hf.model_info import ModelInfo
-from scalewise.models.hf.multi_stack import MultiStackModule
+from scalewise.models.hf.encoder_decoder import EncoderDecoderModule, MultiStackModule
+from scalewise.models.hf.inspect import ModelInfo
 from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.models.safetensors_files import SafetensorsFiles, weight_files
@@ -97,10 +100,7 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
         model_type=config.model_type if vision else text.model_type,
         linear_layers=tuple(linears.items()),
         buffer_bytes=sum(buffer.nbytes for buffer in module.original_buffers.values()),
-        dropout=max(
-            (probability for each in dropout_configs for probability in _dropouts(each)),
-            default=0.0,
-        ),
+        dropout=max(chain.from_iterable(map(dropout_probabilities, dropout_configs)), default=0.0),
         layer_order=tuple(module.layer_order),
         tied_head=_find_tied_head(module),
         hf_tp_plan=tuple(_tensor_parallel_plan(module, text)) if len(starts) == 1 else (),
@@ -112,17 +112,22 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
     )
 
 
-def default_lora_targets(info: ModelInfo, adapter: str) -> tuple[str, ...]:
-    """Return the linear layers of a block that PEFT adapts by default, by name within it.
-
-    ``adapter`` is ``LORA`` or ``IA3``. If PEFT has no default for the model, all linear layers.
-    """
-    from peft.utils import constants  # imported here because the import takes seconds
+@inspect.peft_targets.register(HuggingFaceConfig)
+def _peft_targets(config: HuggingFaceConfig, adapter: str) -> tuple[str, ...]:
+    from peft.utils import constants  # the import takes seconds
 
     table = getattr(constants, f"TRANSFORMERS_MODELS_TO_{adapter}_TARGET_MODULES_MAPPING")
-    suffixes, names = table.get(info.model_type, ()), tuple(name for name, _ in info.linear_layers)
+    suffixes, names = (
+        table.get(config.info.model_type, ()),
+        tuple(name for name, _ in config.info.linear_layers),
+    )
     targets = (name for name in names if any(f".{name}".endswith(f".{end}") for end in suffixes))
     return tuple(targets) or names
+
+
+@inspect.read_info.register(HuggingFaceConfig)
+def _read_info(config: HuggingFaceConfig) -> ModelInfo:
+    return read_model_info(config.path, config.depth)
 
 
 @lru_cache(maxsize=16)
@@ -291,12 +296,6 @@ def _block_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue(KEY, path, "has buffers without values on the meta device", fix)
 
 
-def rope_type(config: Any) -> str | None:
-    """Return the ``rope_type`` of a transformers configuration."""
-    table = getattr(config, "rope_parameters", None) or {}
-    return table.get("rope_type") if isinstance(table, dict) else None
-
-
 def _forward_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
     """Yield config issues of a probe forward pass, and record facts about layers in the module."""
     probe = copy.deepcopy(module).to("meta")
@@ -389,14 +388,3 @@ def _tensor_parallel_plan(
     for name, style in (getattr(config, "base_model_tp_plan", None) or {}).items():
         if name.startswith(start):
             yield name.removeprefix(start), style
-
-
-def _dropouts(config: PretrainedConfig) -> Iterator[float]:
-    for key, value in config.to_dict().items():
-        is_unused_head = key.startswith(("summary", "classifier"))
-        if (
-            key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))
-            and isinstance(value, float)
-            and not is_unused_head
-        ):
-            yield value

@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from scalewise.models.hf import encoder_decoder
-from scalewise.models.hf.model_info import VisionInfo
-from scalewise.models.hf.multi_stack import MultiStackModule
+from scalewise.models.hf.encoder_decoder import MultiStackModule
+from scalewise.models.hf.inspect import VisionInfo
 
 LANGUAGE_MODEL = "language_model"
 

@@ -15,13 +15,19 @@ from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models import build, init
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.base_module import ModelModule
-from scalewise.models.hf import hub, introspection, vision_language
+from scalewise.models.hf import hub, inspect, introspection, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.models.hf.config_reader import KEY, read_config
 from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.vision_language import VisionLanguageModule
-from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save_tensors, weight_files
+from scalewise.models.safetensors_files import (
+    PATTERNS,
+    SINGLE,
+    SafetensorsFiles,
+    save_tensors,
+    weight_files,
+)
 
 DEFAULT_STD = 0.02
 """Standard deviation of a configuration without ``initializer_range``, as in transformers."""
@@ -66,21 +72,19 @@ def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
 
 def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
     """Return the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
-    folder = hub.model_folder(path, hub.WEIGHT_FILES)
+    folder = hub.model_folder(path, PATTERNS)
     fix = "save the model with save_pretrained, or set model.init=random"
     files = SafetensorsFiles(weight_files(folder, KEY, path, fix), KEY, path)
     return PretrainedTensors(files, introspection.build_original(path, depth))
 
 
-def weight_issues(path: str) -> tuple[ConfigIssue, ...]:
-    """Return the config issues of the weights in a local folder; only file headers are read.
-
-    The result is cached until a file changes.
-    """
-    folder = Path(path).expanduser()
+@inspect.weight_issues.register(HuggingFaceConfig)
+def _weight_issues(config: HuggingFaceConfig) -> tuple[ConfigIssue, ...]:
+    """Issues of the weights; cached until a file changes."""
+    folder = Path(config.path).expanduser()
     stats = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
     signature = tuple((str(file), stat.st_mtime_ns, stat.st_size) for file, stat in stats)
-    return _check_weights(path, signature)
+    return _check_weights(config.path, signature)
 
 
 @lru_cache(maxsize=16)

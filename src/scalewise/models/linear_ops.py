@@ -1,4 +1,4 @@
-"""Linear layers in the operator graph of the decoder, for the planner."""
+"""Linear layers in operator graphs, for the planner."""
 
 from __future__ import annotations
 

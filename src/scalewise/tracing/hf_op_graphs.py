@@ -7,27 +7,45 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
+from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters.build import apply_adapter
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig
+from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.measure.storages import storage_bytes
-from scalewise.models import cross_entropy
 from scalewise.models.base import StageSlice
-from scalewise.models.build import build_meta
-from scalewise.models.decoder.linear_ops import LinearOps
+from scalewise.models.build import build_meta, build_op_graphs
 from scalewise.models.hf.causal_lm import CausalLMModule
-from scalewise.models.hf.non_block_parts import (
+from scalewise.models.hf.config import HuggingFaceConfig
+from scalewise.models.linear_ops import LinearOps
+from scalewise.models.op_graph import (
+    BackwardMode,
+    ForwardSpec,
+    ModelOpGraphs,
+    OpGraph,
+    Recompute,
+    RecordedPart,
+    cross_entropy_ops,
+)
+from scalewise.objectives import CausalLM
+from scalewise.precision.build import apply_precision
+from scalewise.precision.fp8 import Float8
+from scalewise.quantization.bitsandbytes_config import NF4Config
+from scalewise.quantization.build import apply_quantization
+from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
+from scalewise.strategies.activation_checkpointing import apply_checkpointing
+from scalewise.tracing.op_recorder import OpRecorder
+from scalewise.tracing.part_memory import (
     CountedLeaf,
     CountingBlock,
     NonBlockParts,
@@ -37,25 +55,7 @@ from scalewise.models.hf.non_block_parts import (
     drop_gradients,
     gradient_bytes,
 )
-from scalewise.models.hf.op_recorder import OpRecorder
-from scalewise.models.hf.tp_shard_fake import shard_for_rank
-from scalewise.models.op_graph import (
-    BackwardMode,
-    ForwardSpec,
-    ModelOpGraphs,
-    OpGraph,
-    RecordedPart,
-)
-from scalewise.objectives import CausalLM
-from scalewise.precision.build import apply_precision
-from scalewise.precision.fp8 import Float8
-from scalewise.quantization.bitsandbytes_config import NF4Config
-from scalewise.quantization.build import apply_quantization
-from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
-from scalewise.strategies.activation_checkpointing import apply_checkpointing
-
-if TYPE_CHECKING:
-    from scalewise.models.hf.config import HuggingFaceConfig
+from scalewise.tracing.tensor_parallel_shard import shard_for_rank
 
 FRESH = BackwardMode(Recompute.nothing, fresh_gradients=True)
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -63,8 +63,12 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16}
 ONE_LAYER = StageSlice(range(1))
 
 
-def fake_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
-    """Return the operator graphs of a model; each part runs when its ``measure`` is called."""
+@build_op_graphs.register(HuggingFaceConfig)
+def _hf_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
+    """Operator graphs of a model; each part runs when its ``measure`` is called."""
+    if len(spec.info.stack_starts) > 1:
+        reason = "does not support models with several stacks of blocks"
+        raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
     runner = FakeTensorRunner(spec, forward_spec)
     outer, (block, head, loss) = runner.run_non_block_parts(FRESH), runner.record_operators()
     return ModelOpGraphs(
@@ -215,7 +219,7 @@ class FakeTensorRunner:
         if self.uses_chunked_loss:
             return None
         if self.forward_spec.loss_parallel:
-            return cross_entropy.cross_entropy_ops(self.forward_spec, self.spec.output_size)
+            return cross_entropy_ops(self.forward_spec, self.spec.output_size)
         return _measured_part(recorded, lambda *_: self.run_loss())
 
     def run_loss(self) -> Sizes:

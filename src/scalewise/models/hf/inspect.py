@@ -1,11 +1,13 @@
-"""Facts about a Hugging Face model that need no weights."""
+"""Facts about a Hugging Face model: functions of its config whose code imports transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scalewise.models.base import TPStyle, Weight
+from scalewise.errors import ConfigIssue
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
+from scalewise.models.base import ModelConfig, TPStyle, Weight
 
 COLUMN = "colwise"
 TP_STYLES = {COLUMN: TPStyle.column, "rowwise": TPStyle.row}
@@ -71,3 +73,28 @@ class ModelInfo:
     """Layers that are applied to the source tokens of an encoder-decoder model, by full name."""
     vision: VisionInfo | None = None
     """Facts about the image input; None: the model reads no images."""
+
+
+@lazy_dispatch
+def read_info(config: ModelConfig) -> ModelInfo:
+    """Facts about a model, from its configuration and its module on the meta device.
+
+    Raises:
+        ConfigError: The model is not supported.
+    """
+    raise not_registered(read_info, config)
+
+
+@lazy_dispatch
+def peft_targets(config: ModelConfig, adapter: str) -> tuple[str, ...]:
+    """Linear layers of a block that PEFT adapts by default, by name within it.
+
+    ``adapter`` is ``LORA`` or ``IA3``. If PEFT has no default for the model, all linear layers.
+    """
+    raise not_registered(peft_targets, config)
+
+
+@lazy_dispatch
+def weight_issues(config: ModelConfig) -> Iterable[ConfigIssue]:
+    """Config issues of the weights in a local folder; only file headers are read."""
+    raise not_registered(weight_issues, config)
