@@ -8,6 +8,7 @@ from fixtures.layouts import marks
 
 import scalewise
 from scalewise.bench import calibrate, profile
+from scalewise.data.prepare import prepare_splits
 from scalewise.measure.steptime import StepTimer
 from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
@@ -45,7 +46,7 @@ def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
     state_dict_adapter.export_folder(
         build_model(run.model, 1).state_dict(), run.model, tmp_path / "start"
     )
-    tokenizer = run.data.prepare(run.model.vocabulary, run.seed).tokenizer
+    tokenizer = prepare_splits(run.data, run.model.vocabulary, run.seed).tokenizer
     losses = []
     for hardware in ("cpu", "auto"):
         own = [f"model.weights={tmp_path / 'start'}", f"data.tokenizer={tokenizer}"]

@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import scalewise
 from scalewise import cli
-from scalewise.data.synthetic_shapes import WORDS, SyntheticShapes
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.synthetic import WORDS, SyntheticShapes
 
 TINY = "experiment=finetune/captioning_tiny"
 
@@ -22,7 +23,7 @@ TINY = "experiment=finetune/captioning_tiny"
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Returns a folder of drawn shapes as files, with their captions and their tokenizer."""
-    splits = SyntheticShapes(image_size=48).prepare(len(WORDS), 1)
+    splits = prepare_splits(SyntheticShapes(image_size=48), len(WORDS), 1)
     assert splits.tokenizer is not None
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())
     lines = []

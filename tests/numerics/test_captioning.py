@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import cli
 from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.prepare import prepare_splits
 from scalewise.evaluation import captions
 from scalewise.hardware import DeviceKind
 from scalewise.models.build import build_model
@@ -93,7 +94,7 @@ def test_fresh_query_tokens_are_drawn(stack: Stacked) -> None:
 
 def test_captions_are_held_out_and_written_as_by_transformers(stack: Stacked) -> None:
     run, peer = stack.run(), stack.theirs()
-    rows = run.data.prepare(32, run.seed).validation
+    rows = prepare_splits(run.data, 32, run.seed).validation
     assert rows is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     assert isinstance(module, VisionLanguageModule)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from scalewise import compose
 from scalewise.commands.trained import load_trained
 from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.prepare import prepare_splits
 from scalewise.evaluation import load_model
 from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
@@ -159,7 +160,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
     folder = checkpoints(family)
     found = alone(job, folder, "optimizer.weight_decay=0")
     run = compose([*line(folder, "optimizer.weight_decay=0", "trainer.micro_batch=11")])
-    rows = run.data.prepare(256, run.seed).train
+    rows = prepare_splits(run.data, 256, run.seed).train
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     losses = []

@@ -16,7 +16,7 @@ from test_decoder import EXACT, peer
 from torch import Tensor
 
 from scalewise.data.dataloader import Batch, as_batch
-from scalewise.data.packing import PackedTextDataset
+from scalewise.data.datasets import PackedTextDataset
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
@@ -61,7 +61,7 @@ def by_itself(ids_S: NDArray[np.int32]) -> Batch:
 def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
     """Returns the row of a text in a batch, and its places there but the last token's."""
     wanted = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
-    for row, first in (batch["places"] == 0).nonzero().tolist():
+    for row, first in (batch["positions"] == 0).nonzero().tolist():
         there = slice(first, first + len(wanted))
         if torch.equal(batch["inputs"][row, there], wanted):
             return row, there
@@ -71,7 +71,7 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
 @each_spec
 def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 3), packed(spec)
-    logits_BTV = module(batch["inputs"], None, batch["places"])
+    logits_BTV = module(batch["inputs"], None, batch["positions"])
     ScaledLoss(CausalLM()).compute(module, batch).backward()
     found = _gradients(module)
     module.zero_grad()
@@ -96,8 +96,8 @@ def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfi
     ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     with torch.no_grad():
-        wanted = theirs(batch["inputs"], position_ids=batch["places"], use_cache=False).logits
-        found = ours(batch["inputs"], None, batch["places"])
+        wanted = theirs(batch["inputs"], position_ids=batch["positions"], use_cache=False).logits
+        found = ours(batch["inputs"], None, batch["positions"])
     torch.testing.assert_close(found, wanted, **EXACT)
 
 

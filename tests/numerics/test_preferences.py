@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise import compose
 from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader, as_batch
-from scalewise.data.datasets import RandomDataset
+from scalewise.data.synthetic_datasets import RandomDataset
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_model

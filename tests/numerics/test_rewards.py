@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise import compose
 from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, as_batch
+from scalewise.data.prepare import prepare_splits
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_model
@@ -60,7 +61,7 @@ def module(run: RunConfig) -> ModelModule:
 
 def prompts(run: RunConfig, filled: int = 0) -> Batch:
     """Returns five prompts with their right answers, and rows that fill the batch up."""
-    tokens_BS = run.data.prepare(run.model.vocabulary, 0).train.gather(range(5))
+    tokens_BS = prepare_splits(run.data, run.model.vocabulary, 0).train.gather(range(5))
     filler = np.full((filled, tokens_BS.shape[1]), ~0)
     return as_batch(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
 

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.prepare import prepare_splits
 from scalewise.evaluation import validation_metrics
 from scalewise.evaluation.generation import generate_answer
 from scalewise.models.build import build_model
@@ -40,7 +41,7 @@ def test_flops_are_those_that_torch_counts(
 def test_answers_are_held_out_and_written_as_by_transformers(stacked: Stack) -> None:
     stack = stacked("t5_gated")
     run, peer = stack.run(), stack.theirs()
-    rows = run.data.prepare(256, run.seed).validation
+    rows = prepare_splits(run.data, 256, run.seed).validation
     assert rows is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     found = validation_metrics.measure_loss(module, rows, 10, 4)

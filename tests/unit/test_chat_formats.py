@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from scalewise.data import chat_templates
 from scalewise.data.base import DataSplits
-from scalewise.data.chat import ChatData
+from scalewise.data.chat import ChatData, PreferenceData, Seq2SeqData
 from scalewise.data.chat_formats import parse_conversation
 from scalewise.data.chat_messages import ROLES, Conversation, RecordKeys
+from scalewise.data.chat_records import parse_pair
 from scalewise.data.chat_templates import PlainTemplate
-from scalewise.data.preference import PreferenceData
-from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.prepare import prepare_splits
 from scalewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}
@@ -409,8 +409,8 @@ def text_of(splits: DataSplits, row: int = 0) -> str:
 
 def test_a_history_is_trained_on_before_the_last_answer(tmp_path: Path) -> None:
     record = {"instruction": "And Malta?", "output": "Second.", "history": [["Sicily?", "First."]]}
-    splits = ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL).prepare(
-        300, 0
+    splits = prepare_splits(
+        ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL), 300, 0
     )
     assert text_of(splits).startswith(
         "### System:\nBe brief.\n\n### User:\nSicily?\n\n### Assistant:\nFirst.<|endoftext|>"
@@ -457,16 +457,16 @@ def test_a_system_text_that_the_template_does_not_write_is_rejected(tmp_path: Pa
     options = {**SMALL, **with_template(tmp_path, silent)}
     chat = ChatData(paths=lines(tmp_path, record), **options)
     with pytest.raises(DataError, match=r"a\.jsonl:1 has a turn of 'system', which the chat templ"):
-        chat.prepare(1000, 0)
+        prepare_splits(chat, 1000, 0)
     chat = ChatData(paths=chat.paths, **{**options, **with_template(tmp_path, GEMMA)})
     with pytest.raises(DataError, match=r"a\.jsonl:1 is rejected by the chat template: no system"):
-        chat.prepare(1000, 0)
+        prepare_splits(chat, 1000, 0)
 
 
 def test_contents_are_parts_where_the_template_needs_them(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, PARTS)}
-    splits = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options).prepare(
-        1000, 0
+    splits = prepare_splits(
+        ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options), 1000, 0
     )
     expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
     assert text_of(splits).startswith(expected)
@@ -479,14 +479,16 @@ def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
     ]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    splits = ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
+    splits = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
     assert len(splits.train) == 2
 
 
 def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
     assert (
-        chat.prepare(300, 0).note == chat.prepare(300, 0).note == "ignored key id, occurrences: 1"
+        prepare_splits(chat, 300, 0).note
+        == prepare_splits(chat, 300, 0).note
+        == "ignored key id, occurrences: 1"
     )
 
 
@@ -494,9 +496,9 @@ def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "persona": "pirate"}
     chat = ChatData(paths=lines(tmp_path, record), **SMALL)
     with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
-        chat.prepare(300, 0)
+        prepare_splits(chat, 300, 0)
     allowed = ChatData(**{**vars(chat), "ignore_keys": ("persona",)})
-    assert allowed.prepare(300, 0).note == "ignored key persona, occurrences: 1"
+    assert prepare_splits(allowed, 300, 0).note == "ignored key persona, occurrences: 1"
 
 
 def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
@@ -507,16 +509,14 @@ def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
     for options in (SMALL, with_template(tmp_path, CHATML)):
         chat = ChatData(paths=lines(tmp_path, record), **{**SMALL, **options})
         with pytest.raises(DataError, match=r"a\.jsonl:1 "):
-            chat.prepare(1000, 0)
+            prepare_splits(chat, 1000, 0)
 
 
 # Preferences and questions with answers.
 
 
 def sides(record: dict[str, Any]) -> list[str]:
-    from scalewise.data import preference_formats
-
-    texts = preference_formats.parse_pair(record, PlainTemplate("."), RecordKeys())
+    texts = parse_pair(record, PlainTemplate("."), RecordKeys())
     return ["".join(piece.text for piece in pieces) for pieces in texts]
 
 
@@ -592,7 +592,7 @@ def test_preferences_drop_nothing(more: dict[str, Any], reason: str) -> None:
 
 def test_preferences_note_metadata(tmp_path: Path) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
-    splits = PreferenceData(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=lines(tmp_path, record), **SMALL), 300, 0)
     assert splits.note == "ignored key score_chosen, occurrences: 1"
 
 
@@ -615,12 +615,12 @@ def test_questions_with_answers_drop_nothing(
 ) -> None:
     data = Seq2SeqData(paths=lines(tmp_path, record), **SMALL)
     with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
-        data.prepare(300, 0)
+        prepare_splits(data, 300, 0)
 
 
 def test_a_system_text_is_part_of_a_question(tmp_path: Path) -> None:
     record = {"instruction": "hello", "output": "fine", "system": "Arr."}
-    splits = Seq2SeqData(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
+    splits = prepare_splits(Seq2SeqData(paths=lines(tmp_path, record), **SMALL), 300, 0)
     ids = [~token for token in splits.train.gather([0])[0].tolist() if token < 0]
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     assert "Arr." in tokenizer.decode([token for token in ids if token < 300])
@@ -647,7 +647,7 @@ def test_an_endless_template_is_named_with_its_record(
     options = {**SMALL, **with_template(tmp_path, ENDLESS[name])}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
-        chat.prepare(1000, 0)
+        prepare_splits(chat, 1000, 0)
     (issue,) = error.value.issues
     assert issue.key == "data.tokenizer"
     assert str(issue.value).endswith("tokenizer_config.json")
@@ -659,7 +659,7 @@ def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, "{% for %}")}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
-        chat.prepare(1000, 0)
+        prepare_splits(chat, 1000, 0)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
@@ -671,14 +671,14 @@ def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path
     else:
         path.write_text(json.dumps([record] if suffix == ".json" else record))
     with pytest.raises(DataError, match=f"a{suffix}:1 has a NUL character"):
-        ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
+        prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
 
 
 def test_json_lists_are_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
     record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
     (tmp_path / "a.json").write_text(f"[{record}]")
     with pytest.raises(DataError, match="NaN is not a JSON value"):
-        ChatData(paths=(str(tmp_path / "a.json"),), **SMALL).prepare(300, 0)
+        prepare_splits(ChatData(paths=(str(tmp_path / "a.json"),), **SMALL), 300, 0)
 
 
 def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
@@ -686,4 +686,4 @@ def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([column, column], ["messages", "messages"])
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has more than one column messages"):
-        ChatData(paths=(str(tmp_path / "a.parquet"),), **SMALL).prepare(300, 0)
+        prepare_splits(ChatData(paths=(str(tmp_path / "a.parquet"),), **SMALL), 300, 0)

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_rendering import RenderRequest, RenderSetup, TemplateRenderer
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import DataError
 
@@ -60,7 +61,7 @@ def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, An
         sequence=256,
         validation_fraction=0,
     )
-    return chat.prepare(1000, 0)
+    return prepare_splits(chat, 1000, 0)
 
 
 def ids_of(splits: DataSplits, row: int, count: int) -> tuple[list[int], list[int]]:
@@ -104,7 +105,7 @@ def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path:
     )
     theirs = AutoTokenizer.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
-    assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
+    assert ids_of(prepare_splits(chat, len(theirs), 0), 0, len(expected))[0] == expected
 
 
 TOKEN = {
@@ -158,9 +159,9 @@ def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
     theirs = AutoTokenizer.from_pretrained(file.parent)
     assert len(theirs) > own.get_vocab_size()
     expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
-    assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
+    assert ids_of(prepare_splits(chat, len(theirs), 0), 0, len(expected))[0] == expected
     with pytest.raises(DataError, match="beyond the model's embedding: <") as caught:
-        chat.prepare(len(theirs) - 1, 0)
+        prepare_splits(chat, len(theirs) - 1, 0)
     assert f"model.vocabulary={len(theirs)} " in caught.value.issues[0].fix
     assert "cp " in caught.value.issues[0].fix
 
@@ -281,7 +282,7 @@ def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
     chat = ChatData(
         paths=(str(path),), tokenizer=str(file.parent), end_of_text="</s>", sequence=256
     )
-    splits = ChatData(**{**vars(chat), "validation_fraction": 0}).prepare(1000, 0)
+    splits = prepare_splits(ChatData(**{**vars(chat), "validation_fraction": 0}), 1000, 0)
     theirs = AutoTokenizer.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
     assert ids_of(splits, 0, len(expected))[0] == expected

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from scalewise.data.build_cache import build_cached, cache_folder
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus
 from scalewise.errors import DataError
 
 PREPARE = """
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus
-print(StdlibCorpus(vocabulary=400, megabytes=0.3, sequence=16).prepare(400, 0).tokenizer.parent)
+corpus = StdlibCorpus(vocabulary=400, megabytes=0.3, sequence=16)
+print(prepare_splits(corpus, 400, 0).tokenizer.parent)
 """
 
 KILLED = """
@@ -111,16 +114,16 @@ def test_a_cache_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
 
 def test_a_shortened_cache_is_refused(capfd):
     corpus = StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8)
-    folder = corpus.prepare(300, 0).tokenizer.parent
+    folder = prepare_splits(corpus, 300, 0).tokenizer.parent
     os.truncate(folder / "train.bin", 100)
     with pytest.raises(DataError, match=r"has 100 bytes instead of \d+; delete .* and start again"):
-        corpus.prepare(300, 0)
+        prepare_splits(corpus, 300, 0)
     assert capfd.readouterr().err == "preparing corpus ...\n"
 
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)
+    prepare_splits(StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8), 300, 0)
     said = capsys.readouterr().err
     assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)
 

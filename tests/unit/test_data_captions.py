@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 
 from scalewise.data import image_io
 from scalewise.data.base import CaptionedTokenDataset, DataSplits
-from scalewise.data.captions import CaptionData
+from scalewise.data.chat import CaptionData
 from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.synthetic_shapes import (
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.synthetic import (
     CAPTION_TOKENS,
     CAPTIONS,
     COLUMNS,
@@ -176,7 +177,7 @@ def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
 
 def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
     records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
-    splits = told(pictures, *records).prepare(300, 0)
+    splits = prepare_splits(told(pictures, *records), 300, 0)
     assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
     first_CHW, second_CHW = seen(splits, 0, 1)
     assert np.array_equal(first_CHW, drawn().transpose(2, 0, 1))
@@ -185,7 +186,7 @@ def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
 
 
 def test_a_longer_caption_is_cut_and_told(pictures: Path) -> None:
-    splits = told(pictures, {"image": "a.npy", "caption": "so " * 40}).prepare(300, 0)
+    splits = prepare_splits(told(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0)
     (ids_T,) = splits.train.gather([0])
     assert (ids_T >= 0).all()
     assert "of 1 captions, data.sequence=24: 1 truncated" in splits.note
@@ -193,9 +194,9 @@ def test_a_longer_caption_is_cut_and_told(pictures: Path) -> None:
 
 def test_another_picture_under_the_same_name_is_read_anew(pictures: Path) -> None:
     spec = told(pictures, {"image": "a.npy", "caption": "it"})
-    before_BCHW = seen(spec.prepare(300, 0), 0).copy()
+    before_BCHW = seen(prepare_splits(spec, 300, 0), 0).copy()
     np.save(pictures / "a.npy", drawn(5, 2))
-    assert not np.array_equal(seen(spec.prepare(300, 0), 0), before_BCHW)
+    assert not np.array_equal(seen(prepare_splits(spec, 300, 0), 0), before_BCHW)
 
 
 def test_bad_records_are_counted_and_named(
@@ -209,12 +210,12 @@ def test_bad_records_are_counted_and_named(
         ["a.npy"],
     )
     with pytest.raises(DataError) as caught:
-        told(pictures, *records, max_bad_rows=3).prepare(300, 0)
+        prepare_splits(told(pictures, *records, max_bad_rows=3), 300, 0)
     said = str(caught.value)
     assert "4 records that are not a valid image with a caption: told.jsonl:2 has an image" in said
     assert "told.jsonl:3 has no text in 'caption'; its keys: image" in said
     assert "data.max_bad_rows=4" in said
-    splits = told(pictures, *records, max_bad_rows=4).prepare(300, 0)
+    splits = prepare_splits(told(pictures, *records, max_bad_rows=4), 300, 0)
     assert len(splits.train) == 1
     assert "skipped 4 records" in capsys.readouterr().err
 
@@ -223,7 +224,7 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
     for number in range(8):
         np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
-    splits = told(pictures, *records, validation_fraction=0.25).prepare(300, 0)
+    splits = prepare_splits(told(pictures, *records, validation_fraction=0.25), 300, 0)
     assert isinstance(splits.validation, CaptionedTokenDataset)
     assert splits.validation.gather_pixels([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
     assert seen(splits, 3)[0, 0, 0, 0] == 4
@@ -231,7 +232,7 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
 
 
 def test_batches_hold_pictures_and_labels() -> None:
-    splits = SyntheticShapes(rows=20, sequence=9).prepare(len(WORDS), 1)
+    splits = prepare_splits(SyntheticShapes(rows=20, sequence=9), len(WORDS), 1)
     first, second = TrainLoader(splits.train, BatchShare(5, 2, 0, 2), seed=1, steps=1)
     for batch in (first, second):
         assert batch["inputs"].shape == (2, 3, 32, 32)
@@ -245,7 +246,7 @@ def test_batches_hold_pictures_and_labels() -> None:
 
 def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
     spec = SyntheticShapes(rows=300)
-    one, again, other = (spec.prepare(len(WORDS), seed) for seed in (1, 1, 2))
+    one, again, other = (prepare_splits(spec, len(WORDS), seed) for seed in (1, 1, 2))
     rows = range(5)
     assert np.array_equal(seen(one, *rows), seen(again, *rows))
     assert not np.array_equal(seen(one, *rows), seen(other, *rows))
@@ -258,7 +259,7 @@ def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
 
 
 def test_the_shape_is_where_its_caption_says() -> None:
-    splits = SyntheticShapes(rows=200).prepare(len(WORDS), 1)
+    splits = prepare_splits(SyntheticShapes(rows=200), len(WORDS), 1)
     for row in range(20):
         *_, vertical, horizontal, _ = caption(splits, row).split()
         bright_HW = seen(splits, row)[0].max(0) >= 160

@@ -19,6 +19,7 @@ from scalewise.data.chat import ChatData
 from scalewise.data.chat_cache import chat_template
 from scalewise.data.chat_messages import ROLES, Conversation, Message
 from scalewise.data.chat_templates import PLAIN_TEMPLATE, PlainTemplate, prompt_text
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
@@ -87,7 +88,7 @@ def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str
 def test_formats_are_told_apart_and_answers_alone_are_labels(
     record: object, whole: str, answers: str, tmp_path: Path
 ) -> None:
-    splits = ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL).prepare(300, 0)
+    splits = prepare_splits(ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL), 300, 0)
     assert splits.train.masked
     said, learnt = read(splits, splits.train)
     assert said.rstrip(END_OF_TEXT) == whole or said.startswith(whole + END_OF_TEXT)
@@ -99,14 +100,14 @@ def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
     asked, said = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
     path = lines(tmp_path / "a.jsonl", ALPACA, asked, said, ALPACA)
     small = {**SMALL, "sequence": 64}
-    splits = ChatData(paths=(path,), **small).prepare(300, 0)
+    splits = prepare_splits(ChatData(paths=(path,), **small), 300, 0)
     assert len(splits.train) == 3
     assert splits.note == (
         "of 4 conversations, data.sequence=64: 1 dropped (answers start after the sequence), "
         "1 truncated (longer than the sequence)"
     )
     large = {**SMALL, "sequence": 1024}
-    assert ChatData(paths=(path,), **large).prepare(300, 0).note == ""
+    assert prepare_splits(ChatData(paths=(path,), **large), 300, 0).note == ""
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
@@ -119,7 +120,7 @@ def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
     else:
         lines(path, *records)
-    splits = ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
+    splits = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
     assert [read(splits, splits.train, row)[1] for row in (0, 1)] == [
         f"4{END_OF_TEXT}",
         f"4{END_OF_TEXT}7{END_OF_TEXT}",
@@ -154,9 +155,11 @@ def test_a_template_writes_what_transformers_does(
     )
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     path = lines(tmp_path / "a.jsonl", {"messages": messages})
-    splits = ChatData(
-        paths=(path,), tokenizer=str(tokenizer), sequence=128, validation_fraction=0
-    ).prepare(512, 0)
+    splits = prepare_splits(
+        ChatData(paths=(path,), tokenizer=str(tokenizer), sequence=128, validation_fraction=0),
+        512,
+        0,
+    )
     (ids_S,) = splits.train.gather([0])
     assert np.where(ids_S < 0, ~ids_S, ids_S)[: len(expected)].tolist() == expected
     answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
@@ -168,7 +171,7 @@ def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
     with pytest.raises(DataError, match=r"is rejected by the chat template.*unsafe"):
-        chat.prepare(512, 0)
+        prepare_splits(chat, 512, 0)
 
 
 def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> 
     path = lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT)
     chat = ChatData(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
     with pytest.raises(DataError, match=r"1 record that .*a.jsonl:2 is rejected .* no system"):
-        chat.prepare(512, 0)
+        prepare_splits(chat, 512, 0)
 
 
 def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
@@ -191,10 +194,10 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
         sequence=128,
         validation_fraction=0,
     )
-    (expected,) = chat.prepare(512, 0).train.gather([0])
+    (expected,) = prepare_splits(chat, 512, 0).train.gather([0])
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
-    assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
+    assert (prepare_splits(chat, 512, 0).train.gather([0])[0] == expected).all()
     body = "{{ message.content | trim }}<|im_end|>\n"
     marked = (
         "{% if message.role == 'assistant' %}{% generation %}" + body + "{% endgeneration %}"
@@ -203,7 +206,7 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
     marked = CHATML.replace(body, marked)
     config.write_text(json.dumps({"bos_token": "<s>"}))
     tokenizer.with_name("chat_template.jinja").write_text(marked)
-    assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
+    assert (prepare_splits(chat, 512, 0).train.gather([0])[0] == expected).all()
     template = chat_template(chat)
     assert (
         prompt_text(template, "Hi") == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -227,7 +230,7 @@ def test_a_template_that_breaks_is_told(source: str, tokenizer: Path, tmp_path: 
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
     with pytest.raises(DataError, match=r"a\.jsonl:1 "):
-        chat.prepare(512, 0)
+        prepare_splits(chat, 512, 0)
 
 
 def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Path) -> None:
@@ -236,7 +239,7 @@ def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Pat
     record = {"messages": [{"role": "user", "content": parts}, MESSAGES["messages"][1]]}
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff" + "".join(f"{json.dumps(it)}\n" for it in (record, union, MESSAGES)))
-    rows = ChatData(paths=(str(path),), **SMALL).prepare(300, 0).train
+    rows = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0).train
     assert (rows.gather([0]) == rows.gather([1])).all()
     assert (rows.gather([0]) == rows.gather([2])).all()
 
@@ -262,11 +265,11 @@ def test_bad_rows_are_named_and_counted(
     path.write_text(f"{json.dumps(MESSAGES)}\n\n{line}\n{json.dumps(ALPACA)}\n")
     chat = ChatData(paths=(str(path),), **SMALL)
     with pytest.raises(DataError) as error:
-        chat.prepare(300, 0)
+        prepare_splits(chat, 300, 0)
     assert "1 record that is not a valid conversation: a.jsonl:3 " in str(error.value)
     assert BAD[line] in str(error.value)
     assert "data.max_bad_rows=1" in str(error.value)
-    allowed = ChatData(paths=(str(path),), max_bad_rows=1, **SMALL).prepare(300, 0)
+    allowed = prepare_splits(ChatData(paths=(str(path),), max_bad_rows=1, **SMALL), 300, 0)
     assert len(allowed.train) == 2
     assert "skipped 1 record, first: a.jsonl:3" in capsys.readouterr().err
 
@@ -279,7 +282,7 @@ def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
         sequence=32,
         validation_fraction=0.1,
     )
-    splits = chat.prepare(300, 0)
+    splits = prepare_splits(chat, 300, 0)
     assert splits.validation is not None
     assert (len(splits.train), len(splits.validation)) == (36, 4)
     tokens_BS = splits.train.gather([3, 0])
@@ -293,16 +296,18 @@ def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"the first answer of the train split .* set data.sequence="
     ):
-        ChatData(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0).prepare(300, 0)
+        prepare_splits(
+            ChatData(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0), 300, 0
+        )
     both = lines(tmp_path / "b.jsonl", record, MESSAGES)
-    kept = ChatData(paths=(both,), **SMALL).prepare(300, 0)
+    kept = prepare_splits(ChatData(paths=(both,), **SMALL), 300, 0)
     assert len(kept.train) == 1
 
 
 def test_a_change_is_seen(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", MESSAGES)
-    first = ChatData(paths=(path,), **SMALL).prepare(300, 0)
-    again = ChatData(paths=(path,), **SMALL).prepare(300, 0)
+    first = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)
+    again = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)
     assert first.tokenizer == again.tokenizer
     lines(tmp_path / "a.jsonl", MESSAGES, ALPACA)
-    assert len(ChatData(paths=(path,), **SMALL).prepare(300, 0).train) == 2
+    assert len(prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0).train) == 2

@@ -14,7 +14,8 @@ from pyarrow import parquet
 from scalewise.data import text_files
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.datasets import StreamedDataset
-from scalewise.data.hf_datasets import HFDatasetData
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.text import HFDatasetData
 from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import ConfigError, DataError
 
@@ -46,8 +47,8 @@ def everything(rows):
 
 def test_streamed_and_cached_rows_are_the_same(folder):
     options = {"path": str(folder), "validation_split": "test", **SMALL}
-    cached = HFDatasetData(**options).prepare(300, 0)
-    streamed = HFDatasetData(**options, streaming=True).prepare(300, 0)
+    cached = prepare_splits(HFDatasetData(**options), 300, 0)
+    streamed = prepare_splits(HFDatasetData(**options, streaming=True), 300, 0)
     assert not cached.train.streamed
     assert streamed.train.streamed
     assert len(streamed.train) == sys.maxsize
@@ -59,12 +60,16 @@ def test_streamed_and_cached_rows_are_the_same(folder):
 
 def test_a_folder_of_parquet_and_a_slice(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
-    whole = HFDatasetData(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0)
-    jsonl = HFDatasetData(path=str(folder), **SMALL).prepare(300, 0)
+    whole = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **SMALL), 300, 0)
+    jsonl = prepare_splits(HFDatasetData(path=str(folder), **SMALL), 300, 0)
     np.testing.assert_array_equal(everything(whole.train), everything(jsonl.train))
-    sliced = HFDatasetData(
-        path=str(folder), split="train[:75%]", validation_split="train[75%:]", **SMALL
-    ).prepare(300, 0)
+    sliced = prepare_splits(
+        HFDatasetData(
+            path=str(folder), split="train[:75%]", validation_split="train[75%:]", **SMALL
+        ),
+        300,
+        0,
+    )
     assert len(sliced.validation) < len(sliced.train) < len(whole.train)
 
 
@@ -74,16 +79,18 @@ def test_saved_datasets(folder, tmp_path, streaming):
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "held": one}).save_to_disk(tmp_path / "both")
     options = {"streaming": streaming, **SMALL}
-    rows = HFDatasetData(path=str(tmp_path / "one"), **options).prepare(300, 0).train
+    rows = prepare_splits(HFDatasetData(path=str(tmp_path / "one"), **options), 300, 0).train
     both = HFDatasetData(path=str(tmp_path / "both"), validation_split="held", **options)
-    splits = both.prepare(300, 0)
+    splits = prepare_splits(both, 300, 0)
     np.testing.assert_array_equal(rows.gather(range(40)), splits.train.gather(range(40)))
     np.testing.assert_array_equal(splits.validation.gather([3]), splits.train.gather([0, 3])[1:])
 
 
 def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
     def batches(**share):
-        rows = HFDatasetData(path=str(folder), streaming=True, **SMALL).prepare(300, 0).train
+        rows = prepare_splits(
+            HFDatasetData(path=str(folder), streaming=True, **SMALL), 300, 0
+        ).train
         start = share.pop("start", 0)
         loader = TrainLoader(rows, BatchShare(4, 2, **share), seed=0, steps=6, start=start)
         return [batch["inputs"].numpy() for batch in loader]
@@ -103,8 +110,8 @@ def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind,
     (tmp_path / "pq").mkdir()
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "pq" / "train.parquet")
     data = HFDatasetData(path=str(tmp_path / "pq"), streaming=streaming, **SMALL)
-    expected = HFDatasetData(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0).train
-    rows = data.prepare(300, 0).train
+    expected = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **SMALL), 300, 0).train
+    rows = prepare_splits(data, 300, 0).train
     np.testing.assert_array_equal(rows.gather(range(9)), expected.gather(range(9)))
     note = f"skipped 1 record of {tmp_path / 'pq'} without text (null), first: "
     assert note + f"{tmp_path / 'pq'} train row {len(TEXTS) + 1}\n" in capfd.readouterr().err
@@ -119,7 +126,7 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
             rf"data\.field={field}: row 1 of .* has {kind} in it, not text; its columns: id, parts"
         )
         with pytest.raises(DataError, match=match):
-            HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL).prepare(300, 0)
+            prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL), 300, 0)
 
 
 def test_a_stream_repeats_itself_and_goes_back():
@@ -141,7 +148,7 @@ def test_a_given_tokenizer(folder, tmp_path):
     made = TokenizerSource(320).train(lambda: iter(TEXTS))
     made.save(str(tmp_path / "own.json"))
     data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
-    row = data.prepare(400, 0).train.gather([0])[0]
+    row = prepare_splits(data, 400, 0).train.gather([0])[0]
     assert row.tolist() == [*made.encode(TEXTS[0]).ids, 0][:9]
 
 
@@ -162,20 +169,20 @@ def test_a_given_tokenizer(folder, tmp_path):
 def test_what_is_refused(folder, match, options, streaming):
     data = HFDatasetData(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
     with pytest.raises(DataError, match=match):
-        data.prepare(300, 0)
+        prepare_splits(data, 300, 0)
 
 
 def test_a_dataset_that_cannot_be_had(tmp_path):
     with pytest.raises(DataError, match=r"data\.path='': is empty"):
-        HFDatasetData().prepare(4096, 0)
+        prepare_splits(HFDatasetData(), 4096, 0)
     with pytest.raises(DataError, match=r"data\.path=nobody/nothing: split 'train' cannot be read"):
-        HFDatasetData(path="nobody/nothing").prepare(4096, 0)
+        prepare_splits(HFDatasetData(path="nobody/nothing"), 4096, 0)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
     with pytest.raises(DataError, match="contains one saved dataset, whose split is train"):
-        HFDatasetData(path=str(tmp_path / "one"), split="text").prepare(4096, 0)
+        prepare_splits(HFDatasetData(path=str(tmp_path / "one"), split="text"), 4096, 0)
 
 
 def test_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[hf\]'"):
-        HFDatasetData(path="a/b").prepare(4096, 0)
+        prepare_splits(HFDatasetData(path="a/b"), 4096, 0)

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data.base import DataSplits
-from scalewise.data.labeled_text import LabeledText
-from scalewise.data.stdlib_corpus_classes import StdlibCorpusClasses
+from scalewise.data.chat import LabeledText
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.stdlib_corpus import StdlibCorpusClasses
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 16, "validation_fraction": 0.0}
@@ -44,13 +45,13 @@ def test_a_class_stands_behind_its_text(tmp_path: Path) -> None:
         {"text": "bad", "label": 0},
         {"text": "w", "label": 1},
     )
-    splits = labelled(tmp_path / "a.jsonl", *texts).prepare(300, 0)
+    splits = prepare_splits(labelled(tmp_path / "a.jsonl", *texts), 300, 0)
     assert [read(splits, row) for row in range(3)] == [("fine", 1), ("bad", 0), ("w", 1)]
 
 
 def test_of_a_longer_text_the_end_is_left_out(tmp_path: Path) -> None:
     text = " ".join(map(str, range(50)))
-    splits = labelled(tmp_path / "a.jsonl", {"text": text, "label": "yes"}).prepare(300, 0)
+    splits = prepare_splits(labelled(tmp_path / "a.jsonl", {"text": text, "label": "yes"}), 300, 0)
     (ids_S,) = splits.train.gather([0])
     assert ids_S[-1] == 1
     assert (ids_S[:-1] < 0).all()
@@ -63,7 +64,7 @@ def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
     first = labelled(tmp_path / "a.jsonl", record)
     second = replace(first, text="body", label="stars")
     third = replace(first, classes=("yes", "no"))
-    found = [read(spec.prepare(300, 0), 0) for spec in (first, second, third)]
+    found = [read(prepare_splits(spec, 300, 0), 0) for spec in (first, second, third)]
     assert found == [("fine", 1), ("well", 0), ("fine", 0)]
 
 
@@ -92,9 +93,9 @@ def test_bad_records_are_named_and_may_be_left_out(
     with pytest.raises(
         DataError, match="1 record that is not a valid text of a known class"
     ) as refused:
-        spec.prepare(300, 0)
+        prepare_splits(spec, 300, 0)
     assert f"a.jsonl:2 {reason}" in str(refused.value)
-    assert len(replace(spec, max_bad_rows=1).prepare(300, 0).train) == 1
+    assert len(prepare_splits(replace(spec, max_bad_rows=1), 300, 0).train) == 1
     assert "skipped 1 record" in capsys.readouterr().err
 
 
@@ -110,7 +111,7 @@ def test_a_row_is_one_text(tmp_path: Path) -> None:
 
 
 def test_embedded_texts_are_of_either_class_as_often() -> None:
-    splits = StdlibCorpusClasses(vocabulary=300, megabytes=1.0).prepare(300, 0)
+    splits = prepare_splits(StdlibCorpusClasses(vocabulary=300, megabytes=1.0), 300, 0)
     assert splits.validation is not None
     rows_BS = splits.train.gather(range(len(splits.train)))
     labels_B = rows_BS[rows_BS >= 0]
@@ -126,7 +127,9 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(tmp_path: Path) -> None
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
     tokenizer.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "[SEP]"}
-    splits = labelled(tmp_path / "a.jsonl", {"text": "b a", "label": "yes"}, **own).prepare(5, 0)
+    splits = prepare_splits(
+        labelled(tmp_path / "a.jsonl", {"text": "b a", "label": "yes"}, **own), 5, 0
+    )
     (ids_S,) = splits.train.gather([0])
     assert [~ids_S[at] for at in range(4)] == tokenizer.encode("b a").ids == [0, 4, 3, 1]
     assert ids_S[4] == 1

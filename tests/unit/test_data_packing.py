@@ -13,8 +13,9 @@ import pytest
 from scalewise.data.base import FIRST_TOKEN_OFFSET
 from scalewise.data.chat import ChatData
 from scalewise.data.dataloader import BatchShare, ValidationLoader, as_batch
-from scalewise.data.datasets import PaddedDataset, RandomDataset, Seq2SeqDataset
-from scalewise.data.packing import PackedTextDataset, best_fit_pack
+from scalewise.data.datasets import PackedTextDataset, PaddedDataset, Seq2SeqDataset, best_fit_pack
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.synthetic_datasets import RandomDataset
 from scalewise.objectives import IGNORED
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction": 0.2}
@@ -78,7 +79,7 @@ def test_places_begin_anew_with_each_text() -> None:
     (batch,) = ValidationLoader(rows, BatchShare(1, 2))
     assert batch["inputs"].tolist()[0] == [1, 2, 3, 4, 5, 6, 0]
     assert batch["labels"].tolist()[0] == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED]
-    assert batch["places"].tolist()[0] == [0, 1, 2, 0, 1, 0, 1]
+    assert batch["positions"].tolist()[0] == [0, 1, 2, 0, 1, 0, 1]
 
 
 def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
@@ -86,7 +87,7 @@ def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
     share = BatchShare(2, 2, ranks=2)
     batches = [next(iter(ValidationLoader(rows, BatchShare(1, 1, rank, 2)))) for rank in range(2)]
     assert share.has_masked_labels(rows)
-    assert batches[1]["places"].tolist() == [[0, 1, 2, 3]]
+    assert batches[1]["positions"].tolist() == [[0, 1, 2, 3]]
     assert (batches[1]["labels"] == IGNORED).all()
 
 
@@ -114,10 +115,10 @@ def test_random_rows_hold_several_texts() -> None:
         for each in (rows, plain)
     )
     assert (batch["inputs"] == wanted["inputs"]).all()
-    assert 40 < int((batch["places"] == 0).sum()) < 160
+    assert 40 < int((batch["positions"] == 0).sum()) < 160
     masked = batch["labels"] == IGNORED
     assert (batch["labels"] == wanted["labels"])[~masked].all()
-    assert masked[:, :-1][batch["places"][:, 1:] == 0].all()
+    assert masked[:, :-1][batch["positions"][:, 1:] == 0].all()
 
 
 def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9)} for n in range(1, 40)]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records if record["output"]))
     padded, packed = (
-        ChatData(paths=(str(path),), packing=packing, **SMALL).prepare(300, 0)
+        prepare_splits(ChatData(paths=(str(path),), packing=packing, **SMALL), 300, 0)
         for packing in (False, True)
     )
     assert padded.note == ""

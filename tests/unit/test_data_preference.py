@@ -13,8 +13,9 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from scalewise.data.base import DataSplits
-from scalewise.data.preference import PreferenceData
-from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs
+from scalewise.data.chat import PreferenceData
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.stdlib_corpus import StdlibCorpusPairs
 from scalewise.data.tokenization import END_OF_TEXT
 from scalewise.errors import DataError
 
@@ -60,7 +61,7 @@ def read(splits: DataSplits, row: int = 0) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_told_apart_and_answers_alone_are_labels(shape: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", SHAPES[shape])
-    splits = PreferenceData(paths=(path,), **SMALL).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
     asked = "### User:\nAdd 2 and 2.\n\n### Assistant:\n"
     assert read(splits) == [(f"{asked}4", "4"), (f"{asked}five", "five")]
 
@@ -69,7 +70,7 @@ def test_what_both_begin_with_is_no_answer(tmp_path: Path) -> None:
     last = {"role": "assistant", "content": "No."}
     record = {"chosen": [ASKED, GOOD, *MORE], "rejected": [ASKED, GOOD, MORE[0], last]}
     path = lines(tmp_path / "a.jsonl", record)
-    splits = PreferenceData(paths=(path,), **SMALL).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
     assert [learnt for _, learnt in read(splits)] == ["Yes.", "No."]
 
 
@@ -81,7 +82,7 @@ def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
         path.write_text(json.dumps(records))
     else:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    splits = PreferenceData(paths=(str(path),), **SMALL).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=(str(path),), **SMALL), 300, 0)
     assert len(splits.train) == 2
     assert [learnt for _, learnt in read(splits, 1)] == ["4", "five"]
 
@@ -108,9 +109,9 @@ def test_bad_records_are_named_and_may_be_left_out(
 ) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS, record)
     with pytest.raises(DataError, match="1 record that is not a valid pair of answers") as refused:
-        PreferenceData(paths=(path,), **SMALL).prepare(300, 0)
+        prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
     assert f"a.jsonl:2 {reason}" in str(refused.value)
-    splits = PreferenceData(paths=(path,), max_bad_rows=1, **SMALL).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=(path,), max_bad_rows=1, **SMALL), 300, 0)
     assert len(splits.train) == 1
     assert "skipped 1 record" in capsys.readouterr().err
 
@@ -118,18 +119,18 @@ def test_bad_records_are_named_and_may_be_left_out(
 def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
     long = " ".join(map(str, range(100)))
     path = lines(tmp_path / "a.jsonl", TEXTS, {**TEXTS, "prompt": long}, {**TEXTS, "chosen": long})
-    splits = PreferenceData(paths=(path,), **{**SMALL, "sequence": 40}).prepare(300, 0)
+    splits = prepare_splits(PreferenceData(paths=(path,), **{**SMALL, "sequence": 40}), 300, 0)
     assert len(splits.train) == 2
     assert long.startswith(read(splits, 1)[0][1])
 
 
 def test_too_little_text_has_no_pairs() -> None:
     with pytest.raises(DataError, match=r"split has no pair; increase data\.megabytes"):
-        StdlibCorpusPairs(vocabulary=300, megabytes=0.001).prepare(300, 0)
+        prepare_splits(StdlibCorpusPairs(vocabulary=300, megabytes=0.001), 300, 0)
 
 
 def test_embedded_pairs_have_the_same_words() -> None:
-    splits = StdlibCorpusPairs(vocabulary=300, megabytes=1.0, sequence=1000).prepare(300, 0)
+    splits = prepare_splits(StdlibCorpusPairs(vocabulary=300, megabytes=1.0, sequence=1000), 300, 0)
     assert splits.validation is not None
     for row in range(20):
         (chosen, learnt), (rejected, other) = read(splits, row)

@@ -13,9 +13,10 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 from tokenizers import Tokenizer
 
 from scalewise.data.base import NO_TOKEN, DataSplits
+from scalewise.data.chat import Seq2SeqData
 from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.random_tokens import RandomTokens
-from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.synthetic import RandomTokens
 from scalewise.data.tokenization import END_OF_TEXT as END
 from scalewise.errors import DataError
 
@@ -60,7 +61,7 @@ LONG = {
 
 
 def test_a_question_stands_apart_from_its_answer(tmp_path: Path) -> None:
-    splits = asked(tmp_path / "a.jsonl", ALPACA, SHORT, LONG, sequence=96).prepare(300, 0)
+    splits = prepare_splits(asked(tmp_path / "a.jsonl", ALPACA, SHORT, LONG, sequence=96), 300, 0)
     assert splits.note == ""
     assert read(splits, 0) == ("Reverse.\n\nabc" + END, "cba" + END)
     assert read(splits, 1) == ("1+1" + END, "2" + END)
@@ -70,7 +71,7 @@ def test_a_question_stands_apart_from_its_answer(tmp_path: Path) -> None:
 
 def test_both_are_cut_where_they_are_longer(tmp_path: Path) -> None:
     long = {"instruction": "why " * 90, "output": "so " * 90}
-    splits = asked(tmp_path / "a.jsonl", long, SHORT).prepare(300, 0)
+    splits = prepare_splits(asked(tmp_path / "a.jsonl", long, SHORT), 300, 0)
     (ids_S,) = splits.train.gather([0])
     assert len(ids_S) == 48
     assert (ids_S[:32] < 0).all()
@@ -84,11 +85,13 @@ def test_records_without_a_question_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"not a valid question with an answer: a.jsonl:2 has no question"
     ):
-        asked(tmp_path / "a.jsonl", SHORT, alone).prepare(300, 0)
+        prepare_splits(asked(tmp_path / "a.jsonl", SHORT, alone), 300, 0)
 
 
 def test_batches_say_where_there_is_no_token() -> None:
-    splits = RandomTokens(sequence=24, vocabulary=50, masked=0.3, target_length=8).prepare(50, 1)
+    splits = prepare_splits(
+        RandomTokens(sequence=24, vocabulary=50, masked=0.3, target_length=8), 50, 1
+    )
     loader = TrainLoader(splits.train, BatchShare(5, 2, 0, 2), seed=1, steps=1)
     first, second = loader
     for batch in (first, second):

@@ -12,21 +12,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from scalewise.config.schemas import schema_mirror
-from scalewise.data.captions import CaptionData
-from scalewise.data.chat import ChatData
+from scalewise.data.chat import CaptionData, ChatData, LabeledText, PreferenceData, Seq2SeqData
 from scalewise.data.datasets import PackedDataset
-from scalewise.data.digit_reversal import DigitReversal
-from scalewise.data.hf_datasets import HFDatasetData
-from scalewise.data.labeled_text import LabeledText
-from scalewise.data.preference import PreferenceData
-from scalewise.data.pretokenized import PretokenizedData
-from scalewise.data.random_tokens import RandomTokens
-from scalewise.data.seq2seq import Seq2SeqData
-from scalewise.data.stdlib_corpus import StdlibCorpus, held_out_names
-from scalewise.data.stdlib_corpus_classes import StdlibCorpusClasses
-from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs
-from scalewise.data.synthetic_shapes import SyntheticShapes
-from scalewise.data.text import TextData
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusClasses, StdlibCorpusPairs
+from scalewise.data.synthetic import DigitReversal, RandomTokens, SyntheticShapes
+from scalewise.data.text import HFDatasetData, PretokenizedData, TextData
+from scalewise.data.tokenized_cache import held_out_names
 from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import DataError
 from scalewise.registry import target_name
@@ -73,12 +65,13 @@ def test_there_is_a_yaml_for_every_spec():
 
 def test_preparing_imports_no_torch(tmp_path):
     code = (
-        "import sys, scalewise.data.stdlib_corpus, scalewise.data.text\n"
-        "import scalewise.data.pretokenized, scalewise.data.hf_datasets\n"
-        "import scalewise.data.random_tokens\n"
-        "assert not {'torch', 'tokenizers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "import sys, scalewise.data.chat, scalewise.data.stdlib_corpus, scalewise.data.text\n"
+        "import scalewise.data.synthetic, scalewise.data.user_datamodule\n"
+        "from scalewise.data.prepare import prepare_splits\n"
+        "heavy = {'torch', 'tokenizers', 'transformers', 'datasets', 'pyarrow', 'numpy'}\n"
+        "assert not heavy & set(sys.modules)\n"
         "corpus = scalewise.data.stdlib_corpus.StdlibCorpus\n"
-        "corpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)\n"
+        "prepare_splits(corpus(vocabulary=300, megabytes=0.1, sequence=8), 300, 0)\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run(
@@ -202,14 +195,14 @@ def test_packed_rows_cross_no_shard():
 
 
 def test_synthetic_rows_are_a_function_of_seed_and_index():
-    splits = RandomTokens(sequence=8, rows=40, vocabulary=50).prepare(64, 3)
+    splits = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 3)
     assert (len(splits.train), len(splits.validation)) == (40, 2)
     rows = splits.train.gather([5, 0, 5])
     assert rows.shape == (3, 9)
     np.testing.assert_array_equal(rows[0], rows[2])
     np.testing.assert_array_equal(splits.train.gather([5])[0], rows[0])
     assert (rows[0] != rows[1]).any()
-    other = RandomTokens(sequence=8, rows=40, vocabulary=50).prepare(64, 4)
+    other = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 4)
     assert (other.train.gather([5])[0] != rows[0]).any()
     drawn = np.bincount(splits.train.gather(range(40)).ravel(), minlength=50)
     assert len(drawn) == 50
@@ -218,8 +211,8 @@ def test_synthetic_rows_are_a_function_of_seed_and_index():
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
 def test_synthetic_masks_its_share_of_the_same_tokens(share):
-    whole = RandomTokens(sequence=64, rows=200, vocabulary=50).prepare(50, 3)
-    masked = RandomTokens(sequence=64, rows=200, vocabulary=50, masked=share).prepare(50, 3)
+    whole = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50), 50, 3)
+    masked = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50, masked=share), 50, 3)
     for plain, some in ((whole.train, masked.train), (whole.validation, masked.validation)):
         assert some.masked == (share > 0)
         assert not plain.masked
@@ -232,6 +225,6 @@ def test_synthetic_masks_its_share_of_the_same_tokens(share):
 
 
 def test_synthetic_takes_the_models_vocabulary_and_refuses_a_larger_one():
-    assert RandomTokens(sequence=64).prepare(3, 0).train.gather(range(9)).max() == 2
+    assert prepare_splits(RandomTokens(sequence=64), 3, 0).train.gather(range(9)).max() == 2
     with pytest.raises(DataError, match=r"data\.vocabulary=9: has ids up to 8, but the model's"):
-        RandomTokens(vocabulary=9).prepare(8, 0)
+        prepare_splits(RandomTokens(vocabulary=9), 8, 0)

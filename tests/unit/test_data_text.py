@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, processors
 
 from scalewise.data import tokenization
 from scalewise.data.encoding import encode_documents
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus
 from scalewise.data.text import TextData
 from scalewise.data.text_files import iter_documents
@@ -37,7 +38,7 @@ def write_parquet(path, **columns):
 
 
 def test_the_corpus_is_python_and_holds_files_out():
-    splits = StdlibCorpus(vocabulary=400, megabytes=0.4, sequence=16).prepare(400, 0)
+    splits = prepare_splits(StdlibCorpus(vocabulary=400, megabytes=0.4, sequence=16), 400, 0)
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert "def " in train
     assert END_OF_TEXT in train
@@ -46,7 +47,9 @@ def test_the_corpus_is_python_and_holds_files_out():
 
 
 def test_the_corpus_is_cut_at_its_size():
-    sizes = [len(StdlibCorpus(megabytes=mb, **SMALL).prepare(300, 0).train) for mb in (0.1, 0.3)]
+    sizes = [
+        len(prepare_splits(StdlibCorpus(megabytes=mb, **SMALL), 300, 0).train) for mb in (0.1, 0.3)
+    ]
     assert 2 < sizes[1] / sizes[0] < 4.5
 
 
@@ -54,12 +57,14 @@ def test_a_corpus_without_files_is_refused():
     with pytest.raises(
         DataError, match=r"data\.megabytes=1e-06: .* has fewer than two Python sources"
     ):
-        StdlibCorpus(megabytes=1e-6).prepare(4096, 0)
+        prepare_splits(StdlibCorpus(megabytes=1e-6), 4096, 0)
 
 
 def test_rows_follow_each_other(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
-    splits = TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL).prepare(300, 0)
+    splits = prepare_splits(
+        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL), 300, 0
+    )
     assert splits.validation is None
     assert (STORY + END_OF_TEXT).startswith(read(splits, splits.train))
     rows = splits.train.gather([0, 1])
@@ -68,8 +73,8 @@ def test_rows_follow_each_other(tmp_path):
 
 def test_one_plain_file_holds_out_its_end(tmp_path):
     (tmp_path / "a.md").write_text(STORY)
-    splits = TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL).prepare(
-        300, 0
+    splits = prepare_splits(
+        TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL), 300, 0
     )
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert STORY.startswith(train[:9000])
@@ -87,7 +92,7 @@ def test_one_file_of_records_holds_out_records(tmp_path, suffix):
     else:
         write_parquet(tmp_path / "a.parquet", body=texts, id=list(range(100)))
     data = TextData(paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **SMALL)
-    splits = data.prepare(300, 0)
+    splits = prepare_splits(data, 300, 0)
     held = read(splits, splits.validation).split(END_OF_TEXT)
     assert held[:3] == [texts[4], texts[9], texts[14]]
     assert texts[4] not in read(splits, splits.train)
@@ -97,7 +102,7 @@ def test_files_are_held_out_whole(tmp_path):
     for number in range(30):
         (tmp_path / f"{number}.py").write_text(f"# file {number:02d}\n" * 30)
     data = TextData(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
-    splits = data.prepare(300, 0)
+    splits = prepare_splits(data, 300, 0)
     train, held = read(splits, splits.train), read(splits, splits.validation)
     for number in range(30):
         line = f"# file {number:02d}\n# file {number:02d}"
@@ -108,10 +113,10 @@ def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(STORY)
     data = TextData(paths=(str(path),), **SMALL)
-    first = data.prepare(300, 0).tokenizer
-    assert data.prepare(300, 1).tokenizer == first
+    first = prepare_splits(data, 300, 0).tokenizer
+    assert prepare_splits(data, 300, 1).tokenizer == first
     path.write_text(STORY.replace("sheep", "goats"))
-    assert data.prepare(300, 0).tokenizer != first
+    assert prepare_splits(data, 300, 0).tokenizer != first
 
 
 def test_a_given_tokenizer_is_used(tmp_path):
@@ -119,7 +124,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
     made = TokenizerSource(320).train(lambda: iter([STORY]))
     made.save(str(tmp_path / "own.json"))
     data = TextData(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
-    splits = data.prepare(400, 0)
+    splits = prepare_splits(data, 400, 0)
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
 
 
@@ -135,12 +140,14 @@ def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
     own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "</s>", "sequence": 8}
     note = "documents begin with <bos>, as the tokenizer adds it"
     if kind == "corpus":
-        assert StdlibCorpus(megabytes=0.3, **own).prepare(400, 0).note == note
+        assert prepare_splits(StdlibCorpus(megabytes=0.3, **own), 400, 0).note == note
         return
-    splits = TextData(paths=(f"{tmp_path}/a.txt",), **own).prepare(400, 0)
+    splits = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), **own), 400, 0)
     assert splits.note == f"{note}; set data.special_tokens=false to omit it"
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
-    plain = TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own).prepare(400, 0)
+    plain = prepare_splits(
+        TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own), 400, 0
+    )
     assert plain.note == ""
     assert plain.train.gather([0])[0].tolist() == made.encode(STORY).ids[1:10]
 
@@ -151,7 +158,7 @@ def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
     made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
     made.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
-    rows = TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **own).prepare(2**17, 0).train
+    rows = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **own), 2**17, 0).train
     assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
 
 
@@ -188,7 +195,7 @@ def refused(tmp_path, match, content=STORY, name="a.txt", **options):
     (tmp_path / name).write_text(content)
     data = TextData(paths=(f"{tmp_path}/a.*",), **{**SMALL, **options})
     with pytest.raises(DataError, match=match):
-        data.prepare(300, 0)
+        prepare_splits(data, 300, 0)
     assert not list((tmp_path / "cache" / "data").glob(".*"))
 
 
@@ -231,7 +238,7 @@ def test_less_than_a_row(tmp_path):
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"data\.paths=nowhere\.txt: no such file"):
-        TextData(paths=("nowhere.txt",)).prepare(300, 0)
+        prepare_splits(TextData(paths=("nowhere.txt",)), 300, 0)
 
 
 def test_an_unknown_suffix(tmp_path):
@@ -260,7 +267,7 @@ def test_a_column_without_text(tmp_path):
     for field in ("text", "id"):
         data = TextData(paths=(f"{tmp_path}/a.parquet",), field=field)
         with pytest.raises(DataError, match=f"data.field={field}: .* text columns: body; set"):
-            data.prepare(4096, 0)
+            prepare_splits(data, 4096, 0)
 
 
 def test_a_shortened_parquet(tmp_path):
@@ -268,7 +275,7 @@ def test_a_shortened_parquet(tmp_path):
     write_parquet(path, text=[STORY])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"data\.paths=.*: is not a complete parquet file .*; copy"):
-        TextData(paths=(str(path),), field="text").prepare(4096, 0)
+        prepare_splits(TextData(paths=(str(path),), field="text"), 4096, 0)
 
 
 def test_a_file_that_goes_away(tmp_path):

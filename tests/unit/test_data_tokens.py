@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from scalewise.data import token_shards
-from scalewise.data.pretokenized import PretokenizedData, TokenDtype
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.text import PretokenizedData, TokenDtype
 from scalewise.errors import DataError
 
 
@@ -18,7 +19,7 @@ def test_shards_of_every_kind(tmp_path):
     np.arange(100, 109, dtype="<u2").tofile(tmp_path / "b.bin")
     np.save(tmp_path / "held.npy", np.arange(200, 205, dtype=np.int32))
     data = PretokenizedData(4, (f"{tmp_path}/*.bin",), (f"{tmp_path}/held.npy",))
-    splits = data.prepare(300, 0)
+    splits = prepare_splits(data, 300, 0)
     assert splits.train.gather(range(4))[:, 0].tolist() == [0, 4, 100, 104]
     assert splits.validation.gather([0]).tolist() == [[200, 201, 202, 203, 204]]
     assert splits.tokenizer is None
@@ -27,7 +28,7 @@ def test_shards_of_every_kind(tmp_path):
 def test_four_byte_ids(tmp_path):
     (np.arange(9, dtype="<u4") + 70_000).tofile(tmp_path / "a.bin")
     data = PretokenizedData(8, (f"{tmp_path}/a.bin",), dtype=TokenDtype.uint32)
-    assert data.prepare(80_000, 0).train.gather([0])[0, 0] == 70_000
+    assert prepare_splits(data, 80_000, 0).train.gather([0])[0, 0] == 70_000
 
 
 def test_ids_are_read_once(tmp_path, monkeypatch):
@@ -37,16 +38,16 @@ def test_ids_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(token_shards, "SCAN_TOKENS", 10)
     monkeypatch.setattr(token_shards, "_id_range", lambda s: scanned.append(len(s)) or original(s))
     data = PretokenizedData(4, (f"{tmp_path}/a.bin",))
-    data.prepare(99, 0)
-    data.prepare(99, 0)
+    prepare_splits(data, 99, 0)
+    prepare_splits(data, 99, 0)
     with pytest.raises(DataError, match=r"a\.bin: has token id 98, outside the model's"):
-        data.prepare(98, 0)
+        prepare_splits(data, 98, 0)
     assert scanned == [99]
 
 
 def refused(path, match, **options):
     with pytest.raises(DataError, match=match) as caught:
-        PretokenizedData(4, (str(path),), **options).prepare(64, 0)
+        prepare_splits(PretokenizedData(4, (str(path),), **options), 64, 0)
     assert len(caught.value.issues) == 1
 
 

@@ -19,10 +19,10 @@ from transformers import (
     LlamaConfig,
 )
 
+from scalewise.checkpoints.run_tokenizer import save_tokenizer
 from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun
 from scalewise.data import chat_templates
 from scalewise.data.base import DataSplits
-from scalewise.data.run_tokenizer import save_tokenizer
 from scalewise.errors import ConfigError
 from scalewise.export import AdapterExport, hf_export, staging
 from scalewise.run_config import RunConfig

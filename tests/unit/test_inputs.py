@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from scalewise import inputs, registry
 from scalewise.commands import trained
 from scalewise.data import content
-from scalewise.data.pretokenized import PretokenizedData
-from scalewise.data.text import TextData
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.text import PretokenizedData, TextData
 from scalewise.errors import ConfigError, DataError
 
 SMALL = {"vocabulary": 300, "sequence": 8}
@@ -31,7 +31,7 @@ def write_texts(folder, count=12):
 
 
 def both_splits(data):
-    splits = data.prepare(300, 0)
+    splits = prepare_splits(data, 300, 0)
     return [rows.gather(range(len(rows))).tolist() for rows in (splits.train, splits.validation)]
 
 
@@ -86,7 +86,7 @@ def test_the_same_files_elsewhere_are_cached_once(tmp_path):
     write_texts(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     tokenizers = {
-        TextData(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL).prepare(300, 0).tokenizer
+        prepare_splits(TextData(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL), 300, 0).tokenizer
         for name in ("one", "two")
     }
     assert len(tokenizers) == 1
@@ -98,7 +98,7 @@ def test_copies_of_one_file_fall_on_one_side(tmp_path):
         copy = tmp_path / "one" / f"{number}-copy.txt"
         shutil.copy(tmp_path / "one" / f"{number}.txt", copy)
     data = TextData(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **SMALL)
-    splits = data.prepare(300, 0)
+    splits = prepare_splits(data, 300, 0)
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     train, held = (tokenizer.decode([*chain(*rows)]) for rows in both_splits(data))
     for number in range(12):
@@ -191,7 +191,7 @@ def test_shards_are_told_apart_by_their_order(tmp_path):
     (tmp_path / "a.bin").rename(tmp_path / "c.bin")
     two = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
     assert one != two
-    assert PretokenizedData(paths=(f"{tmp_path}/*.bin",), sequence=8).prepare(200, 0).train
+    assert prepare_splits(PretokenizedData(paths=(f"{tmp_path}/*.bin",), sequence=8), 200, 0).train
 
 
 def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):

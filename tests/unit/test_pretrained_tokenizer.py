@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.config.compose import compose
-from scalewise.data.stdlib_corpus import StdlibCorpus
-from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusPairs
 from scalewise.data.tokenization import TokenizerSource
 
 pytestmark = pytest.mark.usefixtures("workstation")
@@ -145,7 +145,7 @@ def test_the_embedded_text_is_read_by_a_tokenizer_that_is_given(
     path = files / "weights" / "tokenizer.json"
     spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)
     assert spec.required_vocabulary is None
-    splits = spec.prepare(300, 0)
+    splits = prepare_splits(spec, 300, 0)
     assert splits.tokenizer is not None
     kept = Tokenizer.from_file(str(splits.tokenizer))
     assert kept.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()

@@ -15,6 +15,7 @@ from scalewise.bench import collectives, device_bench, link_fit, options, profil
 from scalewise.bench.device_bench import MeasuredFigure
 from scalewise.console import print_lines
 from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
 from scalewise.parallelism.collective import RingLink
@@ -161,7 +162,7 @@ def _measure_figures(
 
 def _loader_rate(run: RunConfig, seconds: float) -> MeasuredFigure:
     """Throughput of the data loader without training, in tokens/s."""
-    dataset = run.data.prepare(run.model.vocabulary, run.seed).train
+    dataset = prepare_splits(run.data, run.model.vocabulary, run.seed).train
     batch_share = BatchShare(run.micro_batch, run.micro_batch, 0, 1)
     rates: list[float] = []
     start = window_start = time.perf_counter()

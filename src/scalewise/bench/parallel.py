@@ -13,6 +13,7 @@ from typing import Any
 
 from scalewise.bench import options, paired_ratio, ranks
 from scalewise.console import print_lines
+from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.precision import FloatFormat
@@ -164,7 +165,7 @@ def _measure_rank(run: RunConfig, folder: Path) -> None:
     on_cuda = run.hardware.device is DeviceKind.cuda
     device = torch.device("cuda", local) if on_cuda else torch.device("cpu")
     dist.init_process_group("nccl" if on_cuda else "gloo")
-    splits = run.data.prepare(run.model.vocabulary, run.seed)
+    splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
     steps = run.num_steps(len(splits.train))
     batch_share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
 

@@ -15,7 +15,7 @@ from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters import AdapterConfig, LoRAAdapterConfig, NoAdapterConfig
 from scalewise.bench.published_rows import Row
 from scalewise.checkpoint_config import CheckpointConfig
-from scalewise.data.random_tokens import RandomTokens
+from scalewise.data.synthetic import RandomTokens
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch_config import Launch

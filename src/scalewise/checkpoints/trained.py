@@ -14,10 +14,10 @@ from torch import Tensor
 from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
-from scalewise.checkpoints import adapter_resume, store
+from scalewise.checkpoints import adapter_resume, run_tokenizer, store
 from scalewise.console import print_lines
-from scalewise.data import run_tokenizer
 from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.prepare import prepare_splits
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import ModelConfig, StageSlice, Weight
 from scalewise.models.build import build_meta, build_model
@@ -84,7 +84,7 @@ class TrainedRun:
 
     def load_splits(self) -> DataSplits:
         """Prepare the data of the run; raise ``DataError`` if they have changed."""
-        splits = self.data.prepare(self.model.vocabulary, self.seed)
+        splits = prepare_splits(self.data, self.model.vocabulary, self.seed)
         run_tokenizer.check_tokenizer(splits, self.folder)
         inputs.check_data(self.data, self.folder)
         return splits

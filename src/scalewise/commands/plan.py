@@ -11,14 +11,13 @@ from scalewise import plain_console
 from scalewise.commands import show, show_plan, show_search
 from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
 from scalewise.console import print_lines
-from scalewise.data import padding
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.sweep_resume import ResumeRequest
 from scalewise.plan_config import MemoryMethod, PlanSearch
-from scalewise.planner import worst_rank
+from scalewise.planner import padding, worst_rank
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
 from scalewise.planner.plan import Plan, build_plan

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from scalewise.errors import ConfigIssue
 from scalewise.typed_override import format_override
@@ -14,7 +14,6 @@ from scalewise.typed_override import format_override
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 
 FIRST_TOKEN_OFFSET = 1 << 32
@@ -109,6 +108,8 @@ class DataConfig(ABC):
     """Class names, for data whose samples have a class index as their only label."""
     is_user_defined = False
     """Whether batches of any kind come from user-defined data loaders."""
+    implementation: ClassVar[str] = ""
+    """Module that registers a function of ``prepare_splits`` for the class."""
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -120,27 +121,14 @@ class DataConfig(ABC):
         """Number of verifiable answer tokens at the end of each sample; 0: none."""
         return 0
 
-    def reward(self, answer_BA: Tensor, expected_BA: Tensor) -> Tensor:
-        """Return ``reward_B``, the fraction of correct tokens of each answer."""
-        return (answer_BA == expected_BA).float().mean(1)
-
     @property
     @abstractmethod
     def required_vocabulary(self) -> int | None:
-        """Largest token id plus one; None if it is unknown before ``prepare``."""
+        """Largest token id plus one; None if the data decide it."""
 
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield the issues that are visible without reading the data, such as absent files."""
-
-    @abstractmethod
-    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Prepare the data, such as by tokenizing into a cache, and return the splits.
-
-        Several processes may call it at the same time; a second call only maps the cached files
-        into memory. Raises ``DataError`` with the key and a fix (empty, truncated, id >=
-        ``vocabulary``).
-        """
 
     def target_length_issue(self) -> ConfigIssue:
         """Return the issue of a ``target_length`` that leaves no tokens for the encoder."""

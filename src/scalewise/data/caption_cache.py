@@ -12,12 +12,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data import chat_cache, content, image_io
+from scalewise.data import chat_cache, image_io
 from scalewise.data.base import DataSplits
-from scalewise.data.captions import CaptionData
+from scalewise.data.build_cache import build_cached
+from scalewise.data.chat import CaptionData
 from scalewise.data.chat_formats import BadRecord, iter_records
-from scalewise.data.chat_templates import PlainTemplate
+from scalewise.data.chat_records import record_keys
+from scalewise.data.chat_templates import (
+    ConversationTemplate,
+    PlainTemplate,
+    RenderedRecord,
+    TextSegment,
+)
+from scalewise.data.content import combine_digests, digests_by_content, file_digests
 from scalewise.data.datasets import PaddedDataset
+from scalewise.data.file_patterns import match_paths
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.tokenized_cache import is_held_out
+from scalewise.errors import DataError
 
 PIXELS_SUFFIX = "pixels"
 """Suffix of the files with the pixels of all images."""
@@ -48,10 +60,10 @@ def cache_identity(config: CaptionData, files: Mapping[Path, str]) -> dict[str, 
     image_paths = [
         parsed
         for file in files
-        for parsed in iter_records(file, partial(config.image_path, file.parent))
+        for parsed in iter_records(file, partial(_image_path, config, file.parent))
         if isinstance(parsed, Path) and parsed.is_file()
     ]
-    images_digest = content.combine_digests(content.file_digests(image_paths))
+    images_digest = combine_digests(file_digests(image_paths))
     return chat_cache.cache_identity(config, files) | {PIXELS_SUFFIX: images_digest}
 
 
@@ -60,7 +72,7 @@ def write_records(config: CaptionData, files: Sequence[Path], folder: Path) -> N
 
     Only one image at a time is in memory.
     """
-    captions: dict[str, list[chat_cache.RenderedRecord]] = {"train": []}
+    captions: dict[str, list[RenderedRecord]] = {"train": []}
     if config.validation_fraction:
         captions["validation"] = []
     bad_records: list[BadRecord] = []
@@ -75,11 +87,7 @@ def write_records(config: CaptionData, files: Sequence[Path], folder: Path) -> N
                 bad_records.append(parsed)
                 continue
             count = sum(map(len, captions.values()))
-            split = (
-                "validation"
-                if chat_cache.is_held_out(count, config.validation_fraction)
-                else "train"
-            )
+            split = "validation" if is_held_out(count, config.validation_fraction) else "train"
             pixels_CHW, rendered = parsed
             pixels_CHW.tofile(pixels[split])
             captions[split].append(rendered)
@@ -91,15 +99,15 @@ def write_records(config: CaptionData, files: Sequence[Path], folder: Path) -> N
 
 def _iter_records(
     files: Sequence[Path], config: CaptionData, template: PlainTemplate
-) -> Iterator[BadRecord | tuple[NDArray[np.uint8], chat_cache.RenderedRecord]]:
+) -> Iterator[BadRecord | tuple[NDArray[np.uint8], RenderedRecord]]:
     """Yield the image and the caption of each record, or the reason why it is invalid."""
     for file in files:
 
         def parse_record(
             record: dict[str, Any], image_folder: Path = file.parent
-        ) -> tuple[NDArray[np.uint8], chat_cache.RenderedRecord]:
-            rendered = config.render_record(record, template)
-            pixels_CHW = image_io.read_image(config.image_path(image_folder, record))
+        ) -> tuple[NDArray[np.uint8], RenderedRecord]:
+            rendered = _render_caption(config, record, template)
+            pixels_CHW = image_io.read_image(_image_path(config, image_folder, record))
             return image_io.resize_image(pixels_CHW, config.image_size), rendered
 
         yield from iter_records(file, parse_record)
@@ -131,3 +139,42 @@ def _load_dataset(folder: Path, split: str, config: CaptionData, end_token: int)
         folder / f"{split}.{PIXELS_SUFFIX}", dtype=np.uint8, mode="r", shape=shape
     )
     return CaptionDataset(ids_N, starts, config.sequence, end_token, pixels_NCHW=pixels_NCHW)
+
+
+@prepare_splits.register(CaptionData)
+def _prepare_captions(config: CaptionData, vocabulary: int, seed: int) -> DataSplits:
+    """Read images and captions into the cache, and return evenly spread splits."""
+    if issues := list(config.validate()):
+        raise DataError(issues)
+    config.tokenizer_source.check_vocabulary(vocabulary)
+    files = digests_by_content(match_paths(config.paths))
+    identity = cache_identity(config, files)
+    folder = build_cached(config.kind, identity, partial(write_records, config, list(files)))
+    return load_splits(folder, config)
+
+
+def _render_caption(
+    config: CaptionData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the caption, of which all tokens are trained on; raises ``ValueError``."""
+    caption = _read_text(record, config.caption)
+    for key in record:
+        if key not in (config.picture, config.caption):
+            record_keys(config, template).count_ignored(key)
+    if any("\ud800" <= character <= "\udfff" for character in caption):
+        raise ValueError("has a lone surrogate (half a character)")
+    return ([TextSegment(caption + config.end_of_text, trained=True)],)
+
+
+def _image_path(config: CaptionData, folder: Path, record: dict[str, Any]) -> Path:
+    """Return the path of a record's image; raises ``ValueError``."""
+    return folder / Path(_read_text(record, config.picture)).expanduser()
+
+
+def _read_text(record: dict[str, Any], key: str) -> str:
+    """Return the text under a key of a record; raises ``ValueError`` if there is none."""
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        keys = ", ".join(map(str, record)) or "none"
+        raise ValueError(f"has no text in {key!r}; its keys: {keys}")
+    return value

@@ -1,19 +1,16 @@
-"""User-defined conversations; only answers are trained on."""
+"""User-defined records: conversations, preference pairs, questions, labeled texts and captions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from scalewise.data.base import DataConfig, DataSplits
-from scalewise.data.chat_formats import SUFFIXES, parse_conversation
-from scalewise.data.chat_messages import RecordKeys
-from scalewise.data.chat_templates import ConversationTemplate, TextSegment
-from scalewise.data.file_patterns import match_paths, path_issues
+from scalewise.data.base import DataConfig
+from scalewise.data.chat_formats import SUFFIXES
+from scalewise.data.file_patterns import path_issues
 from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
-from scalewise.errors import ConfigIssue, DataError
+from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
 
@@ -50,6 +47,8 @@ class ChatData(DataConfig):
     record_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that decide how a record is read."""
 
+    implementation = "scalewise.data.chat_cache"
+
     @property
     def required_vocabulary(self) -> int | None:
         """Vocabulary size of the tokenizer that is trained; None with a given one."""
@@ -70,33 +69,100 @@ class ChatData(DataConfig):
             yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.jsonl]'")
         yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
 
-    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Render and tokenize the records into the cache, and return evenly spread splits."""
-        from scalewise.data import chat_cache, content
-        from scalewise.data.build_cache import build_cached
-
-        if issues := list(self.validate()):
-            raise DataError(issues)
-        self.tokenizer_source.check_vocabulary(vocabulary)
-        files = content.digests_by_content(match_paths(self.paths))
-        folder = build_cached(
-            self.kind,
-            chat_cache.cache_identity(self, files),
-            partial(chat_cache.write_records, self, list(files)),
-        )
-        return chat_cache.load_splits(folder, self)
-
-    def render_record(
-        self, record: dict[str, Any], template: ConversationTemplate
-    ) -> tuple[list[TextSegment], ...]:
-        """Return the rendered texts of a record; raises ``ValueError``."""
-        return (template(parse_conversation(record, self.record_keys(template))),)
-
-    def record_keys(self, template: ConversationTemplate) -> RecordKeys:
-        """Return the keys to ignore, which are counted in the notes of the template."""
-        return RecordKeys(self.ignore_keys, template.notes)
-
     @property
     def tokenizer_source(self) -> TokenizerSource:
         """Tokenizer of the conversations."""
         return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)
+
+
+@register_option("data", "preference")
+@dataclass(frozen=True)
+class PreferenceData(ChatData):
+    """Pairs of answers to one question, chosen and rejected, rendered as in ``data=chat``."""
+
+    kind: ClassVar[str] = "preference"
+    record_description: ClassVar[str] = "pair of answers"
+    pairs = True
+
+
+@register_option("data", "seq2seq")
+@dataclass(frozen=True)
+class Seq2SeqData(ChatData):
+    """Questions with answers for an encoder-decoder model, each truncated to its length.
+
+    The question is the text before the last answer: one message as it is, several by the chat
+    template.
+    """
+
+    sequence: int = 256
+    """Length of a question with its answer, in tokens."""
+    target_length: int = 64
+    """Part of ``sequence`` that is for the answer, in tokens."""
+
+    kind: ClassVar[str] = "seq2seq"
+    record_description: ClassVar[str] = "question with an answer"
+
+    def validate(self) -> Iterator[ConfigIssue]:
+        """Yield an invalid ``target_length``, and the issues of ``ChatData``."""
+        yield from super().validate()
+        if not 0 < self.target_length < self.sequence:
+            yield self.target_length_issue()
+        if self.packing:
+            reason = "is not supported with separate encoder and decoder texts"
+            yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+
+
+@register_option("data", "labelled")
+@dataclass(frozen=True)
+class LabeledText(ChatData):
+    """Texts with a class label; longer texts are truncated at the end."""
+
+    classes: tuple[str, ...] = ()
+    """Class names as records spell them; a record may have the class index from 0 instead."""
+    text: str = "text"
+    """Key of the text in a record."""
+    label: str = "label"
+    """Key of the class in a record."""
+
+    kind: ClassVar[str] = "labelled"
+    record_description: ClassVar[str] = "text of a known class"
+    record_fields: ClassVar[tuple[str, ...]] = ("classes", "text", "label")
+
+    def validate(self) -> Iterator[ConfigIssue]:
+        """Yield invalid class names, and the issues of ``ChatData``."""
+        yield from super().validate()
+        if len({*self.classes}) < max(2, len(self.classes)):
+            reason, fix = "must be at least two different names", "set 'data.classes=[no,yes]'"
+            yield ConfigIssue("data.classes", list(self.classes), reason, fix)
+        if self.packing:
+            reason = "is not supported with classes: a sequence has one class"
+            yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+
+
+@register_option("data", "captions")
+@dataclass(frozen=True)
+class CaptionData(ChatData):
+    """Images with captions; a record names an image file next to it (.png, .jpg or .npy)."""
+
+    sequence: int = 32
+    """Caption length with its end token, in tokens; longer captions are truncated."""
+    image_size: int = 224
+    """Image side after resizing, in pixels; must be the model's."""
+    picture: str = "image"
+    """Key of the image file name in a record."""
+    caption: str = "caption"
+    """Key of the caption in a record."""
+
+    kind: ClassVar[str] = "captions"
+    record_description: ClassVar[str] = "image with a caption"
+    record_fields: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
+
+    implementation = "scalewise.data.caption_cache"
+
+    def validate(self) -> Iterator[ConfigIssue]:
+        """Yield an invalid image size, and the issues of ``ChatData``."""
+        yield from super().validate()
+        yield from self.non_positive_issues("image_size")
+        if self.packing:
+            reason = "is not supported with images: each caption has its own image"
+            yield ConfigIssue("data.packing", True, reason, "set data.packing=false")

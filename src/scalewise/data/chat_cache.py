@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -15,27 +16,36 @@ from numpy.typing import NDArray
 
 from scalewise.console import print_lines
 from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.build_cache import build_cached
+from scalewise.data.chat import ChatData
 from scalewise.data.chat_formats import BadRecord, iter_records
+from scalewise.data.chat_records import render_record
 from scalewise.data.chat_templates import (
     ConversationTemplate,
     PlainTemplate,
+    RenderedRecord,
     TextSegment,
     load_template,
     template_sources,
 )
-from scalewise.data.datasets import ClassificationDataset, PaddedDataset, Seq2SeqDataset
+from scalewise.data.content import digests_by_content
+from scalewise.data.datasets import (
+    ClassificationDataset,
+    PackedTextDataset,
+    PaddedDataset,
+    Seq2SeqDataset,
+)
 from scalewise.data.encoding import encode_texts, special_ids
-from scalewise.data.packing import PackedTextDataset
+from scalewise.data.file_patterns import match_paths
+from scalewise.data.prepare import prepare_splits
 from scalewise.data.tokenization import TokenizerSource
-from scalewise.data.tokenized_cache import TokenizeProgress
+from scalewise.data.tokenized_cache import TokenizeProgress, is_held_out
 from scalewise.data.tokenizer_files import tokenizer_path
 from scalewise.errors import DataError
 from scalewise.units import format_count
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
-
-    from scalewise.data.chat import ChatData
 
 FORMAT = 4
 """Cache format; increased when the cached content changes for the same key."""
@@ -46,8 +56,21 @@ MAX_SHOWN = 3
 
 Span = tuple[int, int, bool]
 """Start and stop character, and whether the template marks them."""
-RenderedRecord = tuple[list[TextSegment], ...]
-"""Rendered conversation of a record, or both conversations of a pair."""
+
+
+@prepare_splits.register(ChatData)
+def _prepare_records(config: ChatData, vocabulary: int, seed: int) -> DataSplits:
+    """Render and tokenize the records into the cache, and return evenly spread splits."""
+    if issues := list(config.validate()):
+        raise DataError(issues)
+    config.tokenizer_source.check_vocabulary(vocabulary)
+    files = digests_by_content(match_paths(config.paths))
+    folder = build_cached(
+        config.kind,
+        cache_identity(config, files),
+        partial(write_records, config, list(files)),
+    )
+    return load_splits(folder, config)
 
 
 def cache_identity(config: ChatData, files: Mapping[Path, str]) -> dict[str, object]:
@@ -234,7 +257,9 @@ def _rendered_records(
     template = chat_template(config)
     try:
         for file in files:
-            for parsed in iter_records(file, lambda record: config.render_record(record, template)):
+            for parsed in iter_records(
+                file, lambda record: render_record(config, record, template)
+            ):
                 if isinstance(parsed, BadRecord):
                     bad_records.append(parsed)
                 else:
@@ -259,11 +284,6 @@ def _split_records(
     for number, record in enumerate(records):
         splits["validation" if is_held_out(number, fraction) else "train"].append(record)
     return splits
-
-
-def is_held_out(number: int, fraction: float) -> bool:
-    """Whether a record belongs to the validation split, which is evenly spread."""
-    return int((number + 1) * fraction) > int(number * fraction)
 
 
 def _iter_ids(

@@ -65,6 +65,10 @@ class TextSegment:
     """Whether the text is tokenized separately from the preceding parts."""
 
 
+RenderedRecord = tuple[list[TextSegment], ...]
+"""Rendered conversation of a record, or both conversations of a pair."""
+
+
 class ConversationTemplate(ABC):
     """Base class of templates that render conversations. ``notes`` counts notes for the user."""
 

@@ -213,7 +213,7 @@ def as_batch(
 
     The two sequences of each pair in ``tokens_B2S`` become adjacent sequences.
 
-    ``masked``: negative ids become inputs without a label. ``packing``: adds ``places``, the
+    ``masked``: negative ids become inputs without a label. ``packing``: adds ``positions``, the
     position of each token in its own text, from 0. ``target_length``: ``inputs_BS`` contains -1 at
     positions without a token, and ``labels_BT`` the decoder's tokens. Pinned tensors are contiguous
     copies, so that each is transferred to the device at once.
@@ -233,7 +233,7 @@ def as_batch(
     if packing:
         first_BT = batch["inputs"] >= FIRST_TOKEN_OFFSET
         index_T = torch.arange(first_BT.shape[1])
-        batch["places"] = index_T - torch.where(first_BT, index_T, 0).cummax(1).values
+        batch["positions"] = index_T - torch.where(first_BT, index_T, 0).cummax(1).values
         batch["inputs"] = torch.where(
             first_BT, batch["inputs"] - FIRST_TOKEN_OFFSET, batch["inputs"]
         )

@@ -1,20 +1,16 @@
-"""Datasets of token sequences: packed in memory-mapped shards, padded, streamed or random.
+"""Datasets of token sequences: packed in memory-mapped shards, padded or streamed.
 
 Shapes: B samples, S = sequence + 1 tokens of a sample (T inputs and one more label).
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from scalewise.data.base import FIRST_TOKEN_OFFSET, NO_TOKEN
-
-MEAN_TEXT_TOKENS = 32
-"""Mean length of a random text, in tokens."""
 
 
 class PackedDataset:
@@ -148,6 +144,77 @@ class Seq2SeqDataset(PaddedDataset):
         return np.split(ids, [int(np.argmax(ids >= 0))])
 
 
+class PackedTextDataset(PaddedDataset):
+    """As many whole texts per sequence as fit; the first token of each text has no label."""
+
+    packing = True
+
+    def __init__(
+        self,
+        ids_N: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        texts: NDArray[np.int64],
+        sequence: int,
+        end_token: int,
+    ) -> None:
+        """``texts``: indices of the texts to pack."""
+        super().__init__(ids_N, starts, texts, sequence, end_token)
+        lengths = np.diff(starts)[texts].clip(max=self._width)
+        self._sequences = [
+            texts[sequence_texts] for sequence_texts in best_fit_pack(lengths, self._width)
+        ]
+        tokens = int(lengths.sum())
+        unpacked_ratio, packed_ratio = (
+            tokens / (count * self._width) for count in (len(texts), len(self))
+        )
+        self.fill_ratio = packed_ratio
+        self.packing_note = (
+            f"packed into {len(self):,} sequences, {packed_ratio:.1%} full "
+            f"(one text each: {unpacked_ratio:.1%})"
+        )
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return ``tokens_BS``, the sequences at ``indices``."""
+        tokens_BS = np.full((len(indices), self._width), ~self._end_token, dtype=np.int64)
+        for tokens_S, index in zip(tokens_BS, indices, strict=True):
+            start = 0
+            for text in self._sequences[index]:
+                ids = self._text_ids(text)
+                tokens_S[start : start + len(ids)] = ids
+                tokens_S[start] = ~(max(tokens_S[start], ~tokens_S[start]) + FIRST_TOKEN_OFFSET)
+                start += len(ids)
+        return tokens_BS
+
+
+def best_fit_pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Return sequences of text indices, each of at most ``capacity`` tokens.
+
+    The longest texts are placed first. A text goes where it leaves the least free space (best-fit
+    decreasing, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.1).
+    Sequences, and the texts in them, keep the order of the texts.
+    """
+    sequences: list[list[int]] = []
+    by_free_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    free_mask = 0  # bit n is set if some sequence has n free tokens
+    for text in np.argsort(-lengths_N, kind="stable").tolist():
+        length = int(lengths_N[text])
+        fitting = free_mask >> length
+        if fitting:
+            free = length + (fitting & -fitting).bit_length() - 1
+            sequence = by_free_space[free].pop()
+            free_mask ^= 0 if by_free_space[free] else 1 << free
+        else:
+            free, sequence = capacity, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(text)
+        by_free_space[free - length].append(sequence)
+        free_mask |= 1 << (free - length)
+    return sorted(sorted(sequence) for sequence in sequences)
+
+
 class StreamedDataset:
     """Contiguous sequences of a stream of token arrays that can be reopened.
 
@@ -200,75 +267,3 @@ class StreamedDataset:
             for index in range(count):
                 yield pending[index * self._sequence : (index + 1) * self._sequence + 1]
             pending = pending[count * self._sequence :]
-
-
-@dataclass(frozen=True)
-class RandomDataset:
-    """``num_samples`` samples of random ids, from index ``first`` of an endless keyed table.
-
-    A sample of ``pairs`` consists of two sequences of the table. With ``packing``, a text begins at
-    each token with probability 1 / ``MEAN_TEXT_TOKENS``. With a ``target_length``, the masked
-    fraction of the encoder's tokens is missing.
-    """
-
-    seed: int
-    """Key of the table."""
-    vocabulary: int
-    """Number of distinct ids."""
-    first: int
-    """Index of the first sample in the table."""
-    num_samples: int
-    """Number of samples."""
-    sequence: int
-    """Sequence length, in tokens."""
-    masked_fraction: float = 0.0
-    """Fraction of the tokens without a label."""
-    pairs: bool = False
-    """Whether a sample consists of two sequences."""
-    packing: bool = False
-    """Whether a sequence contains several texts."""
-    target_length: int = 0
-    """Number of decoder tokens at the end of a sample."""
-    streamed: bool = False
-    """Whether indices must be read in increasing order."""
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens have no label."""
-        return self.masked_fraction > 0 or self.packing or self.target_length > 0
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return ``tokens_BS``: a hash of (seed, sample, position), modulo the vocabulary."""
-        if self.pairs:
-            index_B2 = 2 * np.asarray(indices)[:, None] + np.arange(2)
-            single = replace(self, pairs=False, first=2 * self.first)
-            return single.gather(index_B2.flatten()).reshape(*index_B2.shape, -1)
-        width = self.sequence + 1
-        index_B = np.asarray(indices, dtype=np.int64) + self.first
-        position_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)
-        key = splitmix64(np.array([self.seed], dtype=np.uint64))
-        hash_BS = splitmix64(position_BS + key)
-        tokens_BS = (hash_BS % np.uint64(self.vocabulary)).astype(np.int64)
-        if self.masked:
-            uniform_BS = splitmix64(hash_BS).astype(np.float64) / 2.0**64
-            tokens_BS = np.where(uniform_BS < self.masked_fraction, ~tokens_BS, tokens_BS)
-        if self.target_length:
-            tokens_BS = tokens_BS[:, 1:]
-            source_BS = tokens_BS[:, : -self.target_length]
-            source_BS[:] = np.where(source_BS < 0, NO_TOKEN, ~source_BS)
-        if self.packing:
-            first_BS = splitmix64(~hash_BS) % np.uint64(MEAN_TEXT_TOKENS) == 0
-            token_BS = np.where(tokens_BS < 0, ~tokens_BS, tokens_BS)
-            tokens_BS = np.where(first_BS, ~(token_BS + FIRST_TOKEN_OFFSET), tokens_BS)
-        return tokens_BS
-
-
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the SplitMix64 hash of each element (Steele, Lea and Flood, 2014)."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
 from scalewise.data.datasets import PackedDataset
 from scalewise.data.file_patterns import match_paths
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.text import PretokenizedData
 from scalewise.data.tokenized_cache import too_short_error
 from scalewise.errors import DataError
 
@@ -91,3 +94,16 @@ def _id_ranges(files: list[Path], shards: list[NDArray[np.integer]]) -> list[tup
 def _id_range(shard: NDArray[np.integer]) -> tuple[int, int]:
     chunks = [shard[start : start + SCAN_TOKENS] for start in range(0, len(shard), SCAN_TOKENS)]
     return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
+
+
+@prepare_splits.register(PretokenizedData)
+def _prepare_token_shards(config: PretokenizedData, vocabulary: int, seed: int) -> DataSplits:
+    """Return packed sequences; the first call reads every id to find the largest."""
+    if issues := list(config.validate()):
+        raise DataError(issues)
+    dtype, length, validation_paths = config.dtype.value, config.sequence, config.validation_paths
+    train = TokenShards("data.paths", config.paths, dtype).load_packed(length, vocabulary, "train")
+    if not validation_paths:
+        return DataSplits(train, None)
+    shards = TokenShards("data.validation_paths", validation_paths, dtype)
+    return DataSplits(train, shards.load_packed(length, vocabulary, "validation"))

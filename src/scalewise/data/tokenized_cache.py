@@ -1,9 +1,10 @@
-"""Tokenized documents in the cache, as memory-mapped token ids."""
+"""Documents of text files, tokenized into the cache as memory-mapped token ids."""
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -14,8 +15,13 @@ import numpy as np
 from scalewise.console import print_lines
 from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
+from scalewise.data.content import digests_by_content
 from scalewise.data.datasets import PackedDataset
 from scalewise.data.encoding import encode_documents, special_ids
+from scalewise.data.file_patterns import file_suffix, match_paths
+from scalewise.data.prepare import prepare_splits
+from scalewise.data.text import TextData
+from scalewise.data.text_files import RECORD_SUFFIXES, Document, iter_documents, text_chunks
 from scalewise.data.tokenization import Documents, TokenizerSource, vocabulary_size
 from scalewise.errors import ConfigError, DataError
 from scalewise.units import format_count, format_seconds
@@ -155,3 +161,128 @@ class TokenizeProgress:
         """End the line on a terminal."""
         if self._is_terminal:
             print_lines(f" {text}", stderr=True)
+
+
+@prepare_splits.register(TextData)
+def _prepare_text(config: TextData, vocabulary: int, seed: int) -> DataSplits:
+    """Tokenize the files into the cache, and return packed sequences of both splits."""
+    if issues := list(config.validate()):
+        raise DataError(issues)
+    files = digests_by_content(match_paths(config.paths))
+    parts = _split_documents(config, files)
+    identity = {
+        "files": [[digest, file_suffix(file)] for file, digest in files.items()],
+        "field": config.field,
+        "validation_fraction": config.validation_fraction,
+    }
+    source = TokenizeSource(
+        name="text",
+        key="data.paths",
+        value=list(config.paths),
+        identity=identity,
+        splits=parts,
+        training_documents=parts["train"],
+        tokenizer_source=config.tokenizer_source,
+    )
+    folder = build_tokenized(source, vocabulary)
+    return load_splits(folder, config.sequence, validation="validation" in parts)
+
+
+def _split_documents(config: TextData, digests: Mapping[Path, str]) -> dict[str, Documents]:
+    """Return the documents of each split: by the digests of files, or within each file.
+
+    A single file is split within itself, and so are files with equal content.
+    """
+    fraction, files = config.validation_fraction, list(digests)
+    if not fraction:
+        return {"train": partial(_iter_all, files, config.field)}
+    if len({*digests.values()}) == 1:
+        iter_side = partial(_iter_split, files, config.field, fraction)
+        return {
+            "train": partial(iter_side, held_out=False),
+            "validation": partial(iter_side, held_out=True),
+        }
+    validation_digests = held_out_names(digests.values(), fraction)
+    sides: dict[bool, list[Path]] = {False: [], True: []}
+    for file, digest in digests.items():
+        sides[digest in validation_digests].append(file)
+    return {
+        "train": partial(_iter_all, sides[False], config.field),
+        "validation": partial(_iter_all, sides[True], config.field),
+    }
+
+
+def held_out_names(names: Iterable[str], fraction: float) -> set[str]:
+    """Return the names of the validation split: those whose hash is below ``fraction``.
+
+    Adding a name moves no other name between splits. With two or more names, neither split is
+    empty.
+    """
+    hashes = {name: _unit_hash(name) for name in names}
+    selected = {name for name in hashes if hashes[name] < fraction}
+    if not selected:
+        return {min(hashes, key=hashes.__getitem__)}
+    if len(selected) == len(hashes):
+        selected.remove(max(hashes, key=hashes.__getitem__))
+    return selected
+
+
+def _unit_hash(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def is_held_out(number: int, fraction: float) -> bool:
+    """Whether a record of a file belongs to the validation split, which is evenly spread."""
+    return int((number + 1) * fraction) > int(number * fraction)
+
+
+def _iter_all(files: list[Path], field: str | None) -> Iterator[Document]:
+    for file in files:
+        yield from iter_documents(file, field)
+
+
+def _iter_split(
+    files: list[Path], field: str | None, fraction: float, *, held_out: bool
+) -> Iterator[Document]:
+    for file in files:
+        yield from _iter_single_file_split(file, field, fraction, held_out=held_out)
+
+
+def _iter_single_file_split(
+    file: Path, field: str | None, fraction: float, *, held_out: bool
+) -> Iterator[Document]:
+    """Yield one side of a single file: every 1/fraction-th record, or the end of plain text."""
+    if file_suffix(file) in RECORD_SUFFIXES:
+        for index, document in enumerate(iter_documents(file, field)):
+            if is_held_out(index, fraction) is held_out:
+                yield document
+        return
+    (full_document,) = iter_documents(file, field)
+    split_position = _last_line_start(
+        file, int(sum(map(len, full_document.chunks)) * (1 - fraction))
+    )
+    yield Document(
+        _slice_chunks(text_chunks(file), split_position, held_out=held_out), full_document.source
+    )
+
+
+def _last_line_start(file: Path, limit: int) -> int:
+    """Return the start of the last line that begins within ``limit`` characters.
+
+    A longer first line is split at ``limit``.
+    """
+    start = characters = 0
+    for chunk in text_chunks(file):
+        if (newline := chunk.rfind("\n", 0, limit - characters)) >= 0:
+            start = characters + newline + 1
+        characters += len(chunk)
+        if characters >= limit:
+            break
+    return start or limit
+
+
+def _slice_chunks(chunks: Iterable[str], position: int, *, held_out: bool) -> Iterator[str]:
+    """Yield the characters of chunks before ``position``, or those after it."""
+    for chunk in chunks:
+        yield chunk[max(0, position) :] if held_out else chunk[: max(0, position)]
+        position -= len(chunk)

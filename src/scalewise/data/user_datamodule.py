@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.base import DataConfig
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
@@ -37,7 +37,3 @@ class UserDataModule(DataConfig):
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield nothing: the class is checked with the run."""
         yield from ()
-
-    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
-        """Raise ``NotImplementedError``: the data loaders are used instead."""
-        raise NotImplementedError

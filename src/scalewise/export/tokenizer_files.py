@@ -22,12 +22,10 @@ from transformers.utils.hub import (
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
 )
 
+from scalewise.checkpoints import run_tokenizer
 from scalewise.checkpoints.trained import TrainedRun
-from scalewise.data import chat_templates, run_tokenizer
-from scalewise.data.captions import CaptionData
-from scalewise.data.chat import ChatData
-from scalewise.data.labeled_text import LabeledText
-from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data import chat_templates
+from scalewise.data.chat import CaptionData, ChatData, LabeledText, Seq2SeqData
 from scalewise.data.tokenizer_files import tokenizer_path
 from scalewise.errors import ConfigError, DataError
 from scalewise.models.base import ModelConfig

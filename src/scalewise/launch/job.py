@@ -16,6 +16,7 @@ import yaml
 from scalewise import atomic, inputs
 from scalewise.callback_config import is_builtin
 from scalewise.console import print_lines
+from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
 from scalewise.launch import exit_reports, external_launcher, locks, processes, signals
@@ -124,7 +125,7 @@ def prepare_job(job_spec: JobSpec) -> int:
         # The length of its data loaders is unknown here.
         steps = run.trainer.max_steps or sys.maxsize
     else:
-        splits = run.data.prepare(run.model.vocabulary, run.seed)
+        splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
         steps = run.num_steps(len(splits.train))
     return steps
 

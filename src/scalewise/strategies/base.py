@@ -52,7 +52,7 @@ class ScaledLoss:
         """Loss of a batch, with its forward pass through ``module``."""
         passes_labels = self.computed_in_module or self.objective.needs_encoder_decoder
         labels = batch["labels"] if passes_labels else None
-        return self(module(batch["inputs"], labels, batch.get("places")), batch)
+        return self(module(batch["inputs"], labels, batch.get("positions")), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> Tensor:
         """Loss from the output of a module: logits, or sums over tokens."""

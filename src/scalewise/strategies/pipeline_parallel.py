@@ -163,8 +163,8 @@ class PipelineRunner:
         )
         if self._has_last_stage and loss.computed_in_module:
             step_kwargs["labels_BT"] = labels
-        if "places" in batch:
-            step_kwargs["positions_BS"] = batch["places"]
+        if "positions" in batch:
+            step_kwargs["positions_BS"] = batch["positions"]
         run_schedule = schedule.step if backward else schedule.eval
         run_schedule(*inputs, **step_kwargs, return_outputs=False)
         # fp32 explicitly: with bf16_true, the default dtype is bf16.

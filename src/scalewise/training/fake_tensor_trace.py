@@ -262,7 +262,7 @@ class _ManualStep:
         self.run, self.strategy, self.module, self.precision = run, strategy, module, precision
         self.optimizer = strategy.build_optimizer(run, module)
         shape = (run.sequences_per_forward, run.data.sequence)
-        keys = ("inputs", "labels", *["places"] * run.data.packing)
+        keys = ("inputs", "labels", *["positions"] * run.data.packing)
         self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in keys}
         if target := run.data.target_length:
             self.batch["inputs"] = self.batch["inputs"][:, :-target].clone()

@@ -16,13 +16,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import run_tokenizer, store
 from scalewise.console import print_lines
-from scalewise.data import padding, run_tokenizer
 from scalewise.data.base import DataSplits
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.data.prepare import prepare_splits
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.hpo.storage import read_trial_link
+from scalewise.planner import padding
 from scalewise.planner.plan import dollars_per_billion_tokens, plan_record, predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, read_json, write_json
@@ -79,7 +80,7 @@ def fit_run(
 
         fit_user_module(run, folder, rank_info, resume, session)
         return
-    splits = run.data.prepare(run.model.vocabulary, run.seed)
+    splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
     steps = run.num_steps(len(splits.train))
     start = store.verify_checkpoint(resume) if resume else 0
     if resume:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scalewise.data.base import DataConfig
-from scalewise.data.datasets import splitmix64
+from scalewise.data.synthetic_datasets import splitmix64
 from scalewise.objectives.base import IGNORED, ObjectiveConfig
 from scalewise.objectives.grpo import GRPO
 from scalewise.objectives.likelihood import NextToken
@@ -30,7 +30,7 @@ class Rollout:
     objective: GRPO
     """Objective: number of answers per prompt and advantage normalization."""
     data: DataConfig
-    """Data config: length and reward of an answer."""
+    """Data config: length of an answer."""
 
     def sample(self, batch: Batch, forward_no_grad: ForwardNoGrad, seed: int, step: int) -> Batch:
         """Sample a group of answers for each prompt.
@@ -85,5 +85,6 @@ class Rollout:
             labels_BT[:, position] = token_B.masked_fill(padding_B, IGNORED)
             if position + 1 < tokens:
                 inputs_BT[:, position + 1] = token_B
-        reward_B = self.data.reward(labels_BT[:, first:], batch["labels"][:, first:])
+        correct_BA = labels_BT[:, first:] == batch["labels"][:, first:]
+        reward_B = correct_BA.float().mean(1)
         return {"inputs": inputs_BT, "labels": labels_BT, "reward": reward_B}

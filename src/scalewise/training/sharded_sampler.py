@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from scalewise.data.padding import amount_text
+from scalewise.planner.padding import amount_text
 
 
 class ShardedSampler(Sampler[int]):

@@ -1,0 +1,205 @@
+"""Records of data options, rendered as texts with the parts to train on.
+
+A preference record has two answers to one prompt, ``chosen`` and ``rejected``. Each answer is a
+text, a turn, or a list of turns that may be the whole conversation, as in TRL and UltraFeedback.
+The context is a ``prompt``, or the turns or the question of a format in ``chat_formats``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import singledispatch
+from itertools import takewhile
+from typing import Any
+
+from scalewise.data.chat import ChatData, LabeledText, PreferenceData, Seq2SeqData
+from scalewise.data.chat_formats import (
+    TURN_KEYS,
+    assemble_messages,
+    parse_alpaca,
+    parse_conversation,
+    parse_history,
+)
+from scalewise.data.chat_messages import (
+    Conversation,
+    Message,
+    RecordKeys,
+    check_messages,
+    parse_turn,
+    parse_turns,
+)
+from scalewise.data.chat_templates import ConversationTemplate, RenderedRecord, TextSegment
+
+ANSWER_KEYS = ("chosen", "rejected")
+"""Keys of the two answers, the preferred one first."""
+
+
+@singledispatch
+def render_record(
+    config: ChatData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the rendered texts of a record; raises ``ValueError`` with the reason."""
+    return (template(parse_conversation(record, record_keys(config, template))),)
+
+
+def record_keys(config: ChatData, template: ConversationTemplate) -> RecordKeys:
+    """Return the keys to ignore, which are counted in the notes of the template."""
+    return RecordKeys(config.ignore_keys, template.notes)
+
+
+@render_record.register(Seq2SeqData)
+def _render_question(
+    config: Seq2SeqData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return a question without labels, and its answer; raises ``ValueError``."""
+    conversation = parse_conversation(record, record_keys(config, template))
+    messages = conversation.messages
+    answer_index = max(
+        index for index, message in enumerate(messages) if message.role == "assistant"
+    )
+    prompt_messages, answer = messages[:answer_index], messages[answer_index]
+    if not any(message.text.strip() for message in prompt_messages):
+        raise ValueError("has no question")
+    if answer.extra_fields:
+        raise ValueError(
+            f"has {next(iter(answer.extra_fields))} in its answer, which must be only text"
+        )
+    if not answer.train:
+        raise ValueError("has no answer to train on: training is disabled for the last one")
+    text = prompt_messages[0].text
+    if (
+        len(prompt_messages) > 1
+        or prompt_messages[0].extra_fields
+        or conversation.tools
+        or conversation.documents
+    ):
+        text = template.render_prompt(replace(conversation, messages=prompt_messages))
+    question = TextSegment(text + config.end_of_text, trained=False)
+    return ([question, TextSegment(answer.text + config.end_of_text, trained=True, separate=True)],)
+
+
+@render_record.register(LabeledText)
+def _render_labeled(
+    config: LabeledText, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the text and its class index; raises ``ValueError``."""
+    for key in (config.text, config.label):
+        if record.get(key) is None:
+            raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
+    text, label = record[config.text], record[config.label]
+    for key in record:
+        if key not in (config.text, config.label):
+            record_keys(config, template).count_ignored(key)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"has no text in {config.text}")
+    return (parse_labeled(text, _class_index(config, label)),)
+
+
+def _class_index(config: LabeledText, label: object) -> int:
+    if str(label) in config.classes:
+        return config.classes.index(str(label))
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(config.classes):
+        return int(label)
+    raise ValueError(
+        f"has class {label!r}, which is not one of data.classes: {', '.join(config.classes)}"
+    )
+
+
+def parse_labeled(text: str, class_index: int) -> list[TextSegment]:
+    """Return a text without labels, followed by its class index."""
+    return [
+        TextSegment(text, trained=False),
+        TextSegment("", trained=True, label=class_index, separate=True),
+    ]
+
+
+@render_record.register(PreferenceData)
+def _render_pair(
+    config: PreferenceData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the conversations with the chosen and with the rejected answer."""
+    return parse_pair(record, template, record_keys(config, template))
+
+
+def parse_pair(
+    record: dict[str, Any], template: ConversationTemplate, keys: RecordKeys
+) -> RenderedRecord:
+    """Return both rendered conversations of a record.
+
+    Their common beginning is not trained on, even if it contains answers. Raises ``ValueError``
+    with the reason.
+    """
+    record = keys.drop_ignored(record)
+    prompt_messages, read_keys = _prompt_messages(record, keys)
+    chosen, rejected = (
+        template(_with_answer(record, key, prompt_messages, keys, read_keys)) for key in ANSWER_KEYS
+    )
+    pairs = zip(chosen, rejected, strict=False)
+    num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if not all(side[num_common:] and side[num_common].trained for side in (chosen, rejected)):
+        raise ValueError("does not have two different answers to one prompt")
+    return tuple(
+        [replace(segment, trained=False) for segment in side[:num_common]] + side[num_common:]
+        for side in (chosen, rejected)
+    )
+
+
+def _prompt_messages(
+    record: Mapping[str, Any], keys: RecordKeys
+) -> tuple[tuple[Message, ...], set[str]]:
+    """Return the messages before the answers, and the keys of the record that contain them.
+
+    There are none if the answers are whole conversations.
+    """
+    prompt = record.get("prompt")
+    if isinstance(prompt, str):
+        return (*parse_history(record), Message("user", prompt)), {"prompt", "history"}
+    turns_key = next((key for key in ("prompt", *TURN_KEYS) if record.get(key) is not None), None)
+    if turns_key:
+        return parse_turns(record[turns_key], keys), {turns_key}
+    if record.get("instruction") is not None:
+        return parse_alpaca(record), {"instruction", "input", "history"}
+    return (), set()
+
+
+def _with_answer(
+    record: Mapping[str, Any],
+    key: str,
+    prompt_messages: tuple[Message, ...],
+    keys: RecordKeys,
+    read_keys: set[str],
+) -> Conversation:
+    """Return the conversation with one of the answers."""
+    answer = record.get(key)
+    if answer is None:
+        raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
+    if isinstance(answer, str):
+        if not prompt_messages:
+            raise ValueError("has an answer that is a text, and no prompt")
+        messages = (*prompt_messages, Message("assistant", answer))
+    elif isinstance(answer, dict):
+        messages = (*prompt_messages, parse_turn(answer, keys))
+    else:
+        turns = parse_turns(answer, keys)
+        is_conversation = turns[0].role != "assistant"
+        messages = turns if is_conversation else (*prompt_messages, *turns)
+        # In UltraFeedback, ``messages`` equals the chosen conversation.
+        required = () if read_keys == {"messages"} and key != ANSWER_KEYS[0] else prompt_messages
+        if is_conversation and not all(_contains_answer(message, turns) for message in required):
+            raise ValueError(f"has a prompt that is not part of its {key}")
+    repeated = {
+        name
+        for name in TURN_KEYS
+        if name not in read_keys and record.get(name) == record[ANSWER_KEYS[0]]
+    }
+    return assemble_messages(
+        record,
+        check_messages(messages),
+        keys if key == ANSWER_KEYS[0] else RecordKeys(),
+        {*ANSWER_KEYS, *read_keys, *repeated},
+    )
+
+
+def _contains_answer(message: Message, conversation: tuple[Message, ...]) -> bool:
+    return any(message.text.strip() == other.text.strip() for other in conversation)
