@@ -133,6 +133,8 @@ def a_run_or_a_refusal(line: list[str]) -> None:
 @example(["~hydra"])
 @example(["hydra.job.name=null"])
 @example(["\u00a0"])
+@example(["+callbacks.x._target_=[]"])
+@example(["model@x={}", "model@x={}", "é"])
 @example(["optimizer.lr=1\u2009e-3"])
 def test_a_run_or_a_refusal(line: list[str]) -> None:
     a_run_or_a_refusal(line)

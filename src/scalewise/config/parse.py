@@ -86,8 +86,9 @@ def compose_unresolved(
         issues.append(ConfigIssue("callbacks", callbacks, "is not a mapping of names to callbacks"))
         callbacks = {}
     for callback in callbacks.values():
-        if isinstance(callback, dict) and callback.get("_target_") in RENAMED_TARGETS:
-            callback["_target_"] = RENAMED_TARGETS[callback["_target_"]]
+        target = callback.get("_target_") if isinstance(callback, dict) else None
+        if isinstance(target, str):  # other types are rejected by validation
+            callback["_target_"] = RENAMED_TARGETS.get(target, target)
     return RunConfig(
         **parts,
         **plain,
