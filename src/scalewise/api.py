@@ -5,10 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from scalewise.commands.fit import resolve_auto
+from scalewise.commands.publish import after_training
 from scalewise.config.compose import changed_from_defaults, compose
 from scalewise.failures import report_errors
 from scalewise.launch import external_launcher
 from scalewise.launch.job import JobSpec, Result, execute
+from scalewise.reports import files
 from scalewise.run_config import RunConfig as Run
 from scalewise.typed_override import command_line
 
@@ -29,10 +32,6 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     Raises:
         ConfigError: The data or the checkpoint cannot be used.
     """
-    from scalewise.commands.fit import resolve_auto
-    from scalewise.commands.publish import after_training
-    from scalewise.reports import files
-
     run, sizing = resolve_auto(run)
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"

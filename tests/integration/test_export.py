@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
 from scalewise import cli
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest, store
 from scalewise.commands.trained import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
@@ -30,7 +30,7 @@ def trained(
     run = scalewise.compose(["experiment=smoke", "tracking=none", "trainer.max_steps=8"])
     result = scalewise.train(run, tmp_path_factory.mktemp("trained") / "run")
     assert result.status == "ok", result.reason
-    checkpoint = store.newest_checkpoint(result.folder / "checkpoints")
+    checkpoint = manifest.newest_checkpoint(result.folder / "checkpoints")
     assert checkpoint is not None
     held = store.full_tensors(checkpoint)
     return run, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}

@@ -14,7 +14,7 @@ import pytest
 from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened, same_weights
 from fixtures.jobs import Job
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError
 
 ACCIDENTS = {
@@ -193,7 +193,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
     assert "No space left on device" in failed.status["reason"]
     kept = failed.checkpoints
     assert kept, "the first fits"
-    assert store.newest_checkpoint(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
+    assert manifest.newest_checkpoint(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
     assert not list((failed.path / "checkpoints").glob(".partial-*"))
 
 

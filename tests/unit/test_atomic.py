@@ -15,7 +15,7 @@ import pytest
 
 from scalewise import atomic, failures
 from scalewise.launch import exit_reports
-from scalewise.launch.status import Outcome
+from scalewise.launch.outcomes import Outcome
 from scalewise.run_files import MetricsFile, read_json, write_json
 
 BLOCK = 4096

@@ -12,7 +12,7 @@ import yaml
 from fixtures.fixes import assert_fixes_work
 
 from scalewise import inputs
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest, store
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.launch import locks
 from scalewise.launch.checkpoint_lookup import (
@@ -35,7 +35,7 @@ def leave(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted"
     for step in steps:
         tensors = {"model": {"w": torch.zeros(1)}, "optimizer": {"exp_avg/w": torch.zeros(1)}}
         store.save_checkpoint(
-            store.checkpoint_path(folder / "checkpoints", step),
+            manifest.checkpoint_path(folder / "checkpoints", step),
             tensors,
             store.pack_state({"global_step": step}),
         )
@@ -60,7 +60,7 @@ def test_the_newest_run_of_the_name(
     run = compose(f"resume={asked}")
     leave(run, tmp_path / "2026-01-01_00-00-00", 50)
     newest = leave(run, tmp_path / "2026-01-02_00-00-00", 3, 7, status=status)
-    assert found(run, tmp_path / "2026-01-03_00-00-00") == store.checkpoint_path(
+    assert found(run, tmp_path / "2026-01-03_00-00-00") == manifest.checkpoint_path(
         newest / "checkpoints", 7
     )
 
@@ -80,7 +80,7 @@ def test_the_newest_run_is_the_last_to_start_in_utc(
         leave(run, tmp_path / name, 5)
         write_json(tmp_path / name / "status.json", {"status": "failed", "started": started})
     newest = tmp_path / "2026-01-01_15-00-00" / "checkpoints"
-    assert found(run, tmp_path / "now") == store.checkpoint_path(newest, 5)
+    assert found(run, tmp_path / "now") == manifest.checkpoint_path(newest, 5)
 
 
 @pytest.mark.parametrize("asked", ["last", "auto", "the folder"])
@@ -93,7 +93,7 @@ def test_a_run_that_another_process_drives_is_refused(
         said = refused(run, tmp_path / "now")
     assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in said
     assert f"end it: kill {os.getpid()}" in said
-    assert found(run, tmp_path / "now") == store.checkpoint_path(folder / "checkpoints", 5)
+    assert found(run, tmp_path / "now") == manifest.checkpoint_path(folder / "checkpoints", 5)
 
 
 def test_a_living_process_is_enough_where_there_are_no_locks(
@@ -114,7 +114,7 @@ def test_two_processes_do_not_resume_the_same_newest_run(compose: Compose, tmp_p
     own = tmp_path / "2026-01-02"
     run = compose("resume=last")
     with locked_find_checkpoint(run, own, STEPS) as path:
-        assert path == store.checkpoint_path(source / "checkpoints", 5)
+        assert path == manifest.checkpoint_path(source / "checkpoints", 5)
         with (
             pytest.raises(CheckpointError, match=f"{source} is in use by process"),
             locked_find_checkpoint(run, tmp_path / "other", STEPS),
@@ -136,16 +136,16 @@ def test_auto_starts_anew_after_a_run_that_ended_well(compose: Compose, tmp_path
     done = leave(compose(), tmp_path / "2026-01-02", 60, status="ok")
     here = tmp_path / "2026-01-03"
     assert found(compose("resume=auto"), here) is None
-    assert found(compose("resume=last"), here) == store.checkpoint_path(done / "checkpoints", 60)
+    assert found(compose("resume=last"), here) == manifest.checkpoint_path(done / "checkpoints", 60)
 
 
 def test_a_run_without_a_checkpoint_is_passed_over(compose: Compose, tmp_path: Path) -> None:
     older = leave(compose(), tmp_path / "2026-01-01", 5)
     leave(compose(), tmp_path / "2026-01-02")
     torn = leave(compose(), tmp_path / "2026-01-03", 9)
-    (file,) = (store.checkpoint_path(torn / "checkpoints", 9) / "model").iterdir()
+    (file,) = (manifest.checkpoint_path(torn / "checkpoints", 9) / "model").iterdir()
     os.truncate(file, 1)
-    expected = store.checkpoint_path(older / "checkpoints", 5)
+    expected = manifest.checkpoint_path(older / "checkpoints", 5)
     assert found(compose("resume=last"), tmp_path / "2026-01-04") == expected
 
 
@@ -160,7 +160,7 @@ def test_the_same_job_of_the_sweep_before(compose: Compose, tmp_path: Path) -> N
     for job in ("0", "1"):
         leave(compose(), tmp_path / "2026-01-01" / job, 3 + int(job))
     path = found(compose("resume=auto"), tmp_path / "2026-01-02" / "1", in_sweep=True)
-    assert path == store.checkpoint_path(tmp_path / "2026-01-01/1/checkpoints", 4)
+    assert path == manifest.checkpoint_path(tmp_path / "2026-01-01/1/checkpoints", 4)
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000007"])
@@ -168,7 +168,7 @@ def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
     compose: Compose, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
-    expected = store.checkpoint_path(folder / "checkpoints", 7)
+    expected = manifest.checkpoint_path(folder / "checkpoints", 7)
     assert found(compose(f"resume='{folder / where}'"), tmp_path / "now") == expected
     monkeypatch.setenv("HOME", str(tmp_path))
     assert found(compose(f"resume='~/run/{where}'"), tmp_path / "now") == expected
@@ -181,11 +181,11 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     compose: Compose, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
-    damaged = store.checkpoint_path(folder / "checkpoints", 7)
-    (damaged / store.TRAINING).write_bytes(b"")
+    damaged = manifest.checkpoint_path(folder / "checkpoints", 7)
+    (damaged / manifest.TRAINING).write_bytes(b"")
     resume = asked if asked == "last" else tmp_path / asked
     path = found(compose(f"resume='{resume}'"), tmp_path / "now")
-    assert path == store.checkpoint_path(folder / "checkpoints", 3)
+    assert path == manifest.checkpoint_path(folder / "checkpoints", 3)
     said = capsys.readouterr().out
     assert said == f"resume: {damaged} is damaged; resuming from step-00000003\n"
 
@@ -289,7 +289,7 @@ def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Pa
     message = refused(compose(f"resume={folder}"), tmp_path / "now")
     assert "the checkpoint is at step 100 of 100" in message
     assert "trainer.max_steps above 100" in message
-    assert found(compose("resume=auto"), tmp_path / "now") == store.checkpoint_path(
+    assert found(compose("resume=auto"), tmp_path / "now") == manifest.checkpoint_path(
         folder / "checkpoints", STEPS
     )
     assert "the checkpoint is at step 100 of 100" in refused(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalewise.checkpoints import store, trained
+from scalewise.checkpoints import manifest, store, trained
 from scalewise.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def save(path: Path, step: int = 3, **more: Any) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    path = store.checkpoint_path(tmp_path / "checkpoints", 3)
+    path = manifest.checkpoint_path(tmp_path / "checkpoints", 3)
     save(path)
     return path
 
@@ -59,12 +59,12 @@ def tensors_file(path: Path, part: str = "model") -> str:
     return str(file.relative_to(path))
 
 
-FILES = ["model", "optimizer", store.TRAINING]
+FILES = ["model", "optimizer", manifest.TRAINING]
 every_file = pytest.mark.parametrize("kind", FILES)
 
 
 def file_of(path: Path, kind: str) -> str:
-    return kind if kind == store.TRAINING else tensors_file(path, kind)
+    return kind if kind == manifest.TRAINING else tensors_file(path, kind)
 
 
 def refused(path: Path) -> str:
@@ -78,9 +78,9 @@ def refused(path: Path) -> str:
 
 def sign(path: Path) -> None:
     """Makes the manifest agree with files that were changed behind its back."""
-    manifest = json.loads((path / store.MANIFEST).read_text())
-    manifest["files"] = {name: store._fingerprint(path / name) for name in manifest["files"]}
-    (path / store.MANIFEST).write_text(json.dumps(manifest))
+    content = json.loads((path / manifest.MANIFEST).read_text())
+    content["files"] = {name: manifest.fingerprint(path / name) for name in content["files"]}
+    (path / manifest.MANIFEST).write_text(json.dumps(content))
 
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("manifest", "reason"),
+    ("content", "reason"),
     [
         (None, "is not a scalewise checkpoint"),
         ("{", "is not a scalewise checkpoint"),
@@ -162,10 +162,10 @@ def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
         ('{"format": "scalewise-checkpoint", "version": 2}', "its manifest.json is damaged"),
     ],
 )
-def test_a_foreign_folder_is_refused(saved: Path, manifest: str | None, reason: str) -> None:
-    (saved / store.MANIFEST).unlink()
-    if manifest is not None:
-        (saved / store.MANIFEST).write_text(manifest)
+def test_a_foreign_folder_is_refused(saved: Path, content: str | None, reason: str) -> None:
+    (saved / manifest.MANIFEST).unlink()
+    if content is not None:
+        (saved / manifest.MANIFEST).write_text(content)
     assert reason in refused(saved)
 
 
@@ -188,9 +188,9 @@ def test_a_pickled_object_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content == "torch":
-        torch.save({**rest(), "evil": Payload()}, saved / store.TRAINING)
+        torch.save({**rest(), "evil": Payload()}, saved / manifest.TRAINING)
     else:
-        (saved / store.TRAINING).write_bytes(pickle.dumps(Payload(), protocol=2))
+        (saved / manifest.TRAINING).write_bytes(pickle.dumps(Payload(), protocol=2))
     sign(saved)
     said = refused(saved)
     assert said.startswith("cannot be read: training.pt is damaged or contains objects")
@@ -200,9 +200,9 @@ def test_a_pickled_object_is_refused_and_not_run(
 
 @pytest.mark.parametrize("content", [[], 3], ids=repr)
 def test_data_of_another_program_is_refused(saved: Path, content: object) -> None:
-    torch.save(content, saved / store.TRAINING)
+    torch.save(content, saved / manifest.TRAINING)
     sign(saved)
-    assert refused(saved) == f"{store.TRAINING} was not written by scalewise"
+    assert refused(saved) == f"{manifest.TRAINING} was not written by scalewise"
 
 
 @pytest.mark.parametrize("part", store.TENSORS)
@@ -242,7 +242,7 @@ def test_a_rank_that_cannot_write_says_so(
 
     monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", fails)
     with pytest.raises(expected, match=said):
-        save(store.checkpoint_path(tmp_path, 3))
+        save(manifest.checkpoint_path(tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,28 +255,28 @@ def test_a_writer_that_dies_leaves_nothing_that_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(store, "write_json", dies)
         with pytest.raises(KeyboardInterrupt):
-            save(store.checkpoint_path(saved.parent, 4), 4)
+            save(manifest.checkpoint_path(saved.parent, 4), 4)
     assert list(saved.parent.iterdir()) == [saved]
 
 
 def test_a_partial_folder_of_a_killed_writer_is_not_read_and_goes(saved: Path) -> None:
     partial = saved.parent / ".partial-step-00000009"
     partial.mkdir()
-    (partial / store.MANIFEST).write_text((saved / store.MANIFEST).read_text())
-    assert list(store.list_checkpoints(saved.parent)) == [3]
-    save(store.checkpoint_path(saved.parent, 4), 4)
+    (partial / manifest.MANIFEST).write_text((saved / manifest.MANIFEST).read_text())
+    assert list(manifest.list_checkpoints(saved.parent)) == [3]
+    save(manifest.checkpoint_path(saved.parent, 4), 4)
     assert not partial.exists()
 
 
 def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
-    later = [store.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
+    later = [manifest.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
     for path in later:
         save(path)
     os.truncate(later[2] / tensors_file(later[2]), 10)
-    (later[1] / store.MANIFEST).unlink()
-    assert list(store.list_checkpoints(saved.parent)) == [3, 4, 123_456_789]
-    assert store.newest_checkpoint(saved.parent) == later[0]
-    assert store.newest_checkpoint(saved.parent / "none") is None
+    (later[1] / manifest.MANIFEST).unlink()
+    assert list(manifest.list_checkpoints(saved.parent)) == [3, 4, 123_456_789]
+    assert manifest.newest_checkpoint(saved.parent) == later[0]
+    assert manifest.newest_checkpoint(saved.parent / "none") is None
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -289,11 +289,11 @@ def test_a_checkpoint_taken_over_outlives_the_first(
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     for _ in range(2):
-        store.adopt_checkpoint(saved, tmp_path / "other")
-    kept = store.checkpoint_path(tmp_path / "other", 3)
-    assert (kept / store.MANIFEST).samefile(saved / store.MANIFEST) == links
+        manifest.adopt_checkpoint(saved, tmp_path / "other")
+    kept = manifest.checkpoint_path(tmp_path / "other", 3)
+    assert (kept / manifest.MANIFEST).samefile(saved / manifest.MANIFEST) == links
     shutil.rmtree(saved)
-    assert store.verify_checkpoint(kept) == 3
+    assert manifest.verify_checkpoint(kept) == 3
     assert list(kept.parent.iterdir()) == [kept]
 
 
@@ -311,12 +311,12 @@ def test_pruning_keeps_the_newest_and_the_best(
     tmp_path: Path, keep: int, best: int | None, left: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
-        save(store.checkpoint_path(tmp_path, step), step)
+        save(manifest.checkpoint_path(tmp_path, step), step)
     if best is not None:
-        store.mark_best(tmp_path, best, 0.5)
-        assert store.best_checkpoint(tmp_path) == (best, 0.5)
-    store.prune_checkpoints(tmp_path, keep)
-    assert list(store.list_checkpoints(tmp_path)) == left
+        manifest.mark_best(tmp_path, best, 0.5)
+        assert manifest.best_checkpoint(tmp_path) == (best, 0.5)
+    manifest.prune_checkpoints(tmp_path, keep)
+    assert list(manifest.list_checkpoints(tmp_path)) == left
     assert not list(tmp_path.glob(".partial*"))
 
 
@@ -340,7 +340,7 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
     harm: Callable[[Path], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = store.checkpoint_path(tmp_path / "checkpoints", 3)
+    path = manifest.checkpoint_path(tmp_path / "checkpoints", 3)
     average = {"model.embedding": torch.ones(6, 4)}
     store.save_checkpoint(path, tensors() | {store.AVERAGE: average}, store.pack_state(rest()))
     name = file_of(path, kind)
@@ -362,7 +362,7 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
 def test_weights_of_an_earlier_step_take_the_place_of_damaged_ones(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(later := store.checkpoint_path(saved.parent, 4), 4)
+    save(later := manifest.checkpoint_path(saved.parent, 4), 4)
     (later / (name := tensors_file(later))).unlink()
     assert trained.choose_checkpoint(tmp_path, "last", ["model"]) == saved
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.datasets import PackedDataset
-from scalewise.training.fit import silence_lightning
+from scalewise.training.trainer import silence_lightning
 
 
 class Witness(lightning.LightningModule):

@@ -19,7 +19,7 @@ from scalewise.launch import job, packed_executor
 from scalewise.launch.executor import StartCallback, SweepTask, execute_task
 from scalewise.launch.job import JobSpec, Result
 from scalewise.launch.outcomes import outcome_of_exception
-from scalewise.launch.slot_scheduler import JobDemand, SlotCapacity
+from scalewise.launch.packed_executor import JobDemand, SlotCapacity
 from scalewise.launch.sweep_runner import execute_all
 from scalewise.reports import renderer
 from scalewise.reports.chart_layout import NO_CHART, ChartPicture

@@ -11,7 +11,7 @@ import torch
 from scalewise.hardware import DeviceKind
 from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
-from scalewise.training.fit import RankInfo, set_device
+from scalewise.training.trainer import RankInfo, set_device
 from scalewise.units import GIB
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from scalewise.errors import ConfigError
 from scalewise.hardware import Machine
-from scalewise.launch import executors, packed_executor
+from scalewise.launch import executor, packed_executor
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec
-from scalewise.launch.slot_scheduler import (
+from scalewise.launch.packed_executor import (
     JobDemand,
     SlotCapacity,
     job_demand,
@@ -143,7 +143,7 @@ def test_a_job_that_never_fits_is_refused_and_nothing_starts(
 ) -> None:
     monkeypatch.setattr(packed_executor, "this_machine", lambda: Machine((), "", 2, GIB))
     task = SweepTask(3, JobSpec(compose("hardware=cpu")), tmp_path / "3")
-    ((told, result),) = executors.build_executor({"engine": "packed"}).iter_results(
+    ((told, result),) = executor.build_executor({"engine": "packed"}).iter_results(
         [task], lambda _: None
     )
     assert told == task
@@ -155,7 +155,7 @@ def test_a_job_that_never_fits_is_refused_and_nothing_starts(
 @pytest.mark.parametrize("slots", [0, -1, "two", 1.5])
 def test_slots_are_counted(slots: object) -> None:
     with pytest.raises(ConfigError, match=r"hydra.launcher.slots=.*: must be 1"):
-        executors.build_executor({"engine": "packed", "slots": slots})
+        executor.build_executor({"engine": "packed", "slots": slots})
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "1,2"), ("4, 6,7", "6,7")])

@@ -22,7 +22,8 @@ from scalewise.training.callbacks.metrics_recorder import (
 )
 from scalewise.training.callbacks.profiler import Profiler
 from scalewise.training.callbacks.progress_display import ProgressDisplay, format_window
-from scalewise.training.fit import build_summary, drop_cost_metrics
+from scalewise.training.fit import drop_cost_metrics
+from scalewise.training.trainer import build_summary
 from scalewise.units import format_bytes
 
 Composed = Callable[..., RunConfig]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalewise import atomic, cli, regular_files, run_files
-from scalewise.checkpoints import adapter_resume, store
+from scalewise.checkpoints import adapter_resume, manifest
 from scalewise.config.app import Command, run_command
 from scalewise.data import content, text_files
 from scalewise.launch import job_progress, locks
@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
         lambda path: content.sampled_digests([path]),
         lambda path: atomic.copy_atomic(path, path.with_name("copy")),
         lambda path: SafetensorsFiles([path], "model.path", ""),
-        store._fingerprint,
+        manifest.fingerprint,
     ],
 )
 def test_what_is_no_file_is_named(

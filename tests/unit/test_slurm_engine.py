@@ -14,10 +14,10 @@ import pytest
 from scalewise.commands.train import TrainCommand
 from scalewise.config.app import run_command
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.launch import executors, exit_reports, slurm, slurm_cli
+from scalewise.launch import executor, exit_reports, slurm, slurm_cli
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec
-from scalewise.launch.status import Outcome
+from scalewise.launch.outcomes import Outcome
 from scalewise.run_config import RunConfig
 from scalewise.run_files import write_json
 
@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def engine(options: dict[str, Any]) -> Any:
-    return executors.build_executor(
+    return executor.build_executor(
         {key: value for key, value in options.items() if not key.startswith("_")}
     )
 
@@ -93,7 +93,7 @@ def test_ranks_are_laid_over_nodes(
     assert "requeue" in large
     text = next((tmp_path / "slurm").glob("[0-9]*_submission.sh")).read_text()
     assert "\nmodule load cuda\n" in text
-    assert "-m scalewise.launch.slurm_task" in text
+    assert "-m scalewise.commands.slurm_task" in text
     assert ".pkl" not in text
 
 
@@ -167,9 +167,9 @@ def test_a_machine_without_slurm(
 
 
 def test_a_machine_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "find_spec", lambda name: None)
+    monkeypatch.setattr(executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[slurm\]'"):
-        executors.build_executor({"engine": "slurm", "partition": "anything"})
+        executor.build_executor({"engine": "slurm", "partition": "anything"})
     assert importlib.util.find_spec("submitit")
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.launch import job_serialization, slurm_cli, slurm_task
+from scalewise.commands import slurm_task
+from scalewise.launch import job_serialization, slurm_cli
 from scalewise.launch.job import Result
 from scalewise.run_files import read_json, write_json
 

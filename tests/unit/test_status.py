@@ -12,7 +12,9 @@ import pytest
 from fixtures.checkpoints import RANDOM_T5
 
 from scalewise.launch import exit_reports, rank_worker
-from scalewise.launch.status import Outcome, Status, git_state, suggested_overrides
+from scalewise.launch.outcomes import Outcome
+from scalewise.launch.status import Status, git_state
+from scalewise.launch.suggested_overrides import suggested_overrides
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, read_json, write_json
 from scalewise.typed_override import command_line

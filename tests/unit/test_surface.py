@@ -6,7 +6,7 @@ from pathlib import Path
 import scalewise
 from scalewise import cli, errors, registry
 from scalewise.config import paths
-from scalewise.launch.status import Outcome
+from scalewise.launch.outcomes import Outcome
 from scalewise.metric_names import METRICS, STEP_PHASES
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from scalewise.errors import ConfigError
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig
 from scalewise.strategies.parallelize import repeated_blocks
-from scalewise.training.import_class import import_class
-from scalewise.training.user_module import build_user_module, import_classes
+from scalewise.training.import_class import import_class, import_user_classes
+from scalewise.training.user_module import build_user_module
 
 Compose = Callable[..., RunConfig]
 
@@ -37,7 +37,7 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
         "module"
     }
     assert pickle.loads(pickle.dumps(run)) == run
-    assert import_classes(run) == (MyModule, MyData)
+    assert import_user_classes(run) == (MyModule, MyData)
     module, data = build_user_module(run)
     assert isinstance(module, MyModule)
     assert isinstance(data, MyData)

@@ -8,8 +8,7 @@ import torch
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.launch import exit_reports
-from scalewise.launch.outcomes import LOG_LINES, outcome_of_exception
-from scalewise.launch.status import Outcome
+from scalewise.launch.outcomes import LOG_LINES, Outcome, outcome_of_exception
 
 
 @pytest.mark.parametrize(

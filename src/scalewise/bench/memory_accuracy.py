@@ -17,6 +17,7 @@ from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.launch.job import JobSpec, execute
 from scalewise.planner import worst_rank
 from scalewise.run_config import RunConfig
+from scalewise.training.fake_tensor_trace import trace_run, with_cpu_operators
 from scalewise.units import format_bytes
 
 
@@ -98,8 +99,6 @@ def _measured_peak(name: str, run: RunConfig, folder: Path) -> int:
 
 
 def _trace(runs: Mapping[str, RunConfig]) -> Iterator[MemoryAccuracyRow]:
-    from scalewise.training.fake_tensor_trace import trace_run, with_cpu_operators
-
     for name, run in runs.items():
         predicted = worst_rank.worst_rank_breakdown(with_cpu_operators(run))
         yield MemoryAccuracyRow(name, predicted.peak, trace_run(run).peak, predicted.peak_phase)

@@ -11,14 +11,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from scalewise.bench import options, paired_ratio, ranks
+from scalewise.bench.interleaved_loader import InterleavedLoader
 from scalewise.console import print_lines
+from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.run_files import read_json, write_json
+from scalewise.run_files import MetricsFile, read_json, write_json
+from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
+from scalewise.training.lightning_module import TrainingModule
+from scalewise.training.trainer import RankInfo, build_trainer, set_device, silence_lightning
 from scalewise.units import format_seconds
 
 WARM_UP_STEPS = 4
@@ -149,16 +157,6 @@ def _write_start_time(folder: Path) -> None:
 
 def _measure_rank(run: RunConfig, folder: Path) -> None:
     """Train in one rank, interleaved with the hand-written loops; rank 0 writes the times."""
-    import torch
-    import torch.distributed as dist
-
-    from scalewise.bench.interleaved_loader import InterleavedLoader
-    from scalewise.data.dataloader import BatchShare, TrainLoader
-    from scalewise.run_files import MetricsFile
-    from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
-    from scalewise.training.fit import RankInfo, build_trainer, set_device, silence_lightning
-    from scalewise.training.lightning_module import TrainingModule
-
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     rank_info = RankInfo(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
     set_device(run, rank_info)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
-from scalewise.launch import exit_reports, rank_entrypoint
-from scalewise.launch.outcomes import outcome_of_exception
-from scalewise.launch.status import Outcome
+from scalewise.launch import elastic, exit_reports
+from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch_config import Launch
 
 GRACE_SECONDS = 2.0
@@ -26,10 +25,10 @@ def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
         Interrupted: a signal stopped the measurement.
         ScalewiseError: a rank failed; with the reason of the first one.
     """
-    from scalewise.launch.elastic import run_entry
-
     try:
-        outcome = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE_SECONDS))
+        outcome = elastic.run_entry(
+            ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE_SECONDS)
+        )
     finally:
         exit_reports.remove_reports(folder)
     if outcome.status == "interrupted":
@@ -43,7 +42,7 @@ def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
 def _serve_task(task: Callable[[], None], folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    rank_entrypoint.begin_rank(folder, GRACE_SECONDS)
+    elastic.begin_rank(folder, GRACE_SECONDS)
     rank = int(os.environ["RANK"])
     try:
         task()
@@ -51,7 +50,7 @@ def _serve_task(task: Callable[[], None], folder: Path) -> None:
     except Exception as error:  # reported to the launcher
         outcome = outcome_of_exception(error, rank)
     exit_reports.write_report(folder, rank, outcome)
-    rank_entrypoint.end_rank(outcome)
+    elastic.end_rank(outcome)
 
 
 def check_ranks(ranks: int, key: str, num_gpus: int | None, max_cpu_ranks: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
-from scalewise.checkpoints import adapter_resume, run_tokenizer, store
+from scalewise.checkpoints import adapter_resume, manifest, run_tokenizer, store
 from scalewise.console import print_lines
 from scalewise.data.base import DataConfig, DataSplits
 from scalewise.data.prepare import prepare_splits
@@ -69,7 +69,7 @@ class TrainedRun:
     @property
     def step(self) -> int:
         """Optimizer step of the checkpoint."""
-        return store.step_of(self.checkpoint) if self.checkpoint else 0
+        return manifest.step_of(self.checkpoint) if self.checkpoint else 0
 
     @property
     def is_averaged(self) -> bool:
@@ -236,8 +236,8 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
         ConfigError: there is no such checkpoint.
     """
     checkpoints = folder / "checkpoints"
-    paths = store.list_checkpoints(checkpoints)
-    best = store.best_checkpoint(checkpoints)
+    paths = manifest.list_checkpoints(checkpoints)
+    best = manifest.best_checkpoint(checkpoints)
     if step == "last":
         steps = [*reversed(paths)]
     elif step == "best":
@@ -270,7 +270,7 @@ def _damage(path: Path, parts: Collection[str]) -> str:
     """Damage of ``parts`` of a checkpoint, or an empty text; prints a note on other damage."""
     try:
         damaged = {
-            name: f"is damaged ({name}: {reason})" for name, reason in store.damaged_files(path)
+            name: f"is damaged ({name}: {reason})" for name, reason in manifest.damaged_files(path)
         }
     except CheckpointError as error:
         return error.issues[0].reason

@@ -117,22 +117,22 @@ def _packed_makespan(
     """Return the slots of a packed sweep and its makespan in seconds; None for other executors."""
     if launcher_options.get("engine") != "packed":
         return None
-    from scalewise.launch import slot_scheduler
+    from scalewise.launch import packed_executor
 
     hardware = plans[0].run.hardware
     on_cuda = hardware.device is DeviceKind.cuda
     slots = cast(int | None, launcher_options["slots"]) or (
         hardware.total_devices if on_cuda else None
     )
-    machine = slot_scheduler.machine_slots(this_machine(), slots, on_cuda=on_cuda)
+    machine = packed_executor.machine_slots(this_machine(), slots, on_cuda=on_cuda)
     jobs = [
-        (slot_scheduler.job_demand(plan.run, machine), plan.seconds_for(tokens) or 0.0)
+        (packed_executor.job_demand(plan.run, machine), plan.seconds_for(tokens) or 0.0)
         for plan in plans
         if not plan.fit.status.is_out_of_memory and (tokens := training_tokens(plan)) is not None
     ]
     if on_cuda:  # main memory of the target machine is unknown
         machine = replace(machine, memory=sum(demand.memory for demand, _ in jobs))
-    return len(machine.slots), slot_scheduler.makespan(jobs, machine)
+    return len(machine.slots), packed_executor.makespan(jobs, machine)
 
 
 def _plan_job(run: RunConfig) -> Plan:

@@ -12,8 +12,8 @@ from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
 from scalewise.config.compose import changed_from_defaults
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
-from scalewise.launch import executors, external_launcher, signals, sweep_resume
-from scalewise.launch.executor import SweepTask
+from scalewise.launch import external_launcher, signals, sweep_resume
+from scalewise.launch.executor import REMOTE_LAUNCHERS, SweepTask, build_executor
 from scalewise.launch.job import JobSpec, Result, execute
 from scalewise.launch.locks import FolderLock
 from scalewise.launch.sweep_resume import EarlierJob, ResumeRequest
@@ -26,7 +26,7 @@ from scalewise.typed_override import command_line
 class TrainCommand(Command):
     """Command that trains runs and writes their reports."""
 
-    remote_launchers = executors.REMOTE_LAUNCHERS
+    remote_launchers = REMOTE_LAUNCHERS
     produces_measurements = True
 
     def __init__(
@@ -133,7 +133,7 @@ class TrainCommand(Command):
         results = execute_all(
             tasks,
             folder,
-            executors.build_executor(launcher_options),
+            build_executor(launcher_options),
             command=self._command,
             question=question,
             on_start=show.print_job_start,

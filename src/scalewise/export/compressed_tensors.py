@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.data.base import TokenDataset
@@ -26,6 +25,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_meta, export_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.safetensors_files import SINGLE
 from scalewise.quantization.fake import WEIGHTS
 from scalewise.quantization.qat import CODES_PER_WORD, FP32_BYTES
@@ -61,8 +61,6 @@ def _hf_names(model: ModelConfig) -> dict[str, str]:
             mapping.names[0]: mapping.hf_name
             for mapping in state_dict_adapter.iter_tensor_mappings(model)
         }
-    from scalewise.models.hf.causal_lm import CausalLMModule
-
     module = build_meta(model, StageSlice(range(model.layers)))
     assert isinstance(module, CausalLMModule)
     return {name: module.hf_name(name) for name, _ in module.base_parameters()}
@@ -70,6 +68,8 @@ def _hf_names(model: ModelConfig) -> dict[str, str]:
 
 def to_torchao(weight: Tensor, group_size: int) -> Any:
     """Quantize a weight to torchao's 4-bit integer tensor, with one scale per group."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
     return IntxUnpackedToInt8Tensor.from_hp(weight.float(), (1, group_size), INT4)
 
 
@@ -95,6 +95,8 @@ def load_compressed(folder: Path, trained_run: TrainedRun, device: torch.device)
     Raises:
         CheckpointError: a fake-quantized weight is not stored as integers.
     """
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
     model, names = trained_run.model, _hf_names(trained_run.model)
     tensors, integers = load_file(folder / SINGLE, device=str(device)), {}
     for name, hf_name in names.items():

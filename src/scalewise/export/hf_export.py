@@ -6,12 +6,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scalewise.adapters import AdapterConfig, NoAdapterConfig
+from scalewise.adapters import (
+    AdapterConfig,
+    NoAdapterConfig,
+    lora_modules,
+    peft_export,
+    peft_export_hf,
+)
 from scalewise.adapters.lora_config import PiSSAAdapterConfig
 from scalewise.adapters.target_modules import module_name
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.errors import ConfigError, DataError
-from scalewise.export import AdapterExport, tokenizer_files
+from scalewise.export import AdapterExport, compressed_tensors, tokenizer_files
 from scalewise.export.model_card import model_card
 from scalewise.export.staging import staging_folder
 from scalewise.models.base import is_adapter_weight
@@ -83,8 +89,6 @@ def _name_classes(trained_run: TrainedRun, target_folder: Path) -> None:
 
 def _write_quantized(trained_run: TrainedRun, target_folder: Path) -> list[str]:
     """Write integer weights and ``conversion.json``; return notes on their size and loss."""
-    from scalewise.export import compressed_tensors
-
     compressed_tensors.write_compressed(trained_run, target_folder)
     try:
         validation = trained_run.load_splits().validation
@@ -120,8 +124,6 @@ def _write_adapter(
     if isinstance(adapter, NoAdapterConfig):
         reason = "the run has trained no adapter"
         raise ConfigError.for_key("adapter", AdapterExport.alone, reason, "set adapter=merged")
-    from scalewise.adapters import lora_modules, peft_export
-
     if isinstance(adapter, PiSSAAdapterConfig):
         base_state = build_model(model, trained_run.seed).state_dict()
         adapter, state = lora_modules.pissa_to_lora(adapter, state, base_state)
@@ -147,8 +149,6 @@ def _write_hf(
     target_folder: Path,
     base_model_path: Path,
 ) -> None:
-    from scalewise.adapters import peft_export_hf
-
     is_random = model.init is InitKind.random
     path = str(base_model_path) if is_random else model.path
     peft_export_hf.export_hf_adapter(state, adapter, model, target_folder, path)

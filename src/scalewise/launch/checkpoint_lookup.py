@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import inputs, registry
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest
 from scalewise.console import print_lines
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
@@ -52,7 +52,7 @@ def find_checkpoint(
             "set a path, or resume=null",
         )
     path = path.absolute()
-    step = store.verify_checkpoint(path)
+    step = manifest.verify_checkpoint(path)
     reject_running(resume, path.parents[1])
     issues = list(resume_issues(run, path.parents[1]))
     if step > steps or (step == steps and resume != "auto"):
@@ -216,17 +216,17 @@ def _group_values(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def _resolve_path(path: Path) -> Path | None:
-    if (path / store.MANIFEST).is_file() or not path.is_dir():
+    if (path / manifest.MANIFEST).is_file() or not path.is_dir():
         return path
     if (path / "checkpoints").is_dir():
         return _newest_complete_checkpoint(path / "checkpoints")
-    return _newest_complete_checkpoint(path) if store.list_checkpoints(path) else path
+    return _newest_complete_checkpoint(path) if manifest.list_checkpoints(path) else path
 
 
 def _newest_complete_checkpoint(folder: Path) -> Path | None:
     """Newest complete checkpoint; prints a line if a newer one is damaged."""
-    checkpoint = store.newest_checkpoint(folder)
-    *_, newest = store.list_checkpoints(folder).values() or [None]
+    checkpoint = manifest.newest_checkpoint(folder)
+    *_, newest = manifest.list_checkpoints(folder).values() or [None]
     if checkpoint != newest:
         fallback = (
             f"resuming from {checkpoint.name}"
@@ -273,5 +273,5 @@ def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None
             if is_damaged:
                 print_lines(f"resume: resuming from {checkpoint} of an earlier run")
             return checkpoint
-        is_damaged = is_damaged or bool(store.list_checkpoints(earlier_run / "checkpoints"))
+        is_damaged = is_damaged or bool(manifest.list_checkpoints(earlier_run / "checkpoints"))
     return None

@@ -1,12 +1,15 @@
-"""Interface of sweep executors, and the sequential executor."""
+"""Executors of sweeps: interface, the sequential executor, and all executors by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
+from scalewise.errors import ConfigError
 from scalewise.launch import processes, signals
 from scalewise.launch.job import JobSpec, Result, execute, needs_own_process
 from scalewise.launch.outcomes import outcome_of_exception
@@ -78,3 +81,25 @@ def failed_result(task: SweepTask, error: Exception) -> Result:
     """Result of a task that an exception ended before it wrote a status."""
     outcome = outcome_of_exception(error, None)
     return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})
+
+
+EXECUTORS: Mapping[str, str] = {
+    "in_turn": "scalewise.launch.executor:SequentialExecutor",
+    "packed": "scalewise.launch.packed_executor:PackedExecutor",
+    "slurm": "scalewise.launch.slurm:SlurmExecutor",
+}
+"""Import path of the executor by the ``engine`` option; only the chosen one is imported."""
+
+REMOTE_LAUNCHERS = ("slurm",)
+"""Executors that run jobs on other machines."""
+
+
+def build_executor(options: Mapping[str, Any]) -> Executor:
+    """Executor for the options of ``hydra/launcher``."""
+    arguments = dict(options)
+    engine = str(arguments.pop("engine"))
+    if engine == "slurm" and find_spec("submitit") is None:
+        reason, fix = "requires hydra-submitit-launcher", "pip install 'scalewise[slurm]'"
+        raise ConfigError.for_key("hydra/launcher", engine, reason, fix)
+    executor: Executor = resolve_name(EXECUTORS[engine])(**arguments)
+    return executor

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scalewise import atomic, regular_files
 from scalewise.failures import report_errors
-from scalewise.launch.status import Outcome
+from scalewise.launch.outcomes import Outcome
 from scalewise.run_files import read_json, write_json
 
 _FOLDER = ".ranks"

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no list of its exports
 from torch.distributed.constants import default_pg_timeout
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import exit_reports, locks, rendezvous, signals
+from scalewise.launch.elastic import LAUNCHER_LOST_WAIT_S
 from scalewise.launch.job import (
+    ExternalRank,
     JobSpec,
     Result,
     begin_job,
@@ -25,24 +27,20 @@ from scalewise.launch.job import (
     finish_job,
     locked_resume_checkpoint,
     prepare_job,
+    run_external_rank,
     wandb_metadata,
     with_wandb_group,
 )
 from scalewise.launch.locks import InUseError
-from scalewise.launch.outcomes import outcome_of_exception
-from scalewise.launch.rank_entrypoint import LAUNCHER_LOST_WAIT_S
+from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.rank_worker import run_attempt
-from scalewise.launch.status import Outcome, Status
+from scalewise.launch.status import Status
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
 
 
-def run_external_rank(job_spec: JobSpec, folder: Path, *, is_retry: bool = False) -> Result:
-    """Train as the rank of this process and return the result; rank 0 writes the status.
-
-    ``is_retry``: resumes an earlier attempt in the same folder. Raises ``ConfigError`` for invalid
-    jobs, and ``Interrupted`` for a signal before the job has a folder.
-    """
+@run_external_rank.register(ExternalRank)
+def _run_external_rank(external_rank: ExternalRank, job_spec: JobSpec, folder: Path) -> Result:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != job_spec.run.world_size:
         raise ConfigError.for_key(
@@ -51,7 +49,9 @@ def run_external_rank(job_spec: JobSpec, folder: Path, *, is_retry: bool = False
             f"requires {job_spec.run.world_size} ranks; {world_size} were started",
         )
     with ExitStack() as exit_stack:
-        return _run_rank_job(job_spec, folder, rank, world_size, exit_stack, is_retry=is_retry)
+        return _run_rank_job(
+            job_spec, folder, rank, world_size, exit_stack, is_retry=external_rank.is_retry
+        )
 
 
 def _run_rank_job(
@@ -106,7 +106,7 @@ def _begin_job(
         return begin_job(job_spec, folder, resume), folder, resume
     with suppress(InUseError):  # a lost node may still hold the lock of the previous attempt
         exit_stack.enter_context(locks.acquire_lock(folder))
-    resume = store.newest_checkpoint(folder / "checkpoints")
+    resume = manifest.newest_checkpoint(folder / "checkpoints")
     if resume is None:
         with locked_resume_checkpoint(job_spec, folder, steps) as resume:
             pass

@@ -4,6 +4,6 @@ import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401 (preloaded for the ranks)
 import wandb  # noqa: F401 (as above)
 
-from scalewise.launch import processes, rank_entrypoint, rank_worker  # noqa: F401 (as above, but for the first)
+from scalewise.launch import elastic, processes, rank_worker  # noqa: F401 (as above, except processes)
 
 processes.become_subreaper()

@@ -9,27 +9,32 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import yaml
 
 from scalewise import atomic, inputs
 from scalewise.callback_config import is_builtin
+from scalewise.checkpoints import manifest
 from scalewise.console import print_lines
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
 from scalewise.launch import exit_reports, external_launcher, locks, processes, signals
+from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 from scalewise.launch.config_hash import config_hash
-from scalewise.launch.outcomes import outcome_of_exception
-from scalewise.launch.status import Outcome, Status, git_state
+from scalewise.launch.outcomes import Outcome, outcome_of_exception
+from scalewise.launch.ranks import ElasticRanks, InProcess, run_ranks
+from scalewise.launch.status import Status, git_state
 from scalewise.launch_config import Isolation
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
+from scalewise.planner.auto_micro_batch import MicroBatchChoice
+from scalewise.planner.fit_check import reject_unfit
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_text
 from scalewise.strategies import deepspeed_ops
-
-if TYPE_CHECKING:
-    from scalewise.planner.auto_micro_batch import MicroBatchChoice
+from scalewise.training.callbacks.instantiate import instantiate_callbacks
+from scalewise.training.import_class import import_user_classes
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,25 @@ class JobSpec:
     """How ``trainer.micro_batch=auto`` was resolved; None: the option is a number."""
 
 
+@dataclass(frozen=True)
+class ExternalRank:
+    """This process is a rank that an external launcher started: torchrun or srun."""
+
+    implementation: ClassVar[str] = "scalewise.launch.external_rank"
+    is_retry: bool = False
+    """Whether it resumes an earlier attempt in the same folder."""
+
+
+@lazy_dispatch
+def run_external_rank(external_rank: ExternalRank, job_spec: JobSpec, folder: Path) -> Result:
+    """Train as the rank of this process and return the result; rank 0 writes the status.
+
+    Raises ``ConfigError`` for invalid jobs, and ``Interrupted`` for a signal before the job has a
+    folder.
+    """
+    raise not_registered(run_external_rank, external_rank)
+
+
 def execute(job_spec: JobSpec, folder: Path) -> Result:
     """Run one job in ``folder`` and return its result.
 
@@ -87,9 +111,7 @@ def execute(job_spec: JobSpec, folder: Path) -> Result:
     """
     with signals.raise_on_signals("before training began"):
         if external_launcher.is_external_rank():
-            from scalewise.launch.external_rank import run_external_rank  # imports torch
-
-            return run_external_rank(job_spec, folder)
+            return run_external_rank(ExternalRank(), job_spec, folder)
         if needs_own_process(job_spec):
             # The forkserver imports while this process prepares data.
             processes.start_forkserver(job_spec.run.imports)
@@ -108,20 +130,12 @@ def prepare_job(job_spec: JobSpec) -> int:
     """
     run = job_spec.run
     if run.launch.refuse_unfit:
-        from scalewise.planner.fit_check import reject_unfit
-
         reject_unfit(run)
     if not all(is_builtin(callback["_target_"]) for callback in run.callbacks.values()):
-        from scalewise.training.callbacks.instantiate import (
-            instantiate_callbacks,  # imports Lightning
-        )
-
         instantiate_callbacks(run)  # their constructors check their arguments
     deepspeed_ops.build_extensions(run.parallelism.native_extensions, run.hardware.device)
     if run.objective.is_user_defined:
-        from scalewise.training import user_module  # imports Lightning
-
-        user_module.import_classes(run)
+        import_user_classes(run)
         # The length of its data loaders is unknown here.
         steps = run.trainer.max_steps or sys.maxsize
     else:
@@ -151,8 +165,6 @@ def locked_resume_checkpoint(job_spec: JobSpec, folder: Path, steps: int) -> Ite
     if checkpoint is not None or job_spec.run.resume is None:
         yield checkpoint
         return
-    from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
-
     in_sweep = job_spec.sweep is not None
     with locked_find_checkpoint(job_spec.run, folder, steps, in_sweep=in_sweep) as path:
         yield path
@@ -160,10 +172,8 @@ def locked_resume_checkpoint(job_spec: JobSpec, folder: Path, steps: int) -> Ite
 
 def _attempt_checkpoint(job_spec: JobSpec) -> Path | None:
     """Newest checkpoint of the earlier attempts at a job; None without one."""
-    from scalewise.checkpoints import store
-
     checkpoints = (
-        store.newest_checkpoint(attempt / "checkpoints") for attempt in job_spec.attempts
+        manifest.newest_checkpoint(attempt / "checkpoints") for attempt in job_spec.attempts
     )
     return next(filter(None, checkpoints), None)
 
@@ -298,9 +308,7 @@ def _run_attempts(
             outcome = outcome_of_exception(error, None)
         if outcome.status not in ("failed", "timeout") or number >= max_attempts:
             return outcome, number
-        from scalewise.checkpoints import store
-
-        resume = store.newest_checkpoint(folder / "checkpoints") or resume
+        resume = manifest.newest_checkpoint(folder / "checkpoints") or resume
         print_lines(f"attempt {number} {outcome.status}: {outcome.reason}; restarting")
 
 
@@ -308,22 +316,8 @@ def _run_attempt(
     job_spec: JobSpec, folder: Path, resume: Path | None, status: Status, number: int
 ) -> Outcome:
     metadata = wandb_metadata(job_spec, status, folder, resume, number)
-    if not needs_own_process(job_spec):
-        return _run_in_process(job_spec, folder, resume, metadata)
-    from scalewise.launch.elastic import run_ranks
-
-    return run_ranks(with_wandb_group(job_spec, folder, resume), folder, resume, metadata)
-
-
-def _run_in_process(
-    job_spec: JobSpec, folder: Path, resume: Path | None, tracking_metadata: dict[str, object]
-) -> Outcome:
-    from scalewise.launch.rank_worker import run_attempt
-
-    with signals.restore_handlers():
-        return run_attempt(
-            with_wandb_group(job_spec, folder, resume), folder, resume, tracking_metadata
-        )
+    mode = ElasticRanks() if needs_own_process(job_spec) else InProcess()
+    return run_ranks(mode, with_wandb_group(job_spec, folder, resume), folder, resume, metadata)
 
 
 def with_wandb_group(job_spec: JobSpec, folder: Path, resume: Path | None) -> RunConfig:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from scalewise.errors import Interrupted
 from scalewise.hardware import DeviceKind
 from scalewise.launch.job import JobSpec, prepare_job
+from scalewise.launch.ranks import ElasticRanks, run_ranks
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.run_config import RunConfig
 
@@ -27,14 +28,12 @@ def probe_status(run: RunConfig) -> str:
 
     Raises ``ConfigError`` for invalid data, and ``Interrupted`` for a signal.
     """
-    from scalewise.launch.elastic import run_ranks  # imports torch
-
     short_run = shorten_run(run)
     with TemporaryDirectory(prefix="scalewise-trial-") as folder_name:
         folder = Path(folder_name)
         (folder / "checkpoints").mkdir()
         prepare_job(JobSpec(short_run))
-        outcome = run_ranks(short_run, folder, None, None)
+        outcome = run_ranks(ElasticRanks(), short_run, folder, None, None)
     if outcome.status == "interrupted":
         raise Interrupted(outcome.signal_number, outcome.reason)
     return outcome.status

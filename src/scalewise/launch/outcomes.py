@@ -1,13 +1,14 @@
-"""Outcomes of exceptions."""
+"""Outcome of a job, and the outcomes of exceptions."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
+from dataclasses import dataclass, replace
 
 from scalewise import failures
-from scalewise.errors import ConfigError, Interrupted, Pruned, ScalewiseError
-from scalewise.launch.status import Outcome
+from scalewise.errors import EXIT_CODES, ConfigError, Interrupted, Pruned, ScalewiseError
 from scalewise.redaction import redact
 
 LOG_LINES, LINE_LENGTH = 12, 500
@@ -19,6 +20,41 @@ PEER_FAILURE_MESSAGES = (
     "remote process exited or there was a network error",
 )
 """Error messages of gloo and NCCL after the failure of a peer."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a job or of one attempt at it."""
+
+    status: str
+    """ok, pruned, failed, out_of_memory, timeout, interrupted or refused."""
+    reason: str = ""
+    """Reason of the status; empty for ``ok``."""
+    rank: int | None = None
+    """Rank that failed first, if known."""
+    log_tail: tuple[str, ...] = ()
+    """Last lines of the traceback of that rank."""
+    signal_number: int = 0
+    """Signal that interrupted the job; 0: none."""
+    peer_failure: bool = False
+    """Whether the rank failed only because another rank failed."""
+
+    def after_signal(self, signal_number: int) -> Outcome:
+        """Outcome of a job whose process received a signal; 0: none.
+
+        A signal also causes other failures: it ends a compiler in the same process group.
+        """
+        if not signal_number or self.status in ("ok", "pruned", "interrupted"):
+            return self
+        reason = f"{signal.Signals(signal_number).name}, then {self.reason}"
+        return replace(self, status="interrupted", reason=reason, signal_number=signal_number)
+
+    @property
+    def exit_code(self) -> int:
+        """Process exit code of the outcome."""
+        if self.status == "interrupted":
+            return 128 + self.signal_number
+        return EXIT_CODES[self.status]
 
 
 def outcome_of_exception(error: BaseException, rank: int | None) -> Outcome:

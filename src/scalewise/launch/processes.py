@@ -1,4 +1,4 @@
-"""Processes of a job: the forkserver, descendants, termination and memory limits."""
+"""Processes of a job: forkserver, descendants, termination, memory limit, cores and devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -167,3 +168,38 @@ def out_of_memory_kills() -> int:
         return 0
     counts = dict(line.split() for line in lines)
     return int(counts.get("oom_kill", 0))
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class ResourceAffinity:
+    """CPU cores and CUDA devices of a process."""
+
+    cores: frozenset[int]
+    """Numbers of the CPU cores."""
+    gpus: str | None
+    """``CUDA_VISIBLE_DEVICES``; None: unchanged."""
+
+
+def current_affinity() -> ResourceAffinity:
+    """Affinity of this process."""
+    return ResourceAffinity(frozenset(os.sched_getaffinity(0)), os.environ.get(VISIBLE_DEVICES))
+
+
+def set_affinity(affinity: ResourceAffinity) -> None:
+    """Set the affinity of this process; call before CUDA is initialized."""
+    if affinity.gpus is not None:
+        os.environ[VISIBLE_DEVICES] = affinity.gpus
+    if affinity.cores != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, affinity.cores)
+
+
+def set_affinity_and_threads(affinity: ResourceAffinity) -> None:
+    """Set the affinity and limit the threads of torch to the number of cores."""
+    import torch
+
+    set_affinity(affinity)
+    if len(affinity.cores) < torch.get_num_threads():
+        torch.set_num_threads(len(affinity.cores))

@@ -7,15 +7,28 @@ from pathlib import Path
 
 from scalewise import console
 from scalewise.hardware import DeviceKind
-from scalewise.launch import exit_reports
-from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.launch import exit_reports, signals
+from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.processes import limit_memory
-from scalewise.launch.status import Outcome
+from scalewise.launch.ranks import InProcess, run_ranks
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, write_json
 from scalewise.tracking.wandb_session import NullSession, open_session
-from scalewise.training.fit import RankInfo, fit_run
+from scalewise.training.fit import fit_run
 from scalewise.training.signal_stop import STOP
+from scalewise.training.trainer import RankInfo
+
+
+@run_ranks.register(InProcess)
+def _run_in_process(
+    mode: InProcess,
+    run: RunConfig,
+    folder: Path,
+    resume: Path | None,
+    tracking_metadata: dict[str, object] | None,
+) -> Outcome:
+    with signals.restore_handlers():
+        return run_attempt(run, folder, resume, tracking_metadata)
 
 
 def run_attempt(

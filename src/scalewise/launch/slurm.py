@@ -157,7 +157,7 @@ class SlurmExecutor:
                 "array": f"{','.join(map(str, numbers))}%{min(len(numbers), parallelism)}",
             },
         }
-        command = [sys.executable, "-P", "-m", "scalewise.launch.slurm_task", str(self._folder)]
+        command = [sys.executable, "-P", "-m", "scalewise.commands.slurm_task", str(self._folder)]
         try:
             executor = SlurmExecutor(self._folder)
             executor.update_parameters(**options)

@@ -1,11 +1,10 @@
-"""Job status and outcome: ``status.json``."""
+"""Job status: ``status.json``."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -16,51 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import atomic
-from scalewise.errors import EXIT_CODES
 from scalewise.failures import report_errors
 from scalewise.hardware import this_machine
-from scalewise.launch import oom_suggestions
+from scalewise.launch.outcomes import Outcome
+from scalewise.launch.suggested_overrides import suggested_overrides
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, read_json, write_json
 
 RESERVED_BYTES = 49152
 """Disk space reserved for the final status, in bytes: reason, log tail and suggested fixes."""
 RECORDED_PACKAGES = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a job or of one attempt at it."""
-
-    status: str
-    """ok, pruned, failed, out_of_memory, timeout, interrupted or refused."""
-    reason: str = ""
-    """Reason of the status; empty for ``ok``."""
-    rank: int | None = None
-    """Rank that failed first, if known."""
-    log_tail: tuple[str, ...] = ()
-    """Last lines of the traceback of that rank."""
-    signal_number: int = 0
-    """Signal that interrupted the job; 0: none."""
-    peer_failure: bool = False
-    """Whether the rank failed only because another rank failed."""
-
-    def after_signal(self, signal_number: int) -> Outcome:
-        """Outcome of a job whose process received a signal; 0: none.
-
-        A signal also causes other failures: it ends a compiler in the same process group.
-        """
-        if not signal_number or self.status in ("ok", "pruned", "interrupted"):
-            return self
-        reason = f"{signal.Signals(signal_number).name}, then {self.reason}"
-        return replace(self, status="interrupted", reason=reason, signal_number=signal_number)
-
-    @property
-    def exit_code(self) -> int:
-        """Process exit code of the outcome."""
-        if self.status == "interrupted":
-            return 128 + self.signal_number
-        return EXIT_CODES[self.status]
 
 
 @dataclass(frozen=True)
@@ -168,35 +132,6 @@ def _suggestions(outcome: Outcome, run: RunConfig, folder: Path) -> tuple[dict[s
 
 def _has_checkpoint(folder: Path) -> bool:
     return any(folder.glob("checkpoints/step-*"))  # an incomplete checkpoint has another name
-
-
-def suggested_overrides(
-    outcome: Outcome, run: RunConfig, *, has_checkpoint: bool
-) -> list[dict[str, str]]:
-    """Overrides that may fix a failure, with their effect.
-
-    ``has_checkpoint``: whether the run saved a checkpoint.
-    """
-    suggestions: list[tuple[str, str]] = []
-    if outcome.status == "out_of_memory":
-        suggestions += oom_suggestions.oom_suggestions(run)
-        if run.launch.memory_limit_gib is not None:
-            suggestions.append(
-                ("launch.memory_limit_gib=null", "Removes the memory limit of the job.")
-            )
-    elif outcome.status == "timeout" and run.launch.timeout is not None:
-        longer_timeout = f"launch.timeout={run.launch.timeout * 2:g}"
-        suggestions.append(
-            (longer_timeout, "Doubles the time limit, for a job that is slow and does not hang.")
-        )
-        if run.checkpoint.every is None:
-            suggestions.append(("checkpoint.every=100", "Saves checkpoints to resume from."))
-    elif "lower optimizer.lr" in outcome.reason and not run.objective.is_user_defined:
-        lr = getattr(run.optimizer, "lr", 0.0)
-        suggestions.append((f"optimizer.lr={lr / 3:.1g}", "Divides the learning rate by 3."))
-    elif outcome.status == "interrupted" and has_checkpoint:
-        suggestions.append(("resume=last", "Resumes from the newest checkpoint."))
-    return [{"override": override, "why": why} for override, why in suggestions]
 
 
 def machine_facts() -> dict[str, object]:

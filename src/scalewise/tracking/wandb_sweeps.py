@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
+
+from scalewise import bounded_yaml
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
 from scalewise.hpo.space import Axis, ChoiceAxis, grid_points
@@ -114,10 +117,6 @@ def _as_number(text: str) -> str | int | float:
 
 def flat_keys() -> set[str]:
     """Keys that ``wandb agent`` writes to the config of the run that it starts."""
-    import yaml
-
-    from scalewise import bounded_yaml
-
     path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     if path is None:
         return set()

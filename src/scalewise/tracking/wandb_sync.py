@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from scalewise import regular_files
 from scalewise.adapters.target_modules import module_name
+from scalewise.checkpoints import store
 from scalewise.errors import ScalewiseError
 from scalewise.models.base import is_adapter_weight
 from scalewise.run_files import (
@@ -291,8 +292,6 @@ def _iter_artifacts(synced_run: SyncedRun, run_id: str) -> Iterator[tuple[Any, l
 def _write_adapter(checkpoint: Path, fully_trained_patterns: Sequence[str], file: Path) -> None:
     """Write the adapter weights and fully trained modules of a checkpoint to ``file``."""
     from safetensors.torch import save_file
-
-    from scalewise.checkpoints import store
 
     tensors = store.released_weights(checkpoint)
     names = (

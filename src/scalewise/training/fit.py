@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
 
-import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, Trainer
-
-from scalewise.checkpoints import run_tokenizer, store
-from scalewise.console import print_lines
+from scalewise.checkpoints import manifest, run_tokenizer
 from scalewise.data.base import DataSplits
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.prepare import prepare_splits
-from scalewise.hardware import DeviceKind, launched_world_size
+from scalewise.hardware import DeviceKind
 from scalewise.hpo.storage import read_trial_link
 from scalewise.planner import padding
-from scalewise.planner.plan import dollars_per_billion_tokens, plan_record, predicted_metrics
+from scalewise.planner.plan import plan_record
 from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, read_json, write_json
-from scalewise.strategies.build import build_strategy
 from scalewise.tracking.wandb_session import NullSession
-from scalewise.training.callbacks.checkpointing import CheckpointSaver
-from scalewise.training.callbacks.instantiate import instantiate_callbacks
-from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, MetricsRecorder, Row
+from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.reference_logprobs import ReferenceLogProbs
 from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.signal_stop import STOP
-from scalewise.units import GIB
+from scalewise.training.trainer import (
+    RankInfo,
+    build_trainer,
+    print_notes,
+    set_device,
+    silence_lightning,
+    write_summary,
+)
+from scalewise.training.user_module import fit_user_module
 
-WARM_UP_FRACTION = 0.1
-"""Fraction of the steps excluded from medians, while caches and allocators warm up."""
 COST_PREFIXES = ("memory/", "throughput/", "time/")
 """Prefixes of the metrics that depend on the strategy and the machine, not on the training."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Rank of this process."""
-
-    rank: int
-    """Global rank."""
-    local_rank: int
-    """Rank within the node."""
-    local_world_size: int
-    """Number of ranks on the node."""
 
 
 def fit_run(
@@ -76,13 +55,11 @@ def fit_run(
     """
     set_device(run, rank_info)
     if run.objective.is_user_defined:
-        from scalewise.training.user_module import fit_user_module
-
         fit_user_module(run, folder, rank_info, resume, session)
         return
     splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
     steps = run.num_steps(len(splits.train))
-    start = store.verify_checkpoint(resume) if resume else 0
+    start = manifest.verify_checkpoint(resume) if resume else 0
     if resume:
         run_tokenizer.check_tokenizer(splits, resume.parents[1])
     if rank_info.rank == 0:
@@ -115,7 +92,7 @@ def fit_run(
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
             if resume and start == steps and rank_info.rank == 0:
-                store.adopt_checkpoint(resume, folder / "checkpoints")
+                manifest.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
                 pruning.raise_if_pruned()
         finally:
@@ -129,144 +106,12 @@ def fit_run(
                 write_summary(run, folder, rows, recorder.initial_validation, session, notes)
 
 
-def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on the data of a run to stderr."""
-    if notes:
-        print_lines(*notes, stderr=True)
-
-
-def build_trainer(
-    run: RunConfig,
-    folder: Path,
-    rank_info: RankInfo,
-    steps: int,
-    recorder: MetricsRecorder,
-    pruning: Pruning | None = None,
-    first_callbacks: Sequence[Callback] = (),
-    **settings: Any,
-) -> Trainer:
-    """Build the Lightning Trainer of a run, without Lightning's default callbacks and loggers.
-
-    Args:
-        run: Config of the run.
-        folder: Run folder.
-        rank_info: Rank of this process.
-        steps: Training length, in optimizer steps.
-        recorder: Callback that records metrics.
-        pruning: Callback that stops a trial of a hyperparameter search.
-        first_callbacks: Callbacks that run before all others.
-        **settings: Trainer arguments that replace the default ones.
-    """
-    saver, wait_marker = CheckpointSaver(run, folder), DataWaitMarker(recorder)
-    callbacks: list[Callback] = [
-        *first_callbacks,
-        recorder,
-        *instantiate_callbacks(run),
-        saver,
-        *([pruning] if pruning else []),
-        wait_marker,
-    ]
-    every = run.trainer.validate_every
-    has_launcher = launched_world_size() is not None
-    defaults: dict[str, Any] = {
-        "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
-        "devices": rank_info.local_world_size if run.world_size > 1 else 1,
-        "num_nodes": max(1, run.world_size // rank_info.local_world_size),
-        "strategy": build_strategy(run.parallelism, run.hardware.device),
-        "precision": run.precision.lightning_precision(),
-        # An explicit environment keeps Lightning from detecting a cluster.
-        "plugins": [TorchElasticEnvironment() if has_launcher else LightningEnvironment()],
-        "callbacks": callbacks,
-        "max_epochs": -1,
-        "max_steps": steps,
-        "accumulate_grad_batches": run.accumulation,
-        "val_check_interval": every * run.accumulation if every else None,
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": -1 if run.trainer.validate_first and not recorder.start_step else 0,
-        "use_distributed_sampler": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "default_root_dir": folder,
-    }
-    trainer = Trainer(**{**defaults, **settings})
-    # STOP handles signals. Lightning's own check is a blocking broadcast before every micro-batch.
-    loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # no public API
-    return trainer
-
-
-def write_summary(
-    run: RunConfig,
-    folder: Path,
-    rows: list[Row],
-    initial_validation: Row,
-    session: NullSession,
-    notes: Sequence[str],
-    parameters: int | None = None,
-) -> None:
-    """Write ``summary.json`` and log it to W&B, if the run has taken a step."""
-    if rows:
-        summary = build_summary(run, rows, initial_validation, notes, parameters)
-        write_json(folder / "summary.json", summary)
-        session.log_summary(summary)
-
-
 def drop_cost_metrics(row: Row) -> Row:
     """Metrics of a step without memory, throughput and time.
 
     A run that resumes with another strategy has other costs.
     """
     return {key: row[key] for key in row if not key.startswith(COST_PREFIXES)}
-
-
-def build_summary(
-    run: RunConfig,
-    rows: list[Row],
-    initial_validation: Row,
-    notes: Sequence[str] = (),
-    parameters: int | None = None,
-) -> dict[str, object]:
-    """Content of ``summary.json``: first and last losses, median times and throughputs, memory.
-
-    Args:
-        run: Config of the run.
-        rows: Metrics of each optimizer step.
-        initial_validation: Validation metrics before the first step.
-        notes: Notes on the data.
-        parameters: Number of parameters of a user-defined module; None: that of ``run.model``.
-    """
-    steps = rows[-1]["step"]
-    first = int(len(rows) * WARM_UP_FRACTION)
-    window = rows[first:]
-    metrics: dict[str, object] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if not values:
-            metrics[key] = None
-        elif key.startswith(("throughput/", "time/")):
-            window_values = [row[key] for row in window if row.get(key) is not None]
-            metrics[key] = median(window_values) if window_values else None
-        else:
-            metrics[key] = values[-1]
-    metrics["train/loss_first"] = rows[0]["train/loss"]
-    metrics |= {f"{key}_first": value for key, value in initial_validation.items()}
-    metrics |= predicted_metrics(run)
-    metrics["price/dollars_per_billion_tokens"] = dollars_per_billion_tokens(
-        run, cast(float | None, metrics.get("throughput/tokens_per_s"))
-    )
-    return {
-        "parameters": run.model.num_parameters if parameters is None else parameters,
-        "steps": steps,
-        "tokens": steps * run.tokens_per_step,
-        "flops_per_token": run.flops_per_token if parameters is None else None,
-        "global_batch": run.global_batch,
-        "sequence": run.data.sequence,
-        "window": f"median of steps {window[0]['step']}-{steps}",
-        "notes": list(notes),
-        "metrics": metrics,
-    }
 
 
 def _build_loaders(
@@ -288,44 +133,3 @@ def _build_loaders(
         return train, None
     validation_share = replace(batch_share, global_batch=run.trainer.validation_rows)
     return train, ValidationLoader(splits.validation, validation_share, pin_memory=pin_memory)
-
-
-def set_device(run: RunConfig, rank_info: RankInfo) -> None:
-    """Select the device of this process, its memory limit and its number of CPU threads."""
-    torch.set_float32_matmul_precision(run.precision.matmul_precision)
-    if run.hardware.device is DeviceKind.cuda:
-        torch.cuda.set_device(rank_info.local_rank)
-        if (limit := run.launch.memory_limit_gib) is not None:
-            total_bytes = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / total_bytes))
-    elif run.world_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // rank_info.local_world_size))
-
-
-@contextmanager
-def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
-    """Silence warnings of Lightning about settings that scalewise chooses.
-
-    Args:
-        reduces_metrics: Whether scalewise reduces logged metrics over ranks. A user-defined module
-            reduces its own and receives Lightning's ``sync_dist`` warning.
-    """
-    names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        # Samples come from a memory map, so that workers are not needed; validation may be off;
-        # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks.
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        if reduces_metrics:
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-        warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
-        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-        warnings.filterwarnings("ignore", message=".*`srun` command is available.*")
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)

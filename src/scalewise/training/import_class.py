@@ -10,15 +10,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.failures import exception_message, user_frame
+from scalewise.objectives import UserModule
 from scalewise.registry import target_name
+from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
 from scalewise.validation.trusted_imports import TRUSTED_PACKAGES
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
 ClassT = TypeVar("ClassT")
+UserClasses: TypeAlias = "tuple[type[LightningModule], type[LightningDataModule] | None]"
+"""Classes of the module and of the data; None: the module has its own data loaders."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,40 @@ def import_class(
         fix = f"if you trust it, set {trusted}"
         raise ConfigError.for_key(key, path, reason, fix)
     return cls
+
+
+def import_user_classes(run: RunConfig) -> UserClasses:
+    """Import the module class and the data class of a run.
+
+    Raises:
+        ConfigError: with all issues of both classes and their arguments.
+    """
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    objective, data, issues = run.objective, run.data, list[ConfigIssue]()
+    assert isinstance(objective, UserModule)
+    assert isinstance(data, UserDataModule)
+    classes: dict[str, Any] = {"data": None}
+    for group, spec, kind in (
+        ("objective", objective, LightningModule),
+        ("data", data, LightningDataModule),
+    ):
+        if not spec.target:
+            continue
+        try:
+            classes[group] = import_class(
+                f"{group}.target", spec.target, kind, run.trusted_packages
+            )
+            check_arguments(f"{group}.arguments", classes[group], spec.arguments)
+        except ConfigError as error:
+            issues += error.issues
+    module = classes.get("objective")
+    if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
+        reason = "is empty, and the module does not define train_dataloader"
+        issues.append(ConfigIssue("data.target", "''", reason, "set data.target=mypkg.MyData"))
+    if issues:
+        raise ConfigError(issues)
+    return classes["objective"], classes["data"]
 
 
 def check_arguments(key: str, cls: type, arguments: Mapping[str, object]) -> None:

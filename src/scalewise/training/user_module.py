@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim import Optimizer
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest
 from scalewise.data.user_datamodule import UserDataModule
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigError
 from scalewise.hpo.storage import read_trial_link
 from scalewise.metric_names import METRICS
 from scalewise.objectives import UserModule
@@ -30,58 +30,23 @@ from scalewise.training.callbacks.dataloader_state import DataLoaderState
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row, trainer_strategy
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
-from scalewise.training.fit import (
+from scalewise.training.sharded_sampler import shard_dataloaders
+from scalewise.training.signal_stop import STOP
+from scalewise.training.trainer import (
     RankInfo,
     build_trainer,
     print_notes,
     silence_lightning,
     write_summary,
 )
-from scalewise.training.sharded_sampler import shard_dataloaders
-from scalewise.training.signal_stop import STOP
 
 LOGGED_FOLDER = "logged"
 """Subfolder of a run folder with the metrics that a module logs under other names."""
 
-Classes = tuple[type[LightningModule], type[LightningDataModule] | None]
-"""Classes of the module and of the data; None: the module has its own data loaders."""
-
-
-def import_classes(run: RunConfig) -> Classes:
-    """Import the module class and the data class of a run.
-
-    Raises:
-        ConfigError: with all issues of both classes and their arguments.
-    """
-    objective, data, issues = run.objective, run.data, list[ConfigIssue]()
-    assert isinstance(objective, UserModule)
-    assert isinstance(data, UserDataModule)
-    classes: dict[str, Any] = {"data": None}
-    for group, spec, kind in (
-        ("objective", objective, LightningModule),
-        ("data", data, LightningDataModule),
-    ):
-        if not spec.target:
-            continue
-        try:
-            classes[group] = import_class.import_class(
-                f"{group}.target", spec.target, kind, run.trusted_packages
-            )
-            import_class.check_arguments(f"{group}.arguments", classes[group], spec.arguments)
-        except ConfigError as error:
-            issues += error.issues
-    module = classes.get("objective")
-    if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
-        reason = "is empty, and the module does not define train_dataloader"
-        issues.append(ConfigIssue("data.target", "''", reason, "set data.target=mypkg.MyData"))
-    if issues:
-        raise ConfigError(issues)
-    return classes["objective"], classes["data"]
-
 
 def build_user_module(run: RunConfig) -> tuple[LightningModule, LightningDataModule | None]:
     """Construct the module and the data of a run after ``seed_everything``."""
-    module, data = import_classes(run)
+    module, data = import_class.import_user_classes(run)
     objective, source = run.objective, run.data
     assert isinstance(objective, UserModule)
     assert isinstance(source, UserDataModule)
@@ -96,7 +61,7 @@ def fit_user_module(
     run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
     """Train a user-defined module; the arguments are those of ``fit_run``."""
-    start = store.verify_checkpoint(resume) if resume else 0
+    start = manifest.verify_checkpoint(resume) if resume else 0
     files: list[MetricsFile] = []
     terminals: list[ProgressDisplay] = []
 
@@ -148,7 +113,7 @@ def fit_user_module(
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
             if resume and trainer.global_step == start and rank_info.rank == 0:
                 open_outputs(run, start)
-                store.adopt_checkpoint(resume, folder / "checkpoints")
+                manifest.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
                 pruning.raise_if_pruned()
         finally:

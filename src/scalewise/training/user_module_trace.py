@@ -23,7 +23,7 @@ from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.training import fake_distributed, fake_tensor_trace, import_class, user_module
-from scalewise.training.fit import silence_lightning
+from scalewise.training.trainer import silence_lightning
 
 
 def trace_user_module(run: RunConfig) -> dict[str, int]:
@@ -48,7 +48,7 @@ def trace_user_module(run: RunConfig) -> dict[str, int]:
     run = fake_tensor_trace.with_cpu_operators(
         replace(run, parallelism=SingleConfig()) if is_ddp else run
     )
-    module, data = user_module.import_classes(run)
+    module, data = import_class.import_user_classes(run)
     objective = run.objective
     assert isinstance(objective, UserModule)
     with ExitStack() as stack:

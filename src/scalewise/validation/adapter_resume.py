@@ -8,7 +8,7 @@ from typing import Any
 
 from scalewise import registry
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
-from scalewise.checkpoints import peft_import, store
+from scalewise.checkpoints import manifest, peft_import
 from scalewise.checkpoints.adapter_resume import KEY, parse_config, resolved_config
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models.base import ModelConfig
@@ -30,7 +30,7 @@ def _resume_issues(trained_adapter: TrainedAdapter, run: RunConfig) -> Iterator[
         return
     try:
         if not (path / peft_import.CONFIG).is_file():
-            store.verify_checkpoint(path)
+            manifest.verify_checkpoint(path)
             yield from _base_model_issues(run, path, resolved_config(path))
             yield from _difference_issues(
                 current_adapter, _adapter_of_run(path), run.model, run.choices.get("adapter")

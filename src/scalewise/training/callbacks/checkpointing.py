@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import manifest
 from scalewise.errors import Interrupted
 from scalewise.run_config import RunConfig
 from scalewise.training.callbacks.metrics_recorder import (
@@ -39,7 +39,7 @@ class CheckpointSaver(Callback):
         STOP.install()
         STOP.unblock_signals()
         trainer_strategy(trainer).setup_checkpoint_writer(self._run.checkpoint)
-        best = store.best_checkpoint(self._folder)  # of an earlier attempt in this folder
+        best = manifest.best_checkpoint(self._folder)  # of an earlier attempt in this folder
         self._best_loss = best[1] if best else None
 
     def on_train_batch_end(
@@ -95,7 +95,7 @@ class CheckpointSaver(Callback):
         step = trainer.global_step
         if step == self._saved_step:
             return
-        trainer.save_checkpoint(store.checkpoint_path(self._folder, step))
+        trainer.save_checkpoint(manifest.checkpoint_path(self._folder, step))
         self._saved_step = step
         self._run_after_saves(trainer, self._prune)
 
@@ -105,8 +105,8 @@ class CheckpointSaver(Callback):
             trainer_strategy(trainer).writer.submit(task)
 
     def _mark_best(self, step: int, loss: float) -> None:
-        store.mark_best(self._folder, step, loss)
+        manifest.mark_best(self._folder, step, loss)
         self._prune()
 
     def _prune(self) -> None:
-        store.prune_checkpoints(self._folder, self._run.checkpoint.keep)
+        manifest.prune_checkpoints(self._folder, self._run.checkpoint.keep)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.run_config import RunConfig
 from scalewise.training import import_class
 
-REPLACE_WEIGHTS = (WeightAveraging, StochasticWeightAveraging)
-"""Lightning callbacks that replace the trained weights before the last checkpoint."""
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
 
 
 def instantiate_callbacks(run: RunConfig) -> list[Callback]:
@@ -42,6 +39,9 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
         ConfigError: with an issue for each callback that cannot be imported, is not a Lightning
             callback, does not accept its arguments, or replaces the trained weights.
     """
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
     specs: list[tuple[str, type[Callback], dict[str, Any]]] = []
     issues: list[ConfigIssue] = []
     for name, config in run.callbacks.items():
@@ -50,7 +50,7 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
         try:
             cls = import_class.import_class(f"{key}._target_", path, Callback, run.trusted_packages)
             import_class.check_arguments(key, cls, arguments)
-            if issubclass(cls, REPLACE_WEIGHTS):
+            if issubclass(cls, WeightAveraging | StochasticWeightAveraging):
                 reason = "replaces the trained weights by an average before the last checkpoint"
                 raise ConfigError.for_key(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
         except ConfigError as error:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.console import print_lines
 from scalewise.errors import Pruned
+from scalewise.hpo import storage
 from scalewise.hpo.storage import TrialLink
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
 
@@ -99,8 +100,6 @@ class PruningMonitor:
 
     def _open_trial(self, first_step: int) -> Trial:
         import optuna
-
-        from scalewise.hpo import storage
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study_storage = storage.open_storage(self._link.storage)

@@ -1,4 +1,4 @@
-"""Task of a Slurm job: ``python -m scalewise.launch.slurm_task FOLDER NUMBER TIMEOUTS``.
+"""Task of a Slurm job: ``python -m scalewise.commands.slurm_task FOLDER NUMBER TIMEOUTS``.
 
 ``FOLDER`` contains the job specs of a sweep, ``NUMBER`` selects one, and ``TIMEOUTS`` is the
 maximum number of requeues after the time limit. Each task is one rank.
@@ -18,9 +18,15 @@ from scalewise.errors import EXIT_CODES, ConfigError, Interrupted, ScalewiseErro
 from scalewise.failures import describe_exception, report_errors
 from scalewise.launch import external_launcher, job_serialization, signals, slurm_cli
 from scalewise.launch.executor import INTERRUPTED, SweepTask
-from scalewise.launch.job import Result, begin_job, claim_folder, finish_job
-from scalewise.launch.outcomes import outcome_of_exception
-from scalewise.launch.status import Outcome
+from scalewise.launch.job import (
+    ExternalRank,
+    Result,
+    begin_job,
+    claim_folder,
+    finish_job,
+    run_external_rank,
+)
+from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.run_files import read_json, write_json
 from scalewise.validation.run_issues import iter_machine_issues
 
@@ -59,9 +65,7 @@ def _run_rank(task: SweepTask) -> Result:
         with signals.raise_on_signals("before training began"):
             if issues := list(iter_machine_issues(task.job_spec.run)):
                 raise ConfigError(issues)
-            from scalewise.launch.external_rank import run_external_rank
-
-            return run_external_rank(task.job_spec, task.folder, is_retry=is_retry)
+            return run_external_rank(ExternalRank(is_retry), task.job_spec, task.folder)
     except Interrupted as error:
         outcome = Outcome("interrupted", str(error), None, (), error.signal_number)
     except Exception as error:  # every exception becomes a status
@@ -76,7 +80,7 @@ def _run_rank(task: SweepTask) -> Result:
 
 def _write_report(folder: Path) -> None:
     """Write the report of the job, as the submitting process may have ended."""
-    from scalewise.reports import files  # an upper layer
+    from scalewise.reports import files
 
     with report_errors("no report"):
         for page in files.write_reports([folder]):

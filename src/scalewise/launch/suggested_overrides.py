@@ -1,4 +1,4 @@
-"""Suggested fixes for a run that ran out of memory."""
+"""Overrides that may fix a failed run, for its status and the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from scalewise.hardware import DeviceKind
+from scalewise.launch.outcomes import Outcome
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.override_edit import override_keys
 from scalewise.planner.suggested_fix import (
@@ -29,7 +30,36 @@ SIMPLE_CHANGES = (
 """Suggestions without a memory breakdown, with their effect."""
 
 
-def oom_suggestions(run: RunConfig) -> list[tuple[str, str]]:
+def suggested_overrides(
+    outcome: Outcome, run: RunConfig, *, has_checkpoint: bool
+) -> list[dict[str, str]]:
+    """Overrides that may fix a failure, with their effect.
+
+    ``has_checkpoint``: whether the run saved a checkpoint.
+    """
+    suggestions: list[tuple[str, str]] = []
+    if outcome.status == "out_of_memory":
+        suggestions += _oom_suggestions(run)
+        if run.launch.memory_limit_gib is not None:
+            suggestions.append(
+                ("launch.memory_limit_gib=null", "Removes the memory limit of the job.")
+            )
+    elif outcome.status == "timeout" and run.launch.timeout is not None:
+        longer_timeout = f"launch.timeout={run.launch.timeout * 2:g}"
+        suggestions.append(
+            (longer_timeout, "Doubles the time limit, for a job that is slow and does not hang.")
+        )
+        if run.checkpoint.every is None:
+            suggestions.append(("checkpoint.every=100", "Saves checkpoints to resume from."))
+    elif "lower optimizer.lr" in outcome.reason and not run.objective.is_user_defined:
+        lr = getattr(run.optimizer, "lr", 0.0)
+        suggestions.append((f"optimizer.lr={lr / 3:.1g}", "Divides the learning rate by 3."))
+    elif outcome.status == "interrupted" and has_checkpoint:
+        suggestions.append(("resume=last", "Resumes from the newest checkpoint."))
+    return [{"override": override, "why": why} for override, why in suggestions]
+
+
+def _oom_suggestions(run: RunConfig) -> list[tuple[str, str]]:
     """Overrides that reduce memory and compose with those of the run, with their effect."""
     try:
         if run.objective.trace_only:

@@ -1,0 +1,155 @@
+"""Checkpoint folders of a run: names, manifests and checksums, without torch.
+
+``manifest.json`` lists sizes and checksums of the files of a checkpoint; ``store`` reads and writes
+their content.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scalewise import regular_files
+from scalewise.errors import CheckpointError
+from scalewise.run_files import read_json, write_json
+
+FORMAT = "scalewise-checkpoint"
+VERSION = 2
+TRAINING, MANIFEST = "training.pt", "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+RECOVERY_FIX = "use an earlier checkpoint, or restore this one from a copy"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Path of the checkpoint of ``step`` in a ``checkpoints`` folder."""
+    return folder / f"step-{step:08d}"
+
+
+def verify_checkpoint(path: Path) -> int:
+    """Return the step of a checkpoint; raise ``CheckpointError`` if it is damaged."""
+    for name, reason in damaged_files(path):
+        raise CheckpointError.for_key(
+            "resume", path, f"is damaged ({name}: {reason})", RECOVERY_FIX
+        )
+    return step_of(path)
+
+
+def step_of(path: Path) -> int:
+    """Step of a checkpoint in its manifest; raises ``CheckpointError`` without a valid one."""
+    return _manifest(path)[0]
+
+
+def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
+    """Compare the files of a checkpoint with its manifest; yield (name, damage).
+
+    Raises:
+        CheckpointError: the folder has no valid manifest.
+    """
+    for name, recorded in _manifest(path)[1].items():
+        file = path / name
+        expected = recorded["bytes"]
+        if not file.is_file():
+            yield name, "is missing"
+        elif (size := file.stat().st_size) != expected:
+            yield name, f"has {size} of {expected} bytes"
+        elif fingerprint(file) != recorded:
+            yield name, "has another checksum"
+
+
+def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
+    """Step of a checkpoint, and the fingerprints of its files by name."""
+    if not path.is_dir():
+        raise CheckpointError.for_key("resume", path, "there is no such checkpoint folder")
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError.for_key(
+            "resume",
+            path,
+            f"is not a scalewise checkpoint (no {MANIFEST} of its format)",
+            RECOVERY_FIX,
+        )
+    if manifest.get("version") != VERSION:
+        raise CheckpointError.for_key(
+            "resume", path, f"has format version {manifest.get('version')}, not {VERSION}"
+        )
+    files, step = manifest.get("files"), manifest.get("step")
+    if step is None or files is None or TRAINING not in files:
+        raise CheckpointError.for_key("resume", path, f"its {MANIFEST} is damaged", RECOVERY_FIX)
+    return step, files
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Checkpoints in a ``checkpoints`` folder by step, in ascending order."""
+    checkpoints = {
+        int(match[1]): child
+        for child in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _NAME.fullmatch(child.name)) and (child / MANIFEST).is_file()
+    }
+    return dict(sorted(checkpoints.items()))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Newest undamaged checkpoint in ``folder``; None: there is none."""
+    for path in reversed(list_checkpoints(folder).values()):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError:
+            continue
+        return path
+    return None
+
+
+def adopt_checkpoint(path: Path, folder: Path) -> None:
+    """Add a checkpoint to ``folder`` by hard links, or by copying if links are not supported."""
+    if (folder / path.name).exists():
+        return
+    partial = folder / f".partial-{path.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(path, partial, copy_function=_link_or_copy)
+    partial.rename(folder / path.name)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or no support for links
+        shutil.copy2(source, target)
+
+
+def fingerprint(file: Path) -> dict[str, int]:
+    """Size and checksum of a file; its content is written to the disk."""
+    checksum, size = 0, 0
+    with regular_files.open_binary(file) as stream:
+        while block := stream.read(1 << 22):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+        os.fsync(stream.fileno())
+    return {"bytes": size, "crc32": checksum}
+
+
+def best_checkpoint(folder: Path) -> tuple[int, float] | None:
+    """Step and validation loss of the best checkpoint; None: there is none."""
+    best = read_json(folder / "best.json")
+    return (best["step"], best["val/loss"]) if best else None
+
+
+def mark_best(folder: Path, step: int, loss: float) -> None:
+    """Record the best checkpoint in ``best.json``."""
+    write_json(folder / "best.json", {"step": step, "val/loss": loss})
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints and the best one; 0 keeps all."""
+    if not keep:
+        return
+    best = best_checkpoint(folder)
+    for step, path in list(list_checkpoints(folder).items())[:-keep]:
+        if best is None or step != best[0]:
+            removed = folder / f".partial-{path.name}"  # a half-removed folder must not look valid
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
