@@ -18,7 +18,7 @@ attribute ``implementation``; that module registers them::
 """
 
 from collections.abc import Callable
-from functools import singledispatch, update_wrapper
+from functools import partial, singledispatch, update_wrapper
 from importlib import import_module
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -46,10 +46,14 @@ class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.
 
     def __call__(self, config: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function that is registered for the type of ``config``."""
+        return self.bind(config)(*args, **kwargs)
+
+    def bind(self, config: C) -> Callable[P, R]:
+        """Function that is registered for the type of ``config``, with its first argument set."""
         if module := getattr(config, self._attribute, ""):
             import_module(module)
         function: Callable[Concatenate[C, P], R] = self._dispatcher.dispatch(type(config))
-        return function(config, *args, **kwargs)
+        return partial(function, config)
 
 
 def lazy_dispatch_by(

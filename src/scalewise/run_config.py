@@ -25,7 +25,7 @@ from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.plan_config import PlanConfig
-from scalewise.precision import Precision
+from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization.config import (
     NoQuantizationConfig,
     QuantizationConfig,
@@ -33,7 +33,7 @@ from scalewise.quantization.config import (
     weight_census_by_kind,
 )
 from scalewise.registry import target_name
-from scalewise.torch_compile import Compile
+from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 
@@ -152,6 +152,21 @@ class RunConfig:
         adapter = self.adapter
         starts_from_base = adapter.can_disable and not (adapter.trained or adapter.resume)
         return self.objective.reference_objective is not None and starts_from_base
+
+    @property
+    def computes_loss_gradients_in_forward(self) -> bool:
+        """Whether the gradients of a chunked loss are computed in the forward pass.
+
+        This avoids recomputing the logits. It requires a strategy that runs backward directly
+        after forward, and does not work with fp16 loss scaling or a fully compiled model.
+        """
+        return (
+            self.objective.loss_chunk is not None
+            and self.objective.is_scalar
+            and self.parallelism.backward_follows_forward
+            and self.precision.compute is not FloatFormat.fp16
+            and self.compile.scope is not CompileScope.whole
+        )
 
     @property
     def extra_forward_passes(self) -> int:

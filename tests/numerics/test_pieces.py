@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from scalewise.measure.memory import LiveBytes
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.causal_lm import CausalLM
+from scalewise.objectives.losses import chunked_loss, sum_over_tokens
 
 ROWS, WIDTH = 2, 128
 
@@ -33,10 +34,10 @@ class Case:
         """Returns the loss, gone backward from."""
         objective = CausalLM(chunk, label_smoothing=smoothing)
         if chunk is None:
-            loss = objective.sum_over_tokens(self.head(self.x_BTW), self.labels_BT)
+            loss = sum_over_tokens(objective, self.head(self.x_BTW), self.labels_BT)
         else:
             weights = self.head.parameters if in_forward else None
-            loss = objective.chunked_loss(self.head, self.x_BTW, self.labels_BT, weights)
+            loss = chunked_loss(objective, weights)(self.head, self.x_BTW, self.labels_BT)
         (loss / 7).backward()
         return loss.detach()
 
@@ -98,7 +99,7 @@ def test_no_gradient_is_taken_where_none_is_asked(case: Callable[[int, int], Cas
     asked = case(50, 300)
     objective, weights = CausalLM(24), asked.head.parameters
     with torch.no_grad():
-        loss = objective.chunked_loss(asked.head, asked.x_BTW, asked.labels_BT, weights)
+        loss = chunked_loss(objective, weights)(asked.head, asked.x_BTW, asked.labels_BT)
     torch.testing.assert_close(loss, asked.take(chunk=None))
     assert not loss.requires_grad
 
@@ -107,7 +108,7 @@ def test_a_loss_goes_backward_once(case: Callable[[int, int], Case]) -> None:
     """Backward scales what forward kept in place; a second time would do so twice."""
     asked = case(50, 300)
     weights = asked.head.parameters
-    loss = CausalLM(24).chunked_loss(asked.head, asked.x_BTW, asked.labels_BT, weights)
+    loss = chunked_loss(CausalLM(24), weights)(asked.head, asked.x_BTW, asked.labels_BT)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

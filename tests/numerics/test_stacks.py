@@ -20,6 +20,7 @@ from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
 from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
+from scalewise.objectives.losses import sum_over_tokens
 from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
 
 LONG = pytest.mark.exhaustive
@@ -48,7 +49,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
     logits = ours(batch["inputs"], batch["labels"])
     compared = stack.logits(ours, batch)
     torch.testing.assert_close(compared, stack.their_logits(peer, batch), rtol=1e-5, atol=1e-5)
-    loss = run.objective.sum_over_tokens(logits, batch["labels"]) / (batch["labels"] != -100).sum()
+    loss = sum_over_tokens(run.objective, logits, batch["labels"]) / (batch["labels"] != -100).sum()
     wanted = peer(**stack.asked(batch)).loss
     torch.testing.assert_close(loss, wanted)
     loss.backward()

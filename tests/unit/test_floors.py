@@ -72,6 +72,8 @@ FLOORS = {
         "precision.fp8_linear",
         "quantization.fake",
         "quantization.packed_linear",
+        "objectives.chunked_loss",
+        "objectives.losses",
         "optimizers.low_bit_adam",
         "optimizers.cpu_offload_adam",
         "optimizers.paged",

@@ -27,6 +27,7 @@ from scalewise.lr_schedules import (
 )
 from scalewise.models.base import Weight
 from scalewise.objectives import IGNORED, CausalLM
+from scalewise.objectives.losses import sum_over_tokens
 from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
 from scalewise.optimizers.base import FixedStateOptimizerConfig
 from scalewise.optimizers.build import build_optimizer
@@ -286,8 +287,8 @@ class TestSchedules:
 
 class TestCausalLM:
     def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary_for_each_label(self) -> None:
-        loss = CausalLM().sum_over_tokens(
-            torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long)
+        loss = sum_over_tokens(
+            CausalLM(), torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long)
         )
         assert loss.item() == pytest.approx(6 * math.log(11))
 
@@ -296,12 +297,12 @@ class TestCausalLM:
         labels = torch.arange(24).reshape(4, 6) % 5
         labels[1, 2:] = IGNORED
         smooth = CausalLM(label_smoothing=0.1)
-        rows = sum(smooth.sum_over_tokens(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
-        torch.testing.assert_close(rows, smooth.sum_over_tokens(logits, labels))
+        rows = sum(sum_over_tokens(smooth, logits[i : i + 1], labels[i : i + 1]) for i in range(4))
+        torch.testing.assert_close(rows, sum_over_tokens(smooth, logits, labels))
 
     def test_a_batch_without_a_label_adds_nothing(self) -> None:
         logits = torch.randn(1, 3, 5).requires_grad_()
-        loss = CausalLM(label_smoothing=0.1).sum_over_tokens(logits, torch.full((1, 3), IGNORED))
+        loss = sum_over_tokens(CausalLM(label_smoothing=0.1), logits, torch.full((1, 3), IGNORED))
         loss.backward()
         assert loss.item() == 0
         assert logits.grad is not None
@@ -310,20 +311,20 @@ class TestCausalLM:
     def test_ignored_labels_take_no_part(self) -> None:
         logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.tensor([[1, IGNORED, 2, IGNORED]])
-        expected = CausalLM().sum_over_tokens(logits[:, ::2], labels[:, ::2])
-        torch.testing.assert_close(CausalLM().sum_over_tokens(logits, labels), expected)
+        expected = sum_over_tokens(CausalLM(), logits[:, ::2], labels[:, ::2])
+        torch.testing.assert_close(sum_over_tokens(CausalLM(), logits, labels), expected)
 
     def test_half_precision_logits_are_summed_in_fp32(self) -> None:
         logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
         assert (
-            CausalLM().sum_over_tokens(logits, torch.zeros(1, 2, dtype=torch.long)).dtype
+            sum_over_tokens(CausalLM(), logits, torch.zeros(1, 2, dtype=torch.long)).dtype
             is torch.float32
         )
 
     def test_smoothing_reaches_torch(self) -> None:
         logits = torch.tensor([[[2.0, 0.0, 0.0]]])
         labels = torch.zeros(1, 1, dtype=torch.long)
-        smooth = CausalLM(label_smoothing=0.3).sum_over_tokens(logits, labels)
+        smooth = sum_over_tokens(CausalLM(label_smoothing=0.3), logits, labels)
         log = torch.log_softmax(logits[0, 0], 0)
         expected = -(0.7 * log[0] + 0.3 * log.mean())
         torch.testing.assert_close(smooth, expected)

@@ -17,6 +17,7 @@ from scalewise.adapters.lora_modules import DEFAULT, apply_lora, init_lora
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
+from scalewise.models.init import local_tensor
 
 
 class MagnitudeScale(nn.Module):
@@ -46,7 +47,7 @@ class DoraLinear(DoraLinearVariant):
         """Output of the layer; ``result`` is that of the frozen layer."""
         base, scaling = module.get_base_layer(), module.scaling[active_adapter]
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
-        bias = None if base.bias is None else _local_tensor(base.bias)
+        bias = None if base.bias is None else local_tensor(base.bias)
         added = up(down(module.lora_dropout[active_adapter](x))) * scaling
         norm_O = adapted_row_norms(base.weight, down.weight, up.weight, scaling)
         magnitudes = module.lora_magnitude_vector[active_adapter]
@@ -62,7 +63,7 @@ def adapted_row_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) ->
     The squared norm is ``|w|^2 + scale b (2 A w + scale A A^T b)`` for a row w of W and b of B. If
     tensor parallelism shards W by columns, squares are summed over its ranks.
     """
-    w_OI, a_RI, b_OR = _local_tensor(weight), _local_tensor(down), _local_tensor(up)
+    w_OI, a_RI, b_OR = local_tensor(weight), local_tensor(down), local_tensor(up)
     with torch.autocast(w_OI.device.type, enabled=False):
         inner_OR = 2 * (w_OI @ a_RI.T).float() + scale * (b_OR @ (a_RI @ a_RI.T)).float()
     squares_O = torch.linalg.vector_norm(w_OI, dim=1, dtype=torch.float32).square()
@@ -100,7 +101,3 @@ def init_dora(adapter: DoRAAdapterConfig, module: ModelModule, seed: int) -> Non
 
 def _dora_layers(module: ModelModule) -> Iterator[Linear]:
     return (part for part in module.modules() if isinstance(part, Linear))
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

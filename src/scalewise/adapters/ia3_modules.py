@@ -8,13 +8,13 @@ import torch
 from peft import IA3Config, inject_adapter_in_model
 from peft.tuners.ia3 import IA3Layer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from scalewise.adapters.build import apply_adapter, init_adapter, merge_adapter
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_modules import DEFAULT, full_names, unfreeze_modules
 from scalewise.models.base import ModelConfig, TPStyle
 from scalewise.models.base_module import ModelModule
+from scalewise.models.init import local_tensor
 
 
 class ShardedScales(nn.ParameterDict):
@@ -23,7 +23,7 @@ class ShardedScales(nn.ParameterDict):
     def __getitem__(self, key: str) -> Tensor:
         """Local shard of a scale vector."""
         tensor: Tensor = super().__getitem__(key)
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_tensor(tensor)
 
 
 @apply_adapter.register(IA3AdapterConfig)

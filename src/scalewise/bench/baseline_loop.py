@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalewise.data.dataloader import Batch
 from scalewise.models.build import build_model
+from scalewise.objectives.losses import sum_over_tokens
 from scalewise.optimizers.build import build_optimizer
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.run_config import RunConfig
@@ -62,7 +63,7 @@ class BaselineLoop:
         """Take one optimizer step; return the loss of this rank."""
         batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
         logits_BTV = self._model(batch["inputs"])
-        loss = self._run.objective.sum_over_tokens(logits_BTV, batch["labels"]) / self._labels
+        loss = sum_over_tokens(self._run.objective, logits_BTV, batch["labels"]) / self._labels
         loss.backward()
         limit = self._run.trainer.clip_norm
         if limit is not None:

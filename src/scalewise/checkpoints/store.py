@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from scalewise import atomic
 from scalewise.checkpoints.manifest import (
@@ -47,6 +46,7 @@ from scalewise.checkpoints.manifest import (
     verify_checkpoint,
 )
 from scalewise.errors import CheckpointError
+from scalewise.models.init import local_tensor
 from scalewise.run_files import write_json
 
 TENSORS = ("model", "optimizer")
@@ -132,7 +132,7 @@ def _contiguous_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     copies = {}
     for name, tensor in tensors.items():
-        address = tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+        address = local_tensor(tensor).data_ptr()
         is_tied = tensor.numel() > 0 and address in seen
         seen.add(address)
         copies[name] = (tensor.clone() if is_tied else tensor).contiguous()

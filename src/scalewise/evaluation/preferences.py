@@ -12,6 +12,7 @@ from scalewise.data.dataloader import BatchShare, ValidationLoader
 from scalewise.evaluation.validation_metrics import LOGITS_CHUNK
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO
+from scalewise.objectives.losses import compute_loss, set_chunked_loss
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ def measure_preferences(
     count, device = min(count, len(dataset)), next(module.parameters()).device
     logprobs = replace(objective.reference_objective, loss_chunk=LOGITS_CHUNK)
     for model in (module, reference):
-        logprobs.apply(model, in_forward=False)
+        set_chunked_loss(logprobs, model, in_forward=False)
     sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
     for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)
         logp_B, reference_B = module(inputs, labels), reference(inputs, labels)
-        metrics_3 = objective.loss(logp_B, {"labels": labels, "reference": reference_B})
+        metrics_3 = compute_loss(objective, logp_B, {"labels": labels, "reference": reference_B})
         chosen_more_likely = logp_B[::2] > logp_B[1::2]
         sums += torch.cat([metrics_3.double(), chosen_more_likely.sum().view(1).double()])
         done = min(done + micro_batch, count)

@@ -66,6 +66,11 @@ def copy_into(parameter: Tensor | PackedMatrix, source: Tensor) -> None:
         parameter.copy_(source)
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Local shard of a DTensor; other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def full_tensor(parameter: Tensor) -> Tensor:
     """Return the unsharded tensor of a parameter; a collective call if it is a DTensor."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from scalewise.errors import ConfigIssue
-from scalewise.objectives.base import IGNORED, ObjectiveConfig
+from scalewise.objectives.base import ObjectiveConfig
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register_option("objective", "causal_lm")
@@ -35,15 +32,3 @@ class CausalLM(ObjectiveConfig):
     def unregularized(self) -> CausalLM:
         """Objective without label smoothing."""
         return replace(self, label_smoothing=0.0)
-
-    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Cross-entropy summed over all labels, a scalar."""
-        from torch.nn import functional as F
-
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(),
-            labels_BT.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )

@@ -1,17 +1,14 @@
-"""Training of a user-defined LightningModule, and the options that are incompatible with it."""
+"""Training of a user-defined LightningModule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.objectives.base import ObjectiveConfig
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register_option("objective", "module")
@@ -36,10 +33,6 @@ class UserModule(ObjectiveConfig):
             reason = "is not supported: a user-defined module computes its own loss"
             fix = "set objective.loss_chunk=null"
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
-
-    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Raise ``NotImplementedError``: the module computes the loss itself."""
-        raise NotImplementedError
 
 
 @register_option("model", "module")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchao.optim import AdamW4bit as Codes4
 from torchao.optim import AdamW8bit as Codes8
 from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from scalewise.models.init import local_tensor
 from scalewise.optimizers.adam import LowBitAdamWConfig
 from scalewise.optimizers.build import build_from_groups
 
@@ -59,7 +59,7 @@ class LowBitAdamBase(Optimizer):
         for slot, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             moments, state[slot] = state[slot], self._new_buffer(parameter, signed)
             state[slot].copy_(moments)
-            _restore_scales(_local_tensor(state[slot]), _local_tensor(moments))
+            _restore_scales(local_tensor(state[slot]), local_tensor(moments))
 
 
 class AdamW8bit(LowBitAdamBase, Codes8):  # type: ignore[misc]  # torchao is not typed
@@ -80,10 +80,6 @@ def _build_low_bit_adamw(config: LowBitAdamWConfig, groups: Iterable[dict[str, A
         eps=config.epsilon,
         block_size=config.block,
     )
-
-
-def _local_tensor(tensor: Tensor) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _restore_scales(encoded: Any, moments: Tensor) -> None:

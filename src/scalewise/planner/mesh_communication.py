@@ -247,7 +247,7 @@ def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
     objective = partition.run.objective
     chunk, is_recomputed = (
         objective.loss_chunk,
-        not objective.takes_gradients_in_forward(partition.run),
+        not partition.run.computes_loss_gradients_in_forward,
     )
     counts_by_tokens = {partition.tokens_per_sequence: 1}
     if chunk is not None:

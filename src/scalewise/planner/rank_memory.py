@@ -330,7 +330,7 @@ def forward_spec(
         autocast=precision.compute.bytes < weight_element_bytes,
         on_cpu=run.hardware.device == "cpu",
         loss_chunk=run.objective.loss_chunk or 0,
-        loss_in_forward=run.objective.takes_gradients_in_forward(run),
+        loss_in_forward=run.computes_loss_gradients_in_forward,
         rope_element_bytes=precision.parameters.bytes,
         has_frozen_weights=run.has_frozen_weights,
         fully_trained_modules=run.adapter.fully_trained_modules(run.model),

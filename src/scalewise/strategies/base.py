@@ -20,7 +20,9 @@ from scalewise.checkpoints.writer import BackgroundWriter
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.build import build_meta
+from scalewise.models.init import local_tensor
 from scalewise.objectives import ObjectiveConfig
+from scalewise.objectives.losses import compute_loss, set_chunked_loss, sum_over_tokens
 from scalewise.optimizers.build import build_optimizer
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
@@ -59,9 +61,9 @@ class ScaledLoss:
         loss_sum = (
             output
             if self.computed_in_module
-            else self.objective.sum_over_tokens(output, batch["labels"])
+            else sum_over_tokens(self.objective, output, batch["labels"])
         )
-        return self.objective.loss(grad_norm.local_tensor(loss_sum), batch) * self.factor
+        return compute_loss(self.objective, local_tensor(loss_sum), batch) * self.factor
 
 
 class ParallelStrategy(Strategy):
@@ -90,7 +92,7 @@ class ParallelStrategy(Strategy):
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=torch.get_default_device())
         adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
-        run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
+        set_chunked_loss(run.objective, module, in_forward=run.computes_loss_gradients_in_forward)
         apply_checkpointing(run.memory, module, all_layers)
         compile_module(run.compile, module)
         return module
@@ -245,9 +247,7 @@ class ParallelStrategy(Strategy):
         if len(module_tensors) > len(weights):  # two copies of a tied weight in a V-shaped pipeline
             with torch.no_grad():
                 for name, tensor in module_tensors.items():
-                    grad_norm.local_tensor(tensor).copy_(
-                        grad_norm.local_tensor(weights[self.canonical_name(name)])
-                    )
+                    local_tensor(tensor).copy_(local_tensor(weights[self.canonical_name(name)]))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from scalewise.models.init import local_tensor
+
 ROW_ELEMENTS = 1024
 """Elements whose squares are added one after the other on the CPU."""
 
@@ -69,11 +71,6 @@ def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tens
     ]
     if local_gradients:
         torch._foreach_mul_(local_gradients, factor.to(local_gradients[0].device))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Local shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_shards(gradient: Tensor) -> int:

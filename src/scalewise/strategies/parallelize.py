@@ -30,6 +30,7 @@ from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_meta
+from scalewise.objectives.losses import set_chunked_loss
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
@@ -87,7 +88,7 @@ def build_sharded(
         tensor_parallel.apply_tensor_parallel(
             module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
         )
-    run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
+    set_chunked_loss(run.objective, module, in_forward=run.computes_loss_gradients_in_forward)
 
     # Before torch.compile, which then compiles the recomputation too.
     apply_checkpointing(run.memory, module, stage)

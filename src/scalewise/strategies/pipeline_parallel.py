@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from scalewise.models.init import local_tensor
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.strategies import grad_norm
 from scalewise.strategies.base import Batch, ScaledLoss
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class PipelineRunner:
         """Sum the gradients of tied parameters over the first and the last stage."""
         if not self._tied:
             return
-        gradients = [grad_norm.local_tensor(p.grad) for p in self._tied if p.grad is not None]
+        gradients = [local_tensor(p.grad) for p in self._tied if p.grad is not None]
         if self._ends_group is not None:
             for gradient in gradients:
                 dist.all_reduce(gradient, group=self._ends_group)

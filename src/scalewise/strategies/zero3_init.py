@@ -12,6 +12,7 @@ from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
+from scalewise.objectives.losses import set_chunked_loss
 from scalewise.precision import FloatFormat
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
@@ -55,6 +56,6 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
         if hasattr(layer, "base_layer"):  # an adapter layer reads parameters of its base layer
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
-    run.objective.apply(model, in_forward=run.objective.takes_gradients_in_forward(run))
+    set_chunked_loss(run.objective, model, in_forward=run.computes_loss_gradients_in_forward)
     apply_checkpointing(run.memory, model, all_layers)
     return model

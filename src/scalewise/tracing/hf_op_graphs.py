@@ -38,6 +38,7 @@ from scalewise.models.op_graph import (
     cross_entropy_ops,
 )
 from scalewise.objectives import CausalLM
+from scalewise.objectives.losses import set_chunked_loss, sum_over_tokens
 from scalewise.precision.build import apply_precision
 from scalewise.precision.fp8 import Float8
 from scalewise.quantization.bitsandbytes_config import NF4Config
@@ -122,7 +123,7 @@ class FakeTensorRunner:
         apply_adapter(self._build_adapter_config(), module, self.spec)
         if self.forward_spec.tensor_ranks > 1:
             shard_for_rank(module, self.spec.tensor_parallel_styles(), self.forward_spec)
-        self.objective.apply(module, in_forward=in_forward)
+        set_chunked_loss(self.objective, module, in_forward=in_forward)
         checkpointing = FixedCheckpointing(backward_mode.recompute, offload=backward_mode.offload)
         apply_checkpointing(checkpointing, module, ONE_LAYER)
         with self.fake_mode, torch.no_grad():
@@ -231,7 +232,7 @@ class FakeTensorRunner:
             )
         with self.fake_mode, LiveBytes() as live:
             logits = leaf.clone()
-            roots = [self.objective.sum_over_tokens(logits, labels)]
+            roots = [sum_over_tokens(self.objective, logits, labels)]
             forward_peak = live.take_peak()
             del logits
             return live.current_bytes, forward_peak, count_backward(roots, live), 0
@@ -289,5 +290,5 @@ class FakeTensorRunner:
                 out = module(tokens, labels if self.uses_chunked_loss else None)
                 recorder.begin_part("loss", (out,))
                 if not self.uses_chunked_loss:
-                    self.objective.sum_over_tokens(out, labels)
+                    sum_over_tokens(self.objective, out, labels)
         return recorder.graphs["block"], recorder.graphs["head"], recorder.graphs["loss"]

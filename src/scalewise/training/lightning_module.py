@@ -16,6 +16,7 @@ from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, ObjectiveConfig
+from scalewise.objectives.losses import count_targets
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
 from scalewise.training.rollout import Rollout
@@ -98,8 +99,8 @@ class TrainingModule(LightningModule):
         losses = self.parallel_strategy.compute_validation_loss(
             self.model, batch, ScaledLoss(objective)
         )
-        count = objective.count_targets(
-            self.parallel_strategy.shard_batch({"labels": batch["labels"]})["labels"]
+        count = count_targets(
+            objective, self.parallel_strategy.shard_batch({"labels": batch["labels"]})["labels"]
         )
         self._validation_sums += torch.cat([losses.view(-1).double(), count.view(1).double()])
 

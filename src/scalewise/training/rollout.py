@@ -17,6 +17,7 @@ from scalewise.data.synthetic_datasets import splitmix64
 from scalewise.objectives.base import IGNORED, ObjectiveConfig
 from scalewise.objectives.grpo import GRPO
 from scalewise.objectives.likelihood import NextToken
+from scalewise.objectives.losses import compute_advantages
 
 Batch = dict[str, Tensor]
 ForwardNoGrad = Callable[[ObjectiveConfig, Batch], Tensor]
@@ -59,7 +60,7 @@ class Rollout:
             return below_BV.sum(1).clamp(max=cdf_BV.shape[1] - 1)
 
         answers = self._generate(repeated, forward_no_grad, sample_token)
-        return {**answers, "advantage": self.objective.compute_advantages(answers["reward"])}
+        return {**answers, "advantage": compute_advantages(self.objective, answers["reward"])}
 
     def generate_greedy(self, batch: Batch, forward_no_grad: ForwardNoGrad) -> Batch:
         """Greedily decoded answer to each prompt, and its reward."""

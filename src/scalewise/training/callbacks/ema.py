@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scalewise.callback_config import EMAArgs
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError
-from scalewise.strategies import grad_norm
+from scalewise.models.init import local_tensor
 from scalewise.training.callbacks.metrics_recorder import trainer_strategy
 
 
@@ -105,8 +105,8 @@ class EMAWeightAveraging(EMAArgs, Callback):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (
-                    grad_norm.local_tensor(tensor.detach()),
-                    grad_norm.local_tensor(self._average[name]),
+                    local_tensor(tensor.detach()),
+                    local_tensor(self._average[name]),
                 )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,4 +150,4 @@ class EMAWeightAveraging(EMAArgs, Callback):
             for name, average in self._average.items():
                 loaded = averages[trainer_strategy(trainer).canonical_name(name)]
                 if loaded is not average:
-                    grad_norm.local_tensor(average).copy_(grad_norm.local_tensor(loaded))
+                    local_tensor(average).copy_(local_tensor(loaded))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from scalewise.strategies.grad_norm import local_tensor
+from scalewise.models.init import local_tensor
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 """Loss sum of one chunk, from ``x_BCW`` and ``labels_BC``."""

@@ -1,0 +1,195 @@
+"""Losses of objectives: sums over tokens, the loss of a batch, and its number of targets.
+
+Shape suffixes: B sequences; T tokens; V vocabulary; C tokens of a chunk; W width; P pairs of
+sequences (DPO, the chosen answer first) or prompts (GRPO); G answers to one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
+from scalewise.models.base_module import ModelModule
+from scalewise.objectives.base import IGNORED, ObjectiveConfig
+from scalewise.objectives.causal_lm import CausalLM
+from scalewise.objectives.chunked_loss import chunked_loss_recomputed, chunked_loss_with_gradients
+from scalewise.objectives.classification import Classification
+from scalewise.objectives.dpo import DPO
+from scalewise.objectives.grpo import GRPO
+from scalewise.objectives.likelihood import LogProbabilities, NextToken, TokenLogProbabilities
+
+STD_EPSILON = 1e-4
+"""Term added to the standard deviation of the rewards of a group, to avoid division by zero."""
+
+
+@lazy_dispatch
+def sum_over_tokens(config: ObjectiveConfig, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Sums over the positions whose label is not ``IGNORED``, in fp32."""
+    raise not_registered(sum_over_tokens, config)
+
+
+@lazy_dispatch
+def compute_loss(
+    config: ObjectiveConfig, token_sums: Tensor, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """Loss of a batch, summed over its targets.
+
+    Args:
+        config: Objective.
+        token_sums: Result of ``sum_over_tokens`` for the batch.
+        batch: Tensors of the batch.
+
+    Returns:
+        A scalar, or a vector of the loss and the ``extra_metrics``.
+    """
+    return token_sums
+
+
+@lazy_dispatch
+def count_targets(config: ObjectiveConfig, labels_BT: Tensor) -> Tensor:
+    """Number of targets in a batch, by which the loss is divided: labels, pairs or answers."""
+    return (labels_BT != IGNORED).sum()
+
+
+def set_chunked_loss(config: ObjectiveConfig, module: ModelModule, *, in_forward: bool) -> None:
+    """Set the chunked loss of a module, if ``loss_chunk`` is set."""
+    if config.loss_chunk is not None:
+        weights = module.head_parameters if in_forward else None
+        module.loss = chunked_loss(config, weights)
+
+
+def chunked_loss(
+    config: ObjectiveConfig, weights: Callable[[], Iterable[Parameter]] | None = None
+) -> Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]:
+    """Function that computes ``sum_over_tokens(head(x), labels)`` from ``(head, x, labels)``.
+
+    Logits of one chunk exist at a time.
+
+    Args:
+        config: Objective with a ``loss_chunk``.
+        weights: Function that returns the head parameters, if gradients are computed in the
+            forward pass; None: chunks are recomputed in the backward pass.
+    """
+    chunk_tokens = config.loss_chunk
+    assert chunk_tokens is not None
+    # bound here: torch.compile cannot trace the import and the dispatch
+    sum_chunk = sum_over_tokens.bind(config)
+
+    def loss(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
+        def chunk_sums(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
+            return sum_chunk(head(x_BCW), labels_BC)
+
+        if weights is None:
+            return chunked_loss_recomputed(chunk_sums, x_BTW, labels_BT, chunk_tokens)
+        return chunked_loss_with_gradients(chunk_sums, x_BTW, labels_BT, chunk_tokens, weights())
+
+    return loss
+
+
+@sum_over_tokens.register(CausalLM)
+def _sum_cross_entropy(config: CausalLM, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Cross-entropy summed over all labels, a scalar."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(),
+        labels_BT.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=config.label_smoothing,
+    )
+
+
+@sum_over_tokens.register(Classification)
+def _sum_classification(config: Classification, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Summed cross-entropy and number of correct predictions, a vector."""
+    num_correct = (logits_BTV.detach().argmax(-1) == labels_BT).sum()
+    return torch.stack([_sum_cross_entropy(config, logits_BTV, labels_BT), num_correct])
+
+
+@sum_over_tokens.register(TokenLogProbabilities)
+def _token_logprobs(config: TokenLogProbabilities, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Log-probability of each label, ``logp_BT``; 0 at ignored positions."""
+    losses_N = F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(),
+        labels_BT.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+    )
+    return -losses_N.view(labels_BT.shape)
+
+
+@sum_over_tokens.register(LogProbabilities)
+def _sequence_logprobs(config: LogProbabilities, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Log-probability of the labels of each sequence, ``logp_B``."""
+    return _token_logprobs(config, logits_BTV, labels_BT).sum(1)
+
+
+@sum_over_tokens.register(NextToken)
+def _next_token_logits(config: NextToken, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Logits of the position, ``logits_BV``."""
+    return logits_BTV[:, config.position].float()
+
+
+@count_targets.register(DPO)
+def _count_pairs(config: DPO, labels_BT: Tensor) -> Tensor:
+    """Number of pairs with labels; the other ones are padding."""
+    return _real_pairs(labels_BT).sum()
+
+
+@compute_loss.register(DPO)
+def _dpo_loss(config: DPO, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sums over the pairs of loss, reward margin and reward accuracy.
+
+    The reward of an answer is ``beta (log p - log p_ref)``; the margin is the reward of the chosen
+    answer minus that of the rejected one. The accuracy is 1 for a positive margin and 1/2 for a
+    margin of 0, so that an untrained model has chance level.
+    """
+    log_ratio_P2 = (token_sums - batch["reference"]).view(-1, 2)
+    margin_P = config.beta * (log_ratio_P2[:, 0] - log_ratio_P2[:, 1])
+    detached_P = margin_P.detach()
+    accuracy_P = (detached_P.sign() + 1) / 2
+    metrics_3P = torch.stack([-F.logsigmoid(margin_P), detached_P, accuracy_P])
+    return torch.where(_real_pairs(batch["labels"]), metrics_3P, 0.0).sum(1)
+
+
+def _real_pairs(labels_BT: Tensor) -> Tensor:
+    return (labels_BT != IGNORED).view(len(labels_BT) // 2, -1).any(1)
+
+
+@count_targets.register(GRPO)
+def _count_answers(config: GRPO, labels_BT: Tensor) -> Tensor:
+    """Number of answers with labels; the other ones are padding."""
+    return (labels_BT != IGNORED).any(1).sum()
+
+
+def compute_advantages(config: GRPO, reward_B: Tensor) -> Tensor:
+    """Advantage of each answer: its reward, standardized within its group."""
+    reward_PG = reward_B.view(-1, config.answers)
+    centered_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    return (centered_PG / (reward_PG.std(1, keepdim=True) + STD_EPSILON)).flatten()
+
+
+@compute_loss.register(GRPO)
+def _grpo_loss(config: GRPO, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sums over the answers of loss, reward and, with ``beta``, KL divergence.
+
+    The advantages of a group sum to 0, and so would a loss of them alone. Therefore the loss
+    contains the constant ``1 - reward``, which makes its value meaningful.
+    """
+    real_BT = batch["labels"] != IGNORED
+    tokens_B = real_BT.sum(1).clamp(min=1)
+    ratio_BT = (token_sums - token_sums.detach()).exp()
+    constant_B1, advantage_B1 = 1 - batch["reward"][:, None], batch["advantage"][:, None]
+    loss_BT = constant_B1 - advantage_B1 * (ratio_BT - 1)
+    metrics = [batch["reward"]]
+    if config.beta:
+        gap_BT = batch["reference"] - token_sums
+        kl_BT = gap_BT.exp() - gap_BT - 1
+        loss_BT = loss_BT + config.beta * kl_BT
+        metrics.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)
+    loss_B = (loss_BT * real_BT).sum(1) / tokens_B
+    return torch.where(real_BT.any(1), torch.stack([loss_B, *metrics]), 0.0).sum(1)
