@@ -22,7 +22,7 @@ from fixtures.reports import (
     rung_job,
 )
 
-from scalewise.reports import page
+from scalewise.reports import files
 
 pytestmark = pytest.mark.browser
 
@@ -97,11 +97,11 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pages")
     return {
-        "run": page.write_page(make_run(root / "run")),
-        "failed": page.write_page(make_run(root / "failed", **out_of_memory())),
-        "sweep": page.write_page(make_sweep(root / "sweep", LAYOUTS, layout_job)),
-        "grid": page.write_page(make_sweep(root / "grid", GRID, grid_job)),
-        "ladder": page.write_page(make_sweep(root / "ladder", RUNGS, rung_job)),
+        "run": files.write_page(make_run(root / "run")),
+        "failed": files.write_page(make_run(root / "failed", **out_of_memory())),
+        "sweep": files.write_page(make_sweep(root / "sweep", LAYOUTS, layout_job)),
+        "grid": files.write_page(make_sweep(root / "grid", GRID, grid_job)),
+        "ladder": files.write_page(make_sweep(root / "ladder", RUNGS, rung_job)),
     }
 
 
@@ -134,7 +134,7 @@ OPENED = """<script>addEventListener("load", () => {
 
 @pytest.mark.timed
 def test_two_hundred_jobs_open_at_once(tmp_path: Path) -> None:
-    path = page.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
+    path = files.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
     assert path.stat().st_size < 10e6
     path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
     line = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",

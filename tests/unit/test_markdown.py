@@ -3,7 +3,7 @@
 import pytest
 from markupsafe import Markup
 
-from scalewise.reports import markdown
+from scalewise.reports import wandb_blocks
 
 
 @pytest.mark.parametrize(
@@ -21,27 +21,28 @@ from scalewise.reports import markdown
     ],
 )
 def test_plain_text_has_no_form(text: str, want: str) -> None:
-    assert markdown.to_markdown(text) == want
+    assert wandb_blocks.to_markdown(text) == want
 
 
 def test_bold_is_what_stays_of_markup() -> None:
     safe = Markup('<b class="ct0">{}</b> &amp; <i>{}</i>').format("a<b>", "*")
-    assert markdown.to_markdown(safe) == r"**a\<b\>** \& \*"
-    assert markdown.to_plain_text(safe) == "a<b> & *"
+    assert wandb_blocks.to_markdown(safe) == r"**a\<b\>** \& \*"
+    assert wandb_blocks.to_plain_text(safe) == "a<b> & *"
 
 
 def test_a_fence_outlasts_what_it_holds() -> None:
     held = "```\nrm\n````"
-    lines = markdown.fenced_block(held).splitlines()
+    lines = wandb_blocks.fenced_block(held).splitlines()
     assert lines[0] == lines[-1] == "`````"
     assert "\n".join(lines[1:-1]) == held
 
 
 def test_a_table_has_its_sides() -> None:
     assert (
-        markdown.markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| :--- | ---: |\n| 1 | 2 |"
+        wandb_blocks.markdown_table(["a", "b"], [["1", "2"]])
+        == "| a | b |\n| :--- | ---: |\n| 1 | 2 |"
     )
 
 
 def test_a_link_cannot_be_left() -> None:
-    assert markdown.markdown_link("a]", "https://x/>(y") == r"[a\]](<https://x/%3E(y>)"
+    assert wandb_blocks.markdown_link("a]", "https://x/>(y") == r"[a\]](<https://x/%3E(y>)"

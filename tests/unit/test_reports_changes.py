@@ -17,7 +17,7 @@ from scalewise.reports import (
     parallel_coordinates,
     records,
     report_model,
-    section_titles,
+    sections,
 )
 from scalewise.reports.compare import LOSS, PEAK, STEP, ReportComparison
 from scalewise.reports.records import RunRecord, RunSummary, SettingChange, SweepRecord
@@ -322,5 +322,5 @@ def test_a_job_that_never_began_did_not_run() -> None:
         RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=begun),
         RunRecord("1", 1, "interrupted", varied_settings={"seed": 2}),
     ]
-    told = section_titles.matrix_heading(sweep({"seed": (1, 2)}, jobs))
+    told = sections.matrix_heading(sweep({"seed": (1, 2)}, jobs))
     assert told.endswith("one of two jobs ran")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scalewise.reports import compare, number_format, redact, section_titles, summary_sentences
+from scalewise.reports import compare, number_format, redact, sections, summary_sentences
 from scalewise.reports.chart_layout import round_ticks, spread_labels
 from scalewise.reports.compare import LOSS, PEAK, SPEED, STEP
 from scalewise.reports.records import MetricSeries, RunRecord, RunSummary, SweepRecord
@@ -250,16 +250,16 @@ class TestSentences:
         )
 
     def test_loss_heading_parts_equal_mathematics_from_the_rest(self) -> None:
-        assert section_titles.loss_heading(four()) == (
+        assert sections.loss_heading(four()) == (
             "One job matches single · fp32 within 2.0e−6; two jobs differ by 3.0e−3 to 4.0e−3"
         )
 
     def test_time_heading_calls_out_a_stall(self) -> None:
         job = run(0, {}, step=1.0, **{"time/data_s": 0.4, "time/backward_s": 0.5})
-        found = section_titles.part_shares(
+        found = sections.part_shares(
             compare.compare_run(job).jobs, compare.TIME, STEP, compare.TIME_REST
         )
-        assert section_titles.time_heading(found) == "Waiting for data takes 40% of the step"
+        assert sections.time_heading(found) == "Waiting for data takes 40% of the step"
 
     def test_names_are_escaped(self) -> None:
         jobs = [run(n, {"data": v}, tokens=5.0 - n) for n, v in enumerate(("<b>&", "plain"))]
@@ -274,7 +274,7 @@ class TestSentences:
     )
     def test_failures_are_counted(self, status: str) -> None:
         found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied_settings={"seed": 0})])
-        assert section_titles.failed_heading(found).startswith("One job ")
+        assert sections.failed_heading(found).startswith("One job ")
 
 
 class TestLayout:

@@ -19,7 +19,7 @@ from fixtures.reports import (
 )
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import page, records
+from scalewise.reports import files, records
 from scalewise.reports.chart_layout import NO_CHART
 from scalewise.run_files import RecordError
 
@@ -42,7 +42,7 @@ def part(source: str, anchor: str) -> str:
 
 class TestRun:
     def test_has_its_parts_and_no_others(self, run_folder: Path) -> None:
-        source = text_of(page.write_page(run_folder))
+        source = text_of(files.write_page(run_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "memory",
             "time",
@@ -54,25 +54,25 @@ class TestRun:
 
     def test_is_written_where_it_says_and_leaves_no_draft(self, run_folder: Path) -> None:
         before = set(run_folder.iterdir())
-        assert page.write_page(run_folder) == run_folder / "report.html"
+        assert files.write_page(run_folder) == run_folder / "report.html"
         assert set(run_folder.iterdir()) - before == {run_folder / "report.html"}
 
     def test_two_builds_are_byte_equal(self, run_folder: Path) -> None:
-        first = page.write_page(run_folder).read_bytes()
-        assert page.write_page(run_folder).read_bytes() == first
+        first = files.write_page(run_folder).read_bytes()
+        assert files.write_page(run_folder).read_bytes() == first
 
     def test_reaches_for_nothing_outside(self, run_folder: Path) -> None:
-        source = text_of(page.write_page(run_folder))
+        source = text_of(files.write_page(run_folder))
         assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)[^\"']*", source)
         assert not re.findall(r"@import|url\((?!#)", source)
 
     def test_picture_ids_are_unique(self, run_folder: Path) -> None:
-        found = re.findall(r'\bid="([^"]+)"', text_of(page.write_page(run_folder)))
+        found = re.findall(r'\bid="([^"]+)"', text_of(files.write_page(run_folder)))
         assert len(found) == len(set(found))
 
     def test_pictures_wear_the_page_colours(self, run_folder: Path) -> None:
         drawn = re.findall(
-            r'(?s)<svg style="max-width.*?</svg>', text_of(page.write_page(run_folder))
+            r'(?s)<svg style="max-width.*?</svg>', text_of(files.write_page(run_folder))
         )
         colours = {c for svg in drawn for c in re.findall(r'(?:fill|stroke)="([^"]+)"', svg)}
         assert drawn
@@ -80,7 +80,7 @@ class TestRun:
         assert not any("font-family" in svg or "aria-roledescription" in svg for svg in drawn)
 
     def test_hides_homes_and_secrets(self, run_folder: Path) -> None:
-        source = text_of(page.write_page(run_folder))
+        source = text_of(files.write_page(run_folder))
         assert "/home/" not in source
         assert "hf_abcdef" not in source
         assert "[hidden]" in source
@@ -99,7 +99,7 @@ PIPELINE: dict[str, float | None] = {
 class TestPipeline:
     def test_its_passes_are_one_part(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", step_s=1.0, metrics=PIPELINE, world_size=2)
-        source = text_of(page.write_page(folder))
+        source = text_of(files.write_page(folder))
         said = words(part(source, "time"))
         assert "Forward + backward takes 90% of the step" in said
         assert "forward + backward 900" in said
@@ -115,13 +115,13 @@ class TestPipeline:
             return {"metrics": PIPELINE if number else fast | rest}
 
         folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
-        said = words(part(text_of(page.write_page(folder)), "time"))
+        said = words(part(text_of(files.write_page(folder)), "time"))
         assert "forward + backward time differs most: 300 ms vs. 900 ms" in said
 
 
 class TestFailedRun:
     def test_says_why_and_what_to_paste(self, tmp_path: Path) -> None:
-        source = text_of(page.write_page(make_run(tmp_path / "r", **out_of_memory())))
+        source = text_of(files.write_page(make_run(tmp_path / "r", **out_of_memory())))
         said = words(part(source, "failed"))
         assert "The run ran out of memory" in said
         assert "first backward" in said
@@ -133,18 +133,18 @@ class TestFailedRun:
         "status", ["failed", "timeout", "interrupted", "refused", "running", "odd_one"]
     )
     def test_every_ending_has_a_page(self, tmp_path: Path, status: str) -> None:
-        assert page.write_page(
+        assert files.write_page(
             make_run(tmp_path / "r", steps=12, status=status, reason="because")
         ).exists()
 
     def test_curves_of_a_run_that_broke_off_are_drawn(self, tmp_path: Path) -> None:
-        source = text_of(page.write_page(make_run(tmp_path / "r", steps=30, status="interrupted")))
+        source = text_of(files.write_page(make_run(tmp_path / "r", steps=30, status="interrupted")))
         assert {"failed", "loss", "time"} <= set(re.findall(r'<section id="(\w+)">', source))
 
 
 def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **out_of_memory(plan=foreseen(4.6, 1.4, 4.25)))
-    said = words(part(text_of(page.write_page(folder)), "failed")).replace("\u00a0", " ")
+    said = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
     assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in said
 
 
@@ -152,11 +152,12 @@ class TestTorn:
     def test_notes_on_the_data_are_shown(self, run_folder: Path) -> None:
         add_notes(run_folder, "each step: 10 samples <padded> to 12")
         assert (
-            "Each step: 10 samples &lt;padded&gt; to 12." in page.write_page(run_folder).read_text()
+            "Each step: 10 samples &lt;padded&gt; to 12."
+            in files.write_page(run_folder).read_text()
         )
 
     def test_missing_summary_and_metrics(self, tmp_path: Path) -> None:
-        source = text_of(page.write_page(make_run(tmp_path / "r", summary=False)))
+        source = text_of(files.write_page(make_run(tmp_path / "r", summary=False)))
         assert "The run finished." in source
 
     def test_torn_last_line_is_dropped(self, run_folder: Path) -> None:
@@ -171,22 +172,22 @@ class TestTorn:
     )
     def test_odd_summary(self, run_folder: Path, content: str) -> None:
         (run_folder / "summary.json").write_text(content, "utf-8")
-        assert page.write_page(run_folder).exists()
+        assert files.write_page(run_folder).exists()
 
     @pytest.mark.parametrize(
         "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
     )
     def test_odd_metrics(self, run_folder: Path, content: str) -> None:
         (run_folder / "metrics.csv").write_text(content, "utf-8")
-        assert page.write_page(run_folder).exists()
+        assert files.write_page(run_folder).exists()
 
     def test_loss_that_breaks_is_said(self, run_folder: Path) -> None:
         lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
         (run_folder / "metrics.csv").write_text(lines, "utf-8")
-        assert "becomes non-finite at step 3" in words(text_of(page.write_page(run_folder)))
+        assert "becomes non-finite at step 3" in words(text_of(files.write_page(run_folder)))
 
     def test_a_start_that_is_no_time_is_left_out(self, tmp_path: Path) -> None:
-        assert page.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
+        assert files.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
 
     @pytest.mark.parametrize(
         "field",
@@ -209,12 +210,12 @@ class TestTorn:
         self, tmp_path: Path, field: dict[str, Any]
     ) -> None:
         with pytest.raises(RecordError, match=rf"status.json is damaged: {next(iter(field))}"):
-            page.write_page(make_run(tmp_path / "r", **field))
+            files.write_page(make_run(tmp_path / "r", **field))
 
     def test_a_job_of_another_type_is_shown_as_damaged(self, tmp_path: Path) -> None:
         sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
         make_run(sweep / "0", log_tail=3)
-        assert page.write_page(sweep).exists()
+        assert files.write_page(sweep).exists()
         record = records.read_record(sweep)
         assert isinstance(record, records.SweepRecord)
         assert "status.json is damaged: log_tail is 3, not a list" in record.jobs[0].reason
@@ -224,14 +225,14 @@ class TestTorn:
         if content is not None:
             (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(ScalewiseError, match="neither a run"):
-            page.write_page(tmp_path)
+            files.write_page(tmp_path)
         assert not (tmp_path / "report.html").exists()
 
     @pytest.mark.parametrize("content", ["", "{", "[]"])
     def test_a_damaged_status_is_named(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(RecordError, match=r"status\.json is damaged"):
-            page.write_page(tmp_path)
+            files.write_page(tmp_path)
         assert not (tmp_path / "report.html").exists()
 
 
@@ -241,23 +242,23 @@ class TestSweep:
         jobs = sorted(path.parent for path in sweep.glob("*/summary.json"))
         for job in jobs:
             add_notes(job, "all epochs: 3 repeated", *["each step: 2 empty"] * (job == jobs[0]))
-        source = text_of(page.write_page(sweep))
+        source = text_of(files.write_page(sweep))
         assert source.count("all epochs: 3 repeated") + source.count("All epochs: 3 repeated") == 1
         assert source.count(": each step: 2 empty.") == 1
 
     def test_has_its_parts(self, sweep_folder: Path) -> None:
-        source = text_of(page.write_page(sweep_folder))
+        source = text_of(files.write_page(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "overview", "comparison", "changes", "memory", "time", "loss", "tradeoff",
             "coordinates", "failed", "reproduce",
         ]  # fmt: skip
 
     def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
-        first = page.write_page(sweep_folder).read_bytes()
-        assert page.write_page(sweep_folder).read_bytes() == first
+        first = files.write_page(sweep_folder).read_bytes()
+        assert files.write_page(sweep_folder).read_bytes() == first
 
     def test_prose_equals_table(self, sweep_folder: Path) -> None:
-        source = text_of(page.write_page(sweep_folder))
+        source = text_of(files.write_page(sweep_folder))
         verdict = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
         table = part(source, "comparison")
         fastest = re.search(r"fastest at ([\d,]+) tok/s", verdict)
@@ -271,13 +272,13 @@ class TestSweep:
         assert least[1] in words(part(source, "memory"))
 
     def test_best_is_said_not_only_coloured(self, sweep_folder: Path) -> None:
-        source = part(text_of(page.write_page(sweep_folder)), "comparison")
+        source = part(text_of(files.write_page(sweep_folder)), "comparison")
         assert (
             source.count('class="best">') - 1 == source.count('<span class="vh"> best</span>') > 0
         )
 
     def test_table_opens_sorted_with_missing_last(self, sweep_folder: Path) -> None:
-        source = part(text_of(page.write_page(sweep_folder)), "comparison")
+        source = part(text_of(files.write_page(sweep_folder)), "comparison")
         values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
         known = [float(v) for v in values if v]
         assert known == sorted(known, reverse=True)
@@ -285,7 +286,7 @@ class TestSweep:
 
     def test_of_one(self, tmp_path: Path) -> None:
         source = text_of(
-            page.write_page(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
+            files.write_page(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
         )
         assert "One precision, one job ran" in words(source)
         assert 'class="best">1' not in source
@@ -294,7 +295,7 @@ class TestSweep:
         folder = make_sweep(
             tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory(reason=f"Job {n} was too large.")
         )
-        source = text_of(page.write_page(folder))
+        source = text_of(files.write_page(folder))
         assert "No job finished: 4 out of memory." in words(source)
         assert re.findall(r'<section id="(\w+)">', source) == [
             "overview",
@@ -306,7 +307,7 @@ class TestSweep:
 
     def test_failures_alike_share_a_card(self, tmp_path: Path) -> None:
         source = text_of(
-            page.write_page(make_sweep(tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory()))
+            files.write_page(make_sweep(tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory()))
         )
         assert source.count('<article class="card">') == 1
         assert "3 more jobs with the same failure" in words(source)
@@ -315,14 +316,14 @@ class TestSweep:
         folder = make_sweep(
             tmp_path / "s", LAYOUTS, lambda n, v: layout_job(n, v) if n == 0 else None
         )
-        assert "one of four jobs ran" in words(text_of(page.write_page(folder)))
+        assert "one of four jobs ran" in words(text_of(files.write_page(folder)))
 
     def test_no_jobs_at_all(self, tmp_path: Path) -> None:
-        assert page.write_page(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
+        assert files.write_page(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
 
     def test_a_job_without_status(self, sweep_folder: Path) -> None:
         (sweep_folder / "1" / "status.json").unlink()
-        assert "no readable status.json" in words(text_of(page.write_page(sweep_folder)))
+        assert "no readable status.json" in words(text_of(files.write_page(sweep_folder)))
 
     def test_a_job_outside_the_folder_is_not_read(self, tmp_path: Path) -> None:
         make_run(tmp_path / "other", reason="must not be read")
@@ -341,7 +342,7 @@ class TestSweep:
             "optimizer.lr": [1, 2, 3],
         }
         source = text_of(
-            page.write_page(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5}))
+            files.write_page(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5}))
         )
         assert part(source, "overview").count('<table class="matrix">') == 2
 
@@ -369,7 +370,7 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     folder = make_sweep(
         tmp_path / "s", varying, job, question=HOSTILE, name=HOSTILE, command=HOSTILE
     )
-    source = text_of(page.write_page(folder))
+    source = text_of(files.write_page(folder))
     assert "<img" not in source
     assert source.count("<script>") == source.count("</script>") == 1
     assert "javascript:" not in source
@@ -377,7 +378,7 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
 
 
 def test_two_hundred_jobs(tmp_path: Path) -> None:
-    path = page.write_page(make_sweep(tmp_path / "s", LARGE, large_job))
+    path = files.write_page(make_sweep(tmp_path / "s", LARGE, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
     assert part(source, "comparison").count("<tr") == 201
@@ -390,9 +391,9 @@ def test_publishing_is_one_command_from_where_it_ran(tmp_path: Path) -> None:
         return {"steps": 5, "wandb": {"mode": "offline", "id": f"id{number}", "folder": place}}
 
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job)
-    assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(page.write_page(folder)))
+    assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(files.write_page(folder)))
     moved = make_sweep(tmp_path / "moved", {"seed": [1, 2]}, job)
-    assert "scalewise publish" not in words(text_of(page.write_page(moved)))
+    assert "scalewise publish" not in words(text_of(files.write_page(moved)))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +413,7 @@ def test_what_failed_is_tried_again_by_one_command(
 
     command = f"scalewise train {line}"
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
-    told = words(part(text_of(page.write_page(folder)), "reproduce"))
+    told = words(part(text_of(files.write_page(folder)), "reproduce"))
     assert ("Retry failed jobs" in told) == bool(again)
     assert f"{command} {again}" in told or not again
 
@@ -423,7 +424,7 @@ def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
 
     facts = {"report": "https://w/reports/x--1"}
     folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=facts)
-    source = part(text_of(page.write_page(folder)), "reproduce")
+    source = part(text_of(files.write_page(folder)), "reproduce")
     assert re.findall(r'<a href="([^"]+)"', source) == [
         "https://w/reports/x--1", "https://w/run0", "https://w/run1",
     ]  # fmt: skip
@@ -435,7 +436,7 @@ def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:
     peak = summary["metrics"]["memory/peak_bytes"]
     summary["metrics"]["plan/peak_bytes"] = 1.04 * peak
     (folder / "summary.json").write_text(json.dumps(summary), "utf-8")
-    source = text_of(page.write_page(folder))
+    source = text_of(files.write_page(folder))
     assert "Predicted peak memory: " in source
     assert "error 4%" in source
 

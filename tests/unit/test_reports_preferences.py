@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalewise.reports import preferences
+from scalewise.reports import outcomes
 from scalewise.reports.compare import PREFERENCE_ACCURACY, ReportJob
 from scalewise.reports.records import MetricSeries, RunRecord
 
@@ -24,11 +24,11 @@ def job(name: str, *values: float) -> ReportJob:
     ],
 )
 def test_the_finding_is_beside_the_untrained_model(jobs: list[ReportJob], said: str) -> None:
-    section = preferences.preference_section(jobs)
+    section = outcomes.preference_section(jobs)
     assert section is not None
     assert section.finding == f"Preference accuracy is {said}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 
 def test_nothing_is_said_where_nothing_was_compared() -> None:
-    assert preferences.preference_section([job("a")]) is None
+    assert outcomes.preference_section([job("a")]) is None

@@ -22,7 +22,7 @@ from fixtures.reports import (
 )
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import markdown, page, records, report_model, wandb_report
+from scalewise.reports import files, records, report_model, wandb_blocks, wandb_report
 
 
 @pytest.fixture(autouse=True)
@@ -106,13 +106,15 @@ class TestOneOutline:
             "sweep": lambda: make_sweep(tmp_path / "s", LAYOUTS, layout_job),
         }[which]()
         report = report_model.build_report(records.read_record(folder))
-        source = page.write_page(folder).read_text("utf-8")
+        source = files.write_page(folder).read_text("utf-8")
         bare = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
-        parts = [f"{part.topic}. {markdown.to_plain_text(part.finding)}" for part in report.parts]
+        parts = [
+            f"{part.topic}. {wandb_blocks.to_plain_text(part.finding)}" for part in report.parts
+        ]
         assert headings(folder) == parts
-        for said in [*parts, markdown.to_plain_text(report.summary)]:
+        for said in [*parts, wandb_blocks.to_plain_text(report.summary)]:
             assert " ".join(said.split()) in bare
-        assert markdown.to_markdown(report.summary) in text(folder)
+        assert wandb_blocks.to_markdown(report.summary) in text(folder)
 
 
 class TestRun:

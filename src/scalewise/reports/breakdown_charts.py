@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from scalewise.reports import charts, number_format, section_titles, summary_sentences
+from scalewise.reports import charts, number_format, sections, summary_sentences
 from scalewise.reports.chart_layout import draw_both_widths
 from scalewise.reports.charts import BarSegment, StackedBar
 from scalewise.reports.compare import (
@@ -81,7 +81,7 @@ def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSect
     if stack is None or not peaks:
         return None
     charted, bars, key, table = stack
-    shares = section_titles.part_shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
+    shares = sections.part_shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
     notes: list[str | Markup] = []
     explanation = [
         "Blue: model state. Ochre: activations. Grey: the rest of the peak, such as buffers, "
@@ -132,7 +132,7 @@ def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSect
     return ReportSection(
         "memory",
         "Memory",
-        section_titles.memory_heading(shares, peaks, unit, MEMORY_REST),
+        sections.memory_heading(shares, peaks, unit, MEMORY_REST),
         (
             _bars_panel(
                 title, detail, bars, "memory", sentence, _common_limit(comparison.jobs, unit)
@@ -165,7 +165,7 @@ def time_section(comparison: ReportComparison) -> ReportSection | None:
     if stack is None:
         return None
     charted, bars, key, table = stack
-    shares = section_titles.part_shares(timed, TIME, STEP, TIME_REST)
+    shares = sections.part_shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
     has_rest = any(label.startswith(TIME_REST.label) for _, label in key)
     explanation = ("Grey: the rest of the step, outside all timers.",) if has_rest else ()
@@ -201,7 +201,7 @@ def time_section(comparison: ReportComparison) -> ReportSection | None:
     return ReportSection(
         "time",
         "Step time",
-        section_titles.time_heading(shares),
+        sections.time_heading(shares),
         (_bars_panel("Step time by phase", detail, bars, "time", sentence),),
         key,
         tuple(notes),

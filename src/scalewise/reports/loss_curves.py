@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
-from scalewise.reports import charts, number_format, section_titles, summary_sentences
+from scalewise.reports import charts, number_format, sections, summary_sentences
 from scalewise.reports.chart_layout import ChartDrawing, draw_both_widths
 from scalewise.reports.charts import CurveLine
 from scalewise.reports.compare import (
@@ -126,7 +126,7 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
         )
     notes += data_notes(comparison.jobs)
     table = _loss_table({job: curves[job] for job in charted}) if charted else None
-    finding = section_titles.loss_heading(comparison)
+    finding = sections.loss_heading(comparison)
     return ReportSection(
         "loss",
         "Loss",
@@ -306,7 +306,7 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
     return ReportSection(
         "loss",
         "Loss",
-        section_titles.loss_heading_of_one(job),
+        sections.loss_heading_of_one(job),
         tuple(panels),
         notes=(*_training_amount(job), *data_notes([job])),
         numbers=_loss_table({job: train}),
@@ -364,7 +364,7 @@ def throughput_section(job: ReportJob) -> ReportSection | None:
     return ReportSection(
         "throughput",
         "Throughput",
-        section_titles.throughput_heading(curve.values),
+        sections.throughput_heading(curve.values),
         (
             _curves_panel(
                 "Tokens per second",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scalewise.reports import charts, number_format, section_titles
+from scalewise.reports import charts, number_format, sections
 from scalewise.reports.chart_layout import draw_both_widths
 from scalewise.reports.charts import TradeoffMark
 from scalewise.reports.compare import LOSS, PEAK, PRICE, STEP, ReportComparison, ReportJob
@@ -88,7 +88,7 @@ def tradeoff_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSe
     return ReportSection(
         "tradeoff",
         "Memory vs. step time",
-        section_titles.trade_heading(comparison),
+        sections.trade_heading(comparison),
         tuple(panels),
         tuple(key),
         tuple(missing_jobs_note(comparison, jobs)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
-from scalewise.reports import page, wandb_report
+from scalewise.reports import files, wandb_report
 from scalewise.run_files import load_json, read_json, write_json
 from scalewise.tracking import sweep_record
 from scalewise.tracking.connection import server_error_text
@@ -114,7 +114,7 @@ class ReportPublication:
     def _rewrite_page(self, folder: Path) -> None:
         """Write ``report.html`` again, with the W&B URLs."""
         try:
-            page.write_page(folder)
+            files.write_page(folder)
         except OSError as error:  # a full disk does not stop the upload
             self._record_failure(folder, f"report.html: {error}")
 

@@ -351,3 +351,13 @@ def _parse_time(text: str | None) -> datetime | None:
         return datetime.fromisoformat(text or "")
     except ValueError:
         return None
+
+
+def report_runs(record: RunRecord | SweepRecord) -> tuple[RunRecord, ...]:
+    """Runs of a record: the jobs of a sweep, or the run itself."""
+    return record.jobs if isinstance(record, SweepRecord) else (record,)
+
+
+def wandb_run_ids(record: RunRecord | SweepRecord) -> list[str]:
+    """Ids of the W&B runs, uploaded or offline."""
+    return [str(run.wandb["id"]) for run in report_runs(record) if run.wandb.get("id")]

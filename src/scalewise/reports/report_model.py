@@ -22,9 +22,7 @@ from scalewise.reports import (
     outcomes,
     parallel_coordinates,
     pareto,
-    preferences,
     reproduce,
-    section_titles,
     sections,
     summary_sentences,
     summary_tables,
@@ -164,7 +162,7 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
         loss_curves.run_loss_section(job),
-        preferences.preference_section([job]),
+        outcomes.preference_section([job]),
         outcomes.outcome_section(outcomes.REWARDED, [job]),
         outcomes.outcome_section(outcomes.CLASSIFIED, [job]),
         loss_curves.throughput_section(job),
@@ -180,7 +178,7 @@ def _sweep_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Pa
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
         loss_curves.loss_section(comparison),
-        preferences.preference_section(comparison.jobs),
+        outcomes.preference_section(comparison.jobs),
         outcomes.outcome_section(outcomes.REWARDED, comparison.jobs),
         outcomes.outcome_section(outcomes.CLASSIFIED, comparison.jobs),
         pareto.tradeoff_section(comparison, unit),
@@ -203,7 +201,7 @@ def _varied_part(comparison: ReportComparison) -> VariedPart:
         else Markup(),
     ]
     return VariedPart(
-        section_titles.matrix_heading(comparison),
+        sections.matrix_heading(comparison),
         tuple(summary_tables.outcome_matrices(comparison)),
         tuple(dict.fromkeys(summary_tables.status_glyph(job.run) for job in comparison.jobs)),
         tuple(note for note in notes if note),
@@ -222,7 +220,7 @@ def _compared_part(comparison: ReportComparison, unit: MemoryUnit) -> ComparedPa
             f" {reference.name} at the same step."
         )
     return ComparedPart(
-        section_titles.comparison_heading(comparison),
+        sections.comparison_heading(comparison),
         tuple(summary_tables.order_jobs(comparison)),
         columns,
         tuple(notes),
@@ -233,7 +231,7 @@ def _failed_part(comparison: ReportComparison) -> Iterator[FailedPart]:
     cards = tuple(summary_tables.failure_cards(comparison))
     if cards:
         first, further = cards[: summary_tables.MAX_CARDS], cards[summary_tables.MAX_CARDS :]
-        yield FailedPart(section_titles.failed_heading(comparison), first, further)
+        yield FailedPart(sections.failed_heading(comparison), first, further)
 
 
 def _reproduce_part(comparison: ReportComparison, record: RunRecord | SweepRecord) -> ReproducePart:

@@ -1,13 +1,19 @@
-"""W&B rendering of a report: headings, Markdown blocks and panel grids."""
+"""W&B rendering of a report: headings, Markdown blocks and panel grids.
+
+All Markdown syntax from files is escaped.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
 from typing import Any
 
 import wandb_workspaces.reports.v2 as wr
+from markupsafe import Markup
 
-from scalewise.reports import markdown, wandb_panels
+from scalewise.reports import wandb_panels
 from scalewise.reports.report_model import (
     ComparedPart,
     FailedPart,
@@ -39,17 +45,14 @@ class ReportBlocks:
 
     def build(self, report: ReportModel) -> Iterator[Any]:
         """Yield the blocks of the header, then of the sections."""
-        yield _text_block(markdown.to_markdown(report.summary))
-        facts = [
-            f"**{markdown.to_markdown(name)}** {markdown.to_markdown(text)}"
-            for name, text in report.facts
-        ]
+        yield _text_block(to_markdown(report.summary))
+        facts = [f"**{to_markdown(name)}** {to_markdown(text)}" for name, text in report.facts]
         yield _text_block("  \n".join(facts))
         if report.record.command:
-            yield _text_block(markdown.fenced_block(report.record.command))
+            yield _text_block(fenced_block(report.record.command))
         yield wr.TableOfContents()
         for part in report.parts:
-            yield wr.H2(text=f"{part.topic}. {markdown.to_plain_text(part.finding)}")
+            yield wr.H2(text=f"{part.topic}. {to_plain_text(part.finding)}")
             yield from self._part_blocks(part)
 
     def _part_blocks(self, part: Part) -> Iterator[Any]:
@@ -67,10 +70,10 @@ class ReportBlocks:
 
     def _iter_section_blocks(self, part: ReportSection) -> Iterator[Any]:
         if part.bullets:
-            yield _text_block(markdown.markdown_list(part.bullets))
+            yield _text_block(markdown_list(part.bullets))
         yield from self._grid_blocks(part.wandb_panels)
         if part.notes:
-            yield _text_block("\n\n".join(markdown.to_markdown(note) for note in part.notes))
+            yield _text_block("\n\n".join(to_markdown(note) for note in part.notes))
         if part.numbers:
             heads = [part.numbers.corner, *part.numbers.heads]
             rows = [[name, *cells] for name, cells in part.numbers.rows]
@@ -149,8 +152,8 @@ def _text_block(text: str) -> Any:
 def _table_text(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True
 ) -> str:
-    of = markdown.to_markdown
-    return markdown.markdown_table(
+    of = to_markdown
+    return markdown_table(
         [of(head) for head in heads], [[of(c) for c in row] for row in rows], numbers=numbers
     )
 
@@ -166,10 +169,10 @@ def _varied_blocks(part: VariedPart) -> Iterator[Any]:
             ]
             for name, cells in matrix.rows
         ]
-        title = f"{markdown.to_markdown(matrix.title)}\n\n" if matrix.title else ""
+        title = f"{to_markdown(matrix.title)}\n\n" if matrix.title else ""
         yield _text_block(title + _table_text(heads, rows, numbers=False))
     if part.notes:
-        yield _text_block("\n\n".join(markdown.to_markdown(note) for note in part.notes))
+        yield _text_block("\n\n".join(to_markdown(note) for note in part.notes))
 
 
 def _outcome_text(status: str, text: str) -> str:
@@ -182,20 +185,17 @@ def _compared_blocks(part: ComparedPart) -> Iterator[Any]:
     rows = []
     for index, job in enumerate(part.rows):
         cells = [column.cells[index] for column in part.columns]
-        texts = [
-            f"**{markdown.to_markdown(c.text)}**" if c.best else markdown.to_markdown(c.text)
-            for c in cells
-        ]
+        texts = [f"**{to_markdown(c.text)}**" if c.best else to_markdown(c.text) for c in cells]
         rows.append(
             [
-                markdown.to_markdown(job.name),
-                markdown.to_markdown(status_word(job.run.status)),
+                to_markdown(job.name),
+                to_markdown(status_word(job.run.status)),
                 *texts,
             ]
         )
-    yield _text_block(markdown.markdown_table([markdown.to_markdown(head) for head in heads], rows))
+    yield _text_block(markdown_table([to_markdown(head) for head in heads], rows))
     yield _text_block(
-        markdown.to_markdown(" ".join(("Bold: best value of the finished jobs.", *part.notes)))
+        to_markdown(" ".join(("Bold: best value of the finished jobs.", *part.notes)))
     )
 
 
@@ -208,7 +208,7 @@ def _failed_blocks(part: FailedPart) -> Iterator[Any]:
 
 
 def _card_texts(card: FailureCard) -> Iterator[str]:
-    of = markdown.to_markdown
+    of = to_markdown
     location = f" ({card.exit_location})" if card.exit_location else ""
     yield f"**{of(card.name)}, {of(status_word(card.status))}**{of(location)}"
     if card.reason:
@@ -218,22 +218,92 @@ def _card_texts(card: FailureCard) -> Iterator[str]:
             f"{len(card.other_jobs)} more jobs with the same failure: {'; '.join(card.other_jobs)}."
         )
     if card.log:
-        yield markdown.fenced_block("\n".join(card.log))
+        yield fenced_block("\n".join(card.log))
     for override, reason in card.fixes:
-        yield f"Suggested fix: {of(reason)}\n\n{markdown.fenced_block(override)}"
+        yield f"Suggested fix: {of(reason)}\n\n{fenced_block(override)}"
     if card.command and not card.fixes:
-        yield markdown.fenced_block(card.command)
+        yield fenced_block(card.command)
 
 
 def _reproduce_blocks(part: ReproducePart) -> Iterator[Any]:
     for description, command in part.commands:
-        text = f"{markdown.to_markdown(description)}\n\n{markdown.fenced_block(command)}"
+        text = f"{to_markdown(description)}\n\n{fenced_block(command)}"
         yield _text_block(text)
     if part.links:
-        yield _text_block(
-            "\n".join(f"- {markdown.markdown_link(name, url)}" for name, url in part.links)
-        )
+        yield _text_block("\n".join(f"- {markdown_link(name, url)}" for name, url in part.links))
     if part.changes:
         yield _text_block(_table_text(["key", "default", "value"], part.changes, numbers=False))
     for title, rows in part.facts:
         yield _text_block(_table_text([title, ""], rows, numbers=False))
+
+
+_ACTIVE = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&^])")
+_LEADING = re.compile(r"^(\s*\d*)([-=.])(?=\s|$)")
+
+
+class _BoldParser(HTMLParser):
+    """Converts HTML to Markdown text with ``<b>`` as bold; other tags are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "b":
+            self.text.append("**")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "b":
+            self.text.append("**")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(_escape(data))
+
+
+def to_markdown(text: str | Markup) -> str:
+    """Convert a report text to one line of Markdown."""
+    if not isinstance(text, Markup):
+        return _escape(text)
+    parser = _BoldParser()
+    parser.feed(str(text))
+    parser.close()
+    return "".join(parser.text)
+
+
+def _escape(raw: str) -> str:
+    line = re.sub(r"\s*\n\s*", " ", raw)
+    return _LEADING.sub(r"\1\\\2", _ACTIVE.sub(r"\\\1", line))
+
+
+def to_plain_text(text: str | Markup) -> str:
+    """Convert a report text to plain text."""
+    return text.striptags() if isinstance(text, Markup) else text
+
+
+def markdown_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True
+) -> str:
+    """Build a Markdown table of cells in Markdown.
+
+    With ``numbers``, all columns but the first are right-aligned.
+    """
+    alignment = "---:" if numbers else ":---"
+    lines = [heads, [":---", *([alignment] * (len(heads) - 1))], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def markdown_list(lines: Sequence[str | Markup]) -> str:
+    """Build a Markdown list of report texts."""
+    return "\n".join(f"- {to_markdown(line)}" for line in lines)
+
+
+def fenced_block(code: str) -> str:
+    """Wrap a command or log lines in a code fence."""
+    longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{code}\n{fence}"
+
+
+def markdown_link(text: str, url: str) -> str:
+    """Build a Markdown link to an http(s) URL."""
+    return f"[{to_markdown(text)}](<{url.replace('<', '%3C').replace('>', '%3E')}>)"

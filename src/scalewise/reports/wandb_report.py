@@ -9,16 +9,86 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from scalewise.reports import markdown, records, report_model
-from scalewise.reports.records import RunRecord, SweepRecord
-from scalewise.reports.report_model import ReportModel
-from scalewise.reports.wandb_service import WandbReportService
-from scalewise.run_files import json_text, read_json, write_json, write_text
+import wandb_workspaces.reports.v2 as wr
+from wandb_workspaces._graphql import execute_graphql, get_app_url
+from wandb_workspaces.reports.v2 import gql
 
-FILE = "report_spec.json"
+from scalewise.errors import ScalewiseError
+from scalewise.reports import records, redact, report_model
+from scalewise.reports.files import WANDB_REPORT_FILE
+from scalewise.reports.records import RunRecord, SweepRecord, report_runs, wandb_run_ids
+from scalewise.reports.report_model import ReportModel
+from scalewise.reports.wandb_blocks import ReportBlocks, run_set_filter, to_plain_text
+from scalewise.run_files import json_text, read_json, write_json, write_text
+from scalewise.tracking.connection import wandb_client
+
+
+class WandbReportService:
+    """Authenticated client that sends the same GraphQL queries as W&B's report library.
+
+    Raises the errors of :func:`scalewise.tracking.connection.wandb_client` on creation.
+    """
+
+    def __init__(self) -> None:
+        self._api = wandb_client()
+
+    def execute(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
+        """Execute a GraphQL query and return its data."""
+        with wandb_errors():
+            data: dict[str, Any] = execute_graphql(self._api, query, variables)
+            return data
+
+    @property
+    def entity(self) -> str:
+        """Default entity of the account."""
+        with wandb_errors():
+            return str(self._api.default_entity)
+
+    @property
+    def address(self) -> str:
+        """URL of the web app, without a trailing slash."""
+        return str(get_app_url(self._api)).rstrip("/")
+
+    def project(self, entity: str, name: str) -> str:
+        """Internal id of a project, which is created if it does not exist."""
+        variables = {"entityName": entity, "projectName": name}
+        for attempt in range(2):
+            project = self.execute(gql.projectInternalId, variables).get("project")
+            if project:
+                return str(project["internalId"])
+            if attempt == 0:
+                with wandb_errors():
+                    self._api.create_project(name, entity)
+        raise ScalewiseError(f"W&B project {entity}/{name} does not exist and cannot be created")
+
+    def report(self, entity: str, project: str, name: str) -> str | None:
+        """Id of the report ``name`` of a project; ``None`` if it does not exist."""
+        with wandb_errors():
+            views = [
+                view for view in self._api.reports(f"{entity}/{project}", name=name)
+                if view.name == name
+            ]  # fmt: skip
+        return str(views[0].id) if views else None
+
+
+@contextmanager
+def wandb_errors() -> Iterator[None]:
+    """Convert errors of the client to ``ScalewiseError`` with one redacted line."""
+    try:
+        yield
+    except ScalewiseError:
+        raise
+    except Exception as error:  # the client raises many types
+        text = redact.redact_text(" ".join(str(error).split()))[:300] or type(error).__name__
+        raise ScalewiseError(f"W&B request failed: {text}") from error
+
+
 PROJECT = "scalewise"
 """Project of a report whose runs have none."""
 MAX_TITLE_LENGTH = 128
@@ -37,8 +107,8 @@ def build_wandb_report(folder: Path) -> Path:
 def save_wandb_report(report: ReportModel, folder: Path) -> Path:
     """Write ``report`` to ``report_spec.json`` in ``folder`` and return its path."""
     content = report_content(report, report_id(folder))
-    write_text(folder / FILE, json_text(content, indent=1, ascii_only=False) + "\n")
-    return folder / FILE
+    write_text(folder / WANDB_REPORT_FILE, json_text(content, indent=1, ascii_only=False) + "\n")
+    return folder / WANDB_REPORT_FILE
 
 
 def report_id(folder: Path) -> str:
@@ -54,10 +124,6 @@ def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
     ``name`` is the name of the report in its project, derived from ``report_id``. ``spec`` is the
     W&B report spec without the internal id of the project.
     """
-    import wandb_workspaces.reports.v2 as wr
-
-    from scalewise.reports.wandb_blocks import ReportBlocks, run_set_filter
-
     group, run_ids = _wandb_group(report.record, report_id), wandb_run_ids(report.record)
     entity, project = (
         _shared_value(report.record, "entity"),
@@ -68,7 +134,7 @@ def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
         project=project or PROJECT,
         entity=entity or "-",
         title=report.title[:MAX_TITLE_LENGTH],
-        description=markdown.to_plain_text(report.summary),
+        description=to_plain_text(report.summary),
         blocks=list(ReportBlocks(run_set_filter(group, run_ids)).build(report)),
     )._to_model()
     return {
@@ -83,15 +149,6 @@ def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
     }
 
 
-def _report_runs(record: RunRecord | SweepRecord) -> tuple[RunRecord, ...]:
-    return record.jobs if isinstance(record, SweepRecord) else (record,)
-
-
-def wandb_run_ids(record: RunRecord | SweepRecord) -> list[str]:
-    """Ids of the W&B runs, uploaded or offline."""
-    return [str(run.wandb["id"]) for run in _report_runs(record) if run.wandb.get("id")]
-
-
 def _wandb_group(record: RunRecord | SweepRecord, report_id: str) -> str:
     """Common group of a sweep's W&B runs; empty if there is none or for a single run."""
     if isinstance(record, RunRecord) or not wandb_run_ids(record):
@@ -104,7 +161,7 @@ def _wandb_group(record: RunRecord | SweepRecord, report_id: str) -> str:
 
 def _shared_value(record: RunRecord | SweepRecord, key: str) -> str | None:
     """Value of ``key`` that all tracked runs share; ``None`` if they differ."""
-    values = {str(run.wandb[key]) for run in _report_runs(record) if run.wandb.get(key)}
+    values = {str(run.wandb[key]) for run in report_runs(record) if run.wandb.get(key)}
     return values.pop() if len(values) == 1 else None
 
 
@@ -116,8 +173,6 @@ def publish_report(folder: Path, *, entity: str | None, project: str) -> str:
     entity of the runs is used, else the default entity of the account. Raises
     :class:`scalewise.errors.ScalewiseError` with the error of the service in one line.
     """
-    from wandb_workspaces.reports.v2 import gql
-
     content = json.loads(build_wandb_report(folder).read_text("utf-8"))
     service = WandbReportService()
     entity = entity or content["entity"] or service.entity
@@ -165,8 +220,6 @@ def _recorded_report_id(
     folder: Path, service: WandbReportService, entity: str, project: str
 ) -> str | None:
     """Id of the report in the folder's record, if the project still has it."""
-    from wandb_workspaces.reports.v2 import gql
-
     facts = read_json(_record_file(folder)).get("wandb", {})
     url = facts.get("report") or ""
     view_id = url.rpartition("--")[2]

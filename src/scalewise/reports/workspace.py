@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+import wandb_workspaces.workspaces as ws
+from wandb_workspaces.workspaces import internal
+
 from scalewise.reports.compare import (
     ACCURACY,
     LOSS,
@@ -15,6 +18,7 @@ from scalewise.reports.compare import (
     STEP,
     VALIDATION_LOSS,
 )
+from scalewise.reports.wandb_blocks import build_panel
 from scalewise.reports.wandb_panels import (
     CoordinatesPanel,
     CurvesPanel,
@@ -25,7 +29,7 @@ from scalewise.reports.wandb_panels import (
     SummaryNumber,
     TitledPanel,
 )
-from scalewise.reports.wandb_service import WandbReportService, wandb_errors
+from scalewise.reports.wandb_report import WandbReportService, wandb_errors
 
 
 def _curve_panels(*rows: tuple[str, str]) -> tuple[TitledPanel, ...]:
@@ -124,11 +128,6 @@ def save_workspace(name: str, *, entity: str | None, project: str) -> str:
     service in one line.
     """
     service = WandbReportService()
-    import wandb_workspaces.workspaces as ws
-    from wandb_workspaces.workspaces import internal
-
-    from scalewise.reports.wandb_blocks import build_panel
-
     entity = entity or service.entity
     service.project(entity, project)
     slug = hashlib.sha256(name.encode()).hexdigest()[:11]
