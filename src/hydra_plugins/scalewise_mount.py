@@ -12,6 +12,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from scalewise.compat.hydra import add_listed_name, header_dict, normalized_file_name
+
 
 class MountedSource(ConfigSource):
     """Config source that serves ``scalewise.config.search_path.MOUNTED_FILES``."""
@@ -32,10 +34,10 @@ class MountedSource(ConfigSource):
         """Load a mounted file; its package is ``_global_`` unless its header sets one."""
         from scalewise import regular_files
 
-        file = self._files[self._normalize_file_name(config_path)]
+        file = self._files[normalized_file_name(self, config_path)]
         regular_files.check_regular(file)
         try:
-            config, header = OmegaConf.load(file), self._get_header_dict(file.read_text("utf-8"))
+            config, header = OmegaConf.load(file), header_dict(self, file.read_text("utf-8"))
         except Exception as error:  # YAML, OmegaConf and the decoder raise unrelated types
             reason = " ".join(str(error).split())
             raise ConfigCompositionException(f"{file} cannot be read: {reason}") from error
@@ -52,7 +54,7 @@ class MountedSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         """Whether a file is mounted at a path."""
-        return self._normalize_file_name(config_path.rstrip("/")) in self._files
+        return normalized_file_name(self, config_path.rstrip("/")) in self._files
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Names directly below a path, sorted."""
@@ -60,7 +62,7 @@ class MountedSource(ConfigSource):
         prefix = f"{config_path}/" if config_path else ""
         relative = [name[len(prefix) :] for name in self._files if name.startswith(prefix)]
         for name in {name.split("/")[0] for name in relative}:
-            self._list_add_result(names, f"{prefix}{name}", name, results_filter)
+            add_listed_name(self, names, f"{prefix}{name}", name, results_filter)
         return sorted(names)
 
 

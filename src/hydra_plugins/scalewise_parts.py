@@ -7,20 +7,20 @@ from copy import deepcopy
 from pathlib import Path
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from scalewise import bounded_yaml
+from scalewise.compat.hydra import FileConfigSource, header_dict, normalized_file_name
+from scalewise.compat.omegaconf import yaml_loader
 
 _cache: dict[tuple[Path, int, int], ConfigResult] = {}
 """Configs by file, modification time and size: a sweep composes once per job."""
 
-_LOADER = get_yaml_loader()
+_LOADER = yaml_loader()
 if yaml.__with_libyaml__:  # the C parser is faster: reading took a twelfth of a plan
     _LOADER = type("Loader", (yaml.CSafeLoader, _LOADER), {})
 
@@ -35,7 +35,7 @@ class PartSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a file, merged with its schema."""
-        file = Path(self.path, self._normalize_file_name(config_path))
+        file = Path(self.path, normalized_file_name(self, config_path))
         key = (file, file.stat().st_mtime_ns, file.stat().st_size)
         if key not in _cache:
             _cache[key] = self._merge_with_schema(file) or super().load_config(config_path)
@@ -60,7 +60,7 @@ class PartSource(FileConfigSource):
             config.merge_with(values)
         except (UnicodeDecodeError, yaml.YAMLError, ConfigLoadError, OmegaConfBaseException):
             return None
-        path, header = f"{self.scheme()}://{self.path}", self._get_header_dict(text)
+        path, header = f"{self.scheme()}://{self.path}", header_dict(self, text)
         return ConfigResult(self.provider, path, config, header)
 
 

@@ -16,6 +16,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, Node, OmegaConf
 
+from scalewise.compat import hydra as compat_hydra
 from scalewise.config import app, composition_cache, paths
 from scalewise.config import compose as compose_module
 from scalewise.config.app import JobOutcome, SweepJob
@@ -206,13 +207,13 @@ def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Noted]:
     """How often Hydra composes for a sweep of so many seeds, and what the sweep was."""
     composed = []
-    compose = composition_cache._compose
+    compose = composition_cache.compose_defaults
 
     def counted(*given: object, **named: object) -> object:
         composed.append(given)
         return compose(*given, **named)
 
-    monkeypatch.setattr(composition_cache, "_compose", counted)
+    monkeypatch.setattr(composition_cache, "compose_defaults", counted)
     noted = Noted()
     line = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
     assert app.run_command(noted, line) == 0
@@ -234,13 +235,13 @@ def test_jobs_that_differ_in_values_are_composed_once(
 
 def test_products_of_options_are_composed_once_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     composed: list[object] = []
-    compose = composition_cache._compose
+    compose = composition_cache.compose_defaults
 
     def counted(*given: object, **named: object) -> object:
         composed.append(given)
         return compose(*given, **named)
 
-    monkeypatch.setattr(composition_cache, "_compose", counted)
+    monkeypatch.setattr(composition_cache, "compose_defaults", counted)
     optimizers, schedules = ("adamw", "sgd", "lion"), ("cosine", "linear", "wsd")
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
@@ -321,11 +322,12 @@ def test_jobs_that_choose_other_options_read_no_file_again(
 def test_nothing_stays_replaced() -> None:
     from hydra._internal import config_loader_impl, defaults_list
 
+    resolve_node = Node._dereference_node_impl
     with shared_composition_cache(), shared_composition_cache():
-        assert config_loader_impl.create_defaults_list is not composition_cache._list_defaults
+        assert config_loader_impl.create_defaults_list is not compat_hydra.create_defaults_list
     loader = config_loader_impl.ConfigLoaderImpl
-    assert config_loader_impl.create_defaults_list is composition_cache._list_defaults
-    assert defaults_list._create_interpolation_map is composition_cache._map_choices
-    assert Node._dereference_node_impl is composition_cache._follow
-    assert loader._compose_config_from_defaults_list is composition_cache._compose
-    assert loader._parse_overrides_and_create_caching_repo is composition_cache._parse
+    assert config_loader_impl.create_defaults_list is compat_hydra.create_defaults_list
+    assert defaults_list._create_interpolation_map is compat_hydra.create_interpolation_map
+    assert Node._dereference_node_impl is resolve_node
+    assert loader._compose_config_from_defaults_list is compat_hydra.compose_defaults
+    assert loader._parse_overrides_and_create_caching_repo is compat_hydra.parse_overrides

@@ -8,13 +8,12 @@ import gc
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -22,12 +21,12 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from scalewise import console, plain_console
+from scalewise.compat.hydra import run_job_hook, without_mode_composition
 from scalewise.config import diagnostics, hydra_policy, paths, run_naming, schemas, search_path
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import flag_help, launcher_issues, overrides_first, split_flags
 from scalewise.config.new_folders import (
-    before_each_run,
     missing_folders,
     record_hydra_folders,
     remove_empty,
@@ -208,10 +207,10 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
         prepare()
         with (
             record_hydra_folders(created_folders),
-            before_each_run(validate),
+            run_job_hook(validate),
             shared_composition_cache(),
             hydra_policy.enforce_policy(),
-            nullcontext() if _may_switch_to_multirun(flags) else _skip_mode_composition(),
+            nullcontext() if _may_switch_to_multirun(flags) else without_mode_composition(),
         ):
             program()
         if context.exceptions:
@@ -266,17 +265,6 @@ def _may_switch_to_multirun(flags: Namespace) -> bool:
     keys = {line.lstrip("+~").partition("=")[0] for line in flags.overrides}
     selects_preset = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
     return bool(selects_preset or flags.config_dir or flags.config_name)
-
-
-@contextmanager
-def _skip_mode_composition() -> Iterator[None]:
-    """Skip Hydra's composition to read ``hydra.mode``: 1/4 of the startup time of a plan."""
-    get_mode = Hydra.get_mode
-    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]  # no option of Hydra
-    try:
-        yield
-    finally:
-        Hydra.get_mode = get_mode  # type: ignore[method-assign]  # restores the method
 
 
 def prepare() -> None:

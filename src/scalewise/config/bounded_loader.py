@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from omegaconf import _utils
-
 from scalewise.bounded_yaml import check_bounds
+from scalewise.compat.omegaconf import replace_yaml_loader, yaml_loader
 
 
 def bound_omegaconf() -> None:
     """Patch the YAML loader of OmegaConf, which Hydra uses, to check size limits first."""
-    loader: Any = _utils.get_yaml_loader()
+    loader = yaml_loader()
     if issubclass(loader, _BoundedStream):
         return
-    bounded = type("BoundedLoader", (_BoundedStream, loader), {})
-    _utils.get_yaml_loader = lambda: bounded
+    replace_yaml_loader(type("BoundedLoader", (_BoundedStream, loader), {}))
 
 
 class _BoundedStream:

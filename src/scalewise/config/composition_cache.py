@@ -8,15 +8,11 @@ Files are read once.
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
-from hydra._internal import config_loader_impl, defaults_list
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -24,17 +20,34 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.base import Metadata
 
+from scalewise.compat.hydra import (
+    CachingConfigRepository,
+    ConfigLoaderImpl,
+    DefaultsList,
+    IConfigRepository,
+    Overrides,
+    compose_defaults,
+    create_defaults_list,
+    create_interpolation_map,
+    parse_overrides,
+    replaced_composition,
+)
+from scalewise.compat.omegaconf import (
+    build_config,
+    child_nodes,
+    detach,
+    full_key,
+    interpolation_text,
+    interpolations_hook,
+    node_metadata,
+)
+
 SEARCH_PATH = "hydra.searchpath"
 """Override that changes the search path of config files."""
 MAX_CACHED_NODES = 1000
 """Maximum number of cached nodes; the 25 nodes of a config take about 1 MB."""
 
-_parse = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
-_compose = ConfigLoaderImpl._compose_config_from_defaults_list
-_list_defaults = defaults_list.create_defaults_list
-_map_choices = defaults_list._create_interpolation_map
 _NO_CHOICES = OmegaConf.create()
-_follow = Node._dereference_node_impl
 
 
 @contextmanager
@@ -43,26 +56,14 @@ def shared_composition_cache() -> Iterator[None]:
 
     The files of the search path must not change within the block.
     """
-    loader: Any = ConfigLoaderImpl
-    impl: Any = config_loader_impl
-    lists: Any = defaults_list
-    if impl.create_defaults_list is not _list_defaults:  # within another block
-        yield
-        return
     shared = _CompositionCache()
-    loader._parse_overrides_and_create_caching_repo = lambda *args: shared.parse(*args)
-    loader._compose_config_from_defaults_list = lambda *args, **kwargs: shared.compose(
-        *args, **kwargs
-    )
-    impl.create_defaults_list = shared.list_defaults
-    lists._create_interpolation_map = _map_choices_for_interpolations
-    try:
+    with replaced_composition(
+        parse=lambda *args: shared.parse(*args),
+        compose=lambda *args, **kwargs: shared.compose(*args, **kwargs),
+        list_defaults=shared.list_defaults,
+        map_choices=_map_choices_for_interpolations,
+    ):
         yield
-    finally:
-        loader._parse_overrides_and_create_caching_repo = _parse
-        loader._compose_config_from_defaults_list = _compose
-        impl.create_defaults_list = _list_defaults
-        lists._create_interpolation_map = _map_choices
 
 
 class _CompositionCache:
@@ -90,7 +91,7 @@ class _CompositionCache:
         sources = ((source.provider, source.path) for source in loader.get_sources())
         key = (*sources, config_name, *search_paths)
         if key not in self._repositories:
-            repository: Any = _parse(loader, config_name, list(overrides))[1]
+            repository: Any = parse_overrides(loader, config_name, list(overrides))[1]
             repository.group_exists = cache(repository.group_exists)  # accesses the disk
             self._repositories[key] = repository
         return parsed, self._repositories[key]
@@ -109,7 +110,7 @@ class _CompositionCache:
         chosen = (o.input_line for o in overrides_list if id(o) not in values)
         key = (repo, config_name, prepend_hydra, skip_missing, *chosen)
         if key not in self._lists:
-            self._lists[key] = _list_defaults(
+            self._lists[key] = create_defaults_list(
                 repo, config_name, overrides_list, prepend_hydra, skip_missing
             )
         cached = self._lists[key]
@@ -138,28 +139,18 @@ class _CompositionCache:
             origin(name) not in self._nodes for name in self._roots[structure][1]
         ):
             with _cross_node_references() as references:
-                composed = _compose(loader, defaults, cast(Any, _CopyingRepository(repo)))
+                composed = compose_defaults(loader, defaults, cast(Any, _CopyingRepository(repo)))
             if references:
                 return composed
             if len(self._nodes) >= MAX_CACHED_NODES:
                 self._nodes.clear()
-            nodes = dict(cast(Mapping[Any, Node], composed._content))
-            self._roots[structure] = composed._metadata, tuple(nodes)
+            nodes = child_nodes(composed)
+            self._roots[structure] = node_metadata(composed), tuple(nodes)
             for name, node in nodes.items():
-                node._set_parent(None)  # a parent reference keeps the config alive
+                detach(node)  # a parent reference keeps the config alive
                 self._nodes[origin(name)] = node
         metadata, names = self._roots[structure]
-        return _merge_copies(metadata, {name: self._nodes[origin(name)] for name in names})
-
-
-def _merge_copies(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
-    """Build a config from copies of these nodes."""
-    config = OmegaConf.create()
-    copies = {name: copy.deepcopy(node) for name, node in nodes.items()}
-    for node in copies.values():
-        node._set_parent(config)
-    config.__dict__.update(_metadata=copy.deepcopy(metadata), _content=copies)
-    return config
+        return build_config(metadata, {name: self._nodes[origin(name)] for name in names})
 
 
 @contextmanager
@@ -170,19 +161,14 @@ def _cross_node_references() -> Iterator[list[Node]]:
     """
     references: list[Node] = []
 
-    def follow(node: Node, *args: Any, **kwargs: Any) -> Node | None:
-        if node._is_interpolation() and (text := str(node._value())).endswith("}"):
-            own_key = re.escape(node._get_full_key(None).partition(".")[0])
+    def collect(node: Node) -> None:
+        if (text := interpolation_text(node)).endswith("}"):
+            own_key = re.escape(full_key(node).partition(".")[0])
             if text.startswith("${") and not re.fullmatch(rf"\$\{{{own_key}\.[\w.]+\}}", text):
                 references.append(node)
-        return _follow(node, *args, **kwargs)
 
-    node_class: Any = Node
-    node_class._dereference_node_impl = follow
-    try:
+    with interpolations_hook(collect):
         yield references
-    finally:
-        node_class._dereference_node_impl = _follow
 
 
 def _is_search_path(override: Override) -> bool:
@@ -210,5 +196,5 @@ def _map_choices_for_interpolations(
 ) -> DictConfig:
     """Config of the options chosen so far; empty unless a child interpolates them."""
     if any(child.is_interpolation() for child in children):
-        return _map_choices(overrides, children, self_added)
+        return create_interpolation_map(overrides, children, self_added)
     return _NO_CHOICES

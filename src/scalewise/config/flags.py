@@ -5,8 +5,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from hydra._internal.utils import get_args_parser
-
+from scalewise.compat.hydra import get_args_parser
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.suggestions import suggested_option
 

@@ -14,13 +14,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra.core import utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from scalewise import registry
+from scalewise.compat.hydra import ConfigLoaderImpl, ConfigSearchPathImpl, replaced_loading
 from scalewise.config.parse import LEAK_REASON
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.redaction import HIDDEN, redact, reveals_secret
@@ -83,17 +81,14 @@ def enforce_policy() -> Iterator[None]:
         (output_dir / filename).write_text(redact(OmegaConf.to_yaml(cfg)), "utf-8")
 
     load_checked.checks_hydra_node = True  # type: ignore[attr-defined]  # marks the replacement
-    ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
-    ConfigSearchPathImpl.append = append_checked  # type: ignore[method-assign]
-    save, utils._save_config = utils._save_config, save_redacted
     OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
     try:
-        yield
+        with replaced_loading(
+            load_configuration=load_checked, append=append_checked, save_config=save_redacted
+        ):
+            yield
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        utils._save_config = save
-        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
-        ConfigSearchPathImpl.append = append  # type: ignore[method-assign]
 
 
 def policy_issues(config: DictConfig) -> Iterator[ConfigIssue]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hydra._internal import hydra as hydra_application
-from hydra.core import utils
-from omegaconf import DictConfig
-
+from scalewise.compat.hydra import replaced_path_class
 from scalewise.errors import ConfigError
 
 
@@ -54,25 +51,5 @@ def record_hydra_folders(new_folders: list[Path]) -> Iterator[None]:
             finally:
                 new_folders.extend(missing)
 
-    original, utils.Path = utils.Path, RecordingPath  # type: ignore[attr-defined]  # imported there
-    try:
+    with replaced_path_class(RecordingPath):
         yield
-    finally:
-        utils.Path = original  # type: ignore[attr-defined]  # imported there
-
-
-@contextmanager
-def before_each_run(callback: Callable[[DictConfig], None]) -> Iterator[None]:
-    """Call ``callback`` with the config of a single run, before Hydra creates the run folder."""
-    application: Any = hydra_application
-    run_job = application.run_job
-
-    def checked(**kwargs: Any) -> Any:
-        callback(kwargs["config"])
-        return run_job(**kwargs)
-
-    application.run_job = checked  # Hydra has no hook at this point
-    try:
-        yield
-    finally:
-        application.run_job = run_job
