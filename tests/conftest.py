@@ -1,4 +1,4 @@
-"""What every test starts from: a cache of its own, no W&B account, a folder to itself."""
+"""Fixtures of every test: a cache of its own, no W&B account and a temporary folder."""
 
 import os
 import signal
@@ -14,16 +14,16 @@ from scalewise.data.build_cache import cache_folder
 from scalewise.run_config import RunConfig
 
 pytest_plugins = [
-    "fixtures.checkpoints",
-    "fixtures.refusals",
-    "fixtures.reports",
-    "fixtures.steps",
-    "fixtures.stacked",
+    "fixtures.hf_checkpoints",
+    "fixtures.rejections",
+    "fixtures.run_folders",
+    "fixtures.reference_runs",
+    "fixtures.multi_stack_models",
 ]
 
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = cache_folder() / "extensions"
-"""Compiled code in the cache of the user, which a test's own environment does not name."""
+"""Compiled DeepSpeed extensions in the cache of the user, outside the environment of tests."""
 
 settings.register_profile(
     "ci",
@@ -37,13 +37,13 @@ settings.load_profile("ci")
 
 
 def pytest_configure() -> None:
-    """Takes SIGHUP back from ``nohup``: doors inherit it, and heed that it is to be ignored."""
+    """Restore SIGHUP, which ``nohup`` ignores: commands of tests inherit the disposition."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all workers of a session, so that the corpus is built once."""
+    """One cache for all workers of a session: the corpus is built once."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     folder.mkdir(exist_ok=True)
@@ -51,15 +51,15 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def native_code(shared_cache: Path) -> None:
-    """Lets DeepSpeed's compiled code outlive a session: it takes minutes to make."""
+def deepspeed_extensions(shared_cache: Path) -> None:
+    """Keep the compiled extensions of DeepSpeed between sessions: they take minutes to build."""
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # another worker was first
         (shared_cache / "extensions").symlink_to(EXTENSIONS)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
+def _isolated(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -76,9 +76,9 @@ def _composed(*overrides: str, check_machine: bool = True) -> RunConfig:
 
 @pytest.fixture
 def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
-    """Composes a Run from overrides given one by one, in a folder of the test's own.
+    """Composes a ``RunConfig`` from overrides, in the temporary folder of the test.
 
-    A Run is immutable, so those that were composed before are kept.
+    A ``RunConfig`` is immutable, so that compositions are cached.
     """
     monkeypatch.chdir(tmp_path)
     return _composed

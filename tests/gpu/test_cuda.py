@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.layouts import marks
+from fixtures.strategies import marks
 
 import scalewise
 from scalewise.bench import calibrate, profile

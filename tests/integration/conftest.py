@@ -1,4 +1,4 @@
-"""Doors for the integration tests, and one warm nursery for jobs that need no door."""
+"""Fixtures that run commands as subprocesses, and jobs from the process of the test."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Doors, environment
-from fixtures.jobs import Job
+from fixtures.cli_runner import CliRunner, cli_environment
+from fixtures.job_runner import JobRunner
 
 
 @pytest.fixture(scope="session")
-def surroundings(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, str]:
-    """The environment of every door: one cache of prepared data, a home with nothing in it."""
-    return environment(tmp_path_factory.mktemp("home"), shared_cache)
+def cli_env(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, str]:
+    """Environment of every command: one cache of prepared data and an empty home directory."""
+    return cli_environment(tmp_path_factory.mktemp("home"), shared_cache)
 
 
 @pytest.fixture
-def scalewise(tmp_path: Path, surroundings: dict[str, str]) -> Iterator[Doors]:
-    """Opens doors in a folder of the test's own."""
-    doors = Doors(tmp_path, surroundings)
-    yield doors
-    doors.close()
+def run_cli(tmp_path: Path, cli_env: dict[str, str]) -> Iterator[CliRunner]:
+    """Runs commands in the temporary folder of the test."""
+    runner = CliRunner(tmp_path, cli_env)
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="module")
-def doors_in(
-    tmp_path_factory: pytest.TempPathFactory, surroundings: dict[str, str]
-) -> Iterator[Callable[[str], Doors]]:
-    """Opens doors for runs that several tests of a module look at."""
-    opened: list[Doors] = []
+def cli_runner_in(
+    tmp_path_factory: pytest.TempPathFactory, cli_env: dict[str, str]
+) -> Iterator[Callable[[str], CliRunner]]:
+    """Makes a runner in a named folder, for runs that several tests of a module read."""
+    runners: list[CliRunner] = []
 
-    def doors(name: str) -> Doors:
-        opened.append(Doors(tmp_path_factory.mktemp(name), surroundings))
-        return opened[-1]
+    def make_runner(name: str) -> CliRunner:
+        runners.append(CliRunner(tmp_path_factory.mktemp(name), cli_env))
+        return runners[-1]
 
-    yield doors
-    for each in opened:
-        each.close()
+    yield make_runner
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    """Runs jobs from the warm nursery of this process: a second each instead of six."""
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    """Runs jobs from the fork server of this process: one second each instead of six."""
+    return JobRunner(tmp_path, shared_cache)

@@ -11,7 +11,7 @@ from signal import SIGTERM
 
 import pytest
 import yaml
-from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
+from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir, same_weights
 
 LONG = pytest.mark.exhaustive
 SCRIPT = """
@@ -30,24 +30,24 @@ if __name__ == "__main__":
 
 @LONG
 @pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_a_script_trains_twice(layout: str, scalewise: Doors) -> None:
-    (scalewise.cwd / "script.py").write_text(SCRIPT)
+def test_a_script_trains_twice(layout: str, run_cli: CliRunner) -> None:
+    (run_cli.cwd / "script.py").write_text(SCRIPT)
     line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]
-    door = scalewise.command(line)
-    ended = door.wait().ok()
+    door = run_cli.start_process(line)
+    ended = door.wait().assert_ok()
     first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
-    run = Folder(scalewise.cwd / "mine")
+    run = RunDir(run_cli.cwd / "mine")
     assert first == ["ok", 0, str(run.path), run.summary["metrics"]["val/loss"]]
     assert second[:2] == ["ok", 0]
     assert ended.folder.path == Path(second[2])
     assert (run.path / "report.html").is_file()
     assert not same_weights(run.weights(), ended.folder.weights())
-    assert door.leftovers(within=3) == []
+    assert door.remaining_processes(within=3) == []
 
 
-def test_a_failure_is_a_result(scalewise: Doors) -> None:
-    (scalewise.cwd / "script.py").write_text(SCRIPT)
-    ended = scalewise.command([sys.executable, "script.py", *UNTRACKED, "+inject=raise"]).wait()
+def test_a_failure_is_a_result(run_cli: CliRunner) -> None:
+    (run_cli.cwd / "script.py").write_text(SCRIPT)
+    ended = run_cli.start_process([sys.executable, "script.py", *UNTRACKED, "+inject=raise"]).wait()
     first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
     assert first[:2] == second[:2] == ["failed", 1]
     assert first[3] == float("inf")
@@ -61,43 +61,51 @@ def torchrun(*overrides: str) -> list[str]:
 
 
 def test_torchrun_is_a_launcher_like_ours(
-    scalewise: Doors, doors_in: Callable[[str], Doors]
+    run_cli: CliRunner, cli_runner_in: Callable[[str], CliRunner]
 ) -> None:
-    ended = scalewise.command(torchrun("checkpoint.every=4", "checkpoint.keep=0")).wait().ok()
+    ended = (
+        run_cli.start_process(torchrun("checkpoint.every=4", "checkpoint.keep=0"))
+        .wait()
+        .assert_ok()
+    )
     assert ended.folder.steps == list(range(1, 9))
     assert ended.out.count("report runs/") == 1
-    ours = doors_in("ours")(*UNTRACKED, "parallelism=ddp").ok()
+    ours = cli_runner_in("ours")(*UNTRACKED, "parallelism=ddp").assert_ok()
     assert same_weights(ended.folder.weights(8), ours.folder.weights(8))
-    resumed = scalewise.command(torchrun(f"resume={ended.folder.checkpoint(4)}")).wait().ok()
+    resumed = (
+        run_cli.start_process(torchrun(f"resume={ended.folder.checkpoint(4)}")).wait().assert_ok()
+    )
     assert resumed.newest.steps == list(range(1, 9))
     assert same_weights(resumed.newest.weights(8), ours.folder.weights(8))
 
 
-def test_a_failure_under_torchrun_is_told(scalewise: Doors) -> None:
-    door = scalewise.command(torchrun("+inject=raise", "callbacks.inject.rank=1"))
+def test_a_failure_under_torchrun_is_told(run_cli: CliRunner) -> None:
+    door = run_cli.start_process(torchrun("+inject=raise", "callbacks.inject.rank=1"))
     ended = door.wait()
     assert ended.code != 0
-    assert door.leftovers(within=3) == []
+    assert door.remaining_processes(within=3) == []
     assert len(ended.folders) == 1
 
 
-def test_torchrun_with_another_number_of_ranks_is_refused(scalewise: Doors) -> None:
-    ended = scalewise.command(torchrun("parallelism.replicas=4", "trainer.micro_batch=2")).wait()
+def test_torchrun_with_another_number_of_ranks_is_refused(run_cli: CliRunner) -> None:
+    ended = run_cli.start_process(
+        torchrun("parallelism.replicas=4", "trainer.micro_batch=2")
+    ).wait()
     assert ended.code != 0
     assert "requires 4 ranks; 2 were started" in ended.err
     assert ended.folders == []
 
 
 @LONG
-def test_sigterm_to_torchrun_saves(scalewise: Doors) -> None:
+def test_sigterm_to_torchrun_saves(run_cli: CliRunner) -> None:
     endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
-    door = scalewise.command(torchrun(*endless))
-    door.until_step(3)
+    door = run_cli.start_process(torchrun(*endless))
+    door.wait_for_step(3)
     door.signal(SIGTERM)
     ended = door.wait(45)
     assert ended.folder.status["status"] == "interrupted"
     assert ended.folder.checkpoints != []
-    assert door.leftovers(within=3) == []
+    assert door.remaining_processes(within=3) == []
 
 
 @pytest.fixture
@@ -147,9 +155,9 @@ SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "
     ("experiment", "seed"), [pytest.param("mine", 1, marks=LONG), ("deep/mine", 7)]
 )
 def test_a_folder_of_ones_own_joins_the_tree(
-    experiment: str, seed: int, own: Path, scalewise: Doors
+    experiment: str, seed: int, own: Path, run_cli: CliRunner
 ) -> None:
-    ended = scalewise("-cd", str(own), f"experiment={experiment}", *SMALL).ok()
+    ended = run_cli("-cd", str(own), f"experiment={experiment}", *SMALL).assert_ok()
     resolved = ended.folder.resolved
     assert (resolved["optimizer"]["beta1"], resolved["seed"]) == (0.8, seed)
     assert resolved["question"] == "Is brisk better?"
@@ -157,9 +165,9 @@ def test_a_folder_of_ones_own_joins_the_tree(
     assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
 
 
-def test_a_sweep_is_a_file_of_axes(own: Path, scalewise: Doors) -> None:
+def test_a_sweep_is_a_file_of_axes(own: Path, run_cli: CliRunner) -> None:
     """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
-    ended = scalewise("-cd", str(own), "experiment=mine", "sweep=seeds", *SMALL).ok()
+    ended = run_cli("-cd", str(own), "experiment=mine", "sweep=seeds", *SMALL).assert_ok()
     assert ended.folder.path.parent.name == "mine-seeds"
     seeds = [
         yaml.safe_load((job.path / "resolved.yaml").read_text())["seed"]
@@ -169,8 +177,8 @@ def test_a_sweep_is_a_file_of_axes(own: Path, scalewise: Doors) -> None:
     assert ended.folder.json("sweep.json")["varying"] == {"seed": ["4", "5"]}
 
 
-def test_the_suites_own_sweep_runs(scalewise: Doors) -> None:
-    ended = scalewise(*UNTRACKED, "sweep=precision_by_layout").ok()
+def test_the_suites_own_sweep_runs(run_cli: CliRunner) -> None:
+    ended = run_cli(*UNTRACKED, "sweep=precision_by_layout").assert_ok()
     jobs = ended.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
     single, ddp = (

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import yaml
-from fixtures.doors import TINY, Doors
+from fixtures.cli_runner import TINY, CliRunner
 
 from scalewise.bench import throttled_link
 from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
@@ -17,8 +17,8 @@ from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
 SMALL = ("collectives", "largest_kib=1024", "seconds=0.02")
 
 
-def test_collectives_leave_numbers_a_picture_and_a_profile(scalewise: Doors) -> None:
-    ended = scalewise(*SMALL, verb="bench").ok()
+def test_collectives_leave_numbers_a_picture_and_a_profile(run_cli: CliRunner) -> None:
+    ended = run_cli(*SMALL, command="bench").assert_ok()
     found = ended.folder.json("collectives.json")
     assert found["command"] == "scalewise bench collectives largest_kib=1024 seconds=0.02"
     assert {"date", "machine", "versions", "git_commit"} < found.keys()
@@ -36,25 +36,27 @@ def test_collectives_leave_numbers_a_picture_and_a_profile(scalewise: Doors) -> 
     assert abs(profile["link_gb_per_s"] * 1e9 / rate - 1) < 1e-3
     assert abs(profile["link_latency_us"] - max(latency * 1e6, 1e-3)) < 1e-2 * latency * 1e6 + 1e-3
     assert not list(ended.folder.path.glob(".*"))
-    used = scalewise("-cd", str(ended.folder.path), *TINY, "hardware=measured", "--cfg", "job").ok()
+    used = run_cli(
+        "-cd", str(ended.folder.path), *TINY, "hardware=measured", "--cfg", "job"
+    ).assert_ok()
     assert f"link_gb_per_s: {profile['link_gb_per_s']}" in used.out
 
 
-def test_ctrl_c_leaves_nothing(scalewise: Doors) -> None:
-    door = scalewise.start("collectives", "seconds=5", verb="bench")
-    door.until_file("runs/bench_collectives/*/.ranks/1.stack")
+def test_ctrl_c_leaves_nothing(run_cli: CliRunner) -> None:
+    door = run_cli.start("collectives", "seconds=5", command="bench")
+    door.wait_for_file("runs/bench_collectives/*/.ranks/1.stack")
     door.signal(signal.SIGINT)
     ended = door.wait(30)
-    assert ended.code == 130, ended.said
+    assert ended.code == 130, ended.failure_report
     assert "SIGINT while measuring" in ended.err
-    assert "Traceback" not in ended.said
+    assert "Traceback" not in ended.transcript
     assert ended.folders == []
-    assert door.leftovers() == []
+    assert door.remaining_processes() == []
 
 
-def test_parallel_compares_equal_work(scalewise: Doors) -> None:
+def test_parallel_compares_equal_work(run_cli: CliRunner) -> None:
     small = ("model.layers=1", "model.width=32", "model.vocabulary=512", "data.sequence=32")
-    ended = scalewise("parallel", "pairs=3", *small, verb="bench").ok()
+    ended = run_cli("parallel", "pairs=3", *small, command="bench").assert_ok()
     found = ended.folder.json("parallel.json")
     for layout in ("ddp", "fsdp"):
         measured = found["layouts"][layout]
@@ -66,8 +68,8 @@ def test_parallel_compares_equal_work(scalewise: Doors) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_step_costs_what_a_hand_written_one_does(scalewise: Doors) -> None:
-    ended = scalewise("parallel", verb="bench", timeout=280).ok()
+def test_a_step_costs_what_a_hand_written_one_does(run_cli: CliRunner) -> None:
+    ended = run_cli("parallel", command="bench", timeout=280).assert_ok()
     found = ended.folder.json("parallel.json")
     for layout, measured in found["layouts"].items():
         noise = max(1.0, measured["self_check"]["median"])  # two hand-written loops are alike
@@ -115,8 +117,8 @@ def test_a_cable_is_as_slow_as_asked() -> None:
 
 @needs_a_cable
 @pytest.mark.exhaustive
-def test_a_slow_link_slows_who_sends_most(scalewise: Doors) -> None:
-    ended = scalewise("slow_link", "mbit=100", verb="bench", timeout=290).ok()
+def test_a_slow_link_slows_who_sends_most(run_cli: CliRunner) -> None:
+    ended = run_cli("slow_link", "mbit=100", command="bench", timeout=290).assert_ok()
     found = ended.folder.json("slow_link.json")["layouts"]
     ddp = found["ddp"]
     assert ddp["sent_bytes"] == pytest.approx(ddp["declared_bytes"], rel=0.05)
@@ -125,8 +127,8 @@ def test_a_slow_link_slows_who_sends_most(scalewise: Doors) -> None:
 
 
 @pytest.mark.timed
-def test_a_job_of_a_sweep_costs_a_tenth_of_a_process(scalewise: Doors) -> None:
-    ended = scalewise("sweep", "pairs=3", verb="bench").ok()
+def test_a_job_of_a_sweep_costs_a_tenth_of_a_process(run_cli: CliRunner) -> None:
+    ended = run_cli("sweep", "pairs=3", command="bench").assert_ok()
     found = ended.folder.json("sweep.json")
     ratio = found["ratio"]
     assert ratio["pairs"] == 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixtures.doors import UNTRACKED, Doors
+from fixtures.cli_runner import UNTRACKED, CliRunner
 
 KEYS = {
     "fp32_reached_tflops",
@@ -25,36 +25,36 @@ def profile(cwd: Path, name: str) -> str:
     return (cwd / "conf" / "hardware" / f"{name}.yaml").read_text("utf-8")
 
 
-def test_a_profile_is_measured_and_planned_with(scalewise: Doors) -> None:
-    ended = scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()
-    text = profile(scalewise.cwd, "mine")
+def test_a_profile_is_measured_and_planned_with(run_cli: CliRunner) -> None:
+    ended = run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
+    text = profile(run_cli.cwd, "mine")
     assert text.startswith("# Measured by `scalewise calibrate` on 20")
     assert "torch 2." in text.splitlines()[0]
     assert "launch_us " in text.split("defaults:")[0]  # its spread
     found = yaml.safe_load(text)
     assert found.keys() >= KEYS
     assert all(found[key] > 0 for key in KEYS)
-    assert {path.name for path in scalewise.cwd.iterdir()} == {"conf"}
+    assert {path.name for path in run_cli.cwd.iterdir()} == {"conf"}
     (line,) = [line for line in ended.out.splitlines() if line.startswith("use it: ")]
     assert line == "use it: scalewise plan -cd conf hardware=mine ..."
-    planned = scalewise("-cd", "conf", *UNTRACKED, "hardware=mine", verb="plan").ok()
+    planned = run_cli("-cd", "conf", *UNTRACKED, "hardware=mine", command="plan").assert_ok()
     assert "tok/s" in planned.out
-    scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()  # anew
+    run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()  # anew
 
 
 @pytest.mark.exhaustive
-def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
-    scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()
+def test_runs_teach_the_profile_how_long_steps_take(run_cli: CliRunner) -> None:
+    run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
     few = ("learn=runs", "name=mine")
-    (scalewise.cwd / "runs").mkdir()
-    scalewise(*few, verb="calibrate").refused("0 runs below runs", "3 are needed")
+    (run_cli.cwd / "runs").mkdir()
+    run_cli(*few, command="calibrate").assert_rejected("0 runs below runs", "3 are needed")
     line = ("-cd", "conf", *UNTRACKED, "hardware=mine")
-    first, *_ = scalewise("-m", *line, "seed=1,2,3").ok().folder.jobs
-    ended = scalewise(*few, verb="calibrate").ok()
+    first, *_ = run_cli("-m", *line, "seed=1,2,3").assert_ok().folder.jobs
+    ended = run_cli(*few, command="calibrate").assert_ok()
     assert "measured step time: " in ended.out
     assert "3 runs" in ended.out
-    scale = yaml.safe_load(profile(scalewise.cwd, "mine"))["step_scale"]
-    now = scalewise(*line).ok().newest.json("plan.json")
+    scale = yaml.safe_load(profile(run_cli.cwd, "mine"))["step_scale"]
+    now = run_cli(*line).assert_ok().newest.json("plan.json")
     assert now["plan/step_s"] == pytest.approx(scale * first.json("plan.json")["plan/step_s"])
     assert sum(now["step_parts"].values()) == pytest.approx(now["plan/step_s"])
 
@@ -76,18 +76,18 @@ def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(
-    line: tuple[str, ...], words: list[str], scalewise: Doors
+    line: tuple[str, ...], words: list[str], run_cli: CliRunner
 ) -> None:
-    folder = scalewise.cwd / "conf" / "hardware"
+    folder = run_cli.cwd / "conf" / "hardware"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("device: cpu\n")
     (folder / "theirs.yaml").write_text("# Measured by `scalewise calibrate` once.\n")
-    scalewise(*line, verb="calibrate").refused(*words)
+    run_cli(*line, command="calibrate").assert_rejected(*words)
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
 
 
-def test_where_nothing_can_be_written_nothing_is_measured(scalewise: Doors) -> None:
-    (scalewise.cwd / "conf").write_text("")
-    ended = scalewise("seconds=0.05", "hardware=cpu", verb="calibrate")
-    ended.refused("conf/hardware cannot be written")
+def test_where_nothing_can_be_written_nothing_is_measured(run_cli: CliRunner) -> None:
+    (run_cli.cwd / "conf").write_text("")
+    ended = run_cli("seconds=0.05", "hardware=cpu", command="calibrate")
+    ended.assert_rejected("conf/hardware cannot be written")
     assert "tflops" not in ended.out

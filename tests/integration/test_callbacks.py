@@ -6,24 +6,24 @@ import json
 import re
 
 import pytest
-from fixtures.doors import same_weights
-from fixtures.jobs import Job
+from fixtures.cli_runner import same_weights
+from fixtures.job_runner import JobRunner
 
 from scalewise.checkpoints import store
 from scalewise.commands import evaluate
 
 
-def test_early_stopping_ends_a_run_well(job: Job) -> None:
+def test_early_stopping_ends_a_run_well(run_job: JobRunner) -> None:
     stopping = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1")
-    run = job(*stopping, "callbacks.early_stopping.min_delta=100", "trainer.validate_every=2")
+    run = run_job(*stopping, "callbacks.early_stopping.min_delta=100", "trainer.validate_every=2")
     assert run.status["status"] == "ok"
     assert run.steps == [1, 2, 3, 4]
     assert run.checkpoints[-1] == 4
     assert run.summary["steps"] == 4
 
 
-def test_ema_is_validated_and_saved_next_to_the_weights(job: Job) -> None:
-    plain, averaged = job(), job("callbacks=[ema]", "callbacks.ema.decay=0.5")
+def test_ema_is_validated_and_saved_next_to_the_weights(run_job: JobRunner) -> None:
+    plain, averaged = run_job(), run_job("callbacks=[ema]", "callbacks.ema.decay=0.5")
     assert averaged.column("train/loss") == plain.column("train/loss")
     assert averaged.column("val/loss") != plain.column("val/loss")
     assert same_weights(averaged.weights(), plain.weights())
@@ -32,9 +32,9 @@ def test_ema_is_validated_and_saved_next_to_the_weights(job: Job) -> None:
 
 
 def test_evaluate_measures_the_average_that_was_validated(
-    job: Job, capsys: pytest.CaptureFixture[str]
+    run_job: JobRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = job("callbacks=[ema]", "callbacks.ema.decay=0.5")
+    run = run_job("callbacks=[ema]", "callbacks.ema.decay=0.5")
     assert evaluate.main([str(run.path)]) == 0
     assert ", averaged weights: " in capsys.readouterr().out
     (found,) = run.json("evaluation.json").values()
@@ -43,9 +43,9 @@ def test_evaluate_measures_the_average_that_was_validated(
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])
 def test_the_profiler_leaves_a_trace_a_rank(
-    layout: str, ranks: int, job: Job, capfd: pytest.CaptureFixture[str]
+    layout: str, ranks: int, run_job: JobRunner, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
+    run = run_job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
     traces = sorted(run.path.glob("trace-rank*.json"))
     assert [trace.name for trace in traces] == [f"trace-rank{rank}.json" for rank in range(ranks)]
     events = json.loads(traces[0].read_text())["traceEvents"]
@@ -54,9 +54,9 @@ def test_the_profiler_leaves_a_trace_a_rank(
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_the_guard_stops_a_run_that_left(layout: str, job: Job) -> None:
+def test_the_guard_stops_a_run_that_left(layout: str, run_job: JobRunner) -> None:
     wild = ("optimizer=sgd", "optimizer.lr=1e6", "trainer.clip_norm=null")
-    run = job(*wild, f"parallelism={layout}", "trainer.max_steps=40", status="failed")
+    run = run_job(*wild, f"parallelism={layout}", "trainer.max_steps=40", status="failed")
     status = run.status
     assert "the loss is nan at step" in status["reason"] or "a spike" in status["reason"]
     assert "lower optimizer.lr" in status["reason"]
@@ -64,11 +64,11 @@ def test_the_guard_stops_a_run_that_left(layout: str, job: Job) -> None:
     assert all(int(step) <= 10 for step in run.checkpoints)
 
 
-def test_the_guard_names_the_loss_that_was_logged(job: Job) -> None:
+def test_the_guard_names_the_loss_that_was_logged(run_job: JobRunner) -> None:
     """Lightning's own number is divided by the accumulation."""
     wild = ("optimizer=sgd", "optimizer.lr=300", "trainer.clip_norm=null", "trainer.micro_batch=2")
     quick = ("callbacks.guard.patience=1", "callbacks.guard.factor=1.2")
-    run = job(*wild, *quick, "trainer.max_steps=40", status="failed")
+    run = run_job(*wild, *quick, "trainer.max_steps=40", status="failed")
     spike = re.search(r"the loss is (\S+) at step (\d+)", run.status["reason"])
     assert spike, run.status["reason"]
     logged = dict(zip(run.steps, run.column("train/loss"), strict=True))[int(spike[2])]

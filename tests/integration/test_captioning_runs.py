@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures.doors import Doors, Folder
-from fixtures.matrix import CHEAP
+from fixtures.cli_runner import CliRunner, RunDir
+from fixtures.compatibility_matrix import TWO_STEPS
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import scalewise
@@ -43,11 +43,11 @@ def test_own_pictures_are_learnt_asked_and_exported(
     line = (
         *(TINY, "data=captions", f"data.paths=[{pictures}/told.jsonl]", "data.image_size=32"),
         *(f"data.tokenizer={pictures}/tokenizer.json", "data.validation_fraction=0.25"),
-        *(*CHEAP, "tracking=none", "trainer.validate_every=2", "schedule.warmup_steps=1"),
+        *(*TWO_STEPS, "tracking=none", "trainer.validate_every=2", "schedule.warmup_steps=1"),
     )
     result = scalewise.train(scalewise.compose(line), pictures / "run")
     assert result.status == "ok", result.reason
-    run = Folder(result.folder)
+    run = RunDir(result.folder)
     capsys.readouterr()
     photo = pictures / "0.npy"
     assert cli.main(["evaluate", str(run.path), f"prompt={photo}", "tokens=5"]) == 0
@@ -68,8 +68,8 @@ def test_own_pictures_are_learnt_asked_and_exported(
 
 
 @pytest.mark.exhaustive
-def test_captions_are_written_that_were_never_shown(scalewise: Doors) -> None:
-    ended = scalewise(TINY, "tracking=none").ok()
+def test_captions_are_written_that_were_never_shown(run_cli: CliRunner) -> None:
+    ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]
     assert metrics["val/loss_first"] > 3  # nats a token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fixtures.doors import Doors
+from fixtures.cli_runner import CliRunner
 from transformers import AutoModelForSequenceClassification
 
 from scalewise import cli
@@ -27,9 +27,9 @@ HEAD = ("adapter=lora", "adapter.trained=[head]")
     "way", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
 )
 def test_an_evaluation_is_the_last_validation(
-    way: tuple[str, ...], scalewise: Doors, capsys: pytest.CaptureFixture[str]
+    way: tuple[str, ...], run_cli: CliRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = scalewise(*SHORT, *way).ok().folder
+    run = run_cli(*SHORT, *way).assert_ok().folder
     assert cli.main(["evaluate", str(run.path), "prompt=return self.name"]) == 0
     said = capsys.readouterr().out
     assert "7 labels of 7 held-out samples" in said
@@ -45,8 +45,8 @@ def test_an_evaluation_is_the_last_validation(
 
 
 @pytest.mark.exhaustive
-def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
-    ended = scalewise(TINY, "tracking=none").ok()
+def test_the_experiment_beats_the_untrained_model(run_cli: CliRunner) -> None:
+    ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]
     print({key: value for key, value in metrics.items() if "accuracy" in key})

@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from fixtures.doors import SOURCE, TINY, UNTRACKED, Doors, Ended
+from fixtures.cli_runner import SRC_DIR, TINY, UNTRACKED, CliResult, CliRunner
 from fixtures.wandb_server import WandbServer
 from fixtures.wandb_views import Views
 
@@ -24,7 +24,7 @@ raise ImportError(f"{{__file__}} was imported")
 def set_traps(folder: Path) -> Path:
     """Writes a module for each importable top-level name; returns the file that they append to."""
     names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
-    names |= {path.stem for path in SOURCE.iterdir()} | {"apex", "fixtures"}
+    names |= {path.stem for path in SRC_DIR.iterdir()} | {"apex", "fixtures"}
     marker = folder / MARKER
     for name in filter(str.isidentifier, names):
         package = folder / name
@@ -37,28 +37,35 @@ def set_traps(folder: Path) -> Path:
 class Trapped:
     """Runs commands in a folder full of modules that must not be imported."""
 
-    def __init__(self, doors: Doors) -> None:
+    def __init__(self, doors: CliRunner) -> None:
         self.doors, self.marker = doors, set_traps(doors.cwd)
         self.temporary = doors.cwd.with_name(f"{doors.cwd.name}-tmp")
         self.temporary.mkdir()
 
-    def __call__(self, verb: str, *arguments: str, **environment: str) -> Ended:
-        line = [sys.executable, "-P", "-m", "scalewise", verb, *arguments]  # as the script starts
+    def __call__(self, command: str, *arguments: str, **environment: str) -> CliResult:
+        line = [
+            sys.executable,
+            "-P",
+            "-m",
+            "scalewise",
+            command,
+            *arguments,
+        ]  # as the script starts
         environment["TMPDIR"] = str(self.temporary)
-        ended = self.doors.command(line, environment).wait().ok()
+        ended = self.doors.start_process(line, environment).wait().assert_ok()
         imported = self.marker.read_text() if self.marker.exists() else ""
-        assert imported == "", f"{verb} imported {imported.split()}"
-        assert "was imported" not in ended.said
+        assert imported == "", f"{command} imported {imported.split()}"
+        assert "was imported" not in ended.transcript
         # torch makes one cache folder a user, whatever is run.
         kept = f"torchinductor_{getpass.getuser()}"
         left = sorted(path.name for path in self.temporary.iterdir() if path.name != kept)
-        assert left == [], f"{verb} left {left} among temporary files"
+        assert left == [], f"{command} left {left} among temporary files"
         return ended
 
 
 @pytest.fixture(scope="module")
-def trapped(doors_in: Callable[[str], Doors]) -> Trapped:
-    return Trapped(doors_in("trapped"))
+def trapped(cli_runner_in: Callable[[str], CliRunner]) -> Trapped:
+    return Trapped(cli_runner_in("trapped"))
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +80,12 @@ def test_packed_sweep_of_two_ranks_imports_nothing_from_the_folder(run: str) -> 
 
 
 @pytest.mark.parametrize(
-    "verb", ["report", "export", pytest.param("evaluate", marks=pytest.mark.exhaustive)]
+    "command", ["report", "export", pytest.param("evaluate", marks=pytest.mark.exhaustive)]
 )
 def test_commands_on_a_run_import_nothing_from_the_folder(
-    verb: str, trapped: Trapped, run: str
+    command: str, trapped: Trapped, run: str
 ) -> None:
-    trapped(verb, run)
+    trapped(command, run)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +111,8 @@ def test_publish_imports_nothing_from_the_folder(trapped: Trapped) -> None:
         assert server.runs, "the run was sent"
 
 
-def test_python_m_drops_the_folder_from_the_path(scalewise: Doors) -> None:
+def test_python_m_drops_the_folder_from_the_path(run_cli: CliRunner) -> None:
     """What ``python -m`` itself imports before the package is Python's own to protect (-P)."""
     for name in ("random", "torch", "yaml", "dataclasses", "typing"):
-        (scalewise.cwd / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
-    scalewise("experiment=smoke", verb="plan").ok()
+        (run_cli.cwd / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
+    run_cli("experiment=smoke", command="plan").assert_ok()

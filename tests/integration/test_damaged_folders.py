@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fixtures.damage import damages_of
-from fixtures.doors import TINY
+from fixtures.cli_runner import TINY
+from fixtures.damage import damages_for
 from fixtures.wandb_server import WandbServer
 from fixtures.wandb_views import Views
 
@@ -69,7 +69,7 @@ def cases_of(folder: Path) -> list[tuple[str, str]]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     read = [path for path in files if path.suffix not in UNREAD]
     read = [path for path in read if not path.is_relative_to(folder / "1")]  # as is job 0
-    return [(str(path.relative_to(folder)), name) for path in read for name in damages_of(path)]
+    return [(str(path.relative_to(folder)), name) for path in read for name in damages_for(path)]
 
 
 def line_of(command: str, folder: Path, made: Made) -> Sequence[str]:
@@ -93,7 +93,7 @@ def assert_withstood(command: str, source: Path, case: tuple[str, str], made: Ma
     shutil.rmtree(Path.cwd() / "runs", ignore_errors=True)
     shutil.copytree(source, folder, symlinks=True)
     file = folder / place
-    damages_of(file)[name](file)
+    damages_for(file)[name](file)
     try:
         code, text = typed(*line_of(command, folder, made))
     except BaseException as error:

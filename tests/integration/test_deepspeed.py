@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder, same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LLAMA, SHAPE, needs_deepspeed, needs_libaio
+from fixtures.cli_runner import RunDir, same_weights
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import LLAMA, TINY_DECODER, needs_deepspeed, needs_libaio
 
 from scalewise import compose
 from scalewise.checkpoints import store
@@ -20,7 +20,7 @@ pytestmark = needs_deepspeed
 
 STEPS = 6
 ADAMW = (
-    *SHAPE,
+    *TINY_DECODER,
     *LLAMA,
     "schedule=constant",
     "schedule.warmup_steps=0",
@@ -66,25 +66,25 @@ BF16 = {
     for stage, parts in PLAIN.items()
     for precision in ("bf16_mixed", "bf16_true")
 }
-Of = Callable[..., Folder]
+Of = Callable[..., RunDir]
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path, shared_cache)
 
 
-@pytest.mark.usefixtures("native_code")
+@pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("layout", OFFLOADS)
-def test_offload_takes_the_steps_of_one_device(layout: str, job: Job) -> None:
+def test_offload_takes_the_steps_of_one_device(layout: str, run_job: JobRunner) -> None:
     """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
 
     AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
     does an epsilon as large as this one, which also keeps AdamW from enlarging rounding errors.
     """
     parts = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER if "nvme" in layout else ()))
-    alone = job.of(*parts, "parallelism=single", "trainer.micro_batch=11")
-    run = job.of(*parts, *OFFLOADED[layout])
+    alone = run_job.without_defaults(*parts, "parallelism=single", "trainer.micro_batch=11")
+    run = run_job.without_defaults(*parts, *OFFLOADED[layout])
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
     assert_close(run.weights(), alone.weights())
@@ -99,30 +99,30 @@ def test_offload_takes_the_steps_of_one_device(layout: str, job: Job) -> None:
     ],
 )
 def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
-    kind: str, job: Job, request: pytest.FixtureRequest
+    kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
     larger = LARGER if "nvme" in kind else ()
     parts = (*{**PLAIN, **BF16, **OFFLOADED}[kind], *larger)
     if kind in OFFLOADED:
-        request.getfixturevalue("native_code")
-    run = job.of(*ADAMW, *parts, "checkpoint.every=3", "checkpoint.keep=0")
-    resumed = job.of(*ADAMW, *parts, resume=run.checkpoint(3))
+        request.getfixturevalue("deepspeed_extensions")
+    run = run_job.without_defaults(*ADAMW, *parts, "checkpoint.every=3", "checkpoint.keep=0")
+    resumed = run_job.without_defaults(*ADAMW, *parts, resume=run.checkpoint(3))
     assert_same_steps(resumed, run, kind)
 
 
-def test_hierarchical_partition_resumes_with_the_steps_of_plain_stage_3(job: Job) -> None:
+def test_hierarchical_partition_resumes_with_the_steps_of_plain_stage_3(run_job: JobRunner) -> None:
     """With a validation and a checkpoint after each step: both gather the same weights."""
     parts = (*ADAMW, *ZERO3_OF_FOUR, "trainer.validate_every=1", *EACH_CHECKPOINT)
-    plain = job.of(*parts)
-    resumed = job.of(*parts, HIERARCHICAL, resume=plain.checkpoint(2))
+    plain = run_job.without_defaults(*parts)
+    resumed = run_job.without_defaults(*parts, HIERARCHICAL, resume=plain.checkpoint(2))
     assert_same_steps(resumed, plain, "resumed")
 
 
 @LONG
-def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(job: Job) -> None:
+def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(run_job: JobRunner) -> None:
     """Frozen weights other than those drawn, as a user's module without a seed has them."""
     parts = (*ADAMW, *ZERO3_OF_FOUR, "adapter=lora", *EACH_CHECKPOINT)
-    path = job.of(*parts).checkpoint(2)
+    path = run_job.without_defaults(*parts).checkpoint(2)
     rest = store.pack_state(store.load_state(path))
     tensors = {part: store.full_tensors(path, part) for part in store.TENSORS}
     trained = {key.partition("/")[2] for key in tensors["optimizer"]}
@@ -132,8 +132,10 @@ def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(job: Job)
         tensors["model"][name] *= 3
     shutil.rmtree(path)
     store.save_checkpoint(path, tensors, rest)
-    plain = job.of(*parts, resume=path)
-    assert_same_steps(job.of(*parts, HIERARCHICAL, resume=path), plain, "frozen weights")
+    plain = run_job.without_defaults(*parts, resume=path)
+    assert_same_steps(
+        run_job.without_defaults(*parts, HIERARCHICAL, resume=path), plain, "frozen weights"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,18 @@ def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(job: Job)
         ),
     ],
 )
-def test_a_checkpoint_goes_from_any_layout_to_any_other(before: str, after: str, job: Job) -> None:
-    whole = job.of(*SGD, "parallelism=single", "checkpoint.every=3", "checkpoint.keep=0")
-    first = job.of(*SGD, f"parallelism={before}", "checkpoint.every=3", "checkpoint.keep=0")
+def test_a_checkpoint_goes_from_any_layout_to_any_other(
+    before: str, after: str, run_job: JobRunner
+) -> None:
+    whole = run_job.without_defaults(
+        *SGD, "parallelism=single", "checkpoint.every=3", "checkpoint.keep=0"
+    )
+    first = run_job.without_defaults(
+        *SGD, f"parallelism={before}", "checkpoint.every=3", "checkpoint.keep=0"
+    )
     files = {file.parent.name for file in first.checkpoint(3).rglob("*.safetensors")}
     assert files == {"model", "optimizer"}
-    second = job.of(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
+    second = run_job.without_defaults(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
     assert second.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-5)
     assert_close(second.weights(STEPS), whole.weights(STEPS))
     for name, state in store.full_tensors(whole.checkpoint(STEPS), "optimizer").items():
@@ -168,17 +176,19 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(before: str, after: str,
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
-def test_masters_start_with_the_weights_of_any_layout(stage: int, job: Job) -> None:
+def test_masters_start_with_the_weights_of_any_layout(stage: int, run_job: JobRunner) -> None:
     parts = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
-    run = job.of(*parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0")
+    run = run_job.without_defaults(
+        *parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0"
+    )
     drawn = build_model(compose(SGD).model, seed=compose(SGD).seed)
     wanted = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
     assert same_weights(run.weights(1), wanted)
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
-def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, job: Job) -> None:
-    run = job.of(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
+def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, run_job: JobRunner) -> None:
+    run = run_job.without_defaults(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
     metrics, model = run.summary["metrics"], compose(ADAMW).model
     weights, share = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
     buffers = sum(b.numel() * b.element_size() for b in build_model(model, seed=1).buffers())
@@ -192,15 +202,15 @@ def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, job: Job) -> No
 
 @LONG
 @pytest.mark.parametrize("kind", BF16)
-def test_bf16_learns_as_fp32_does(kind: str, job: Job) -> None:
+def test_bf16_learns_as_fp32_does(kind: str, run_job: JobRunner) -> None:
     """Within 2 % of the loss of the same steps in fp32."""
     steps = ("trainer.max_steps=40", "optimizer.lr=3e-3")
-    exact = job.of(*ADAMW, *steps, "parallelism=single")
-    run = job.of(*ADAMW, *steps, *BF16[kind])
+    exact = run_job.without_defaults(*ADAMW, *steps, "parallelism=single")
+    run = run_job.without_defaults(*ADAMW, *steps, *BF16[kind])
     assert run.column("train/loss")[-1] == pytest.approx(exact.column("train/loss")[-1], rel=0.02)
 
 
-def assert_same_steps(run: Folder, wanted: Folder, case: str) -> None:
+def assert_same_steps(run: RunDir, wanted: RunDir, case: str) -> None:
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == wanted.column(key), (case, key)
     for part in store.TENSORS:

@@ -8,8 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from fixtures.cli_runner import UNTRACKED, CliRunner
 from fixtures.documentation import ROOT, Block, blocks
-from fixtures.doors import UNTRACKED, Doors
 
 SHOWN = [block for block in blocks() if block.language == "console"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
@@ -17,11 +17,11 @@ EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
-def test_shown_output_is_what_the_command_prints(block: Block, scalewise: Doors) -> None:
+def test_shown_output_is_what_the_command_prints(block: Block, run_cli: CliRunner) -> None:
     """``SCALEWISE_RECORD=1`` writes the output into the document anew."""
     (command,) = block.lines
     line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
-    ended = scalewise.command(["bash", "-c", line]).wait()
+    ended = run_cli.start_process(["bash", "-c", line]).wait()
     lines = [f"$ {command}", *(text.rstrip() for text in ended.out.splitlines())]
     shown = "\n".join(lines) + "\n"
     if os.environ.get("SCALEWISE_RECORD"):
@@ -33,29 +33,31 @@ def test_shown_output_is_what_the_command_prints(block: Block, scalewise: Doors)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(script: Path, scalewise: Doors) -> None:
+def test_example_runs(script: Path, run_cli: CliRunner) -> None:
     assert len(script.read_text("utf-8").splitlines()) < 40
     overrides = () if script.stem == "plan_only" else UNTRACKED[1:]
-    ended = scalewise.command([sys.executable, str(script), *overrides]).wait(280).ok()
+    ended = run_cli.start_process([sys.executable, str(script), *overrides]).wait(280).assert_ok()
     assert ended.out.count("\n") >= 1
 
 
 @pytest.mark.parametrize("page", EXTEND, ids=lambda path: path.stem)
-def test_extend_page_works_as_written(page: Path, scalewise: Doors) -> None:
+def test_extend_page_works_as_written(page: Path, run_cli: CliRunner) -> None:
     """The files of the page are written and its commands run, in order."""
-    paths = os.pathsep.join((str(scalewise.cwd), scalewise.environment["PYTHONPATH"]))
+    paths = os.pathsep.join((str(run_cli.cwd), run_cli.environment["PYTHONPATH"]))
     for block in blocks(page):
         if block.title:
-            file = scalewise.cwd / block.title
+            file = run_cli.cwd / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text, "utf-8")
             continue
         for line in block.lines:
             if line == "pip install -e .":
-                install(scalewise.cwd)
+                install(run_cli.cwd)
                 continue
             command = line.replace("scalewise", f"{sys.executable} -m scalewise", 1)
-            scalewise.command(["bash", "-c", command], env={"PYTHONPATH": paths}).wait().ok()
+            run_cli.start_process(
+                ["bash", "-c", command], env={"PYTHONPATH": paths}
+            ).wait().assert_ok()
 
 
 def install(project: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixtures.browser import browser
+from fixtures.browser import find_chromium
 from fixtures.documentation import ROOT
 
 pytest.importorskip("material", reason="the extra docs is not installed")
@@ -51,7 +51,7 @@ def test_search_works_without_a_server(site: Path, tmp_path: Path) -> None:
     page.write_text(page.read_text("utf-8").replace("</body>", SEARCH), "utf-8")
     done = subprocess.run(
         [
-            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000",
             "--dump-dom", page.as_uri(),

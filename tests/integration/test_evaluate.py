@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder
+from fixtures.cli_runner import RunDir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
@@ -46,14 +46,14 @@ SELDOM = ("dora", "ia3", "bf16", "bf16_true", "fsdp", "pipeline")
 CPU = torch.device("cpu")
 
 
-def trained(folder: Path, *line: str) -> Folder:
+def trained(folder: Path, *line: str) -> RunDir:
     result = scalewise.train(scalewise.compose([*SMOKE, *line]), folder)
     assert result.status == "ok", result.reason
-    return Folder(result.folder)
+    return RunDir(result.folder)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return trained(tmp_path_factory.mktemp("trained") / "run")
 
 
@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_the_last_validation(
 
 
 def test_the_beginning_is_worse_and_both_are_kept(
-    plain: Folder, capsys: pytest.CaptureFixture[str]
+    plain: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["step=0"], ["step=best"], ["rows=2"]):
         assert cli.main(["evaluate", str(plain.path), *words]) == 0
@@ -92,7 +92,7 @@ def test_the_beginning_is_worse_and_both_are_kept(
 
 
 def test_transformers_foretells_and_writes_the_same(
-    plain: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
@@ -167,7 +167,7 @@ def test_temperature_is_what_logits_are_divided_by() -> None:
     ],
 )
 def test_what_cannot_be_asked(
-    words: list[str], said: str, plain: Folder, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, plain: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(plain.path), *words]) == 2
     assert said in capsys.readouterr().err
@@ -204,9 +204,9 @@ def test_data_that_have_changed_are_refused(
 
 
 def test_an_older_checkpoint_is_taken_aloud(
-    plain: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = Folder(shutil.copytree(plain.path, tmp_path / "copy"))
+    copy = RunDir(shutil.copytree(plain.path, tmp_path / "copy"))
     shutil.copytree(copy.checkpoint(6), copy.checkpoint(7))
     (weights,) = (copy.checkpoint(7) / "model").iterdir()
     weights.unlink()

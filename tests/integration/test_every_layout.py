@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.jobs import Job
+from fixtures.job_runner import JobRunner
 
 from scalewise import ConfigError, compose
 from scalewise.config import paths
@@ -21,7 +21,7 @@ USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
 """Those that CI starts from a line; it takes steps in the others too (numerics)."""
 
 
-@pytest.mark.usefixtures("native_code")
+@pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize(
     "option",
     [
@@ -29,13 +29,13 @@ USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
         for option in paths.option_names("parallelism")
     ],
 )
-def test_an_option_trains(option: str, job: Job) -> None:
+def test_an_option_trains(option: str, run_job: JobRunner) -> None:
     try:
         compose([*SHORT, f"parallelism={option}"])
     except ConfigError as error:
         if not all("install" in issue.fix for issue in error.issues):
             raise
         pytest.skip(str(error))
-    run = job.of(*SHORT, f"parallelism={option}", "launch.isolation=process")
+    run = run_job.without_defaults(*SHORT, f"parallelism={option}", "launch.isolation=process")
     assert run.steps == [1, 2, 3, 4]
     assert run.column("val/loss")[-1] < 9

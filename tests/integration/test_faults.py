@@ -11,8 +11,16 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened, same_weights
-from fixtures.jobs import Job
+from fixtures.cli_runner import (
+    TINY,
+    UNTRACKED,
+    CliProcess,
+    CliResult,
+    CliRunner,
+    RunDir,
+    same_weights,
+)
+from fixtures.job_runner import JobRunner
 
 from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError
@@ -29,14 +37,14 @@ LIMIT = "launch.timeout=10"
 
 
 @pytest.fixture(scope="module")
-def sweep(doors_in: Callable[[str], Doors]) -> tuple[Ended, Opened]:
+def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProcess]:
     """Five jobs, four accidents, W&B offline."""
-    doors = doors_in("faults")
+    doors = cli_runner_in("faults")
     door = doors.start("-m", *TINY, "trainer.max_steps=5", LIMIT, f"+inject={','.join(ACCIDENTS)}")
     return door.wait(), door
 
 
-def test_every_job_has_its_status(sweep: tuple[Ended, Opened]) -> None:
+def test_every_job_has_its_status(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     for job, (status, code, reason) in zip(ended.folder.jobs, ACCIDENTS.values(), strict=True):
         said = job.status
@@ -46,7 +54,7 @@ def test_every_job_has_its_status(sweep: tuple[Ended, Opened]) -> None:
         assert (job.path / "report.html").is_file()
 
 
-def test_the_sweep_says_so_too(sweep: tuple[Ended, Opened]) -> None:
+def test_the_sweep_says_so_too(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == [s for s, _, _ in ACCIDENTS.values()]
@@ -56,20 +64,20 @@ def test_the_sweep_says_so_too(sweep: tuple[Ended, Opened]) -> None:
 
 
 def test_the_door_closes_with_failure_and_without_a_traceback(
-    sweep: tuple[Ended, Opened],
+    sweep: tuple[CliResult, CliProcess],
 ) -> None:
     ended, _ = sweep
     assert ended.code == 1
-    assert "Traceback" not in ended.said
+    assert "Traceback" not in ended.transcript
     assert "job 2 out_of_memory" in ended.out
 
 
-def test_no_process_is_left(sweep: tuple[Ended, Opened]) -> None:
+def test_no_process_is_left(sweep: tuple[CliResult, CliProcess]) -> None:
     _, door = sweep
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
-def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[Ended, Opened]) -> None:
+def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     assert any("fault_injection.py" in line for line in ended.folder.jobs[1].status["log_tail"])
 
@@ -88,7 +96,7 @@ LAYOUTS = {
 USUAL = {("ddp", "oom"), ("pipeline", "kill")}
 
 
-def time_enough(undisturbed: Folder) -> int:
+def time_enough(undisturbed: RunDir) -> int:
     """Returns seconds in which a job comes to its accident, also where others begin beside it."""
     return max(8, 2 * ceil(undisturbed.status["seconds"]))
 
@@ -102,15 +110,17 @@ def time_enough(undisturbed: Folder) -> int:
         for usual in [(layout, accident) in USUAL]
     ],
 )
-def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job: Job) -> None:
-    limit = time_enough(job(*LAYOUTS[layout]))
+def test_an_accident_of_one_rank_ends_the_others(
+    layout: str, accident: str, run_job: JobRunner
+) -> None:
+    limit = time_enough(run_job(*LAYOUTS[layout]))
     began = time.monotonic()
     where = [*LAYOUTS[layout], f"+inject={accident}", "callbacks.inject.rank=1"]
     noticed = limit if accident == "hang" else 0  # nothing but the clock tells of it
     if noticed:
         where.append(f"launch.timeout={noticed}")
     status, reason = ENDINGS[accident]
-    said = job(*where, status=status).status
+    said = run_job(*where, status=status).status
     assert time.monotonic() - began < noticed + 15
     assert reason in said["reason"]
     assert said["rank"] == 1
@@ -118,19 +128,19 @@ def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
-def test_a_crash_in_foreign_code_says_where(scalewise: Doors) -> None:
-    told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.accidents.Crash}")
-    ended = scalewise(*UNTRACKED, *LAYOUTS["ddp"], *told)
+def test_a_crash_in_foreign_code_says_where(run_cli: CliRunner) -> None:
+    told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.faults.Segfault}")
+    ended = run_cli(*UNTRACKED, *LAYOUTS["ddp"], *told)
     assert ended.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in ended.err
     assert "in string_at" in ended.err
 
 
-def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
-    limit = time_enough(job(*LAYOUTS["fsdp"]))
-    frozen = "{_target_:fixtures.accidents.Frozen,rank:1,step:3}"
+def test_a_rank_that_answers_nothing_is_the_one_that_is_named(run_job: JobRunner) -> None:
+    limit = time_enough(run_job(*LAYOUTS["fsdp"]))
+    frozen = "{_target_:fixtures.faults.FreezeRank,rank:1,step:3}"
     told = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
-    said = job(*LAYOUTS["fsdp"], f"+callbacks.frozen={frozen}", *told, status="timeout").status
+    said = run_job(*LAYOUTS["fsdp"], f"+callbacks.frozen={frozen}", *told, status="timeout").status
     assert said["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
     assert said["rank"] == 1
     assert {line.split(":")[0] for line in said["log_tail"]} == {"rank 0"}
@@ -150,12 +160,12 @@ def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
         pytest.param("pipeline", "raise", marks=LONG),
     ],
 )
-def test_a_restart_mends_what_happens_once(layout: str, accident: str, job: Job) -> None:
+def test_a_restart_mends_what_happens_once(layout: str, accident: str, run_job: JobRunner) -> None:
     parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
-    undisturbed = job(*parts)
+    undisturbed = run_job(*parts)
     once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
     patience = f"launch.timeout={2 * time_enough(undisturbed) if accident == 'hang' else 60}"
-    mended = job(*parts, *once, "launch.max_restarts=1", patience)
+    mended = run_job(*parts, *once, "launch.max_restarts=1", patience)
     assert mended.status["attempts"] == 2
     assert mended.steps == list(range(1, 9))
     assert mended.column("val/loss") == undisturbed.column("val/loss")
@@ -181,7 +191,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_costs_that_checkpoint_only(
     layout: str, small_disk: Path, shared_cache: Path
 ) -> None:
-    job = Job(small_disk, shared_cache)
+    job = JobRunner(small_disk, shared_cache)
     parts = (
         *LAYOUTS[layout],
         "model.width=64",
@@ -200,7 +210,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
 def test_a_disk_that_is_full_soon_leaves_a_true_status_and_nothing_else(
     small_disk: Path, shared_cache: Path
 ) -> None:
-    job = Job(small_disk, shared_cache)
+    job = JobRunner(small_disk, shared_cache)
     filler = small_disk / "filler"
     disk = os.statvfs(small_disk)
     filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 150 * 1024))
@@ -216,47 +226,47 @@ def test_a_disk_that_is_full_soon_leaves_a_true_status_and_nothing_else(
     assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
 
 
-def test_restarts_are_counted(job: Job) -> None:
-    said = job("+inject=raise", "launch.max_restarts=2", status="failed").status
+def test_restarts_are_counted(run_job: JobRunner) -> None:
+    said = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
     assert said["attempts"] == 3
 
 
-def test_a_limit_of_memory_that_is_too_small(job: Job) -> None:
+def test_a_limit_of_memory_that_is_too_small(run_job: JobRunner) -> None:
     wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
-    said = job(*wide, status="out_of_memory").status
+    said = run_job(*wide, status="out_of_memory").status
     assert "launch.memory_limit_gib=null" in [fix["override"] for fix in said["cures"]]
 
 
-def test_a_callback_that_cannot_be_made_is_refused(job: Job) -> None:
+def test_a_callback_that_cannot_be_made_is_refused(run_job: JobRunner) -> None:
     """One of somebody else's, whose values only it can judge."""
     bad = (
         "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
         "+callbacks.late.duration=soon",
     )
     with pytest.raises(ConfigError, match=r"callbacks\.late"):
-        job(*bad)
-    assert not list(job.path.glob("job/*"))
+        run_job(*bad)
+    assert not list(run_job.path.glob("job/*"))
 
 
-def test_data_refused_within_a_sweep_stops_nobody(scalewise: Doors) -> None:
-    (scalewise.cwd / "empty.txt").write_text("")
+def test_data_refused_within_a_sweep_stops_nobody(run_cli: CliRunner) -> None:
+    (run_cli.cwd / "empty.txt").write_text("")
     small = [part for part in UNTRACKED if "megabytes" not in part]
     for name in ("full.txt", "more.txt"):
-        (scalewise.cwd / name).write_text("word after word " * 4000)
-    ended = scalewise(
+        (run_cli.cwd / name).write_text("word after word " * 4000)
+    ended = run_cli(
         "-m", *small, "data=text", "data.vocabulary=300",
         "data.paths=[empty.txt],[full.txt,more.txt]", "trainer.max_steps=3",
     )  # fmt: skip
     record = ended.folder.json("sweep.json")
-    assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], ended.said
+    assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], ended.failure_report
     assert ended.code == 2
 
 
-def test_what_the_plan_is_sure_of_is_refused_and_the_sweep_goes_on(scalewise: Doors) -> None:
+def test_what_the_plan_is_sure_of_is_refused_and_the_sweep_goes_on(run_cli: CliRunner) -> None:
     limits = ("launch.memory_limit_gib=0.001,4", "launch.refuse_unfit=true")
-    ended = scalewise("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
-    assert ended.code == 2, ended.said
-    assert "Traceback" not in ended.said
+    ended = run_cli("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
+    assert ended.code == 2, ended.failure_report
+    assert "Traceback" not in ended.transcript
     refused, ran = ended.folder.json("sweep.json")["jobs"]
     assert (refused["status"], ran["status"]) == ("refused", "ok")
     assert "launch.refuse_unfit=true: out_of_memory: " in refused["reason"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fixtures.doors import Doors, Folder
+from fixtures.cli_runner import CliRunner, RunDir
 
 
 @pytest.mark.exhaustive
-def test_a_packed_model_ends_better_than_it_began(scalewise: Doors) -> None:
-    ended = scalewise("experiment=finetune/qlora_tiny", "tracking=none").ok()
+def test_a_packed_model_ends_better_than_it_began(run_cli: CliRunner) -> None:
+    ended = run_cli("experiment=finetune/qlora_tiny", "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]
     assert metrics["val/loss"] < metrics["val/loss_first"] - 0.3
@@ -20,10 +20,10 @@ def test_a_packed_model_ends_better_than_it_began(scalewise: Doors) -> None:
 
 
 @pytest.mark.exhaustive
-def test_each_rung_of_the_ladder_takes_what_is_foreseen(scalewise: Doors) -> None:
+def test_each_rung_of_the_ladder_takes_what_is_foreseen(run_cli: CliRunner) -> None:
     small = ("model.layers=4", "model.vocabulary=4096", "trainer.max_steps=3", "tracking=none")
-    ended = scalewise("experiment=memory_ladder", "sweep=memory_ladder", *small).ok()
-    jobs = [Folder(folder) for folder in sorted(ended.folder.path.glob("[0-9]"))]
+    ended = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small).assert_ok()
+    jobs = [RunDir(folder) for folder in sorted(ended.folder.path.glob("[0-9]"))]
     metrics = [job.summary["metrics"] for job in jobs]
     peaks = [each["memory/peak_bytes"] for each in metrics]
     assert len(peaks) == 10

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Doors, Folder
-from fixtures.golden import RECORDS
-from fixtures.jobs import Job
+from fixtures.cli_runner import CliRunner, RunDir
+from fixtures.golden import GOLDEN_DIR
+from fixtures.job_runner import JobRunner
 
 from scalewise import cli
 
@@ -27,36 +27,36 @@ LONGER = ("trainer.max_steps=6", "schedule=constant")
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Folder:
+def sweep(tmp_path: Path) -> RunDir:
     """A copy of the golden sweep in the folder where commands are typed."""
-    shutil.copytree(RECORDS / "sweep", tmp_path / "sweep")
-    return Folder(tmp_path / "sweep")
+    shutil.copytree(GOLDEN_DIR / "sweep", tmp_path / "sweep")
+    return RunDir(tmp_path / "sweep")
 
 
-def test_golden_sweep_has_nothing_left_to_run(sweep: Folder, scalewise: Doors) -> None:
-    before = sweep.text
-    ended = scalewise(*COMMAND, "resume_sweep=sweep").ok()
+def test_golden_sweep_has_nothing_left_to_run(sweep: RunDir, run_cli: CliRunner) -> None:
+    before = sweep.content
+    ended = run_cli(*COMMAND, "resume_sweep=sweep").assert_ok()
     assert "4 of 4 jobs have ended" in ended.out
-    after = Folder(sweep.path).text
+    after = RunDir(sweep.path).content
     weights = [path for path in before if path.suffix in {".safetensors", ".pt"}]
     assert weights
     assert all(after[path] == before[path] for path in weights)
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_golden_run_resumes(number: int, sweep: Folder, job: Job) -> None:
+def test_golden_run_resumes(number: int, sweep: RunDir, run_job: JobRunner) -> None:
     old = sweep.jobs[number]
-    resumed = job.of(*old.status["overrides"], *LONGER, resume=old.checkpoint(4))
+    resumed = run_job.without_defaults(*old.status["overrides"], *LONGER, resume=old.checkpoint(4))
     assert resumed.status["resumed_from"]
     assert resumed.steps == [1, 2, 3, 4, 5, 6]
     assert resumed.column("train/loss")[:4] == old.column("train/loss")
-    whole = job.of(*old.status["overrides"], *LONGER)
+    whole = run_job.without_defaults(*old.status["overrides"], *LONGER)
     for key in ("train/loss", "val/loss"):
         assert resumed.column(key)[-1] == pytest.approx(whole.column(key)[-1], rel=1e-2), key
 
 
 def test_golden_sweep_is_read_by_every_command(
-    sweep: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sweep: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(sweep.path.parent)
     paths = [str(run.path) for run in sweep.jobs]

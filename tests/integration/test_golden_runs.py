@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.golden import key_tree, recorded
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LLAMA, SHAPE, mesh
-from fixtures.matrix import FURTHER
+from fixtures.cli_runner import RunDir
+from fixtures.compatibility_matrix import EXTRA_OPTIONS
+from fixtures.golden import golden_record, key_tree
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import GPT2, LLAMA, TINY_DECODER, mesh
 
 STEPS = 5
 SMALL = (
-    *SHAPE,
+    *TINY_DECODER,
     f"trainer.max_steps={STEPS}",
     "trainer.global_batch=8",
     "trainer.micro_batch=2",
@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "lora": (*LLAMA, "adapter=lora"),
     "dora": (*LLAMA, "adapter=dora"),
     "qlora": (*LLAMA, "adapter=lora", "quantization=nf4"),
-    "dpo": (*LLAMA, *FURTHER["objective"]["dpo"]),
+    "dpo": (*LLAMA, *EXTRA_OPTIONS["objective"]["dpo"]),
     "reversal": (*LLAMA, "data=reversal", "data.sequence=32"),
     "ddp": (*LLAMA, "parallelism=ddp"),
     "fsdp": (*LLAMA, "parallelism=fsdp"),
@@ -62,12 +62,12 @@ def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def keys_of(run: Folder, name: str) -> object:
+def keys_of(run: RunDir, name: str) -> object:
     content = run.json(f"{name}.json")
     return key_tree({key: 0 if key in OPEN.get(name, ()) else content[key] for key in content})
 
 
-def described(run: Folder) -> dict[str, Any]:
+def described(run: RunDir) -> dict[str, Any]:
     """The record of an ended run."""
     return {
         "weights": hash_of(run.weights(STEPS)),
@@ -76,16 +76,16 @@ def described(run: Folder) -> dict[str, Any]:
         "train/grad_norm": run.column("train/grad_norm"),
         "val/loss": run.column("val/loss"),
         "tensors": sorted(run.weights(STEPS)),
-        "files": sorted(str(path.relative_to(run.path)) for path in run.text),
+        "files": sorted(str(path.relative_to(run.path)) for path in run.content),
         **{name: keys_of(run, name) for name in ("status", "plan", "summary")},
         "columns": list(run.metrics[0]),
     }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_has_the_golden_weights_and_files(name: str, job: Job) -> None:
-    found = described(job.of(*SMALL, *RUNS[name]))
-    golden = recorded(f"run_{name.replace(' x ', '_')}", found)
+def test_run_has_the_golden_weights_and_files(name: str, run_job: JobRunner) -> None:
+    found = described(run_job.without_defaults(*SMALL, *RUNS[name]))
+    golden = golden_record(f"run_{name.replace(' x ', '_')}", found)
     for key in ("tensors", "files", "status", "plan", "summary", "columns"):
         assert found[key] == golden[key], key
     for key in ("train/loss", "train/grad_norm", "val/loss"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors
+from fixtures.cli_runner import UNTRACKED, CliRunner
 
 WITHOUT_THE_EXTRA = """
 import sys
@@ -16,30 +16,30 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_slurm_without_its_extra(scalewise: Doors) -> None:
+def test_slurm_without_its_extra(run_cli: CliRunner) -> None:
     """Whatever is said of its options, which are not known then."""
     line = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
-    door = scalewise.command([sys.executable, "-c", WITHOUT_THE_EXTRA, *line, "seed=1,2"])
-    door.wait().refused("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
-    assert list(scalewise.cwd.iterdir()) == []
+    door = run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line, "seed=1,2"])
+    door.wait().assert_rejected("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
+    assert list(run_cli.cwd.iterdir()) == []
 
 
-def test_without_its_extra_everything_else_works(scalewise: Doors) -> None:
+def test_without_its_extra_everything_else_works(run_cli: CliRunner) -> None:
     line = ("train", *UNTRACKED, "--cfg", "job")
-    scalewise.command([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().ok()
+    run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().assert_ok()
 
 
-def test_ray(scalewise: Doors) -> None:
-    ended = scalewise("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
-    ended.refused("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
-    assert list(scalewise.cwd.iterdir()) == []
+def test_ray(run_cli: CliRunner) -> None:
+    ended = run_cli("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
+    ended.assert_rejected("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
+    assert list(run_cli.cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize("launcher", ["scalewise", "packed"])
 def test_ranks_with_an_adapter_are_born_with_what_it_imports(
-    scalewise: Doors, launcher: str
+    run_cli: CliRunner, launcher: str
 ) -> None:
-    tells = "+callbacks.born._target_=fixtures.accidents.TellImports"
+    tells = "+callbacks.born._target_=fixtures.faults.RecordImports"
     line = ("-m", *UNTRACKED, f"hydra/launcher={launcher}", "trusted_packages=[fixtures]", tells)
-    ended = scalewise(*line, "adapter=none,lora").ok()
+    ended = run_cli(*line, "adapter=none,lora").assert_ok()
     assert [(job.path / "born-0").read_text("utf-8") for job in ended.folder.jobs] == ["True"] * 2

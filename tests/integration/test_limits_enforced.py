@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fixtures.doors import Doors
+from fixtures.cli_runner import CliRunner
 
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.plan import build_plan
@@ -41,7 +41,7 @@ LINES = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "single")
-def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, scalewise: Doors) -> None:
+def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, run_cli: CliRunner) -> None:
     run = compose(*WIDE, *line)
     free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
     least, _, most = free.reserved
@@ -51,5 +51,5 @@ def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, scalewise:
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
         assert build_plan(compose(*WIDE, *line, launch)).fit.status is verdict
-        ended = scalewise(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
-        assert ended.code == code, ended.said
+        ended = run_cli(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
+        assert ended.code == code, ended.failure_report

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fixtures.doors import UNTRACKED, Doors
+from fixtures.cli_runner import UNTRACKED, CliRunner
 
 SLOW = (
-    "+callbacks.slow._target_=fixtures.accidents.Slow",
+    "+callbacks.slow._target_=fixtures.faults.SlowSteps",
     "trusted_packages=[fixtures]",
     "trainer.max_steps=400",
     "trainer.validate_every=null",
@@ -13,27 +13,27 @@ SLOW = (
 )
 
 
-def test_two_sweeps_of_one_second_get_a_folder_each(scalewise: Doors) -> None:
+def test_two_sweeps_of_one_second_get_a_folder_each(run_cli: CliRunner) -> None:
     line = ("-m", *UNTRACKED, "hydra.sweep.dir=runs/both/now", "trainer.max_steps=3")
     line = (*line, "trainer.validate_every=null")
-    opened = [scalewise.start(*line, f"seed={seed}") for seed in (1, 2)]
-    ended = [each.wait().ok() for each in opened]
+    opened = [run_cli.start(*line, f"seed={seed}") for seed in (1, 2)]
+    ended = [each.wait().assert_ok() for each in opened]
     folders = {folder.path.name: folder for folder in ended[0].folders}
     assert sorted(folders) == ["now", "now-2"]
     seeds = {job.resolved["seed"] for folder in folders.values() for job in folder.jobs}
     assert seeds == {1, 2}
-    assert not list(scalewise.cwd.rglob(".lock"))
+    assert not list(run_cli.cwd.rglob(".lock"))
 
 
-def test_a_sweep_has_one_driver_and_a_run_one_process(scalewise: Doors) -> None:
+def test_a_sweep_has_one_driver_and_a_run_one_process(run_cli: CliRunner) -> None:
     sweep = ("-m", *UNTRACKED, *SLOW, "name=swept", "seed=1,2")
     run = (*UNTRACKED, *SLOW, "name=alone")
-    living = {"resume_sweep": scalewise.start(*sweep), "resume": scalewise.start(*run)}
+    living = {"resume_sweep": run_cli.start(*sweep), "resume": run_cli.start(*run)}
     for key, line, pattern in (
         ("resume_sweep", sweep, "runs/swept/*/0/checkpoints/step-*/manifest.json"),
         ("resume", run, "runs/alone/*/checkpoints/step-*/manifest.json"),
     ):
         door = living[key]
-        door.until_file(pattern)
-        scalewise(*line, f"{key}=last").refused("process ", str(door.process.pid), "kill ")
-    assert len(list(scalewise.cwd.glob("runs/*/*"))) == 2
+        door.wait_for_file(pattern)
+        run_cli(*line, f"{key}=last").assert_rejected("process ", str(door.process.pid), "kill ")
+    assert len(list(run_cli.cwd.glob("runs/*/*"))) == 2

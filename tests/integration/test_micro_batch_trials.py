@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors
+from fixtures.cli_runner import UNTRACKED, CliRunner
 
 from scalewise.launch import memory_probe_run
 from scalewise.planner.auto_micro_batch import choose_by_probes, micro_batch_options
@@ -53,9 +53,9 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
 
 
 @pytest.mark.exhaustive
-def test_train_takes_what_it_has_tried_and_keeps_it_on_record(scalewise: Doors) -> None:
-    ended = scalewise(*LONG, "launch.memory_limit_gib=0.75")
-    ended.ok()
+def test_train_takes_what_it_has_tried_and_keeps_it_on_record(run_cli: CliRunner) -> None:
+    ended = run_cli(*LONG, "launch.memory_limit_gib=0.75")
+    ended.assert_ok()
     told = ended.folder.status["micro_batch"]
     size = ended.folder.resolved["trainer"]["micro_batch"]
     assert told["rows"] == size < 64

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from fixtures.doors import TINY, Doors, Opened, same_weights
+from fixtures.cli_runner import TINY, CliProcess, CliRunner, same_weights
 
 PARTS = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
 TRUSTED = "trusted_packages=[fixtures]"
@@ -21,11 +21,11 @@ def free_port() -> int:
         return int(asked.getsockname()[1])
 
 
-def agents(doors: Doors, *parts: str, restarts: int = 0) -> list[Opened]:
+def agents(doors: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess]:
     """Two nodes of one rank each, on the loopback."""
     port = free_port()
     return [
-        doors.command(
+        doors.start_process(
             [
                 *(
                     sys.executable,
@@ -49,27 +49,29 @@ def agents(doors: Doors, *parts: str, restarts: int = 0) -> list[Opened]:
     ]
 
 
-def test_two_agents_train_one_run(scalewise: Doors) -> None:
-    for ended in [agent.wait() for agent in agents(scalewise)]:
-        ended.ok()
+def test_two_agents_train_one_run(run_cli: CliRunner) -> None:
+    for ended in [agent.wait() for agent in agents(run_cli)]:
+        ended.assert_ok()
     folder = ended.folder
     assert folder.status["status"] == "ok"
     assert folder.status["world_size"] == 2
     assert folder.steps == list(range(1, 9))
 
 
-def test_a_lost_rank_is_started_again_and_both_resume(scalewise: Doors) -> None:
-    whole = scalewise(*TINY, *PARTS).ok().folder
-    slow = (TRUSTED, "+callbacks.slow._target_=fixtures.accidents.Slow")
-    nodes = agents(scalewise, "resume=auto", "name=nodes", *slow, restarts=1)
-    nodes[0].until(lambda: any(scalewise.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4")
-    lost = [p for node in nodes for p in node.family() if p.environ().get("RANK") == "1"]
+def test_a_lost_rank_is_started_again_and_both_resume(run_cli: CliRunner) -> None:
+    whole = run_cli(*TINY, *PARTS).assert_ok().folder
+    slow = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
+    nodes = agents(run_cli, "resume=auto", "name=nodes", *slow, restarts=1)
+    nodes[0].wait_until(
+        lambda: any(run_cli.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4"
+    )
+    lost = [p for node in nodes for p in node.descendants() if p.environ().get("RANK") == "1"]
     assert lost
     rank_of_python = max(lost, key=lambda process: process.create_time())
     rank_of_python.send_signal(signal.SIGKILL)
     ended = [node.wait() for node in nodes]
-    assert [node.code for node in ended] == [0, 0], "\n".join(node.said for node in ended)
-    runs = sorted(p for p in scalewise.cwd.glob("runs/nodes/*") if (p / "status.json").is_file())
+    assert [node.code for node in ended] == [0, 0], "\n".join(node.transcript for node in ended)
+    runs = sorted(p for p in run_cli.cwd.glob("runs/nodes/*") if (p / "status.json").is_file())
     folders = [f for f in ended[0].folders if f.path in runs]
     last = folders[-1]
     assert last.status["status"] == "ok"
@@ -78,7 +80,7 @@ def test_a_lost_rank_is_started_again_and_both_resume(scalewise: Doors) -> None:
     assert same_weights(last.weights(8), whole.weights(8))
 
 
-def tasks(doors: Doors, *parts: str) -> list[Opened]:
+def tasks(doors: CliRunner, *parts: str) -> list[CliProcess]:
     """Two tasks of one step on one node."""
     port = str(free_port())
     return [
@@ -101,23 +103,23 @@ def tasks(doors: Doors, *parts: str) -> list[Opened]:
     ]
 
 
-def test_tasks_of_srun_are_ranks_and_no_thread_keeps_them(scalewise: Doors) -> None:
-    lingering = "+callbacks.lingering._target_=fixtures.accidents.Lingering"
-    for ended in [task.wait() for task in tasks(scalewise, TRUSTED, lingering)]:
-        ended.ok()
+def test_tasks_of_srun_are_ranks_and_no_thread_keeps_them(run_cli: CliRunner) -> None:
+    lingering = "+callbacks.lingering._target_=fixtures.faults.LingeringThread"
+    for ended in [task.wait() for task in tasks(run_cli, TRUSTED, lingering)]:
+        ended.assert_ok()
     assert ended.folder.status["status"] == "ok"
     assert ended.folder.status["world_size"] == 2
 
 
-SLOW = (TRUSTED, "+callbacks.slow._target_=fixtures.accidents.Slow")
+SLOW = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 
 
-def listening(doors: list[Opened]) -> set[str]:
+def listening(doors: list[CliProcess]) -> set[str]:
     """Addresses at which the processes of these doors accept connections."""
     return {
         socket.laddr.ip
         for door in doors
-        for process in door.family()
+        for process in door.descendants()
         for socket in process.net_connections("tcp")
         if socket.status == psutil.CONN_LISTEN
     }
@@ -125,10 +127,10 @@ def listening(doors: list[Opened]) -> set[str]:
 
 @pytest.mark.parametrize("start", [tasks, lambda doors, *parts: [doors.start(*TINY, *parts)]])
 def test_ranks_of_one_node_listen_on_loopback_only(
-    start: Callable[..., list[Opened]], scalewise: Doors
+    start: Callable[..., list[CliProcess]], run_cli: CliRunner
 ) -> None:
-    started = start(scalewise, *SLOW, *PARTS)
-    started[0].until_step(2)
+    started = start(run_cli, *SLOW, *PARTS)
+    started[0].wait_for_step(2)
     assert listening(started) == {"127.0.0.1"}
 
 
@@ -137,16 +139,16 @@ SWEEP_REFUSED = "a sweep is not supported with torchrun or srun"
 
 @pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])
 def test_srun_is_told_that_sweeps_start_their_own_ranks(
-    sweep: tuple[str, ...], scalewise: Doors
+    sweep: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    first, second = [task.wait(60) for task in tasks(scalewise, *sweep)]
-    first.refused(SWEEP_REFUSED, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
+    first, second = [task.wait(60) for task in tasks(run_cli, *sweep)]
+    first.assert_rejected(SWEEP_REFUSED, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
     assert (second.code, second.out, second.err) == (2, "", "")
-    assert list(scalewise.cwd.iterdir()) == []
+    assert list(run_cli.cwd.iterdir()) == []
 
 
-def test_torchrun_is_told_once_that_sweeps_start_their_own_ranks(scalewise: Doors) -> None:
-    first, second = [node.wait(60) for node in agents(scalewise, "optimizer.lr=1e-3,2e-3", "-m")]
+def test_torchrun_is_told_once_that_sweeps_start_their_own_ranks(run_cli: CliRunner) -> None:
+    first, second = [node.wait(60) for node in agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")]
     assert 0 not in (first.code, second.code)
-    assert f"{first.said}{second.said}".count(SWEEP_REFUSED) == 1
-    assert list(scalewise.cwd.iterdir()) == []
+    assert f"{first.transcript}{second.transcript}".count(SWEEP_REFUSED) == 1
+    assert list(run_cli.cwd.iterdir()) == []

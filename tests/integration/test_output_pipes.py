@@ -6,7 +6,7 @@ import shlex
 import sys
 
 import pytest
-from fixtures.doors import TINY, UNTRACKED, Doors
+from fixtures.cli_runner import TINY, UNTRACKED, CliRunner
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ from fixtures.doors import TINY, UNTRACKED, Doors
     ],
 )
 def test_it_trains_on_when_nobody_reads(
-    line: tuple[str, ...], env: dict[str, str], scalewise: Doors
+    line: tuple[str, ...], env: dict[str, str], run_cli: CliRunner
 ) -> None:
     command = shlex.join([sys.executable, "-m", "scalewise", "train", *line])
     shell = f"{{ {command}; echo code $? >&2; }} | head -1"
-    ended = scalewise.command(["sh", "-c", shell], env).wait()
-    assert ended.err.splitlines()[-1] == "code 0", ended.said
-    assert "Traceback" not in ended.said
+    ended = run_cli.start_process(["sh", "-c", shell], env).wait()
+    assert ended.err.splitlines()[-1] == "code 0", ended.failure_report
+    assert "Traceback" not in ended.transcript
     folder = ended.folder
     for job in folder.jobs if line[0] == "-m" else [folder]:
         assert job.status["status"] == "ok"

@@ -8,37 +8,37 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors, Folder
+from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
 
 PACKED = ("-m", *UNTRACKED, "hydra/launcher=packed", "trusted_packages=[fixtures]")
-SLOW = "+callbacks.slow._target_=fixtures.accidents.Slow"
-SEAT = "+callbacks.seat._target_=fixtures.accidents.TellSeat"
+SLOW = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
+SEAT = "+callbacks.seat._target_=fixtures.faults.RecordCpuAffinity"
 LONG_RUN = ("trainer.max_steps=1000", "trainer.log_every=1", "trainer.validate_every=null")
 CORES = len(os.sched_getaffinity(0))
 several_cores = pytest.mark.skipif(CORES < 2, reason="one core has no shares")
 
 
-def interval(job: Folder) -> tuple[datetime, datetime]:
+def interval(job: RunDir) -> tuple[datetime, datetime]:
     status = job.status
     return datetime.fromisoformat(status["started"]), datetime.fromisoformat(status["ended"])
 
 
-def at_once(jobs: list[Folder]) -> int:
+def at_once(jobs: list[RunDir]) -> int:
     spans = [interval(job) for job in jobs]
     return max(sum(began <= at < ended for began, ended in spans) for at, _ in spans)
 
 
-def cores(job: Folder, rank: int = 0) -> set[int]:
+def cores(job: RunDir, rank: int = 0) -> set[int]:
     told = job.json(f"seat-{rank}.json")
     assert told["threads"] <= len(told["cores"])
     return set(told["cores"])
 
 
 @several_cores
-def test_two_jobs_at_once_each_on_its_own_cores(scalewise: Doors) -> None:
+def test_two_jobs_at_once_each_on_its_own_cores(run_cli: CliRunner) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, SEAT, "trainer.max_steps=4")
-    door = scalewise.start(*line, "seed=1,2,3,4")
-    ended = door.wait().ok()
+    door = run_cli.start(*line, "seed=1,2,3,4")
+    ended = door.wait().assert_ok()
     jobs = ended.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
     assert at_once(jobs) == 2
@@ -51,20 +51,20 @@ def test_two_jobs_at_once_each_on_its_own_cores(scalewise: Doors) -> None:
     lines = [line for line in ended.out.splitlines() if " | " in line]
     assert {line.split(" | ")[0].strip() for line in lines} == {"0", "1", "2", "3"}
     assert sum("4/4" in line for line in lines) == 4
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
     assert (ended.folder.path / "report.html").is_file()
 
 
 @several_cores
 @pytest.mark.exhaustive
-def test_whoever_dies_frees_the_place(scalewise: Doors) -> None:
+def test_whoever_dies_frees_the_place(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
-    killed = "{_target_:fixtures.accidents.KillLauncher,job:0,step:5}"
+    killed = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
     line = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.accident={killed}", SEAT)
-    door = scalewise.start(*line, "parallelism=single,ddp", "+inject=none,kill")
+    door = run_cli.start(*line, "parallelism=single,ddp", "+inject=none,kill")
     ended = door.wait()
-    assert ended.code == 1, ended.said
-    assert "Traceback" not in ended.said
+    assert ended.code == 1, ended.failure_report
+    assert "Traceback" not in ended.transcript
     jobs = ended.folder.jobs
     said = [(job.status["status"], job.status["reason"]) for job in jobs]
     assert said[0] == ("failed", "the supervisor process died: SIGKILL")
@@ -74,26 +74,26 @@ def test_whoever_dies_frees_the_place(scalewise: Doors) -> None:
     assert [job["status"] for job in record["jobs"]] == ["failed", "failed", "ok", "failed"]
     assert cores(jobs[2]) == os.sched_getaffinity(0)
     assert not (jobs[0].path / ".ranks").exists()
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
 @pytest.mark.parametrize(
     ("number", "group"),
     [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.exhaustive)],
 )
-def test_a_signal_ends_all_and_saves_each(number: int, group: bool, scalewise: Doors) -> None:
+def test_a_signal_ends_all_and_saves_each(number: int, group: bool, run_cli: CliRunner) -> None:
     line = (*PACKED, *LONG_RUN, "hydra.launcher.slots=2")
-    door = scalewise.start(*line, "seed=1,2,3")
+    door = run_cli.start(*line, "seed=1,2,3")
 
     def both_train() -> bool:
         files = [door.cwd.glob(f"runs/*/*/{job}/metrics.csv") for job in (0, 1)]
         return all(any(len(f.read_text().splitlines()) > 3 for f in found) for found in files)
 
-    door.until(both_train, "two jobs that train")
+    door.wait_until(both_train, "two jobs that train")
     door.signal(number, group=group)
     ended = door.wait(30)
-    assert ended.code == 128 + number, ended.said
-    assert "Traceback" not in ended.said
+    assert ended.code == 128 + number, ended.failure_report
+    assert "Traceback" not in ended.transcript
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
     for job in ended.folder.jobs[:2]:
@@ -101,32 +101,32 @@ def test_a_signal_ends_all_and_saves_each(number: int, group: bool, scalewise: D
         name = signal.Signals(number).name
         assert f"{name} after step {step}" in job.status["reason"]
     assert not ended.folder.jobs[2].path.exists()
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
-def test_a_signal_before_anything_trains(scalewise: Doors) -> None:
-    door = scalewise.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
-    door.until_file("runs/*/*/sweep.json")
+def test_a_signal_before_anything_trains(run_cli: CliRunner) -> None:
+    door = run_cli.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
+    door.wait_for_file("runs/*/*/sweep.json")
     door.signal(signal.SIGINT, group=True)
     ended = door.wait(30)
-    assert ended.code == 130, ended.said
-    assert "Traceback" not in ended.said
+    assert ended.code == 130, ended.failure_report
+    assert "Traceback" not in ended.transcript
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
 @pytest.mark.exhaustive
-def test_jobs_save_themselves_when_the_sweep_is_killed(scalewise: Doors) -> None:
+def test_jobs_save_themselves_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
-    door = scalewise.start(*line)
-    folder = door.until_step(2).parent
+    door = run_cli.start(*line)
+    folder = door.wait_for_step(2).parent
     door.process.kill()
     door.process.wait(5)
-    assert door.leftovers(within=20) == []
-    stepped = [Folder(file.parent) for file in folder.glob("*/metrics.csv")]
+    assert door.remaining_processes(within=20) == []
+    stepped = [RunDir(file.parent) for file in folder.glob("*/metrics.csv")]
     assert {job.status["status"] for job in stepped if job.metrics} == {"interrupted"}
-    ended = scalewise(*line, "resume_sweep=last").ok()
+    ended = run_cli(*line, "resume_sweep=last").assert_ok()
     assert [job.status["status"] for job in ended.folder.jobs] == ["ok", "ok"]
     assert any(job.status["resumed_from"] for job in ended.folder.jobs)
     assert all(job.steps == list(range(1, 7)) for job in ended.folder.jobs)

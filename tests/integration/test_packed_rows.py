@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Folder
+from fixtures.cli_runner import RunDir
 
 import scalewise
 from scalewise import cli
@@ -45,7 +45,7 @@ def conversations(tmp_path: Path) -> Path:
     return path
 
 
-def evaluated(run: Folder, step: str) -> dict[str, float]:
+def evaluated(run: RunDir, step: str) -> dict[str, float]:
     """Returns what is measured of a step, 0 or 2."""
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
     return dict(json.loads((run.path / "evaluation.json").read_text("utf-8"))[step])
@@ -58,7 +58,7 @@ def test_the_untrained_loss_is_the_same_in_fewer_rows(conversations: Path, tmp_p
         parts = (*SHORT, f"data.paths=[{conversations}]", f"data.packing={packing}")
         result = scalewise.train(scalewise.compose(parts), tmp_path / str(packing))
         assert result.status == "ok", result.reason
-        run = Folder(result.folder)
+        run = RunDir(result.folder)
         last = float(run.metrics[-1]["val/loss"])
         assert evaluated(run, "2")["loss"] == pytest.approx(last, rel=1e-5)
         untrained[packing] = evaluated(run, "0")

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors
-from fixtures.layouts import LLAMA_8B
+from fixtures.cli_runner import UNTRACKED, CliRunner
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.units import GIB
 
 
-def test_what_does_not_fit_is_told_with_its_cure(scalewise: Doors) -> None:
-    ended = scalewise(*LLAMA_8B, "trainer.micro_batch=8", verb="plan")
-    assert ended.code == 3, ended.said
+def test_what_does_not_fit_is_told_with_its_cure(run_cli: CliRunner) -> None:
+    ended = run_cli(*LLAMA_8B, "trainer.micro_batch=8", command="plan")
+    assert ended.code == 3, ended.failure_report
     assert "Out of memory: " in ended.out
     (line,) = [line for line in ended.out.splitlines() if line.startswith("scalewise train")]
-    again = scalewise(*line.split()[2:], verb="plan").ok()
+    again = run_cli(*line.split()[2:], command="plan").assert_ok()
     assert "Fits: " in again.out
     assert "tok/s" in again.out
-    assert not (scalewise.cwd / "runs").exists()
+    assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_grid_is_one_table(scalewise: Doors) -> None:
+def test_a_grid_is_one_table(run_cli: CliRunner) -> None:
     axes = ("precision=fp32,bf16_mixed", "memory=none,checkpoint_full")
     rest = [part for part in LLAMA_8B if not part.startswith("precision")]
-    ended = scalewise("-m", *rest, *axes, "trainer.micro_batch=1", verb="plan")
+    ended = run_cli("-m", *rest, *axes, "trainer.micro_batch=1", command="plan")
     assert ended.code == 3  # of the first row
     head, *rows, _, summed = ended.out.splitlines()
     assert head.split()[:3] == ["precision", "memory", "fit"]
@@ -34,40 +34,40 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
     ]
     assert summed.startswith("4 jobs; 1 does not fit (skipped with launch.refuse_unfit=true); ")
     assert "in sequence; $" in summed
-    assert not (scalewise.cwd / "runs").exists()
+    assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_trace_asks_the_code_itself(scalewise: Doors) -> None:
+def test_a_trace_asks_the_code_itself(run_cli: CliRunner) -> None:
     line = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
-    ended = scalewise(*line, verb="plan").ok()
+    ended = run_cli(*line, command="plan").assert_ok()
     told = "Traced rank 0 with 4 and 6 layers: "
     (line_of_trace,) = [line for line in ended.out.splitlines() if line.startswith(told)]
     assert "0.0% (CPU operators)" in line_of_trace
-    ended = scalewise(*UNTRACKED, "parallelism=ddp", "plan.method=trace", verb="plan").ok()
+    ended = run_cli(*UNTRACKED, "parallelism=ddp", "plan.method=trace", command="plan").assert_ok()
     assert "Analytic prediction only, no trace: ddp requires real memory" in ended.out
 
 
-def test_a_search_ends_in_a_line_that_trains(scalewise: Doors) -> None:
+def test_a_search_ends_in_a_line_that_trains(run_cli: CliRunner) -> None:
     line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
-    ended = scalewise(*line, "plan.search=memory", verb="plan").ok()
+    ended = run_cli(*line, "plan.search=memory", command="plan").assert_ok()
     assert "Alternatives that differ in one choice" in ended.out
     (line,) = [line for line in ended.out.splitlines() if line.startswith("scalewise train")]
-    assert "Fits: " in scalewise(*line.split()[2:], verb="plan").ok().out
-    assert not (scalewise.cwd / "runs").exists()
+    assert "Fits: " in run_cli(*line.split()[2:], command="plan").assert_ok().out
+    assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_search_that_finds_nothing_says_what_comes_nearest(scalewise: Doors) -> None:
+def test_a_search_that_finds_nothing_says_what_comes_nearest(run_cli: CliRunner) -> None:
     line = ("model=llama3_70b", "hardware=rtx4090", "data=synthetic", "plan.search=memory")
-    ended = scalewise(*line, verb="plan")
-    assert ended.code == 3, ended.said
+    ended = run_cli(*line, command="plan")
+    assert ended.code == 3, ended.failure_report
     assert "Nothing fits" in ended.out
     assert "it needs" in ended.out
 
 
-def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
+def test_a_table_shows_the_best_of_each_job(run_cli: CliRunner) -> None:
     models = "model=llama_160m,tinyllama_1b"
     line = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
-    head, *rows, blank, told = scalewise(*line, verb="plan").ok().out.splitlines()
+    head, *rows, blank, told = run_cli(*line, command="plan").assert_ok().out.splitlines()
     assert "overrides" in head
     assert blank == ""
     assert told.startswith("2 jobs")
@@ -78,9 +78,9 @@ def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
 @pytest.mark.parametrize(
     "line", [(), pytest.param(("-m", "seed=1,2"), marks=pytest.mark.exhaustive)]
 )
-def test_train_makes_a_run_fit(line: tuple[str, ...], scalewise: Doors) -> None:
+def test_train_makes_a_run_fit(line: tuple[str, ...], run_cli: CliRunner) -> None:
     small = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
-    ended = scalewise(*line, *UNTRACKED, *small).ok()
+    ended = run_cli(*line, *UNTRACKED, *small).assert_ok()
     assert "plan.fit=auto: trainer.micro_batch=" in ended.out
     (folder,) = ended.folders
     for job in folder.jobs if line else [folder]:
@@ -88,19 +88,21 @@ def test_train_makes_a_run_fit(line: tuple[str, ...], scalewise: Doors) -> None:
         assert job.json("plan.json")["plan/peak_bytes"] < 0.0025 * GIB
 
 
-def test_train_does_not_start_what_nothing_makes_fit(scalewise: Doors) -> None:
+def test_train_does_not_start_what_nothing_makes_fit(run_cli: CliRunner) -> None:
     line = (*UNTRACKED, "hardware.memory_gib=0.0001", "plan.fit=auto")
-    scalewise(*line).refused("plan.fit=auto", "of 104.86 KiB")
-    scalewise("-m", "seed=1,2", *line).refused("plan.fit=auto", "job 0:", "job 1:")
-    assert not (scalewise.cwd / "runs").exists()
+    run_cli(*line).assert_rejected("plan.fit=auto", "of 104.86 KiB")
+    run_cli("-m", "seed=1,2", *line).assert_rejected("plan.fit=auto", "job 0:", "job 1:")
+    assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_table_in_which_nothing_fits_says_so_at_its_end(scalewise: Doors) -> None:
+def test_a_table_in_which_nothing_fits_says_so_at_its_end(run_cli: CliRunner) -> None:
     line = ("-m", "experiment=smoke", "hardware.memory_gib=0.001,0.002")
-    assert scalewise(*line, verb="plan").code == 3
+    assert run_cli(*line, command="plan").code == 3
 
 
-def test_a_line_that_train_refuses_is_refused(scalewise: Doors) -> None:
-    scalewise("modle=x", verb="plan").refused("did you mean model?")
-    scalewise(*LLAMA_8B, "trainer.micro_batch=0", verb="plan").refused("trainer.micro_batch=0")
-    assert not (scalewise.cwd / "runs").exists()
+def test_a_line_that_train_refuses_is_refused(run_cli: CliRunner) -> None:
+    run_cli("modle=x", command="plan").assert_rejected("did you mean model?")
+    run_cli(*LLAMA_8B, "trainer.micro_batch=0", command="plan").assert_rejected(
+        "trainer.micro_batch=0"
+    )
+    assert not (run_cli.cwd / "runs").exists()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Doors, Folder
+from fixtures.cli_runner import CliRunner, RunDir
 
 import scalewise
 from scalewise import cli
@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-def evaluated(run: Folder, step: str = "last") -> dict[str, float]:
+def evaluated(run: RunDir, step: str = "last") -> dict[str, float]:
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
     found = json.loads((run.path / "evaluation.json").read_text("utf-8"))
     return dict(found[step if step != "last" else max(found, key=int)])
@@ -45,7 +45,7 @@ def test_an_evaluation_is_the_last_validation(
 ) -> None:
     result = scalewise.train(scalewise.compose([*SHORT, *CASES[case]]), tmp_path / "run")
     assert result.status == "ok", result.reason
-    run = Folder(result.folder)
+    run = RunDir(result.folder)
     found = evaluated(run)
     for key in ("loss", "reward_margin", "reward_accuracy"):
         last = float(run.metrics[-1][f"val/{key}"])
@@ -56,8 +56,8 @@ def test_an_evaluation_is_the_last_validation(
 
 
 @LONG
-def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
-    run = scalewise(TINY, "tracking=none").ok().folder
+def test_the_experiment_beats_the_untrained_model(run_cli: CliRunner) -> None:
+    run = run_cli(TINY, "tracking=none").assert_ok().folder
     trained, untrained = evaluated(run), evaluated(run, "0")
     print(f"untrained {untrained}, trained {trained}")
     assert trained["reward_accuracy"] > 0.9 > untrained["reward_accuracy"] == 0.5

@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from fixtures.doors import TINY, Doors, Ended, Folder
+from fixtures.cli_runner import TINY, CliResult, CliRunner, RunDir
 from fixtures.wandb_server import ENTITY, STREAM, UPLOAD, ServedRun, WandbServer
 from fixtures.wandb_views import Views
 
@@ -35,22 +35,22 @@ def reaching(server: WandbServer) -> dict[str, str]:
 
 
 def publish(
-    doors: Doors, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
-) -> Ended:
-    server.asked.clear()
+    doors: CliRunner, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
+) -> CliResult:
+    server.requests.clear()
     line = [str(path) for path in paths]
-    return doors(*line, verb="publish", env={**reaching(server), **(env or {})})
+    return doors(*line, command="publish", env={**reaching(server), **(env or {})})
 
 
 def writes(server: WandbServer) -> set[str]:
-    return {name for name in server.asked if not name.startswith("/sdk/")} - READS - OF_REPORTS
+    return {name for name in server.requests if not name.startswith("/sdk/")} - READS - OF_REPORTS
 
 
-def run_of(server: WandbServer, folder: Folder) -> ServedRun:
+def run_of(server: WandbServer, folder: RunDir) -> ServedRun:
     return server.runs[folder.status["wandb"]["id"]]
 
 
-def assert_rows_are_those_of(folder: Folder, run: ServedRun, after: int = 0) -> None:
+def assert_rows_are_those_of(folder: RunDir, run: ServedRun, after: int = 0) -> None:
     """Every step of the folder is in one row at the server, and in one only."""
     losses = {int(row["step"]): float(row["train/loss"]) for row in folder.metrics}
     for row in run.history:
@@ -61,17 +61,17 @@ def assert_rows_are_those_of(folder: Folder, run: ServedRun, after: int = 0) -> 
 
 
 @pytest.fixture(scope="module")
-def offline(doors_in: Callable[[str], Doors]) -> Folder:
+def offline(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
     """A sweep of two jobs without an account, one with an adapter."""
-    return doors_in("offline")("-m", *TINY, "adapter=none,lora", "seed=3").ok().folder
+    return cli_runner_in("offline")("-m", *TINY, "adapter=none,lora", "seed=3").assert_ok().folder
 
 
 @pytest.fixture
-def sweep(offline: Folder, tmp_path: Path) -> Folder:
+def sweep(offline: RunDir, tmp_path: Path) -> RunDir:
     """A copy of that sweep, for a test that publishes it in its own way."""
     place = tmp_path / offline.path.relative_to(offline.path.parents[2])
     shutil.copytree(offline.path, place, symlinks=True)
-    return Folder(place)
+    return RunDir(place)
 
 
 class TestASweep:
@@ -80,21 +80,21 @@ class TestASweep:
     @pytest.fixture(scope="class")
     @classmethod
     def told(
-        cls, offline: Folder, doors_in: Callable[[str], Doors]
-    ) -> tuple[WandbServer, Folder, Ended, Ended]:
-        doors = doors_in("published")
+        cls, offline: RunDir, cli_runner_in: Callable[[str], CliRunner]
+    ) -> tuple[WandbServer, RunDir, CliResult, CliResult]:
+        doors = cli_runner_in("published")
         place = doors.cwd / offline.path.relative_to(offline.path.parents[2])
         shutil.copytree(offline.path, place, symlinks=True)
         views = Views()
         with serving(views) as server:
-            first = publish(doors, server, place).ok()
+            first = publish(doors, server, place).assert_ok()
             opened = [run.times_created for run in server.runs.values()]
-            again = publish(doors, server, place).ok()
+            again = publish(doors, server, place).assert_ok()
         assert [run.times_created for run in server.runs.values()] == opened
-        assert [view.saves for view in views.of("runs")] == [2], "one report, updated"
-        return server, Folder(place), first, again
+        assert [view.saves for view in views.of_type("runs")] == [2], "one report, updated"
+        return server, RunDir(place), first, again
 
-    Told = tuple[WandbServer, Folder, Ended, Ended]
+    Told = tuple[WandbServer, RunDir, CliResult, CliResult]
 
     def test_its_jobs_are_runs_of_one_group_in_order(self, told: Told) -> None:
         server, sweep, *_ = told
@@ -103,7 +103,7 @@ class TestASweep:
         assert [run.input["groupName"] for run in server.runs.values()] == [group, group]
         assert {run.input["jobType"] for run in server.runs.values()} == {"train"}
         assert {run.state for run in server.runs.values()} == {"finished"}
-        assert server.unknown == []
+        assert server.unexpected == []
 
     def test_every_step_arrived_once(self, told: Told) -> None:
         server, sweep, *_ = told
@@ -178,7 +178,7 @@ class TestASweep:
     def test_the_key_is_nowhere(self, told: Told) -> None:
         _, _, first, again = told
         for ended in (first, again):
-            assert KEY not in ended.said
+            assert KEY not in ended.transcript
         assert_key_is_nowhere(told[1].path)
 
 
@@ -192,7 +192,7 @@ def assert_key_is_nowhere(*places: Path) -> None:
     assert [str(file) for file in files if KEY.encode() in file.read_bytes()] == []
 
 
-def test_weights_go_along_where_asked_for(sweep: Folder, scalewise: Doors) -> None:
+def test_weights_go_along_where_asked_for(sweep: RunDir, run_cli: CliRunner) -> None:
     whole, bare = sweep.jobs
     for job, asked in ((whole, "checkpoints"), (bare, "none")):
         text = (job.path / "resolved.yaml").read_text("utf-8")
@@ -200,7 +200,7 @@ def test_weights_go_along_where_asked_for(sweep: Folder, scalewise: Doors) -> No
         changed = text.replace("log_artifacts: files", f"log_artifacts: {asked}")
         (job.path / "resolved.yaml").write_text(changed)
     with serving() as server:
-        publish(scalewise, server, whole.path, bare.path).ok()
+        publish(run_cli, server, whole.path, bare.path).assert_ok()
     (checkpoint,) = server.artifacts
     assert checkpoint.run == whole.status["wandb"]["id"]
     for name, content in checkpoint.files.items():
@@ -209,14 +209,14 @@ def test_weights_go_along_where_asked_for(sweep: Folder, scalewise: Doors) -> No
     assert not FILES & set(run_of(server, bare).files)
 
 
-def test_two_attempts_are_two_runs_of_one_group(scalewise: Doors) -> None:
+def test_two_attempts_are_two_runs_of_one_group(run_cli: CliRunner) -> None:
     """Each has an id of its own, its own rows, and the second says which checkpoint it used."""
-    scalewise(*TINY).ok()
-    scalewise(*TINY, "trainer.max_steps=12", "resume=last").ok()
-    first, second = Ended(0, "", "", 0, scalewise.cwd).folders
+    run_cli(*TINY).assert_ok()
+    run_cli(*TINY, "trainer.max_steps=12", "resume=last").assert_ok()
+    first, second = run_cli.folders
     with serving() as server:
-        publish(scalewise, server, second.path, first.path).ok()
-        publish(scalewise, server, first.path, second.path).ok()
+        publish(run_cli, server, second.path, first.path).assert_ok()
+        publish(run_cli, server, first.path, second.path).assert_ok()
     one, other = run_of(server, first), run_of(server, second)
     assert one is not other
     assert one.input["groupName"] == other.input["groupName"]
@@ -233,32 +233,32 @@ def test_two_attempts_are_two_runs_of_one_group(scalewise: Doors) -> None:
     [STREAM, pytest.param(UPLOAD, marks=LONG), pytest.param("CommitArtifact", marks=LONG)],
 )
 def test_what_the_server_drops_is_sent_the_next_time(
-    fault: str, sweep: Folder, scalewise: Doors
+    fault: str, sweep: RunDir, run_cli: CliRunner
 ) -> None:
     """The client says that it sent, and marks the run so; the server is asked."""
     job = sweep.jobs[0]
     with serving(faults={fault: 500}) as server:
-        ended = publish(scalewise, server, job.path, env=ONE_TRY)
+        ended = publish(run_cli, server, job.path, env=ONE_TRY)
         assert ended.code == 1
         assert "not uploaded" in ended.out
         assert "try again later" in ended.out
         server.faults.clear()
-        publish(scalewise, server, job.path).ok()
+        publish(run_cli, server, job.path).assert_ok()
     assert_rows_are_those_of(job, run_of(server, job))
     assert set(run_of(server, job).files) >= FILES
     assert [artifact.state for artifact in server.artifacts].count("COMMITTED") == 1
 
 
 def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
-    sweep: Folder, scalewise: Doors
+    sweep: RunDir, run_cli: CliRunner
 ) -> None:
     broken, whole = sweep.jobs
     (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
     with serving(faults={"upsertView": 403}) as server:
-        ended = publish(scalewise, server, sweep.path)
+        ended = publish(run_cli, server, sweep.path)
     assert ended.code == 1
-    assert "Traceback" not in ended.said
+    assert "Traceback" not in ended.transcript
     line, report = [line for line in ended.out.splitlines() if "not uploaded" in line]
     assert line.startswith("1/2 ")
     assert f"{sweep.path.name}  not uploaded: W&B report: " in report
@@ -275,65 +275,65 @@ def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
     ],
 )
 def test_a_server_that_says_no_costs_one_line(
-    fault: int, code: int, words: str, sweep: Folder, scalewise: Doors, surroundings: dict[str, str]
+    fault: int, code: int, words: str, sweep: RunDir, run_cli: CliRunner, cli_env: dict[str, str]
 ) -> None:
-    before = sweep.text
+    before = sweep.content
     with serving(faults={"*": fault}) as server:
-        ended = publish(scalewise, server, sweep.path, env=ONE_TRY)
+        ended = publish(run_cli, server, sweep.path, env=ONE_TRY)
     assert ended.code == code
     assert words in ended.err
-    assert "Traceback" not in ended.said
-    assert sweep.text == before
-    assert KEY not in ended.said
-    assert_key_is_nowhere(scalewise.cwd, Path(surroundings["HOME"]))
+    assert "Traceback" not in ended.transcript
+    assert sweep.content == before
+    assert KEY not in ended.transcript
+    assert_key_is_nowhere(run_cli.cwd, Path(cli_env["HOME"]))
 
 
-def test_a_damaged_job_does_not_stop_the_others(sweep: Folder, scalewise: Doors) -> None:
+def test_a_damaged_job_does_not_stop_the_others(sweep: RunDir, run_cli: CliRunner) -> None:
     broken, whole = sweep.jobs
     (broken.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
     with serving() as server:
-        ended = publish(scalewise, server, sweep.path)
+        ended = publish(run_cli, server, sweep.path)
     assert ended.code == 1
-    assert "Traceback" not in ended.said
+    assert "Traceback" not in ended.transcript
     assert "1/2 " in ended.out
     assert "not uploaded: " in ended.out
     assert_rows_are_those_of(whole, run_of(server, whole))
 
 
 @LONG
-def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> None:
+def test_a_server_that_breaks_mid_run_gets_the_rest_later(run_cli: CliRunner) -> None:
     """What had arrived comes no second time."""
-    with serving(breaks_after=1) as server:
+    with serving(fail_after_rows=1) as server:
         seldom = ("trainer.log_every=20", "trainer.validate_every=null")
         line = (*TINY, *seldom, "trainer.max_steps=20000")
-        door = scalewise.start(*line, env={**reaching(server), **ONE_TRY})
-        door.until(lambda: STREAM in server.faults, "a row", 90)
+        door = run_cli.start(*line, env={**reaching(server), **ONE_TRY})
+        door.wait_until(lambda: STREAM in server.faults, "a row", 90)
         (run,) = server.runs.values()
         arrived = run.history[-1]["step"]
-        folder = Folder(door.until_step(arrived + 40))
+        folder = RunDir(door.wait_for_step(arrived + 40))
         door.signal(SIGTERM)
         assert "try again later" in door.wait(120).out
         assert run.history[-1]["step"] == arrived
         assert folder.steps == list(range(1, folder.steps[-1] + 1))
-        server.breaks_after = None
+        server.fail_after_rows = None
         server.faults.clear()
-        publish(scalewise, server, folder.path).ok()
+        publish(run_cli, server, folder.path).assert_ok()
         assert_rows_are_those_of(folder, run)
         assert run.summary["status"] == "interrupted"
 
 
-def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
+def test_a_run_that_was_killed_is_told_as_failed(run_cli: CliRunner) -> None:
     with serving() as server:
         line = (*TINY, *LONGER, "trainer.max_steps=20000")
-        door = scalewise.start(*line, env=reaching(server))
-        folder = Folder(door.until_step(20))
-        alive = publish(scalewise, server, folder.path)
+        door = run_cli.start(*line, env=reaching(server))
+        folder = RunDir(door.wait_for_step(20))
+        alive = publish(run_cli, server, folder.path)
         assert alive.code == 1
         assert "the run is in progress; publish it when it has ended" in alive.out
         assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
         door.kill()
         door.wait()
-        publish(scalewise, server, folder.path).ok()
+        publish(run_cli, server, folder.path).assert_ok()
         (run,) = server.runs.values()
     assert run.state == "failed"
     assert run.summary["status"] == "failed"
@@ -343,9 +343,9 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
+def test_a_slow_server_costs_no_step_and_no_row(run_cli: CliRunner) -> None:
     with serving(delay=0.2) as server:
-        ended = scalewise(*TINY, "parallelism=ddp", env=reaching(server)).ok()
+        ended = run_cli(*TINY, "parallelism=ddp", env=reaching(server)).assert_ok()
     folder = ended.folder
     assert len(server.runs) == 1
     assert ended.out.count("W&B report") == 1, "of two ranks one speaks"
@@ -354,17 +354,17 @@ def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
     assert_rows_are_those_of(folder, run_of(server, folder))
 
 
-def test_the_variables_of_the_environment_are_honoured(scalewise: Doors) -> None:
-    elsewhere = scalewise.cwd / "elsewhere"
+def test_the_variables_of_the_environment_are_honoured(run_cli: CliRunner) -> None:
+    elsewhere = run_cli.cwd / "elsewhere"
     elsewhere.mkdir()
     names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}
     more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(elsewhere)}
     env = {f"WANDB_{name}": value for name, value in {**names, **more}.items()}
     with serving() as server:
-        scalewise(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).ok()
-        assert server.asked == []
-        ended = publish(scalewise, server, Ended(0, "", "", 0, scalewise.cwd).folder.path, env=env)
-    folder, (run,) = ended.ok().folder, server.runs.values()
+        run_cli(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).assert_ok()
+        assert server.requests == []
+        ended = publish(run_cli, server, run_cli.folders[0].path, env=env)
+    folder, (run,) = ended.assert_ok().folder, server.runs.values()
     assert {a["project"] for a in [run.input]} == {"own"}
     assert run.input["entity"] == "team"
     assert run.input["groupName"] == "together"

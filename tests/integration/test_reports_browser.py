@@ -7,19 +7,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fixtures.browser import browser
-from fixtures.reports import (
+from fixtures.browser import find_chromium
+from fixtures.run_folders import (
+    ABLATION,
     GRID,
     LARGE,
-    LAYOUTS,
-    RUNGS,
+    STRATEGY_GRID,
+    ablation_job,
     grid_job,
     large_job,
-    layout_job,
     make_run,
     make_sweep,
     out_of_memory,
-    rung_job,
+    strategy_job,
 )
 
 from scalewise.reports import files
@@ -77,7 +77,7 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
     theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [
-            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
             "--no-first-run", "--disable-background-networking", "--disable-component-update",
             "--disable-sync", "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
             f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={max(width, 500)},900",
@@ -99,9 +99,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "run": files.write_page(make_run(root / "run")),
         "failed": files.write_page(make_run(root / "failed", **out_of_memory())),
-        "sweep": files.write_page(make_sweep(root / "sweep", LAYOUTS, layout_job)),
+        "sweep": files.write_page(make_sweep(root / "sweep", STRATEGY_GRID, strategy_job)),
         "grid": files.write_page(make_sweep(root / "grid", GRID, grid_job)),
-        "ladder": files.write_page(make_sweep(root / "ladder", RUNGS, rung_job)),
+        "ladder": files.write_page(make_sweep(root / "ladder", ABLATION, ablation_job)),
     }
 
 
@@ -137,7 +137,7 @@ def test_two_hundred_jobs_open_at_once(tmp_path: Path) -> None:
     path = files.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
     assert path.stat().st_size < 10e6
     path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
-    line = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    line = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
             "--dump-dom", path.as_uri()]  # fmt: skip
     taken = []

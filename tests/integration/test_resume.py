@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
-from fixtures.jobs import Job
+from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir, same_weights
+from fixtures.job_runner import JobRunner
 
 EVERY = "checkpoint.every=2"
 IN_SAVE, AT_END = (
-    ("trusted_packages=[fixtures]", f"+callbacks.accident._target_=fixtures.accidents.{accident}")
+    ("trusted_packages=[fixtures]", f"+callbacks.accident._target_=fixtures.faults.{accident}")
     for accident in ("KillInSave", "KillAtEnd")
 )
 KINDS = {
@@ -44,27 +44,27 @@ LONG = pytest.mark.exhaustive
 USUAL = ["dropout_uneven_ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
-Reference = Callable[[str], Folder]
+Reference = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, Folder]:
+def kept() -> dict[str, RunDir]:
     return {}
 
 
 @pytest.fixture
-def undisturbed(job: Job, kept: dict[str, Folder]) -> Reference:
+def undisturbed(run_job: JobRunner, kept: dict[str, RunDir]) -> Reference:
     """Returns the uninterrupted run of a kind; each is trained once."""
 
-    def reference(kind: str) -> Folder:
+    def reference(kind: str) -> RunDir:
         if kind not in kept:
-            kept[kind] = job(*KINDS[kind], at=f"reference-{kind}")
+            kept[kind] = run_job(*KINDS[kind], at=f"reference-{kind}")
         return kept[kind]
 
     return reference
 
 
-def assert_same(run: Folder, reference: Folder) -> None:
+def assert_same(run: RunDir, reference: RunDir) -> None:
     """The same weights, and one row a step that holds the same losses."""
     assert run.status["status"] == "ok"
     assert same_weights(run.weights(8), reference.weights(8))
@@ -77,11 +77,11 @@ def assert_same(run: Folder, reference: Folder) -> None:
 
 @pytest.mark.parametrize("kind", USUAL + SELDOM)
 def test_a_killed_run_resumes_to_the_same_weights(
-    kind: str, job: Job, undisturbed: Reference
+    kind: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
-    job(*parts, "+inject=kill", "callbacks.inject.step=7", status="failed")
-    resumed = job(*parts, "resume=last")
+    run_job(*parts, "+inject=kill", "callbacks.inject.step=7", status="failed")
+    resumed = run_job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000006")  # validations are after 4 and 8
     assert_same(resumed, undisturbed(kind))
 
@@ -97,11 +97,11 @@ def test_a_killed_run_resumes_to_the_same_weights(
     ],
 )
 def test_auto_goes_on_from_what_there_is(
-    kind: str, step: int, job: Job, undisturbed: Reference
+    kind: str, step: int, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY, "resume=auto")
-    job(*parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
-    resumed = job(*parts)
+    run_job(*parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
+    resumed = run_job(*parts)
     started = resumed.status["resumed_from"]
     assert (started is None) == (step < 2)
     assert_same(resumed, undisturbed(kind))
@@ -120,12 +120,12 @@ def test_auto_goes_on_from_what_there_is(
     ],
 )
 def test_a_save_that_dies_midway_costs_that_checkpoint_only(
-    kind: str, function: str, job: Job, undisturbed: Reference
+    kind: str, function: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
-    killed = job(*parts, *IN_SAVE, f"+callbacks.accident.function={function}", status="failed")
+    killed = run_job(*parts, *IN_SAVE, f"+callbacks.accident.function={function}", status="failed")
     assert killed.checkpoints == [2]
-    resumed = job(*parts, "resume=last")
+    resumed = run_job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000002")
     assert_same(resumed, undisturbed(kind))
 
@@ -142,10 +142,10 @@ def test_a_save_that_dies_midway_costs_that_checkpoint_only(
     ids=lambda parts: " ".join(parts) or "single",
 )
 def test_another_layout_goes_on_with_the_same_rows(
-    wrote: tuple[str, ...], resumes: tuple[str, ...], job: Job, undisturbed: Reference
+    wrote: tuple[str, ...], resumes: tuple[str, ...], run_job: JobRunner, undisturbed: Reference
 ) -> None:
-    first = job(*wrote, "checkpoint.every=3", "checkpoint.keep=0")
-    resumed, reference = job(*resumes, resume=first.checkpoint(3)), undisturbed("single")
+    first = run_job(*wrote, "checkpoint.every=3", "checkpoint.keep=0")
+    resumed, reference = run_job(*resumes, resume=first.checkpoint(3)), undisturbed("single")
     assert resumed.steps == reference.steps
     assert resumed.column("train/lr") == reference.column("train/lr")
     assert resumed.column("train/tokens") == reference.column("train/tokens")
@@ -154,10 +154,10 @@ def test_another_layout_goes_on_with_the_same_rows(
 
 
 @LONG
-def test_the_rate_is_that_of_the_run_that_resumes(job: Job) -> None:
-    first = job("optimizer.lr=1e-3", "checkpoint.every=4", "checkpoint.keep=0")
-    slow, fast = job("optimizer.lr=1e-3"), job("optimizer.lr=2e-3")
-    resumed = job("optimizer.lr=2e-3", resume=first.checkpoint(4))
+def test_the_rate_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
+    first = run_job("optimizer.lr=1e-3", "checkpoint.every=4", "checkpoint.keep=0")
+    slow, fast = run_job("optimizer.lr=1e-3"), run_job("optimizer.lr=2e-3")
+    resumed = run_job("optimizer.lr=2e-3", resume=first.checkpoint(4))
     assert resumed.column("train/lr") == [
         *slow.column("train/lr")[:4],
         *fast.column("train/lr")[4:],
@@ -167,13 +167,13 @@ def test_the_rate_is_that_of_the_run_that_resumes(job: Job) -> None:
 
 
 @LONG
-def test_the_decay_is_that_of_the_run_that_resumes(job: Job) -> None:
+def test_the_decay_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
     """One step on, two decays leave weights that differ by what AdamW says: lr x decay x weight."""
     plain = ("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01")
-    first = job(*plain, "optimizer.weight_decay=0.1", "trainer.max_steps=4")
+    first = run_job(*plain, "optimizer.weight_decay=0.1", "trainer.max_steps=4")
     before = first.weights(4)
     without, much = (
-        job(*plain, f"optimizer.weight_decay={decay}", "trainer.max_steps=5",
+        run_job(*plain, f"optimizer.weight_decay={decay}", "trainer.max_steps=5",
             resume=first.checkpoint(4)).weights(5)
         for decay in (0.0, 0.5)
     )  # fmt: skip
@@ -183,58 +183,62 @@ def test_the_decay_is_that_of_the_run_that_resumes(job: Job) -> None:
 
 
 @LONG
-def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(job: Job) -> None:
+def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(
+    run_job: JobRunner,
+) -> None:
     """SGD without momentum forgets what the momentum before had gathered."""
     plain = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")
-    first = job(*plain, "checkpoint.every=4", "checkpoint.keep=0")
-    with_it = job(*plain, resume=first.checkpoint(4))
-    without = job(*plain, "optimizer.momentum=0", resume=first.checkpoint(4))
+    first = run_job(*plain, "checkpoint.every=4", "checkpoint.keep=0")
+    with_it = run_job(*plain, resume=first.checkpoint(4))
+    without = run_job(*plain, "optimizer.momentum=0", resume=first.checkpoint(4))
     assert same_weights(with_it.weights(8), first.weights(8))
     assert without.column("train/loss")[:5] == first.column("train/loss")[:5]
     assert without.column("train/loss")[5:] != first.column("train/loss")[5:]
 
 
-def test_a_run_may_die_twice(job: Job, undisturbed: Reference) -> None:
+def test_a_run_may_die_twice(run_job: JobRunner, undisturbed: Reference) -> None:
     for step in (3, 6):
-        job(EVERY, "resume=auto", "+inject=kill", f"callbacks.inject.step={step}", status="failed")
-    assert_same(job(EVERY, "resume=auto"), undisturbed("single"))
+        run_job(
+            EVERY, "resume=auto", "+inject=kill", f"callbacks.inject.step={step}", status="failed"
+        )
+    assert_same(run_job(EVERY, "resume=auto"), undisturbed("single"))
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("ddp", marks=LONG)])
 def test_a_run_killed_after_its_last_step_takes_none_twice(
-    kind: str, job: Job, undisturbed: Reference
+    kind: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
-    killed = job(*KINDS[kind], *AT_END, status="failed")
-    ended = job(*KINDS[kind], "resume=auto")
+    killed = run_job(*KINDS[kind], *AT_END, status="failed")
+    ended = run_job(*KINDS[kind], "resume=auto")
     assert ended.status["resumed_from"] == str(killed.checkpoint(8))
     assert_same(ended, undisturbed(kind))
-    restarted = job(*KINDS[kind], *AT_END, "launch.max_restarts=1")
+    restarted = run_job(*KINDS[kind], *AT_END, "launch.max_restarts=1")
     assert restarted.status["attempts"] == 2
     assert_same(restarted, undisturbed(kind))
 
 
-def test_auto_starts_anew_after_a_run_that_finished(job: Job) -> None:
-    assert job("resume=auto").status["resumed_from"] is None
-    assert job("resume=auto").status["resumed_from"] is None
+def test_auto_starts_anew_after_a_run_that_finished(run_job: JobRunner) -> None:
+    assert run_job("resume=auto").status["resumed_from"] is None
+    assert run_job("resume=auto").status["resumed_from"] is None
 
 
-def test_a_path_may_be_a_run_or_a_checkpoint(job: Job, undisturbed: Reference) -> None:
-    first = job("checkpoint.every=3", "checkpoint.keep=0", at="elsewhere")
-    assert_same(job(resume=first.checkpoint(3)), undisturbed("single"))
-    longer = job("trainer.max_steps=9", "schedule=constant", resume=first.path)
+def test_a_path_may_be_a_run_or_a_checkpoint(run_job: JobRunner, undisturbed: Reference) -> None:
+    first = run_job("checkpoint.every=3", "checkpoint.keep=0", at="elsewhere")
+    assert_same(run_job(resume=first.checkpoint(3)), undisturbed("single"))
+    longer = run_job("trainer.max_steps=9", "schedule=constant", resume=first.path)
     assert longer.steps == list(range(1, 10))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
 def test_a_whole_job_killed_from_outside_resumes(
-    kind: str, scalewise: Doors, job: Job, undisturbed: Reference
+    kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
 ) -> None:
-    door = scalewise.start(*UNTRACKED, *KINDS[kind], EVERY, "trainer.log_every=1")
-    door.until_step(4)
+    door = run_cli.start(*UNTRACKED, *KINDS[kind], EVERY, "trainer.log_every=1")
+    door.wait_for_step(4)
     door.kill()
     assert door.wait().code == -signal.SIGKILL
-    assert door.leftovers() == []
-    resumed = scalewise(*UNTRACKED, *KINDS[kind], EVERY, "resume=last").ok()
+    assert door.remaining_processes() == []
+    resumed = run_cli(*UNTRACKED, *KINDS[kind], EVERY, "resume=last").assert_ok()
     assert_same(resumed.newest, undisturbed(kind))
 
 
@@ -242,13 +246,13 @@ def test_a_whole_job_killed_from_outside_resumes(
 @pytest.mark.parametrize("kind", ["single", "ddp", "dropout", "ema"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kill_at_any_moment(
-    seed: int, kind: str, scalewise: Doors, job: Job, undisturbed: Reference
+    seed: int, kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*UNTRACKED, *KINDS[kind], "checkpoint.every=1", "resume=auto")
     chance = random.Random(seed)
     for _ in range(2):
-        door = scalewise.start(*parts)
-        door.until_file("runs/*/*/checkpoints")
+        door = run_cli.start(*parts)
+        door.wait_for_file("runs/*/*/checkpoints")
         with contextlib.suppress(subprocess.TimeoutExpired):
             door.process.wait(chance.random() * 0.4)
         door.kill()
@@ -256,16 +260,16 @@ def test_a_kill_at_any_moment(
         if done.code == 0:  # it was quicker than the moment
             break
     else:
-        done = scalewise(*parts).ok()
+        done = run_cli(*parts).assert_ok()
     assert_same(done.newest, undisturbed(kind))
 
 
-def test_what_another_layout_has_cost_is_not_its_own(job: Job) -> None:
+def test_what_another_layout_has_cost_is_not_its_own(run_job: JobRunner) -> None:
     """Two steps are left: too few to measure memory anew."""
-    first = job(EVERY)
+    first = run_job(EVERY)
     known = first.summary["metrics"]["memory/peak_bytes"]
     again, other = (
-        job(*parts, resume=first.checkpoint(6)).summary["metrics"]
+        run_job(*parts, resume=first.checkpoint(6)).summary["metrics"]
         for parts in ((), ("parallelism=ddp",))
     )
     assert again["memory/peak_bytes"] == known

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from fixtures.doors import same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.matrix import FURTHER
+from fixtures.cli_runner import same_weights
+from fixtures.compatibility_matrix import EXTRA_OPTIONS
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks
 
 from scalewise import ConfigError, compose
 from scalewise.checkpoints import store
@@ -18,7 +18,7 @@ STEPS = 6
 SEED = 23
 """Of the steps at which runs are killed; printed with each."""
 SMALL = (
-    *SHAPE,
+    *TINY_DECODER,
     *LLAMA,
     f"trainer.max_steps={STEPS}",
     "trainer.global_batch=8",
@@ -37,7 +37,7 @@ CODED = ("adamw_8bit", "adamw_4bit")
 def of_group(group: str) -> dict[str, tuple[str, ...]]:
     """Returns every option of a group with the overrides that it needs beside it."""
     plain = {name: (f"{group}={name}",) for name in paths.option_names(group)}
-    return {**plain, **FURTHER.get(group, {})}
+    return {**plain, **EXTRA_OPTIONS.get(group, {})}
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
@@ -45,15 +45,15 @@ def kinds() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for group in ("optimizer", "adapter", "quantization", "precision"):
         found |= {f"{group}={name}": parts for name, parts in of_group(group).items()}
-    found |= {f"parallelism={name}": parts for name, parts in LAYOUTS.items()}
+    found |= {f"parallelism={name}": parts for name, parts in STRATEGIES.items()}
     for name in CODED:
         found[f"optimizer={name}"] = (*WIDE, f"optimizer={name}")
         for layout in ("ddp", "fsdp", "hsdp", "tensor", "pipeline_one_f_one_b", "fsdp_4"):
-            found[f"{layout}, {name}"] = (*LAYOUTS[layout], *WIDE, f"optimizer={name}")
+            found[f"{layout}, {name}"] = (*STRATEGIES[layout], *WIDE, f"optimizer={name}")
     for name in ("muon", "adafactor", "schedule_free", "lion"):
-        found[f"fsdp, {name}"] = (*LAYOUTS["fsdp"], *of_group("optimizer")[name])
+        found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("optimizer")[name])
     for name in ("nf4", "int8"):
-        found[f"fsdp, {name}"] = (*LAYOUTS["fsdp"], *of_group("quantization")[name])
+        found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("quantization")[name])
     for layout in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
         found[f"parallelism={layout}"] = (f"parallelism={layout}",)
     del found["optimizer=module"]  # of a user's module, which brings its own
@@ -71,7 +71,7 @@ def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
 def test_a_killed_run_ends_as_an_undisturbed_one(
-    kind: str, job: Job, request: pytest.FixtureRequest
+    kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
     parts = (*SMALL, *KINDS[kind])
     try:
@@ -79,13 +79,15 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     except ConfigError as error:
         pytest.skip(str(error))
     if "offload" in kind:
-        request.getfixturevalue("native_code")
+        request.getfixturevalue("deepspeed_extensions")
     step = random.Random(f"{SEED} {kind}").randint(2, STEPS - 1)
     print(f"{kind}: killed after step {step} (seed {SEED})")
-    whole = job.of(*parts)
-    killed = job.of(*parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
+    whole = run_job.without_defaults(*parts)
+    killed = run_job.without_defaults(
+        *parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed"
+    )
     assert killed.checkpoints
-    resumed = job.of(*parts, resume=killed.checkpoint(killed.checkpoints[-1]))
+    resumed = run_job.without_defaults(*parts, resume=killed.checkpoint(killed.checkpoints[-1]))
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert resumed.column(key) == whole.column(key), key
     for part in store.TENSORS:

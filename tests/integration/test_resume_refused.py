@@ -8,38 +8,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors, Folder
-from fixtures.jobs import Job
+from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
+from fixtures.job_runner import JobRunner
 
 
 @pytest.fixture(scope="module")
-def finished(doors_in: Callable[[str], Doors]) -> Folder:
-    return doors_in("finished")(*UNTRACKED, "checkpoint.every=4").ok().folder
+def finished(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
+    return cli_runner_in("finished")(*UNTRACKED, "checkpoint.every=4").assert_ok().folder
 
 
 @pytest.fixture
-def copy(finished: Folder, tmp_path: Path) -> Folder:
-    return Folder(shutil.copytree(finished.path, tmp_path / "earlier"))
+def copy(finished: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(shutil.copytree(finished.path, tmp_path / "earlier"))
 
 
-def truncate(run: Folder) -> None:
+def truncate(run: RunDir) -> None:
     (held,) = (run.checkpoint(4) / "model").iterdir()
     with held.open("r+b") as file:
         file.truncate(100)
 
 
-def damage(run: Folder) -> None:
+def damage(run: RunDir) -> None:
     file = run.checkpoint(4) / "training.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def lose(run: Folder) -> None:
+def lose(run: RunDir) -> None:
     (run.checkpoint(4) / "training.pt").unlink()
 
 
-def disguise(run: Folder) -> None:
+def disguise(run: RunDir) -> None:
     manifest = run.checkpoint(4) / "manifest.json"
     manifest.write_text(json.dumps({"format": "somebody's"}))
 
@@ -54,13 +54,13 @@ def disguise(run: Folder) -> None:
     ],
 )
 def test_a_checkpoint_that_is_not_whole(
-    harm: Callable[[Folder], None],
+    harm: Callable[[RunDir], None],
     reason: str,
-    copy: Folder,
-    scalewise: Doors,
+    copy: RunDir,
+    run_cli: CliRunner,
 ) -> None:
     harm(copy)
-    refused = scalewise(*UNTRACKED, f"resume={copy.checkpoint(4)}").refused(reason, "resume=")
+    refused = run_cli(*UNTRACKED, f"resume={copy.checkpoint(4)}").assert_rejected(reason, "resume=")
     assert refused.folders == []
 
 
@@ -75,18 +75,20 @@ def test_a_checkpoint_that_is_not_whole(
     ],
 )
 def test_a_checkpoint_of_another_run(
-    overrides: list[str], reason: str, finished: Folder, scalewise: Doors
+    overrides: list[str], reason: str, finished: RunDir, run_cli: CliRunner
 ) -> None:
     line = (*UNTRACKED, *overrides, f"resume={finished.checkpoint(8)}")
-    assert scalewise(*line).refused(reason).folders == []
+    assert run_cli(*line).assert_rejected(reason).folders == []
 
 
-def test_a_folder_that_holds_none(scalewise: Doors, tmp_path: Path) -> None:
+def test_a_folder_that_holds_none(run_cli: CliRunner, tmp_path: Path) -> None:
     line = (*UNTRACKED, f"resume={tmp_path}/nowhere")
-    assert scalewise(*line).refused("no such checkpoint folder").folders == []
-    assert scalewise(*UNTRACKED, "resume=last").refused("no complete checkpoint").folders == []
+    assert run_cli(*line).assert_rejected("no such checkpoint folder").folders == []
+    assert (
+        run_cli(*UNTRACKED, "resume=last").assert_rejected("no complete checkpoint").folders == []
+    )
 
 
-def test_latest_passes_over_a_damaged_one(copy: Folder, job: Job) -> None:
+def test_latest_passes_over_a_damaged_one(copy: RunDir, run_job: JobRunner) -> None:
     (copy.checkpoint(8) / "training.pt").write_bytes(b"torn")
-    assert job(resume=copy.path).status["resumed_from"] == str(copy.checkpoint(4))
+    assert run_job(resume=copy.path).status["resumed_from"] == str(copy.checkpoint(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fixtures.doors import Doors
+from fixtures.cli_runner import CliRunner
 
 from scalewise import cli
 
@@ -24,8 +24,8 @@ SHORT = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
-def test_evaluation_says_what_validation_said(way: tuple[str, ...], scalewise: Doors) -> None:
-    run = scalewise(*SHORT, *way).ok().folder
+def test_evaluation_says_what_validation_said(way: tuple[str, ...], run_cli: CliRunner) -> None:
+    run = run_cli(*SHORT, *way).assert_ok().folder
     told = run.column("val/reward")
     metrics = run.summary["metrics"]
     assert cli.main(["evaluate", str(run.path)]) == 0
@@ -36,16 +36,16 @@ def test_evaluation_says_what_validation_said(way: tuple[str, ...], scalewise: D
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_answers_as_an_undisturbed_one(scalewise: Doors) -> None:
-    whole = scalewise(*SHORT, "checkpoint.every=2", "name=whole").ok().folder
-    rest = scalewise(*SHORT, f"resume={whole.checkpoint(2)}", "name=rest").ok().newest
+def test_a_resumed_run_answers_as_an_undisturbed_one(run_cli: CliRunner) -> None:
+    whole = run_cli(*SHORT, "checkpoint.every=2", "name=whole").assert_ok().folder
+    rest = run_cli(*SHORT, f"resume={whole.checkpoint(2)}", "name=rest").assert_ok().newest
     for key in ("train/reward", "train/loss", "val/reward"):
         assert rest.column(key) == whole.column(key), key
 
 
 @pytest.mark.exhaustive
-def test_digits_are_written_backwards_that_were_never_seen(scalewise: Doors) -> None:
-    ended = scalewise(TINY, "tracking=none").ok()
+def test_digits_are_written_backwards_that_were_never_seen(run_cli: CliRunner) -> None:
+    ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]
     assert metrics["val/reward_first"] < 0.25  # of ten digits one is right by chance

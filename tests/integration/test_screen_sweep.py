@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors
+from fixtures.cli_runner import UNTRACKED, CliRunner
 
 FACTORS = (
     "hydra.sweeper.factors={precision: [fp32, bf16_mixed], memory: [none, checkpoint_full], "
@@ -11,8 +11,8 @@ FACTORS = (
 )
 
 
-def test_a_plan_of_the_screen_is_one_table(scalewise: Doors) -> None:
-    ended = scalewise("sweep=screen", *UNTRACKED, verb="plan").ok()
+def test_a_plan_of_the_screen_is_one_table(run_cli: CliRunner) -> None:
+    ended = run_cli("sweep=screen", *UNTRACKED, command="plan").assert_ok()
     rows = [line for line in ended.out.splitlines() if "fits" in line]
     assert len(rows) == 16
     assert all(sum(word in row for row in rows) == 8 for word in ("bf16_mixed", "checkpoint_full"))
@@ -26,16 +26,16 @@ def test_a_plan_of_the_screen_is_one_table(scalewise: Doors) -> None:
     ],
 )
 def test_what_is_no_screen_is_refused(
-    line: tuple[str, ...], words: tuple[str, ...], scalewise: Doors
+    line: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    scalewise("sweep=screen", *UNTRACKED, *line).refused(*words)
-    assert not list(scalewise.cwd.glob("runs/*/*"))
+    run_cli("sweep=screen", *UNTRACKED, *line).assert_rejected(*words)
+    assert not list(run_cli.cwd.glob("runs/*/*"))
 
 
 @pytest.mark.exhaustive
-def test_its_report_has_the_effects(scalewise: Doors) -> None:
+def test_its_report_has_the_effects(run_cli: CliRunner) -> None:
     line = ("-m", "hydra/sweeper=screen", *UNTRACKED, FACTORS, "hydra.sweeper.repeats=1")
-    ended = scalewise(*line, timeout=300).ok()
+    ended = run_cli(*line, timeout=300).assert_ok()
     assert [job.status["status"] for job in ended.folder.jobs] == ["ok"] * 8
     html = (ended.folder.path / "report.html").read_text("utf-8")
     assert 'id="effects"' in html

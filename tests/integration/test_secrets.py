@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import yaml
-from fixtures.doors import TINY, UNTRACKED, Doors, Ended
+from fixtures.cli_runner import TINY, UNTRACKED, CliResult, CliRunner
 from fixtures.wandb_server import WandbServer
 from fixtures.wandb_views import Views
 
@@ -35,11 +35,11 @@ PARTS = (
 """What tells that a secret got out, in whatever form."""
 
 
-def assert_nowhere(ended: Iterable[Ended], server: WandbServer | None = None) -> None:
+def assert_nowhere(ended: Iterable[CliResult], server: WandbServer | None = None) -> None:
     """No part of a secret is in what was printed, in the folder, or at the server."""
     texts: dict[str, bytes] = {}
     for number, each in enumerate(ended):
-        texts[f"output {number}"] = each.said.encode()
+        texts[f"output {number}"] = each.transcript.encode()
         texts |= {str(p): p.read_bytes() for p in each.cwd.rglob("*") if p.is_file()}
     if server is not None:
         texts["inputs"] = repr(server.inputs).encode()
@@ -53,31 +53,31 @@ def assert_nowhere(ended: Iterable[Ended], server: WandbServer | None = None) ->
     assert found == []
 
 
-def test_a_failing_run_that_tells_its_environment(scalewise: Doors) -> None:
+def test_a_failing_run_that_tells_its_environment(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         address = server.url.replace("://", "://user:KEYofBASEurl55@")
         env = {**PLANTED, "WANDB_BASE_URL": address}
-        accident = "+callbacks.tell._target_=fixtures.accidents.TellEnvironment"
+        accident = "+callbacks.tell._target_=fixtures.faults.PrintEnvironment"
         logged = ("hydra/job_logging=default", "hydra.output_subdir=.hydra")
-        run = scalewise(*TINY, *logged, "trusted_packages=[fixtures]", accident, env=env)
+        run = run_cli(*TINY, *logged, "trusted_packages=[fixtures]", accident, env=env)
         assert run.code == 1
         assert run.folder.status["wandb"]["mode"] == "online"
         assert "cannot connect with ['[hidden]'" in run.folder.status["reason"]
         assert "no-secret-by-name" in run.out
-        shown = scalewise(str(run.folder.path), verb="status", env=env)
-        page = scalewise(str(run.folder.path), verb="report", env=env).ok()
+        shown = run_cli(str(run.folder.path), command="status", env=env)
+        page = run_cli(str(run.folder.path), command="report", env=env).assert_ok()
         assert_nowhere([run, shown, page], server)
 
 
 @LONG
-def test_every_command(scalewise: Doors) -> None:
-    own = scalewise.cwd / "own" / "experiments"
+def test_every_command(run_cli: CliRunner) -> None:
+    own = run_cli.cwd / "own" / "experiments"
     own.mkdir(parents=True)
     question = "${oc.${tracking.project}:PLANTED_DB_PASS}"
     content = {"tracking": {"project": "env"}, "question": question}
     (own / "x.yaml").write_text(yaml.safe_dump(content), "utf-8")
     found = [
-        scalewise(*line, verb=command, env=PLANTED).refused("secret")
+        run_cli(*line, command=command, env=PLANTED).assert_rejected("secret")
         for command in ("train", "plan")
         for line in (
             ("-cd", "own", "experiment=x"),
@@ -86,12 +86,12 @@ def test_every_command(scalewise: Doors) -> None:
             (*UNTRACKED, "question=${oc.env:PLANTED_WEBHOOK}"),
         )
     ]
-    assert not (scalewise.cwd / "runs").exists()
-    found.append(scalewise(*UNTRACKED, "checkpoint.every=4", env=PLANTED).ok())
+    assert not (run_cli.cwd / "runs").exists()
+    found.append(run_cli(*UNTRACKED, "checkpoint.every=4", env=PLANTED).assert_ok())
     run = str(found[-1].folder.path)
-    found.append(scalewise("-m", *UNTRACKED, "seed=1,2", env=PLANTED).ok())
+    found.append(run_cli("-m", *UNTRACKED, "seed=1,2", env=PLANTED).assert_ok())
     found += [
-        scalewise(*line, verb=command, env=PLANTED)
+        run_cli(*line, command=command, env=PLANTED)
         for command, *line in (
             ("status", run),
             ("report", run),

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from fixtures.fixes import alternatives, value_of
+from fixtures.fixes import parse_value, shown_alternatives
 
 from scalewise.typed_override import format_override
 
@@ -38,9 +38,9 @@ def test_values_survive_a_shell(shell: str) -> None:
         pytest.skip(f"no {shell} here")
     words = [format_override("key", value) for value in values()]
     for word in words:
-        assert alternatives(f"set {word}, or leave it out") == [[word]]
+        assert shown_alternatives(f"set {word}, or leave it out") == [[word]]
     script = f"printf '%s\\0' {' '.join(words)}"
     done = subprocess.run([shell], input=script.encode(), capture_output=True, check=True)
     assert not done.stderr
     read = done.stdout.decode().split("\0")[:-1]
-    assert [value_of(word) for word in read] == values()
+    assert [parse_value(word) for word in read] == values()

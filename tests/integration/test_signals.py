@@ -10,7 +10,7 @@ import time
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
-from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder
+from fixtures.cli_runner import TINY, UNTRACKED, CliResult, CliRunner, RunDir
 
 LONG_RUN = (
     *UNTRACKED,
@@ -22,9 +22,9 @@ LONG = pytest.mark.exhaustive
 EXIT = {SIGHUP: 129, SIGINT: 130, SIGTERM: 143}
 
 
-def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
-    assert ended.code == EXIT[signal.Signals(number)], ended.said
-    assert "Traceback" not in ended.said
+def assert_interrupted(ended: CliResult, run: RunDir, number: int) -> None:
+    assert ended.code == EXIT[signal.Signals(number)], ended.failure_report
+    assert "Traceback" not in ended.transcript
     status = run.status
     assert (status["status"], status["exit_code"]) == ("interrupted", ended.code)
     step = run.checkpoints[-1]
@@ -45,28 +45,28 @@ def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
         pytest.param("ddp", SIGHUP, True, marks=LONG),
     ],
 )
-def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewise: Doors) -> None:
-    door = scalewise.start(*LONG_RUN, f"parallelism={layout}")
-    door.until_step(3)
+def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, run_cli: CliRunner) -> None:
+    door = run_cli.start(*LONG_RUN, f"parallelism={layout}")
+    door.wait_for_step(3)
     door.signal(number, group=group)
     began = time.monotonic()
     ended = door.wait(30)
     assert time.monotonic() - began < 20
     assert_interrupted(ended, ended.folder, number)
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
     further = ended.folder.checkpoints[-1] + 2
-    resumed = scalewise(
+    resumed = run_cli(
         *LONG_RUN, f"parallelism={layout}", "resume=last", f"trainer.max_steps={further}"
-    ).ok()
+    ).assert_ok()
     assert resumed.newest.steps == list(range(1, further + 1))
 
 
 @LONG
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_nohup_is_obeyed(layout: str, scalewise: Doors) -> None:
+def test_nohup_is_obeyed(layout: str, run_cli: CliRunner) -> None:
     line = [sys.executable, "-m", "scalewise", "train", *LONG_RUN, f"parallelism={layout}"]
-    door = scalewise.command(["nohup", *line])
-    door.until_step(3)
+    door = run_cli.start_process(["nohup", *line])
+    door.wait_for_step(3)
     door.signal(SIGHUP, group=True)
     time.sleep(1)
     assert door.process.poll() is None
@@ -77,9 +77,9 @@ def test_nohup_is_obeyed(layout: str, scalewise: Doors) -> None:
 @pytest.mark.parametrize(
     ("number", "group"), [(SIGINT, True), pytest.param(SIGTERM, False, marks=LONG)]
 )
-def test_a_signal_ends_a_sweep(number: int, group: bool, scalewise: Doors) -> None:
-    door = scalewise.start("-m", *LONG_RUN, "seed=1,2,3")
-    door.until_step(3)
+def test_a_signal_ends_a_sweep(number: int, group: bool, run_cli: CliRunner) -> None:
+    door = run_cli.start("-m", *LONG_RUN, "seed=1,2,3")
+    door.wait_for_step(3)
     door.signal(number, group=group)
     ended = door.wait(30)
     first, *rest = ended.folder.jobs
@@ -88,14 +88,14 @@ def test_a_signal_ends_a_sweep(number: int, group: bool, scalewise: Doors) -> No
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
     assert record["ended"] is not None
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
-def test_the_tracker_hears_of_it(layout: str, scalewise: Doors) -> None:
+def test_the_tracker_hears_of_it(layout: str, run_cli: CliRunner) -> None:
     tracked = [part for part in LONG_RUN if part != "tracking=none"]
-    door = scalewise.start(*tracked, f"parallelism={layout}")
-    door.until_step(3)
+    door = run_cli.start(*tracked, f"parallelism={layout}")
+    door.wait_for_step(3)
     door.signal(SIGINT, group=True)
     ended = door.wait(30)
     assert_interrupted(ended, ended.folder, SIGINT)
@@ -105,46 +105,46 @@ def test_the_tracker_hears_of_it(layout: str, scalewise: Doors) -> None:
     records = [json.loads(line) for line in said.splitlines()]
     assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [130]
     assert any(record["type"] == "history" for record in records)
-    assert door.leftovers(within=3) == []
+    assert door.remaining_processes(within=3) == []
 
 
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
-def test_a_second_ctrl_c_does_not_wait(layout: str, scalewise: Doors) -> None:
+def test_a_second_ctrl_c_does_not_wait(layout: str, run_cli: CliRunner) -> None:
     """The first one is never acted on here: the step does not end."""
-    door = scalewise.start(*LONG_RUN, f"parallelism={layout}", *_stuck_at(3))
-    run = Folder(door.until_file("runs/*/*/stuck").parent)
+    door = run_cli.start(*LONG_RUN, f"parallelism={layout}", *_stuck_at(3))
+    run = RunDir(door.wait_for_file("runs/*/*/stuck").parent)
     door.signal(SIGINT, group=True)
     time.sleep(0.7)
     assert door.process.poll() is None
     door.signal(SIGINT, group=True)
     ended = door.wait(15)
-    assert ended.code == 130, ended.said
+    assert ended.code == 130, ended.failure_report
     assert run.status["status"] == "interrupted"
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
 def _stuck_at(step: int) -> tuple[str, ...]:
     return (
         "trusted_packages=[fixtures]",
-        "+callbacks.stuck._target_=fixtures.accidents.Stuck",
+        "+callbacks.stuck._target_=fixtures.faults.HangInStep",
         f"+callbacks.stuck.step={step}",
     )
 
 
 @LONG
 @pytest.mark.parametrize("accident", ["none", "hang"])
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewise: Doors) -> None:
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, run_cli: CliRunner) -> None:
     hung = (f"+inject={accident}", *(["callbacks.inject.step=5"] if accident != "none" else []))
-    door = scalewise.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
-    run = Folder(door.until_step(4))
+    door = run_cli.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
+    run = RunDir(door.wait_for_step(4))
     door.process.kill()
     door.process.wait(5)
-    assert door.leftovers(within=15) == []
+    assert door.remaining_processes(within=15) == []
     door.wait()
     further = run.checkpoints[-1] + 2
-    resumed = scalewise(
+    resumed = run_cli(
         *LONG_RUN, "parallelism=ddp", "resume=auto", f"trainer.max_steps={further}"
-    ).ok()
+    ).assert_ok()
     assert resumed.newest.status["resumed_from"] is not None
 
 
@@ -157,27 +157,27 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewis
         pytest.param("ddp", SIGTERM, marks=LONG),
     ],
 )
-def test_a_signal_before_training_began(layout: str, number: int, scalewise: Doors) -> None:
-    door = scalewise.start(*LONG_RUN, f"parallelism={layout}")
-    door.until_file("runs/*/*/status.json")
+def test_a_signal_before_training_began(layout: str, number: int, run_cli: CliRunner) -> None:
+    door = run_cli.start(*LONG_RUN, f"parallelism={layout}")
+    door.wait_for_file("runs/*/*/status.json")
     door.signal(number, group=True)
     ended = door.wait(20)
-    assert ended.code == EXIT[signal.Signals(number)], ended.said
-    assert "Traceback" not in ended.said
+    assert ended.code == EXIT[signal.Signals(number)], ended.failure_report
+    assert "Traceback" not in ended.transcript
     assert ended.folder.status["status"] == "interrupted"
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []
 
 
 @pytest.mark.parametrize(
     "delay", [0.3, 1.2, *(pytest.param(d, marks=LONG) for d in (0.1, 0.6, 2.0))]
 )
-def test_a_signal_while_starting_leaves_no_half_run(delay: float, scalewise: Doors) -> None:
-    door = scalewise.start(*TINY, "trainer.max_steps=100000")
+def test_a_signal_while_starting_leaves_no_half_run(delay: float, run_cli: CliRunner) -> None:
+    door = run_cli.start(*TINY, "trainer.max_steps=100000")
     time.sleep(delay)
     door.signal(SIGTERM)
     ended = door.wait(20)
-    assert ended.code in (143, -SIGTERM), ended.said
-    assert "Traceback" not in ended.said
+    assert ended.code in (143, -SIGTERM), ended.failure_report
+    assert "Traceback" not in ended.transcript
     for run in ended.folders:
         assert run.status["status"] == "interrupted"
-    assert door.leftovers(within=2) == []
+    assert door.remaining_processes(within=2) == []

@@ -13,95 +13,97 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened
-from fixtures.slurm import Cluster, cluster, lacking
+from fixtures.cli_runner import TINY, UNTRACKED, CliProcess, CliResult, CliRunner, RunDir
+from fixtures.slurm_cluster import SlurmCluster, missing_requirements, slurm_cluster
 
 from scalewise.run_files import read_json
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm here: {lacking()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_requirements()), reason=f"no Slurm here: {missing_requirements()}"
+)
 
 LONG = pytest.mark.exhaustive
-SLOW = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.accidents.Slow")
+SLOW = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 """Steps of 0.7 s."""
 WATCHED = ("trainer.log_every=1", "trainer.validate_every=null", *SLOW)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp("slurm")) as up:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as up:
         yield up
 
 
 class Sweep:
     """A sweep handed to Slurm, and what the tests do to its jobs."""
 
-    def __init__(self, door: Opened, slurm: Cluster) -> None:
+    def __init__(self, door: CliProcess, slurm: SlurmCluster) -> None:
         self.door, self.slurm = door, slurm
 
     @property
-    def folder(self) -> Folder:
+    def folder(self) -> RunDir:
         (only,) = self.door.cwd.glob("runs/*/*")
-        return Folder(only)
+        return RunDir(only)
 
-    def job(self, number: int) -> Folder:
-        return Folder(self.folder.path / str(number))
+    def job(self, number: int) -> RunDir:
+        return RunDir(self.folder.path / str(number))
 
     def id(self, number: int) -> str:
         return str(self.folder.json("slurm/jobs.json")[str(number)])
 
     def submitted(self, jobs: int) -> range:
         """Waits until Slurm has them; returns their numbers."""
-        self.door.until_file("runs/*/*/slurm/jobs.json")
+        self.door.wait_for_file("runs/*/*/slurm/jobs.json")
         return range(jobs)
 
     @property
     def statuses(self) -> list[str]:
         return [job["status"] for job in self.folder.json("sweep.json")["jobs"]]
 
-    def until(self, true: Callable[[], object], what: str) -> None:
-        self.door.until(true, what, 90)
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        self.door.wait_until(condition, what, 90)
 
-    def until_step(self, number: int, step: int) -> None:
+    def wait_for_step(self, number: int, step: int) -> None:
         file = self.door.cwd / "runs"
 
         def reached() -> bool:
             found = list(file.glob(f"*/*/{number}/metrics.csv"))
-            return bool(found) and step in Folder(found[0].parent).steps
+            return bool(found) and step in RunDir(found[0].parent).steps
 
-        self.until(reached, f"step {step} of job {number}")
+        self.wait_until(reached, f"step {step} of job {number}")
 
-    def until_it_runs_again(self, number: int) -> None:
+    def wait_until_restarted(self, number: int) -> None:
         def again() -> bool:
             time.sleep(0.5)
             if self.slurm.jobs().get(self.id(number)) == "PENDING":
                 time.sleep(2)  # a node takes no job within the second in which it ended it
-                self.slurm.hurry(self.id(number))
+                self.slurm.start_now(self.id(number))
             return read_json(self.job(number).path / "status.json").get("attempts") == 2
 
         self.submitted(0)
-        self.until(again, f"second attempt at job {number}")
+        self.wait_until(again, f"second attempt at job {number}")
 
-    def wait(self) -> Ended:
+    def wait(self) -> CliResult:
         return self.door.wait(120)
 
 
 @pytest.fixture
-def submit(scalewise: Doors, slurm: Cluster) -> Iterator[Callable[..., Sweep]]:
+def submit(run_cli: CliRunner, slurm: SlurmCluster) -> Iterator[Callable[..., Sweep]]:
     def submitted(*parts: str) -> Sweep:
         environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        door = scalewise.start("-m", "hydra/launcher=slurm", *parts, env=environment)
+        door = run_cli.start("-m", "hydra/launcher=slurm", *parts, env=environment)
         return Sweep(door, slurm)
 
     yield submitted
     if slurm.jobs():
-        slurm.say("scancel", "--user=root")
-        slurm.until_empty()
+        slurm.run_command("scancel", "--user=root")
+        slurm.wait_until_empty()
 
 
 def test_jobs_of_one_rank_and_of_two_on_two_nodes(submit: Callable[..., Sweep]) -> None:
     """Jobs of like shape are one array, whose elements are numbered as the jobs of the sweep."""
     sweep = submit(*UNTRACKED, "parallelism=single,ddp,fsdp", "hydra.launcher.nodes=2")
-    sweep.wait().ok()
+    sweep.wait().assert_ok()
     assert sweep.statuses == ["ok"] * 3
     arrays, _, numbers = zip(*(sweep.id(n).partition("_") for n in range(3)), strict=True)
     assert numbers == ("0", "1", "2")
@@ -122,7 +124,7 @@ def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep
         *UNTRACKED, "parallelism=ddp", "+inject=kill", "callbacks.inject.rank=0,1", "seed=1"
     )
     ended = sweep.wait()
-    assert ended.code == 1, ended.said
+    assert ended.code == 1, ended.failure_report
     assert sweep.statuses == ["failed", "failed"]
     first, second = (job.status for job in sweep.folder.jobs)
     assert "rank 0 was killed" in first["reason"]
@@ -138,14 +140,14 @@ def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2,3", "trainer.max_steps=12")
     requeued, warned, cancelled = (sweep.id(n) for n in sweep.submitted(3))
     for number in range(3):
-        sweep.until_step(number, 3)
-    sweep.slurm.say("scontrol", "requeue", requeued)
-    sweep.slurm.say("scancel", "--signal=USR2", warned)
-    sweep.slurm.say("scancel", cancelled)
+        sweep.wait_for_step(number, 3)
+    sweep.slurm.run_command("scontrol", "requeue", requeued)
+    sweep.slurm.run_command("scancel", "--signal=USR2", warned)
+    sweep.slurm.run_command("scancel", cancelled)
     for number in (0, 1):
-        sweep.until_it_runs_again(number)
+        sweep.wait_until_restarted(number)
     ended = sweep.wait()
-    assert ended.code == 143, ended.said
+    assert ended.code == 143, ended.failure_report
     assert sweep.statuses == ["ok", "ok", "interrupted"]
     for job in sweep.folder.jobs[:2]:
         assert job.status["attempts"] == 2
@@ -167,11 +169,11 @@ def test_preempted(partition: str, submit: Callable[..., Sweep]) -> None:
         *parts, *WATCHED, "parallelism=ddp", "trainer.max_steps=10",
         f"hydra.launcher.partition={partition}",
     )  # fmt: skip
-    sweep.until_step(0, 3)
+    sweep.wait_for_step(0, 3)
     all_nodes = ("--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    sweep.slurm.say("sbatch", "--partition=high", *all_nodes)
-    sweep.until_it_runs_again(0)
-    sweep.wait().ok()
+    sweep.slurm.run_command("sbatch", "--partition=high", *all_nodes)
+    sweep.wait_until_restarted(0)
+    sweep.wait().assert_ok()
     job = sweep.job(0)
     assert (job.status["status"], job.status["attempts"]) == ("ok", 2)
     assert job.steps == list(range(1, 11))
@@ -193,14 +195,14 @@ def inspected(file: Path) -> dict[str, Any]:
     return {record["type"]: record[record["type"]] for record in records}
 
 
-def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: Doors) -> None:
+def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], run_cli: CliRunner) -> None:
     """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
-    sweep.until_step(0, 2)
+    sweep.wait_for_step(0, 2)
     door = sweep.door
     door.signal(signal.SIGINT, group=True)
     ended = door.wait(30)
-    assert ended.code == 130, ended.said
+    assert ended.code == 130, ended.failure_report
     array = sweep.id(0).partition("_")[0]
     status = f"scalewise status {sweep.folder.path}"
     assert f"{status} shows them, scancel {array} cancels them" in ended.err
@@ -209,24 +211,24 @@ def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: D
 
     def shown() -> str:
         environment = sweep.slurm.environment
-        return scalewise(str(sweep.folder.path), verb="status", env=environment).ok().out
+        return run_cli(str(sweep.folder.path), command="status", env=environment).assert_ok().out
 
     assert "1 running, 1 queued" in shown()
     assert re.search(r"0 +1 +running +\d+/8 +\d\.\d{4} +\d+\.\d s", shown())
-    sweep.slurm.say("scancel", array)
-    sweep.slurm.until_empty()
+    sweep.slurm.run_command("scancel", array)
+    sweep.slurm.wait_until_empty()
     assert "1 interrupted, 1 lost" in shown()
     assert "its checkpoint is saved" in shown()
     assert "interrupted" in (sweep.job(0).path / "report.html").read_text("utf-8")
     assert not (sweep.folder.path / "report.html").exists()
-    scalewise(str(sweep.folder.path), verb="report").ok()
+    run_cli(str(sweep.folder.path), command="report").assert_ok()
     assert (sweep.folder.path / "report.html").exists()
 
 
-def test_a_partition_that_is_not_there(submit: Callable[..., Sweep], scalewise: Doors) -> None:
+def test_a_partition_that_is_not_there(submit: Callable[..., Sweep], run_cli: CliRunner) -> None:
     ended = submit(*UNTRACKED, "hydra.launcher.partition=nowhere", "seed=1,2").wait()
-    ended.refused("hydra/launcher=slurm", "invalid partition specified: nowhere")
-    assert not any(scalewise.cwd.glob("runs/*/*/sweep.json"))
+    ended.assert_rejected("hydra/launcher=slurm", "invalid partition specified: nowhere")
+    assert not any(run_cli.cwd.glob("runs/*/*/sweep.json"))
 
 
 @LONG
@@ -236,9 +238,9 @@ def test_time_runs_out(submit: Callable[..., Sweep]) -> None:
         *UNTRACKED, *WATCHED, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",
         "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=1",
     )  # fmt: skip
-    sweep.until_it_runs_again(0)
+    sweep.wait_until_restarted(0)
     ended = sweep.wait()
-    assert ended.code == 128 + signal.SIGUSR2, ended.said
+    assert ended.code == 128 + signal.SIGUSR2, ended.failure_report
     status = sweep.job(0).status
     assert (status["status"], status["attempts"]) == ("interrupted", 2)
     assert "hydra.launcher.max_num_timeout=1" in status["reason"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from fixtures.doors import TINY, Doors
+from fixtures.cli_runner import TINY, CliRunner
 
 LOOKING = (
     ("--help",),
@@ -27,20 +27,20 @@ print(json.dumps([code, sorted(name for name in {heavy} if name in sys.modules)]
 
 
 @pytest.mark.parametrize("line", LOOKING[:-1])
-def test_looking_around_imports_nothing_heavy(line: tuple[str, ...], scalewise: Doors) -> None:
+def test_looking_around_imports_nothing_heavy(line: tuple[str, ...], run_cli: CliRunner) -> None:
     watched = [sys.executable, "-c", WATCH.format(heavy=HEAVY), *line]
-    ended = scalewise.command(watched).wait()
-    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.said
+    ended = run_cli.start_process(watched).wait()
+    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.failure_report
     assert ended.folders == []
 
 
-def test_doctor_imports_no_torch(scalewise: Doors) -> None:
+def test_doctor_imports_no_torch(run_cli: CliRunner) -> None:
     watched = [sys.executable, "-c", WATCH.format(heavy=("torch", "lightning")), "doctor"]
-    ended = scalewise.command(watched).wait()
-    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.said
+    ended = run_cli.start_process(watched).wait()
+    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.failure_report
 
 
-def processor_seconds(doors: Doors, *line: str) -> float:
+def processor_seconds(doors: CliRunner, *line: str) -> float:
     """Returns the processor time of a command and its children, seconds."""
     before = os.times()
     subprocess.run(
@@ -55,7 +55,7 @@ def processor_seconds(doors: Doors, *line: str) -> float:
     return after.children_user + after.children_system - before[2] - before[3]
 
 
-def share_of_torch(doors: Doors, most: float, *line: str) -> float:
+def share_of_torch(doors: CliRunner, most: float, *line: str) -> float:
     """Returns a command's least seconds in several turns, over those of importing torch.
 
     Turns go on until the share is at most ``most``, for a busy machine only ever adds to them.
@@ -73,9 +73,9 @@ def share_of_torch(doors: Doors, most: float, *line: str) -> float:
 @pytest.mark.timed
 @pytest.mark.parametrize("line", [("--help",), ("train", "--cfg", "job", "experiment=smoke")])
 def test_looking_around_costs_a_share_of_importing_torch(
-    line: tuple[str, ...], scalewise: Doors
+    line: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    assert share_of_torch(scalewise, 0.4, *line) <= 0.4
+    assert share_of_torch(run_cli, 0.4, *line) <= 0.4
 
 
 REFUSED = {
@@ -87,26 +87,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_refusal_leaves_nothing(line: tuple[str, ...], scalewise: Doors) -> None:
-    ended = scalewise(*line).refused(*REFUSED[line])
-    assert not (scalewise.cwd / "runs").exists()
+def test_a_refusal_leaves_nothing(line: tuple[str, ...], run_cli: CliRunner) -> None:
+    ended = run_cli(*line).assert_rejected(*REFUSED[line])
+    assert not (run_cli.cwd / "runs").exists()
     assert ended.out == ""
 
 
 @pytest.mark.timed
-def test_a_refusal_is_quick(scalewise: Doors) -> None:
+def test_a_refusal_is_quick(run_cli: CliRunner) -> None:
     _, slowest, _ = REFUSED
-    assert share_of_torch(scalewise, 1, "train", *slowest) <= 1
+    assert share_of_torch(run_cli, 1, "train", *slowest) <= 1
 
 
 @pytest.mark.timed
-def test_a_plan_costs_less_than_importing_torch(scalewise: Doors) -> None:
+def test_a_plan_costs_less_than_importing_torch(run_cli: CliRunner) -> None:
     line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
-    assert share_of_torch(scalewise, 1, "plan", *line) <= 1
+    assert share_of_torch(run_cli, 1, "plan", *line) <= 1
 
 
-def test_data_is_refused_before_there_is_a_folder(scalewise: Doors) -> None:
-    (scalewise.cwd / "empty.txt").write_text("")
+def test_data_is_refused_before_there_is_a_folder(run_cli: CliRunner) -> None:
+    (run_cli.cwd / "empty.txt").write_text("")
     parts = [part for part in TINY if "megabytes" not in part]
-    ended = scalewise(*parts, "data=text", "data.paths=[empty.txt]").refused("data.paths")
+    ended = run_cli(*parts, "data=text", "data.paths=[empty.txt]").assert_rejected("data.paths")
     assert ended.folders == []

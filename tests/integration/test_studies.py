@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors, Ended, Folder
+from fixtures.cli_runner import UNTRACKED, CliResult, CliRunner, RunDir
 
 LONG = pytest.mark.exhaustive
 GRID = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "hydra.sweeper.sampler=grid")
 
 
-def study(folder: Folder) -> dict[str, Any]:
+def study(folder: RunDir) -> dict[str, Any]:
     return folder.json("study.json")
 
 
-def statuses(folder: Folder) -> list[str]:
+def statuses(folder: RunDir) -> list[str]:
     return [trial["status"] for trial in study(folder)["trials"]]
 
 
@@ -28,12 +28,12 @@ class TestASearch:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def ended(cls, doors_in: Callable[[str], Doors]) -> Ended:
+    def ended(cls, cli_runner_in: Callable[[str], CliRunner]) -> CliResult:
         axes = ("+inject=none,oom", "data.sequence=32,65536")
-        return doors_in("search")(*GRID, "hydra.sweeper.jobs=3", *axes)
+        return cli_runner_in("search")(*GRID, "hydra.sweeper.jobs=3", *axes)
 
-    def test_it_goes_on_past_failures(self, ended: Ended) -> None:
-        assert ended.code == 1, ended.said  # its unsuccessful trials share none
+    def test_it_goes_on_past_failures(self, ended: CliResult) -> None:
+        assert ended.code == 1, ended.transcript  # its unsuccessful trials share none
         assert statuses(ended.folder) == ["ok", "out_of_memory", "refused", "refused"]
         states = [trial["state"] for trial in study(ended.folder)["trials"]]
         assert states == ["complete", "fail", "fail", "fail"]
@@ -42,31 +42,31 @@ class TestASearch:
             "out_of_memory",
         ]
 
-    def test_it_says_why(self, ended: Ended) -> None:
+    def test_it_says_why(self, ended: CliResult) -> None:
         assert "trial 2 rejected" in ended.out
         assert "data.sequence=65536" in ended.out
-        assert "Traceback" not in ended.said
+        assert "Traceback" not in ended.transcript
 
-    def test_the_best_is_told_with_the_line_that_trains_it(self, ended: Ended) -> None:
+    def test_the_best_is_told_with_the_line_that_trains_it(self, ended: CliResult) -> None:
         assert study(ended.folder)["best"] == [0]
         (line,) = [text for text in ended.out.splitlines() if text.startswith("scalewise train")]
         assert {"+inject=none", "data.sequence=32"} < set(line.split())
 
-    def test_a_value_is_what_the_job_measured(self, ended: Ended) -> None:
+    def test_a_value_is_what_the_job_measured(self, ended: CliResult) -> None:
         (first, *_) = study(ended.folder)["trials"]
         measured = ended.folder.jobs[0].summary["metrics"]["val/loss"]
         assert first["values"] == [measured]
         assert first["folder"] == "0"
 
-    def test_each_job_says_what_varies(self, ended: Ended) -> None:
+    def test_each_job_says_what_varies(self, ended: CliResult) -> None:
         varied = ended.folder.jobs[0].status["varied"]
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> None:
+def test_a_pruned_trial_trains_fewer_steps(layout: str, run_cli: CliRunner) -> None:
     axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
-    ended = scalewise(*GRID, "hydra.sweeper.pruner=asha", *axes).ok()
+    ended = run_cli(*GRID, "hydra.sweeper.pruner=asha", *axes).assert_ok()
     good, pruned = ended.folder.jobs
     assert (good.steps[-1], pruned.steps[-1]) == (12, 4)
     assert pruned.summary["steps"] == 4
@@ -79,17 +79,17 @@ def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> Non
     assert list(told[1]["reported"]) == ["4"]
 
 
-def test_a_killed_search_goes_on(scalewise: Doors) -> None:
+def test_a_killed_search_goes_on(run_cli: CliRunner) -> None:
     """SIGKILL in the second trial of three: the first is not repeated, the second is."""
     line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
     slow = "trainer.max_steps=200"
-    door = scalewise.start(*line, slow, "trainer.log_every=1", "trainer.validate_every=100")
-    door.until_file("runs/search/once/1/metrics.csv")
+    door = run_cli.start(*line, slow, "trainer.log_every=1", "trainer.validate_every=100")
+    door.wait_for_file("runs/search/once/1/metrics.csv")
     door.kill()
     door.wait()
-    folder = Folder(scalewise.cwd / "runs" / "search" / "once")
+    folder = RunDir(run_cli.cwd / "runs" / "search" / "once")
     (first,) = [trial for trial in study(folder)["trials"] if trial["state"] == "complete"]
-    ended = scalewise(*line, "trainer.max_steps=4").ok()
+    ended = run_cli(*line, "trainer.max_steps=4").assert_ok()
     told = study(folder)["trials"]
     assert told[0] == first
     assert sorted(t["params"]["optimizer.lr"] for t in told if t["state"] == "complete") == [
@@ -103,23 +103,23 @@ def test_a_killed_search_goes_on(scalewise: Doors) -> None:
 
 
 @LONG
-def test_an_interrupted_search_goes_on_from_its_storage(scalewise: Doors) -> None:
+def test_an_interrupted_search_goes_on_from_its_storage(run_cli: CliRunner) -> None:
     line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
-    door = scalewise.start(*line, "trainer.max_steps=400", "trainer.validate_every=200")
-    door.until_file("runs/*/*/0/metrics.csv")
+    door = run_cli.start(*line, "trainer.max_steps=400", "trainer.validate_every=200")
+    door.wait_for_file("runs/*/*/0/metrics.csv")
     door.signal(15)
     assert door.wait().code == 143
-    ended = scalewise(*line, "trainer.max_steps=4").ok()
+    ended = run_cli(*line, "trainer.max_steps=4").assert_ok()
     told = study(ended.newest)["trials"]
     assert [trial["state"] for trial in told].count("complete") == 3
-    assert (scalewise.cwd / "kept" / "search.db").is_file()
+    assert (run_cli.cwd / "kept" / "search.db").is_file()
 
 
-def test_a_plan_of_a_search_is_one_table(scalewise: Doors) -> None:
+def test_a_plan_of_a_search_is_one_table(run_cli: CliRunner) -> None:
     axes = ("hydra.sweeper.trials=3", "optimizer.lr=tag(log,interval(1e-5,1e-2))")
-    ended = scalewise("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, verb="plan").ok()
+    ended = run_cli("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, command="plan").assert_ok()
     assert ended.out.count("fits") >= 3
-    assert not (scalewise.cwd / "runs").exists()
+    assert not (run_cli.cwd / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -136,31 +136,31 @@ def test_a_plan_of_a_search_is_one_table(scalewise: Doors) -> None:
     ],
 )
 def test_what_cannot_be_searched_is_refused(
-    line: tuple[str, ...], words: tuple[str, ...], scalewise: Doors
+    line: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
 ) -> None:
     searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
-    scalewise(*searched, *line).refused(*words)
-    assert not list(Path(scalewise.cwd).glob("runs/*/*"))
+    run_cli(*searched, *line).assert_rejected(*words)
+    assert not list(Path(run_cli.cwd).glob("runs/*/*"))
 
 
-def test_without_optuna_it_says_what_to_install(scalewise: Doors) -> None:
-    absent = scalewise.cwd / "absent"
+def test_without_optuna_it_says_what_to_install(run_cli: CliRunner) -> None:
+    absent = run_cli.cwd / "absent"
     absent.mkdir()
     (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
-    path = f"{absent}{os.pathsep}{scalewise.environment['PYTHONPATH']}"
+    path = f"{absent}{os.pathsep}{run_cli.environment['PYTHONPATH']}"
     line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
-    scalewise(*line, env={"PYTHONPATH": path}).refused("pip install 'scalewise[optuna]'")
+    run_cli(*line, env={"PYTHONPATH": path}).assert_rejected("pip install 'scalewise[optuna]'")
 
 
 @LONG
-def test_several_objectives_within_a_bound(scalewise: Doors) -> None:
+def test_several_objectives_within_a_bound(run_cli: CliRunner) -> None:
     """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
     objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
     bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
     axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")
     options = ("hydra.sweeper.trials=8", "hydra.sweeper.jobs=4", "hydra.sweeper.sampler=nsga2")
     line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
-    ended = scalewise(*line, timeout=300).ok()
+    ended = run_cli(*line, timeout=300).assert_ok()
     trials = study(ended.folder)["trials"]
     assert len(trials) == 8
     for trial in trials:
@@ -178,7 +178,7 @@ def test_several_objectives_within_a_bound(scalewise: Doors) -> None:
 
 
 @LONG
-def test_the_sweep_of_the_tree(scalewise: Doors) -> None:
-    ended = scalewise("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").ok()
+def test_the_sweep_of_the_tree(run_cli: CliRunner) -> None:
+    ended = run_cli("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").assert_ok()
     assert len(study(ended.folder)["trials"]) == 3
     json.dumps(study(ended.folder)["importance"])

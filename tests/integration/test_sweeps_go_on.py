@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.doors import UNTRACKED, Doors, Folder
+from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
 
 LONG = pytest.mark.exhaustive
 SWEEP = ("-m", *UNTRACKED, "checkpoint.every=2", "trusted_packages=[fixtures]")
 KILLED_IN_JOB_1 = (
-    "+callbacks.accident._target_=fixtures.accidents.KillLauncher",
+    "+callbacks.accident._target_=fixtures.faults.KillLauncher",
     "+callbacks.accident.job=1",
     "+callbacks.accident.step=5",
 )
-SLOW = "+callbacks.slow._target_=fixtures.accidents.Slow"
+SLOW = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
 
 
-def done(sweep: Folder) -> dict[str, bytes]:
+def done(sweep: RunDir) -> dict[str, bytes]:
     """What every job that ended well has left, by the job's folder."""
     found = {}
     for file in sweep.path.glob("*/status.json"):
@@ -34,17 +34,17 @@ def done(sweep: Folder) -> dict[str, bytes]:
     return found
 
 
-def unchanged(before: dict[str, bytes], sweep: Folder) -> bool:
+def unchanged(before: dict[str, bytes], sweep: RunDir) -> bool:
     return all((sweep.path / name).read_bytes() == content for name, content in before.items())
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors) -> None:
+def test_a_sweep_whose_process_was_killed_goes_on(layout: str, run_cli: CliRunner) -> None:
     line = (*SWEEP, "seed=1,2,3", f"parallelism={layout}", *KILLED_IN_JOB_1)
-    door = scalewise.start(*line)
+    door = run_cli.start(*line)
     cut = door.wait()
-    assert cut.code == -signal.SIGKILL, cut.said
-    assert door.leftovers(within=15) == []
+    assert cut.code == -signal.SIGKILL, cut.failure_report
+    assert door.remaining_processes(within=15) == []
     sweep, before = cut.folder, done(cut.folder)
     assert [job["status"] for job in sweep.json("sweep.json")["jobs"]] == [
         "ok",
@@ -53,12 +53,12 @@ def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors)
     ]
     assert {name.split("/")[0] for name in before} == {"0"}
 
-    planned = scalewise(*line, "resume_sweep=last", verb="plan").ok().out.splitlines()
+    planned = run_cli(*line, "resume_sweep=last", command="plan").assert_ok().out.splitlines()
     assert planned[0].endswith("1 of 3 jobs have ended, 2 to run")
     assert [row.split()[0] for row in planned[1:4]] == ["seed", "2", "3"]
     assert unchanged(before, sweep)
 
-    ended = scalewise(*line, "resume_sweep=last").ok()
+    ended = run_cli(*line, "resume_sweep=last").assert_ok()
     assert f"Resuming {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
     assert ended.folder.path == sweep.path
     assert unchanged(before, sweep)
@@ -100,14 +100,14 @@ cli.main(["train", *sys.argv[2:]])
         pytest.param(6, ["0", "1"], marks=LONG, id="before the record is closed"),
     ],
 )
-def test_no_finished_job_is_lost(write: int, finished: list[str], scalewise: Doors) -> None:
+def test_no_finished_job_is_lost(write: int, finished: list[str], run_cli: CliRunner) -> None:
     line = (*SWEEP, "seed=1,2")
     program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *line]
-    cut = scalewise.command(program).wait()
-    assert cut.code == -signal.SIGKILL, cut.said
+    cut = run_cli.start_process(program).wait()
+    assert cut.code == -signal.SIGKILL, cut.failure_report
     before = done(cut.folder)
     assert sorted({name.split("/")[0] for name in before}) == finished
-    ended = scalewise(*SWEEP, "seed=2", "resume_sweep=last").ok()  # another grid than before
+    ended = run_cli(*SWEEP, "seed=2", "resume_sweep=last").assert_ok()  # another grid than before
     assert unchanged(before, ended.folder)
     assert [job.path.name for job in ended.folder.jobs] == ["0", "1"]
     noted = [job["status"] for job in ended.folder.json("sweep.json")["jobs"]]
@@ -115,20 +115,20 @@ def test_no_finished_job_is_lost(write: int, finished: list[str], scalewise: Doo
     assert ended.folder.json("sweep.json")["ended"] is not None
 
 
-def test_an_edited_grid_adds_jobs_and_retries_on_request(scalewise: Doors) -> None:
+def test_an_edited_grid_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
     """A limit is no part of what a job is: the one that ran out of time gets more of it."""
     slow = (*SWEEP, SLOW)
-    ended = scalewise(*slow, "seed=1,2", "launch.timeout=4")
-    assert ended.code == 4, ended.said
+    ended = run_cli(*slow, "seed=1,2", "launch.timeout=4")
+    assert ended.code == 4, ended.failure_report
     sweep = ended.folder
     assert [job.status["status"] for job in sweep.jobs] == ["timeout"] * 2
 
-    kept = scalewise(*slow, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
-    assert kept.code == 4, kept.said
+    kept = run_cli(*slow, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
+    assert kept.code == 4, kept.failure_report
     assert "2 of 2 jobs have ended, 0 to run" in kept.out
 
     other = ("seed=2,3", "resume_sweep=last", "launch.timeout=60")
-    more = scalewise(*slow, *other, "retry=timeout,failed").ok()
+    more = run_cli(*slow, *other, "retry=timeout,failed").assert_ok()
     record = more.folder.json("sweep.json")
     assert more.folder.path == sweep.path
     assert [(job["number"], job["folder"], job["status"]) for job in record["jobs"]] == [
@@ -143,22 +143,22 @@ def test_an_edited_grid_adds_jobs_and_retries_on_request(scalewise: Doors) -> No
 
 
 @pytest.fixture
-def running(scalewise: Doors) -> Iterator[tuple[Doors, Path]]:
+def running(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
     """A sweep under way."""
-    door = scalewise.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
-    folder = door.until_step(2).parent
-    yield scalewise, folder
+    door = run_cli.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
+    folder = door.wait_for_step(2).parent
+    yield run_cli, folder
     assert door.process.poll() is None
     door.signal(signal.SIGINT, group=True)
     assert door.wait(30).code == 130
 
 
-def test_a_sweep_that_runs_is_not_gone_on_with(running: tuple[Doors, Path]) -> None:
+def test_a_sweep_that_runs_is_not_gone_on_with(running: tuple[CliRunner, Path]) -> None:
     scalewise, folder = running
     record = (folder / "sweep.json").read_text("utf-8")
     pid = json.loads(record)["process"]["pid"]
     line = (*SWEEP, "seed=1,2")
     for asked in ("last", str(folder)):
-        refused = scalewise(*line, f"resume_sweep={asked}").refused(f"process {pid}")
+        refused = scalewise(*line, f"resume_sweep={asked}").assert_rejected(f"process {pid}")
         assert "still running" in refused.err
     assert (folder / "sweep.json").read_text("utf-8") == record

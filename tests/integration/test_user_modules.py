@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixtures import yours
-from fixtures.doors import Doors
+from fixtures import user_module
+from fixtures.cli_runner import CliRunner
 
 LINE = (
     "objective=module",
@@ -25,14 +25,14 @@ LINE = (
 
 
 @pytest.fixture
-def door(scalewise: Doors) -> Doors:
-    (scalewise.cwd / "mypkg").mkdir()
-    shutil.copy(Path(yours.__file__), scalewise.cwd / "mypkg" / "__init__.py")
-    return scalewise
+def door(run_cli: CliRunner) -> CliRunner:
+    (run_cli.cwd / "mypkg").mkdir()
+    shutil.copy(Path(user_module.__file__), run_cli.cwd / "mypkg" / "__init__.py")
+    return run_cli
 
 
-def test_a_package_in_this_folder_is_trained(door: Doors) -> None:
-    ended = door(*LINE, "parallelism=ddp", "parallelism.replicas=2").ok()
+def test_a_package_in_this_folder_is_trained(door: CliRunner) -> None:
+    ended = door(*LINE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
     run = ended.folder
     assert run.status["status"] == "ok"
     assert run.path.parent.name == "MyModule-ddp-fp32"
@@ -51,11 +51,11 @@ def test_a_package_in_this_folder_is_trained(door: Doors) -> None:
     assert list((run.path / "wandb").glob("offline-run-*"))
 
 
-def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: Doors) -> None:
+def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: CliRunner) -> None:
     streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
-    ended = door(*LINE, *streamed, "parallelism=ddp", "tracking=none").ok()
+    ended = door(*LINE, *streamed, "parallelism=ddp", "tracking=none").assert_ok()
     assert ended.folder.steps == list(range(1, 9))
-    assert "Traceback" not in ended.said
+    assert "Traceback" not in ended.transcript
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,19 @@ def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: Doo
     ],
 )
 def test_targets_that_lead_nowhere_are_one_line(
-    more: tuple[str, ...], words: tuple[str, ...], door: Doors
+    more: tuple[str, ...], words: tuple[str, ...], door: CliRunner
 ) -> None:
     replaced = {line.partition("=")[0] for line in more}
     kept = [line for line in LINE if line.partition("=")[0] not in replaced]
-    door(*kept, *more).refused(*words)
+    door(*kept, *more).assert_rejected(*words)
     assert not (door.cwd / "runs").exists()
 
 
-def test_another_module_of_the_folder_has_to_be_trusted_too(door: Doors) -> None:
+def test_another_module_of_the_folder_has_to_be_trusted_too(door: CliRunner) -> None:
     package = door.cwd / "mypkg" / "__init__.py"
     package.write_text(package.read_text("utf-8") + "\nimport my_helpers\n", "utf-8")
     (door.cwd / "my_helpers.py").write_text("")
     trusted = "trusted_packages=[mypkg,my_helpers]"
-    door(*LINE, "trainer.max_steps=2").refused("No module named 'my_helpers'", f"'{trusted}'")
+    door(*LINE, "trainer.max_steps=2").assert_rejected(
+        "No module named 'my_helpers'", f"'{trusted}'"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fixtures.doors import MARK, TINY, Doors, Ended, Folder
+from fixtures.cli_runner import MARK_VARIABLE, TINY, CliResult, CliRunner, RunDir
 from fixtures.wandb_server import ENTITY, WandbServer
 from fixtures.wandb_views import Views
 
@@ -24,19 +24,19 @@ def reaching(server: WandbServer) -> dict[str, str]:
     return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
 
 
-def assert_nothing_lost(run: Folder, steps: int) -> None:
+def assert_nothing_lost(run: RunDir, steps: int) -> None:
     assert run.status["status"] == "ok"
     assert run.steps == list(range(1, steps + 1))
     assert run.summary["steps"] == steps
     assert run.checkpoints[-1] == steps
 
 
-def assert_key_is_nowhere(ended: Ended) -> None:
-    assert KEY not in ended.said
+def assert_key_is_nowhere(ended: CliResult) -> None:
+    assert KEY not in ended.transcript
     where = [
         str(path)
         for run in ended.folders
-        for path, text in run.text.items()
+        for path, text in run.content.items()
         if KEY.encode() in text
     ]
     assert where == []
@@ -47,15 +47,15 @@ class TestOnline:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def told(cls, doors_in: Callable[[str], Doors]) -> tuple[WandbServer, Ended]:
+    def told(cls, cli_runner_in: Callable[[str], CliRunner]) -> tuple[WandbServer, CliResult]:
         with WandbServer(handlers=Views().handlers) as server:
             line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
             surroundings = {"WANDB_RUN_ID": "job4711", "WANDB_NAME": "nightly"}
             surroundings["WANDB_RESUME"] = "allow"
             env = {**reaching(server), **surroundings}
-            return server, doors_in("online")(*line, env=env).ok()
+            return server, cli_runner_in("online")(*line, env=env).assert_ok()
 
-    def test_each_job_is_a_run_of_one_group(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_each_job_is_a_run_of_one_group(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         assert len(server.inputs) == 2
         assert "job4711" not in server.inputs
@@ -67,7 +67,7 @@ class TestOnline:
             assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"])
             assert given["notes"] == "noted"
 
-    def test_the_config_stays_nested(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_the_config_stays_nested(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         configs = [json.loads(given["config"]) for given in server.inputs.values()]
         assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
@@ -75,7 +75,7 @@ class TestOnline:
             assert config["model"]["value"]["width"] == 32
             assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"]
 
-    def test_rows_and_endings_arrive(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_rows_and_endings_arrive(self, told: tuple[WandbServer, CliResult]) -> None:
         server, _ = told
         for run in server.inputs:
             rows = server.history(run)
@@ -83,7 +83,7 @@ class TestOnline:
             assert "val/loss" in rows[-1]
         assert set(server.exit_codes.values()) == {0}
 
-    def test_the_status_links_the_run(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_the_status_links_the_run(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         links = [job.status["wandb"] for job in ended.folder.jobs]
         assert {link["mode"] for link in links} == {"online"}
@@ -91,25 +91,27 @@ class TestOnline:
         for link in links:
             assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
 
-    def test_the_end_is_told_once_with_one_report(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_the_end_is_told_once_with_one_report(
+        self, told: tuple[WandbServer, CliResult]
+    ) -> None:
         server, ended = told
         assert ended.out.count("W&B report") == 1
         assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
         assert server.alerts == []
-        assert server.unknown == []
+        assert server.unexpected == []
         for job in ended.folder.jobs:
             run = server.runs[job.status["wandb"]["id"]]
             assert run.summary["status"] == "ok"
             assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files)
             assert "report" not in job.status["wandb"]
 
-    def test_the_key_is_nowhere(self, told: tuple[WandbServer, Ended]) -> None:
+    def test_the_key_is_nowhere(self, told: tuple[WandbServer, CliResult]) -> None:
         assert_key_is_nowhere(told[1])
 
 
-def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
+def test_a_failure_is_one_at_the_server_too(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
-        ended = scalewise(*TINY, "+inject=raise", env=reaching(server))
+        ended = run_cli(*TINY, "+inject=raise", env=reaching(server))
     assert ended.code == 1
     assert list(server.exit_codes.values()) == [1]
     (alert,) = server.alerts
@@ -119,9 +121,9 @@ def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
 
 
 @pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=LONG) for n in (401, 429))])
-def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise: Doors) -> None:
+def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, run_cli: CliRunner) -> None:
     with WandbServer(faults={"*": fault}) as server:
-        ended = scalewise(*TINY, env=reaching(server)).ok()
+        ended = run_cli(*TINY, env=reaching(server)).assert_ok()
     assert ended.seconds < 60
     assert_nothing_lost(ended.folder, 8)
     assert ended.folder.status["wandb"]["mode"] == "offline"
@@ -130,22 +132,22 @@ def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise
 
 
 @pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=LONG)])
-def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors) -> None:
+def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, run_cli: CliRunner) -> None:
     with WandbServer() as server:
-        door = scalewise.start(*TINY, *LONGER, env=reaching(server))
-        door.until_step(5)
+        door = run_cli.start(*TINY, *LONGER, env=reaching(server))
+        door.wait_for_step(5)
         if how == "dies":
-            server.die()
+            server.shut_down()
         else:
             server.faults["*"] = 500
-        ended = door.wait(90).ok()
+        ended = door.wait(90).assert_ok()
         assert_nothing_lost(ended.folder, 400)
         assert ended.folder.status["seconds"] < 70
         assert ended.folder.status["wandb"]["mode"] == "online"
-    assert door.leftovers() == []
+    assert door.remaining_processes() == []
     with WandbServer(handlers=Views().handlers) as later:
         path = str(ended.folder.path)
-        scalewise(path, verb="publish", env=reaching(later)).ok()
+        run_cli(path, command="publish", env=reaching(later)).assert_ok()
         (run,) = later.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 401))
     assert [row["train/loss"] for row in run.history] == ended.folder.column("train/loss")
@@ -154,8 +156,8 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors)
 @pytest.mark.parametrize(
     "url", [pytest.param("http://127.0.0.1:9", marks=LONG), "http://nowhere.invalid"]
 )
-def test_a_key_without_a_server_means_offline(url: str, scalewise: Doors) -> None:
-    ended = scalewise(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).ok()
+def test_a_key_without_a_server_means_offline(url: str, run_cli: CliRunner) -> None:
+    ended = run_cli(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).assert_ok()
     assert ended.folder.status["wandb"]["mode"] == "offline"
     assert_key_is_nowhere(ended)
 
@@ -165,34 +167,34 @@ def test_a_key_without_a_server_means_offline(url: str, scalewise: Doors) -> Non
     [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=LONG)],
 )
 def test_either_says_that_nothing_is_tracked(
-    asked: tuple[str, ...], variable: str, scalewise: Doors
+    asked: tuple[str, ...], variable: str, run_cli: CliRunner
 ) -> None:
-    folder = scalewise(*TINY, *asked, env={"WANDB_MODE": variable}).ok().folder
+    folder = run_cli(*TINY, *asked, env={"WANDB_MODE": variable}).assert_ok().folder
     assert folder.status["wandb"]["mode"] == "disabled"
     assert not (folder.path / "wandb").exists()
 
 
-def test_no_key_means_no_prompt_even_on_a_terminal(scalewise: Doors) -> None:
+def test_no_key_means_no_prompt_even_on_a_terminal(run_cli: CliRunner) -> None:
     """A person at a terminal without an account is asked nothing."""
-    text, code = at_a_terminal(scalewise, *TINY)
+    text, code = at_a_terminal(run_cli, *TINY)
     assert code == 0, text
     assert "Enter your choice" not in text
     assert "wandb.ai" not in text
     assert "8/8" in text
-    (status,) = scalewise.cwd.glob("runs/*/*/status.json")
+    (status,) = run_cli.cwd.glob("runs/*/*/status.json")
     assert json.loads(status.read_text())["wandb"]["mode"] == "offline"
     assert text.count("\x1b[?25l") <= text.count("\x1b[?25h"), "the cursor stays hidden"
 
 
-def test_a_failure_gives_the_terminal_back(scalewise: Doors) -> None:
-    text, code = at_a_terminal(scalewise, *TINY, "+inject=raise")
+def test_a_failure_gives_the_terminal_back(run_cli: CliRunner) -> None:
+    text, code = at_a_terminal(run_cli, *TINY, "+inject=raise")
     assert code == 1
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def at_a_terminal(doors: Doors, *arguments: str) -> tuple[str, int]:
+def at_a_terminal(doors: CliRunner, *arguments: str) -> tuple[str, int]:
     """Runs a door on a pseudo terminal where nobody types."""
-    environment: dict[str, Any] = {**doors.environment, MARK: "terminal", "TERM": "xterm"}
+    environment: dict[str, Any] = {**doors.environment, MARK_VARIABLE: "terminal", "TERM": "xterm"}
     line = [sys.executable, "-m", "scalewise", "train", *arguments]
     process, terminal = pty.fork()
     if process == 0:

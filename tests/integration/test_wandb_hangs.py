@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from fixtures.doors import TINY, Doors
+from fixtures.cli_runner import TINY, CliRunner
 from fixtures.wandb_server import WandbServer
 from fixtures.wandb_views import Views
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 LONGER = ("trainer.max_steps=12", "trainer.log_every=1", "trainer.validate_every=null")
-SLOW = ("+callbacks.slow._target_=fixtures.accidents.Slow", "trusted_packages=[fixtures]")
+SLOW = ("+callbacks.slow._target_=fixtures.faults.SlowSteps", "trusted_packages=[fixtures]")
 STARTS = 20.0
 """Seconds for the imports of a command on a busy machine."""
 
@@ -24,28 +24,28 @@ def _break(server: WandbServer, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["hangs", pytest.param("streams garbage", marks=pytest.mark.exhaustive)]
 )
-def test_a_broken_server_costs_five_seconds_at_each_end(how: str, scalewise: Doors) -> None:
+def test_a_broken_server_costs_five_seconds_at_each_end(how: str, run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        door = scalewise.start(*TINY, *LONGER, *SLOW, env=env)
-        door.until_step(3)
+        door = run_cli.start(*TINY, *LONGER, *SLOW, env=env)
+        door.wait_for_step(3)
         _break(server, how)
-        ended = door.wait().ok()
+        ended = door.wait().assert_ok()
         status = ended.folder.status
         assert status["wandb"]["mode"] == "online"
         summary = ended.folder.path / "summary.json"
         finished = (ended.folder.path / "status.json").stat().st_mtime - summary.stat().st_mtime
         assert finished < 7, "finishing at the server that does not answer"
-        assert door.leftovers() == []
+        assert door.remaining_processes() == []
 
-        published = scalewise(str(ended.folder.path), verb="publish", env=env)
-        assert published.code == 1, published.said
-        assert "does not respond; try again later" in published.said
-        assert "Traceback" not in published.said
+        published = run_cli(str(ended.folder.path), command="publish", env=env)
+        assert published.code == 1, published.failure_report
+        assert "does not respond; try again later" in published.transcript
+        assert "Traceback" not in published.transcript
         assert published.seconds < 5 + STARTS
 
         _break(server, "")
-        scalewise(str(ended.folder.path), verb="publish", env=env).ok()
+        run_cli(str(ended.folder.path), command="publish", env=env).assert_ok()
         (run,) = server.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 13))
     assert json.loads((ended.folder.path / "wandb/published.json").read_text())["path"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fixtures.doors import TINY, Doors, Ended
+from fixtures.cli_runner import TINY, CliResult, CliRunner
 from fixtures.wandb_server import ENTITY
 from fixtures.wandb_sweeps import SweepServer
 
@@ -30,13 +30,15 @@ class TestAnAgent:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def driven(cls, doors_in: Callable[[str], Doors]) -> tuple[SweepServer, Ended, Ended]:
+    def driven(
+        cls, cli_runner_in: Callable[[str], CliRunner]
+    ) -> tuple[SweepServer, CliResult, CliResult]:
         with SweepServer() as server:
-            doors, env = doors_in("agent"), reaching(server)
-            created = doors(*LINE, verb="wandb-sweep", env=env).ok()
+            doors, env = cli_runner_in("agent"), reaching(server)
+            created = doors(*LINE, command="wandb-sweep", env=env).assert_ok()
             line = created.out.splitlines()[-1].split()
             assert line[:2] == ["wandb", "agent"]
-            agent = doors.command([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
+            agent = doors.start_process([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
             return server, created, agent
 
     def configs(self, server: SweepServer) -> dict[str, dict[str, Any]]:
@@ -45,7 +47,7 @@ class TestAnAgent:
         return {run: {k: v["value"] for k, v in c.items()} for run, c in plain.items()}
 
     def test_the_sweep_is_told_with_the_line_of_its_agents(
-        self, driven: tuple[SweepServer, Ended, Ended]
+        self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, created, _ = driven
         assert list(server.sweeps) == ["sweep0"]
@@ -53,10 +55,10 @@ class TestAnAgent:
         assert server.sweeps["sweep0"]["name"] == "smoke"
 
     def test_every_run_ends_well_and_joins_the_sweep(
-        self, driven: tuple[SweepServer, Ended, Ended]
+        self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
-        assert agent.code == 0, agent.said
+        assert agent.code == 0, agent.failure_report
         assert sorted(server.inputs) == ["sweep0run1", "sweep0run2"]
         assert {given["sweep"] for given in server.inputs.values()} == {"sweep0"}
         assert server.exit_codes == dict.fromkeys(server.inputs, 0)
@@ -64,7 +66,7 @@ class TestAnAgent:
         assert {folder.status["wandb"]["id"] for folder in agent.folders} == set(server.inputs)
 
     def test_a_value_of_a_group_is_the_option_that_ran(
-        self, driven: tuple[SweepServer, Ended, Ended]
+        self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
         chosen = [folder.resolved["choices"]["precision"] for folder in agent.folders]
@@ -72,7 +74,9 @@ class TestAnAgent:
         told = {config["precision"] for config in self.configs(server).values()}
         assert told == {"fp32", "bf16_mixed"}
 
-    def test_the_nested_config_is_whole(self, driven: tuple[SweepServer, Ended, Ended]) -> None:
+    def test_the_nested_config_is_whole(
+        self, driven: tuple[SweepServer, CliResult, CliResult]
+    ) -> None:
         server, _, agent = driven
         resolved = {folder.status["wandb"]["id"]: folder.resolved for folder in agent.folders}
         for run, config in self.configs(server).items():
@@ -81,7 +85,7 @@ class TestAnAgent:
             assert config["choices"]["precision"] == config["precision"]
 
     def test_the_metric_of_the_sweep_is_sent(
-        self, driven: tuple[SweepServer, Ended, Ended]
+        self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
         metric = server.sweeps["sweep0"]["metric"]["name"]
@@ -89,16 +93,16 @@ class TestAnAgent:
             summary = server.summary(folder.status["wandb"]["id"])
             assert summary[metric] == folder.summary["metrics"]["val/loss"]
 
-    def test_the_key_is_nowhere(self, driven: tuple[SweepServer, Ended, Ended]) -> None:
+    def test_the_key_is_nowhere(self, driven: tuple[SweepServer, CliResult, CliResult]) -> None:
         _, created, agent = driven
-        assert KEY not in created.said + agent.said
-        texts = [text for folder in agent.folders for text in folder.text.values()]
+        assert KEY not in created.transcript + agent.transcript
+        texts = [text for folder in agent.folders for text in folder.content.values()]
         assert not any(KEY.encode() in text for text in texts)
 
 
-def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
+def test_offline_it_is_a_file_for_wandb_sweep(run_cli: CliRunner) -> None:
     line = ("sweep=search_learning_rate", *TINY, "hydra.sweeper.trials=7")
-    ended = scalewise(*line, verb="wandb-sweep").ok()
+    ended = run_cli(*line, command="wandb-sweep").assert_ok()
     config = yaml.safe_load(ended.out)
     assert config["method"] == "bayes"
     assert config["run_cap"] == 7
@@ -106,7 +110,7 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
         "optimizer.lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2}
     }
     assert re.search("omitted: pruner asha", ended.err)
-    assert not (scalewise.cwd / "runs").exists()
+    assert not (run_cli.cwd / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -123,12 +127,12 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
     ids=["server", "key", "rights"],
 )
 def test_a_server_that_refuses_is_told_in_a_line(
-    scalewise: Doors, faults: dict[str, int], code: int, told: str
+    run_cli: CliRunner, faults: dict[str, int], code: int, told: str
 ) -> None:
     with SweepServer() as server:
         server.faults.update(faults)
-        ended = scalewise(*LINE, verb="wandb-sweep", env=reaching(server))
-    assert ended.code == code, ended.said
+        ended = run_cli(*LINE, command="wandb-sweep", env=reaching(server))
+    assert ended.code == code, ended.failure_report
     assert told in ended.err
-    assert "Traceback" not in ended.said
-    assert KEY not in ended.said
+    assert "Traceback" not in ended.transcript
+    assert KEY not in ended.transcript

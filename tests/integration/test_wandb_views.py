@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import wandb_workspaces.reports.v2 as wr
-from fixtures.doors import Doors
-from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep
+from fixtures.cli_runner import CliRunner
+from fixtures.run_folders import STRATEGY_GRID, make_run, make_sweep, strategy_job
 from fixtures.wandb_server import ENTITY, WandbServer
 from fixtures.wandb_views import Views
 
@@ -32,12 +32,12 @@ def server(views: Views, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServe
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", found.url)
         yield found
-        assert found.unknown == []
+        assert found.unexpected == []
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_sweep(tmp_path / "layouts_cpu", LAYOUTS, layout_job)
+    return make_sweep(tmp_path / "layouts_cpu", STRATEGY_GRID, strategy_job)
 
 
 def publish(folder: Path, **where: str | None) -> str:
@@ -49,10 +49,10 @@ class TestPublish:
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         url = publish(folder)
-        (view,) = views.of("runs")
-        assert view.given["entityName"] == ENTITY
-        assert view.given["projectName"] == "trials"
-        assert view.given["displayName"].startswith("Which layout trains decoder_nano fastest")
+        (view,) = views.of_type("runs")
+        assert view.variables["entityName"] == ENTITY
+        assert view.variables["projectName"] == "trials"
+        assert view.variables["displayName"].startswith("Which layout trains decoder_nano fastest")
         grids = [block for block in view.spec["blocks"] if block["type"] == "panel-grid"]
         assert grids
         for grid in grids:
@@ -63,7 +63,7 @@ class TestPublish:
 
     def test_the_address_opens_it(self, server: WandbServer, views: Views, folder: Path) -> None:
         report = wr.Report.from_url(publish(folder))
-        assert report.title == next(iter(views.of("runs"))).given["displayName"]
+        assert report.title == next(iter(views.of_type("runs"))).variables["displayName"]
         assert next(b for b in report.blocks if isinstance(b, wr.PanelGrid)).runsets[0].filters
 
     def test_the_folder_keeps_its_address(self, server: WandbServer, folder: Path) -> None:
@@ -82,9 +82,9 @@ class TestPublish:
         spec = json.loads((folder / "sweep.json").read_text("utf-8"))
         (folder / "sweep.json").write_text(json.dumps(spec | {"question": "What now?"}), "utf-8")
         second = publish(folder)
-        (view,) = views.of("runs")
+        (view,) = views.of_type("runs")
         assert view.saves == 2
-        assert view.given["displayName"] == "What now?"
+        assert view.variables["displayName"] == "What now?"
         assert first.rpartition("--")[2] == second.rpartition("--")[2]
 
     def test_a_folder_that_forgot_finds_its_report(
@@ -94,7 +94,7 @@ class TestPublish:
         first = publish(folder)
         (folder / "sweep.json").write_bytes(before)
         assert publish(folder) == first
-        assert len(views.of("runs")) == 1
+        assert len(views.of_type("runs")) == 1
 
     def test_one_that_was_deleted_is_made_again(
         self, server: WandbServer, views: Views, folder: Path
@@ -102,46 +102,46 @@ class TestPublish:
         publish(folder)
         views.views.clear()
         publish(folder)
-        assert [view.saves for view in views.of("runs")] == [1]
+        assert [view.saves for view in views.of_type("runs")] == [1]
 
     def test_another_project_gets_its_own(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         publish(folder)
         publish(folder, project="others")
-        assert {view.project for view in views.of("runs")} == {"trials", "others"}
+        assert {view.project for view in views.of_type("runs")} == {"trials", "others"}
         assert views.projects == ["trials", "others"]
 
     def test_two_sweeps_have_two(self, server: WandbServer, views: Views, tmp_path: Path) -> None:
         for name in ("one", "two"):
             publish(make_run(tmp_path / name, steps=9))
-        assert len(views.of("runs")) == 2
+        assert len(views.of_type("runs")) == 2
 
 
 class TestDashboard:
     def test_is_made_with_its_sections(self, server: WandbServer, views: Views) -> None:
         url = workspace.save_workspace("overview", entity=None, project="trials")
-        (view,) = views.of("project-view")
-        assert view.given["displayName"] == "overview"
+        (view,) = views.of_type("project-view")
+        assert view.variables["displayName"] == "overview"
         sections = view.spec["section"]["panelBankConfig"]["sections"]
         assert [s["name"] for s in sections] == [name for name, _ in workspace.SECTIONS]
         assert [len(s["panels"]) for s in sections] == [len(d) for _, d in workspace.SECTIONS]
         (runs,) = view.spec["section"]["runSets"]
         assert runs["grouping"] == [{"section": "run", "name": "group"}]
-        slug = view.given["name"].removeprefix("nw-").removesuffix("-v")
+        slug = view.variables["name"].removeprefix("nw-").removesuffix("-v")
         assert url == f"{server.url}/{ENTITY}/trials?nw={slug}"
 
     def test_again_it_is_the_same_and_keeps_what_people_set(
         self, server: WandbServer, views: Views
     ) -> None:
         first = workspace.save_workspace("overview", entity=None, project="trials")
-        (view,) = views.of("project-view")
+        (view,) = views.of_type("project-view")
         spec = view.spec
         spec["section"]["runSets"][0]["search"] = {"query": "mine"}
         spec["section"]["panelBankConfig"]["sections"] = []
-        view.given["spec"] = json.dumps(spec)
+        view.variables["spec"] = json.dumps(spec)
         assert workspace.save_workspace("overview", entity=None, project="trials") == first
-        (view,) = views.of("project-view")
+        (view,) = views.of_type("project-view")
         assert view.saves == 2
         assert view.spec["section"]["runSets"][0]["search"]["query"] == "mine"
         assert view.spec["section"]["panelBankConfig"]["sections"]
@@ -149,16 +149,18 @@ class TestDashboard:
     def test_another_name_is_another(self, server: WandbServer, views: Views) -> None:
         for name in ("overview", "mine"):
             workspace.save_workspace(name, entity=None, project="trials")
-        assert len(views.of("project-view")) == 2
+        assert len(views.of_type("project-view")) == 2
 
     def test_from_the_command_line(
-        self, server: WandbServer, views: Views, scalewise: Doors
+        self, server: WandbServer, views: Views, run_cli: CliRunner
     ) -> None:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        ended = scalewise("overview", "tracking.project=mine", verb="dashboard", env=env).ok()
+        ended = run_cli(
+            "overview", "tracking.project=mine", command="dashboard", env=env
+        ).assert_ok()
         assert ended.out.startswith(f"{server.url}/{ENTITY}/mine?nw=")
         assert views.projects == ["mine"]
-        assert KEY not in ended.said
+        assert KEY not in ended.transcript
 
     @pytest.mark.parametrize(
         ("line", "words"),
@@ -169,8 +171,8 @@ class TestDashboard:
             (("a",), "WANDB_API_KEY"),
         ],
     )
-    def test_refusals(self, line: tuple[str, ...], words: str, scalewise: Doors) -> None:
-        scalewise(*line, verb="dashboard").refused(words)
+    def test_refusals(self, line: tuple[str, ...], words: str, run_cli: CliRunner) -> None:
+        run_cli(*line, command="dashboard").assert_rejected(words)
 
 
 class TestRefused:

@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Doors, Ended
+from fixtures.cli_runner import CliResult, CliRunner
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -50,19 +50,19 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-Plan = Callable[..., Ended]
+Plan = Callable[..., CliResult]
 
 LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
 
 
 @pytest.fixture
-def plan(bare: Path, scalewise: Doors) -> Plan:
+def plan(bare: Path, run_cli: CliRunner) -> Plan:
     """Returns what plans a line there."""
-    return lambda *line: scalewise.command([str(bare), "-m", "scalewise", "plan", *line]).wait()
+    return lambda *line: run_cli.start_process([str(bare), "-m", "scalewise", "plan", *line]).wait()
 
 
-def test_there_is_no_torch(bare: Path, scalewise: Doors) -> None:
-    ended = scalewise.command([str(bare), "-c", "import hydra, torch"]).wait()
+def test_there_is_no_torch(bare: Path, run_cli: CliRunner) -> None:
+    ended = run_cli.start_process([str(bare), "-c", "import hydra, torch"]).wait()
     assert "No module named 'torch'" in ended.err
 
 
@@ -72,12 +72,12 @@ OF_OURS = [name for name in paths.option_names("experiment") if name != OF_TRANS
 
 
 def test_a_model_of_transformers_wants_torch(plan: Plan) -> None:
-    plan(f"experiment={OF_TRANSFORMERS}").refused("model=hf", "torch", "pip install torch")
+    plan(f"experiment={OF_TRANSFORMERS}").assert_rejected("model=hf", "torch", "pip install torch")
 
 
 @pytest.mark.parametrize("experiment", OF_OURS)
 def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
-    said = plan(f"experiment={experiment}").ok().out
+    said = plan(f"experiment={experiment}").assert_ok().out
     assert "memory breakdown" in said
     assert "block activations" in said
     assert "Fits: " in said
@@ -87,18 +87,18 @@ def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
 def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
     small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
     ended = plan(f"experiment={experiment}", *small)
-    assert ended.code == 3, ended.said
+    assert ended.code == 3, ended.failure_report
     assert "Out of memory: " in ended.out
     assert "scalewise train " in ended.out
 
 
 @pytest.mark.timed
-def test_a_plan_takes_less_than_a_second(plan: Plan, scalewise: Doors) -> None:
+def test_a_plan_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
     """Where the machine is slow, three quarters of what importing torch takes there."""
     ours = torchs = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them
-        ours = min(ours, plan(*LLAMA_8B).ok().seconds)
-        torch = scalewise.command([sys.executable, "-c", "import torch"]).wait().ok()
+        ours = min(ours, plan(*LLAMA_8B).assert_ok().seconds)
+        torch = run_cli.start_process([sys.executable, "-c", "import torch"]).wait().assert_ok()
         torchs = min(torchs, torch.seconds)
         if ours < max(1.0, 0.75 * torchs):
             break

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    load_gradients,
+    train_strategy,
+)
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER, marks
 from peft import IA3Config, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -55,19 +60,21 @@ CASES = [
         marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
     )
     for adapter, usual in USUAL.items()
-    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3", "whole") else EACH)
+    for layout in (STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else EACH)
 ]
 
 
 @pytest.mark.parametrize(("adapter", "layout"), CASES)
 def test_an_adapter_takes_the_steps_of_one_device(
-    adapter: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (ADAPTERS | WHOLE)[adapter]
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    reference = alone("accumulated", *line)
-    assert_equal(run, reference)
-    held, wanted, trained = run.weights(), reference.weights(), gradients(reference, 0)
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+    )
+    reference = reference_run("accumulated", *line)
+    assert_same_training(run, reference)
+    held, wanted, trained = run.weights(), reference.weights(), load_gradients(reference, 0)
     for name in wanted.keys() - trained.keys():
         assert torch.equal(held[name], wanted[name]), name
 
@@ -76,13 +83,15 @@ def test_an_adapter_takes_the_steps_of_one_device(
     "adapter",
     [pytest.param(n, marks=() if usual else pytest.mark.exhaustive) for n, usual in USUAL.items()],
 )
-def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference) -> None:
-    run = alone("accumulated", *(ADAPTERS | WHOLE)[adapter])
-    spec = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])
+def test_what_is_frozen_stays_and_all_else_learns(
+    adapter: str, reference_run: ReferenceRun
+) -> None:
+    run = reference_run("accumulated", *(ADAPTERS | WHOLE)[adapter])
+    spec = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])
     trained = {weight.name for weight in spec.weight_census() if weight.trainable}
     held = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
     assert held.keys() == {weight.name for weight in spec.weight_census()}
-    assert {name.removeprefix("model.") for name in gradients(run, 2)} == trained
+    assert {name.removeprefix("model.") for name in load_gradients(run, 2)} == trained
     first = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
@@ -93,7 +102,7 @@ def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
-    lines = [[*SHAPE, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
+    lines = [[*TINY_DECODER, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
     plain, adapted = (SingleDevice(DeviceKind.cpu).build(compose(line)) for line in lines)
     tokens_BT = torch.arange(64).reshape(2, 32)
     torch.testing.assert_close(adapted(tokens_BT), plain(tokens_BT), rtol=0, atol=2e-6)
@@ -140,7 +149,7 @@ def test_an_adapter_computes_what_peft_does(adapter: str, shape: tuple[str, ...]
 
 def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     """Returns an adapted model, and one that PEFT alone has adapted."""
-    spec = compose([*SHAPE, *shape, *ADAPTERS[adapter]])
+    spec = compose([*TINY_DECODER, *shape, *ADAPTERS[adapter]])
     theirs = build_model(spec.model, spec.seed)
     config: PeftConfig
     if adapter == "ia3":
@@ -165,7 +174,7 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), WHOLE["whole"]], ids=str
 )
 def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ...]) -> None:
-    spec = compose([*SHAPE, *shape, *adapter])
+    spec = compose([*TINY_DECODER, *shape, *adapter])
     with torch.device("meta"):
         module = build_model(spec.model, 1)
     apply_adapter(spec.adapter, module, spec.model)
@@ -178,7 +187,7 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
 def test_flops_are_those_torch_counts(adapter: str) -> None:
-    run = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
+    run = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
     module = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, steps_of
+from fixtures.cli_runner import RunDir
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import ReferenceRun, assert_same_training, train_strategy
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER, marks
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -51,21 +51,25 @@ TOKENS_BT = torch.arange(64).reshape(2, 32)
     + [pytest.param(*case, marks=(*marks(case[1]), pytest.mark.exhaustive)) for case in FURTHER],
 )
 def test_a_layout_goes_on_from_what_another_has_trained(
-    adapter: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    earlier = alone("accumulated", *ADAPTERS[adapter])
+    earlier = reference_run("accumulated", *ADAPTERS[adapter])
     line = (*ADAPTERS[adapter], f"adapter.resume={earlier.path}")
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    reference = alone("accumulated", *line)
-    assert_equal(run, reference)
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+    )
+    reference = reference_run("accumulated", *line)
+    assert_same_training(run, reference)
     assert reference.column("train/loss")[0] < earlier.column("train/loss")[-1]
     assert load_trained(run.path).adapter.resume == str(earlier.path / "checkpoints/step-00000003")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_a_run_begins_with_the_weights_that_were_saved(adapter: str, alone: Reference) -> None:
-    earlier = alone("accumulated", *ADAPTERS[adapter])
-    line = [*SHAPE, *LLAMA, *ADAPTERS[adapter]]
+def test_a_run_begins_with_the_weights_that_were_saved(
+    adapter: str, reference_run: ReferenceRun
+) -> None:
+    earlier = reference_run("accumulated", *ADAPTERS[adapter])
+    line = [*TINY_DECODER, *LLAMA, *ADAPTERS[adapter]]
     held = {name.removeprefix("model."): each for name, each in earlier.weights().items()}
     for path in (earlier.path, earlier.path / "checkpoints" / "step-00000003"):
         module = built(compose([*line, f"adapter.resume={path}"]))
@@ -77,24 +81,28 @@ def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
     tmp_path: Path, shared_cache: Path
 ) -> None:
     free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
-    earlier = Job(tmp_path, shared_cache).of(*SHAPE, *LLAMA, *LORA, *free)
-    module = built(compose([*SHAPE, *LLAMA, *LORA, f"adapter.resume={earlier.path}"]))
+    earlier = JobRunner(tmp_path, shared_cache).without_defaults(
+        *TINY_DECODER, *LLAMA, *LORA, *free
+    )
+    module = built(compose([*TINY_DECODER, *LLAMA, *LORA, f"adapter.resume={earlier.path}"]))
     state = load_trained(earlier.path).read_state_dict()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
 
 def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapter_off(
-    alone: Reference,
+    reference_run: ReferenceRun,
 ) -> None:
-    earlier = alone("accumulated", *LORA)
+    earlier = reference_run("accumulated", *LORA)
     line = (*LORA, f"adapter.resume={earlier.path}")
-    began = load_trained(alone("accumulated", *line).path, untrained=True).read_merged_state_dict()
+    began = load_trained(
+        reference_run("accumulated", *line).path, untrained=True
+    ).read_merged_state_dict()
     for name, tensor in load_trained(earlier.path).read_merged_state_dict().items():
         assert torch.equal(began[name], tensor), name
     pairs = ["objective=dpo", "data.pairs=true"]
-    assert compose([*SHAPE, *LLAMA, *LORA, *pairs]).runs_reference_forward
-    assert not compose([*SHAPE, *LLAMA, *line, *pairs]).runs_reference_forward
+    assert compose([*TINY_DECODER, *LLAMA, *LORA, *pairs]).runs_reference_forward
+    assert not compose([*TINY_DECODER, *LLAMA, *line, *pairs]).runs_reference_forward
 
 
 def built(run: Run) -> nn.Module:
@@ -174,7 +182,7 @@ def written(tmp_path: Path) -> Written:
 
     def write(case: str) -> tuple[list[str], Path, Tensor]:
         config, (kind, *further) = WRITTEN[case]
-        shape = [*SHAPE, *(GPT2 if case.startswith("fused") else LLAMA)]
+        shape = [*TINY_DECODER, *(GPT2 if case.startswith("fused") else LLAMA)]
         run, base, folder = compose(shape), tmp_path / "base", tmp_path / "adapter"
         state_dict_adapter.export_folder(build_model(run.model, 1).state_dict(), run.model, base)
         own = deepcopy(config)  # PEFT writes the base into it
@@ -209,17 +217,17 @@ def said(line: list[str]) -> list[str]:
     return [str(issue) for issue in refused.value.issues]
 
 
-def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) -> None:
-    earlier: Folder = alone("accumulated", *LORA)
-    line = [*SHAPE, *LLAMA, f"adapter.resume={earlier.path}"]
+def test_all_that_differs_from_an_earlier_run_is_told_at_once(reference_run: ReferenceRun) -> None:
+    earlier: RunDir = reference_run("accumulated", *LORA)
+    line = [*TINY_DECODER, *LLAMA, f"adapter.resume={earlier.path}"]
     found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
     fixes = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
     fixes += ("'adapter.targets=[attention.query,feedforward.*]'",)
     assert len(found) == len(fixes)
     for issue, fix in zip(found, fixes, strict=True):
         assert issue.endswith(f"set {fix}, or adapter.resume=null")
-    plain = alone("accumulated")
-    (issue,) = said([*SHAPE, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
+    plain = reference_run("accumulated")
+    (issue,) = said([*TINY_DECODER, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
     assert "belongs to a run without adapter" in issue
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder, same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
-from fixtures.steps import SGD, TOLERANCE, assert_close
+from fixtures.cli_runner import RunDir, same_weights
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import SGD, TOLERANCE, assert_tensors_close
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from scalewise import compose
@@ -25,7 +25,7 @@ STEPPED = (
     "checkpoint.every=1",
     "checkpoint.keep=0",
 )
-RUN = (*SHAPE, *LLAMA, *STEPPED)
+RUN = (*TINY_DECODER, *LLAMA, *STEPPED)
 EMA = ("callbacks=[ema]", f"callbacks.ema.decay={DECAY}")
 TIED = ("model.tied=true",)
 USUAL = ("fsdp", "pipeline_one_f_one_b")
@@ -37,22 +37,22 @@ SELDOM = (
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("averaging"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("averaging"), shared_cache)
 
 
 @pytest.fixture(scope="module")
-def plain(job: Job) -> Folder:
+def plain(run_job: JobRunner) -> RunDir:
     """A run on one device that averages nothing, and keeps the weights of each step."""
-    return job.of(*RUN, "trainer.micro_batch=12")
+    return run_job.without_defaults(*RUN, "trainer.micro_batch=12")
 
 
 @pytest.fixture(scope="module")
-def single(job: Job) -> Folder:
-    return job.of(*RUN, *EMA, "trainer.micro_batch=12")
+def single(run_job: JobRunner) -> RunDir:
+    return run_job.without_defaults(*RUN, *EMA, "trainer.micro_batch=12")
 
 
-def average(run: Folder, step: int) -> dict[str, torch.Tensor]:
+def average(run: RunDir, step: int) -> dict[str, torch.Tensor]:
     return store.full_tensors(run.checkpoint(step), store.AVERAGE)
 
 
@@ -68,14 +68,14 @@ def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.T
     return {name.replace("/", "."): it.detach() for name, it in averaged.module.items()}
 
 
-def test_one_device_averages_as_torch_does(plain: Folder, single: Folder) -> None:
+def test_one_device_averages_as_torch_does(plain: RunDir, single: RunDir) -> None:
     raw = [plain.weights(step + 1) for step in range(STEPS)]
     assert same_weights(single.weights(), raw[-1])
     assert single.column("train/loss") == plain.column("train/loss")
-    assert_close(average(single, STEPS), averaged_by_torch(raw), "average")
+    assert_tensors_close(average(single, STEPS), averaged_by_torch(raw), "average")
 
 
-def test_the_average_is_given_away(single: Folder) -> None:
+def test_the_average_is_given_away(single: RunDir) -> None:
     told = load_trained(single.path)
     assert told.is_averaged
     given = {f"model.{name}": tensor for name, tensor in told.read_state_dict().items()}
@@ -85,7 +85,7 @@ def test_the_average_is_given_away(single: Folder) -> None:
 
 
 def layout(name: str) -> tuple[str, ...]:
-    parts = LAYOUTS[name]
+    parts = STRATEGIES[name]
     spec = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism
     rows = 12 // spec.data_parallel_size
     pieces = [f"parallelism.pipeline_micro_batches={rows}"] * name.startswith("pipeline")
@@ -97,16 +97,18 @@ def layout(name: str) -> tuple[str, ...]:
     "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SELDOM)]
 )
 def test_every_strategy_averages_as_one_device(
-    name: str, tied: bool, job: Job, single: Folder
+    name: str, tied: bool, run_job: JobRunner, single: RunDir
 ) -> None:
     """Each step trains from the weights, after the average has been validated."""
     further = TIED * tied
-    reference = job.of(*RUN, *EMA, *further, "trainer.micro_batch=12") if tied else single
-    run = job.of(*RUN, *EMA, *further, *layout(name))
+    reference = (
+        run_job.without_defaults(*RUN, *EMA, *further, "trainer.micro_batch=12") if tied else single
+    )
+    run = run_job.without_defaults(*RUN, *EMA, *further, *layout(name))
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key
-    assert_close(run.weights(), reference.weights(), "weights")
-    assert_close(average(run, STEPS), average(reference, STEPS), "average")
+    assert_tensors_close(run.weights(), reference.weights(), "weights")
+    assert_tensors_close(average(run, STEPS), average(reference, STEPS), "average")
 
 
 @pytest.mark.parametrize(
@@ -119,23 +121,23 @@ def test_every_strategy_averages_as_one_device(
     ],
 )
 def test_a_run_resumed_after_its_end_trains_from_the_weights(
-    before: str | None, after: str | None, job: Job, single: Folder
+    before: str | None, after: str | None, run_job: JobRunner, single: RunDir
 ) -> None:
     first = layout(before) if before else ("trainer.micro_batch=12",)
     then = layout(after) if after else ("trainer.micro_batch=12",)
-    half = job.of(*RUN, *EMA, *first, "trainer.max_steps=2")
-    resumed = job.of(*RUN, *EMA, *then, resume=half.checkpoint(2))
+    half = run_job.without_defaults(*RUN, *EMA, *first, "trainer.max_steps=2")
+    resumed = run_job.without_defaults(*RUN, *EMA, *then, resume=half.checkpoint(2))
     if before is None:
         assert same_weights(resumed.weights(), single.weights())
         assert same_weights(average(resumed, STEPS), average(single, STEPS))
-    assert_close(resumed.weights(), single.weights(), "weights")
-    assert_close(average(resumed, STEPS), average(single, STEPS), "average")
+    assert_tensors_close(resumed.weights(), single.weights(), "weights")
+    assert_tensors_close(average(resumed, STEPS), average(single, STEPS), "average")
     assert resumed.column("val/loss") == pytest.approx(single.column("val/loss"), rel=TOLERANCE)
 
 
-def test_an_average_begins_where_it_is_told_to(job: Job, plain: Folder) -> None:
+def test_an_average_begins_where_it_is_told_to(run_job: JobRunner, plain: RunDir) -> None:
     late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
-    run = job.of(*RUN, *EMA, *late, "trainer.micro_batch=12")
+    run = run_job.without_defaults(*RUN, *EMA, *late, "trainer.micro_batch=12")
     has = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
     assert has == [False, False, True]
     assert same_weights(average(run, 3), plain.weights(3))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import PICTURING
-from fixtures.stacked import QUERIES, Stacked
+from fixtures.hf_checkpoints import IMAGE_MODELS
+from fixtures.multi_stack_models import QUERIES, MultiStackModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,12 +23,14 @@ from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.strategies.single import SingleDevice
 
 
-@pytest.fixture(params=PICTURING)
-def stack(request: pytest.FixtureRequest, stacked: Callable[[str], Stacked]) -> Stacked:
-    return stacked(request.param)
+@pytest.fixture(params=IMAGE_MODELS)
+def stack(
+    request: pytest.FixtureRequest, multi_stack_model: Callable[[str], MultiStackModel]
+) -> MultiStackModel:
+    return multi_stack_model(request.param)
 
 
-def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
+def test_flops_are_those_that_torch_counts(stack: MultiStackModel) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
     spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
     module = build_model(spec, 1)
@@ -38,15 +40,15 @@ def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
     assert spec.info.vision is not None
     encoded = QUERIES + 1
     attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
-    if not stack.encodes:
+    if not stack.has_encoder:
         attended = 2 * (sequence + QUERIES) ** 2
     pairs = spec.info.vision.attention_pairs + attended * spec.query_width
     told = spec.flops(sequence) * sequence
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
 
 
-def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: Stacked) -> None:
-    run = stack.run("adapter=lora", "model.init=random", "model.depth=8")
+def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: MultiStackModel) -> None:
+    run = stack.compose("adapter=lora", "model.init=random", "model.depth=8")
     module = SingleDevice(DeviceKind.cpu).build(run)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
     with FlopCounterMode(display=False) as counted:  # it counts no attention on the CPU
@@ -54,7 +56,7 @@ def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: Stacked) -
     assert isinstance(run.model, HuggingFaceConfig)
     assert run.model.info.vision is not None
     attended = (9 + QUERIES) ** 2
-    if stack.encodes:
+    if stack.has_encoder:
         attended = (QUERIES + 1) ** 2 + 9 * (9 + QUERIES + 1)
     written = 14.0 * 8 * attended * run.model.query_width
     attention = 4.0 * run.model.info.vision.attention_pairs + written
@@ -86,21 +88,21 @@ def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[
     assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
 
 
-def test_fresh_query_tokens_are_drawn(stack: Stacked) -> None:
+def test_fresh_query_tokens_are_drawn(stack: MultiStackModel) -> None:
     spec = HuggingFaceConfig(path=str(stack.folder), init=InitKind.random)
     drawn = dict(build_model(spec, 7).named_parameters())["head.query_tokens"]
     assert drawn.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-def test_captions_are_held_out_and_written_as_by_transformers(stack: Stacked) -> None:
-    run, peer = stack.run(), stack.theirs()
+def test_captions_are_held_out_and_written_as_by_transformers(stack: MultiStackModel) -> None:
+    run, peer = stack.compose(), stack.transformers_model()
     rows = prepare_splits(run.data, 32, run.seed).validation
     assert rows is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     assert isinstance(module, VisionLanguageModule)
     found = captions.measure_captions(module, rows, 10, 4, {0})
     (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=None, steps=1)
-    given = stack.asked(batch)
+    given = stack.transformers_inputs(batch)
     with torch.no_grad():
         assert found.loss == pytest.approx(peer(**given).loss.item(), rel=1e-5)
     assert found.labels == int((batch["labels"] != -100).sum())

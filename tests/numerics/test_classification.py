@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.decoders import GPT2, LLAMA, tokens
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from fixtures.decoder_configs import GPT2, LLAMA, random_tokens
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    load_gradients,
+    train_strategy,
+)
+from fixtures.strategies import STRATEGIES, TINY_DECODER, marks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
@@ -34,16 +39,18 @@ USUAL = ("ddp", "fsdp")
     "layout",
     [
         pytest.param(n, marks=(*marks(n), *(() if n in USUAL else (pytest.mark.exhaustive,))))
-        for n in LAYOUTS
+        for n in STRATEGIES
         if not ("tensor" in n or "zero_bubble" in n)  # which is refused
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *CLASSES)
-    reference = alone("accumulated", *CLASSES)
-    assert_equal(run, reference)
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *CLASSES
+    )
+    reference = reference_run("accumulated", *CLASSES)
+    assert_same_training(run, reference)
     for key in ("train/accuracy", "val/accuracy"):
         assert run.column(key) == pytest.approx(reference.column(key)), key
 
@@ -51,7 +58,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_logits_are_those_of_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
     model = replace(spec, classes=3, tied=False)
-    module, tokens_BT = build_model(model, 1).eval(), tokens(model)
+    module, tokens_BT = build_model(model, 1).eval(), random_tokens(model)
     export_model(model, module.state_dict(), tmp_path)
     peer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert peer.config.num_labels == 3
@@ -79,7 +86,7 @@ def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
 def test_the_head_costs_what_torch_counts() -> None:
     counted = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
-        module, tokens_BT = build_model(spec, 1), tokens(spec)
+        module, tokens_BT = build_model(spec, 1), random_tokens(spec)
         assert spec.num_parameters == sum(p.numel() for p in module.parameters())
         with FlopCounterMode(display=False) as found:
             module(tokens_BT).sum().backward()
@@ -88,15 +95,15 @@ def test_the_head_costs_what_torch_counts() -> None:
     assert of_tokens.flops(48) - of_classes.flops(48) == more - fewer > 0
 
 
-def test_an_adapter_trains_the_head_too(alone: Reference) -> None:
+def test_an_adapter_trains_the_head_too(reference_run: ReferenceRun) -> None:
     lora = ("adapter=lora", "adapter.rank=4", "adapter.trained=[head]")
-    run = alone("accumulated", *CLASSES, *lora)
-    trained = {name.removeprefix("model.") for name in gradients(run, 2)}
+    run = reference_run("accumulated", *CLASSES, *lora)
+    trained = {name.removeprefix("model.") for name in load_gradients(run, 2)}
     assert "head.weight" in trained
     assert trained == {
-        w.name for w in compose([*SHAPE, *CLASSES, *lora]).weight_census() if w.trainable
+        w.name for w in compose([*TINY_DECODER, *CLASSES, *lora]).weight_census() if w.trainable
     }
     with pytest.raises(
         ConfigError, match=r"randomly initialized classification head; set 'adapter\.trained="
     ):
-        compose([*SHAPE, *CLASSES, "adapter=lora"])
+        compose([*TINY_DECODER, *CLASSES, "adapter=lora"])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fixtures.checkpoints import WHOLE_TOKENS, Checkpoints
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
+from fixtures.cli_runner import RunDir
+from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, HFCheckpoints
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +30,7 @@ THIRD_STEP = (
     "trainer.global_batch=8",
     "checkpoint.at_end=false",
     "trusted_packages=[fixtures]",
-    "+callbacks.messages._target_=fixtures.probes.Messages",
+    "+callbacks.messages._target_=fixtures.probe_callbacks.CountCollectives",
 )
 INEXACT = ("pipeline_shard", "pipeline_replicate", "pipeline_context")
 INEXACT += ("pipeline_shard_zbv_zero_bubble", "pipeline_context_interleaved_zero_bubble")
@@ -100,7 +100,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
     ("layout", "shape", "again"),
     [
         pytest.param(layout, shape, again, marks=() if usual else pytest.mark.exhaustive)
-        for layout in LAYOUTS
+        for layout in STRATEGIES
         if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
         for shape in SHAPES
         for again in AGAIN
@@ -116,13 +116,13 @@ def test_a_layout_sends_what_it_declares(
     layout: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     parts = (
-        *SHAPE,
+        *TINY_DECODER,
         *THIRD_STEP,
         *SHAPES[shape],
-        *LAYOUTS[layout],
+        *STRATEGIES[layout],
         *WAYS[again],
     )
-    assert_sent(parts, Job(tmp_path, shared_cache))
+    assert_sent(parts, JobRunner(tmp_path, shared_cache))
 
 
 @pytest.mark.parametrize(
@@ -139,21 +139,21 @@ def test_a_model_of_transformers_sends_what_is_declared(
     family: str,
     layout: str,
     again: str,
-    checkpoints: Checkpoints,
+    hf_checkpoint: HFCheckpoints,
     tmp_path: Path,
     shared_cache: Path,
 ) -> None:
-    own = (each for each in (*SHAPE, *THIRD_STEP) if not each.startswith("model"))
-    model = ("model=hf", f"model.path={checkpoints(family)}")
-    parts = (*own, *model, *LAYOUTS[layout], WHOLE_TOKENS, *WAYS[again])
-    assert_sent(parts, Job(tmp_path, shared_cache))
+    own = (each for each in (*TINY_DECODER, *THIRD_STEP) if not each.startswith("model"))
+    model = ("model=hf", f"model.path={hf_checkpoint(family)}")
+    parts = (*own, *model, *STRATEGIES[layout], NO_SEQUENCE_PARALLEL, *WAYS[again])
+    assert_sent(parts, JobRunner(tmp_path, shared_cache))
 
 
-def assert_sent(parts: tuple[str, ...], job: Job) -> None:
+def assert_sent(parts: tuple[str, ...], run_job: JobRunner) -> None:
     ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
     parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
     run = compose(parts)
-    folder = job.of(*parts)
+    folder = run_job.without_defaults(*parts)
     for rank in range(run.world_size):
         wanted, got = declared(run, rank), sent(folder, rank)
         if "parallelism=ddp" in parts:  # buckets are cut where parameters end
@@ -180,7 +180,7 @@ def group_of_one() -> Iterator[None]:
 def test_powersgd_sends_as_many_numbers_as_torch_says(rank: int) -> None:
     """Its factors leave from a thread of the process group's, where no counter hears of them."""
     hook = ("parallelism.comm_hook=powersgd", f"parallelism.powersgd_rank={rank}")
-    run = compose([*SHAPE, *LLAMA, *LAYOUTS["ddp"], *hook])
+    run = compose([*TINY_DECODER, *LLAMA, *STRATEGIES["ddp"], *hook])
     module = DistributedDataParallel(build_model(run.model, seed=1), **CONSTANT_BUFFERS)
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -208,7 +208,7 @@ def declared(run: RunConfig, rank: int) -> Messages:
     return messages
 
 
-def sent(folder: Folder, rank: int) -> Messages:
+def sent(folder: RunDir, rank: int) -> Messages:
     messages: Messages = Counter()
     for kind, ranks, size, count in folder.json(f"messages-{rank}.json"):
         messages[kind, tuple(ranks), size] += count

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures import matrix
-from fixtures.jobs import Job
-from fixtures.matrix import Cell
+from fixtures import compatibility_matrix
+from fixtures.compatibility_matrix import Cell
+from fixtures.job_runner import JobRunner
 
 CELLS = [
     pytest.param(
         cell,
-        id=f"{cell.layout}-{cell.option}",
-        marks=() if cell.usual else pytest.mark.exhaustive,
+        id=f"{cell.strategy}-{cell.option}",
+        marks=() if cell.runs_in_ci else pytest.mark.exhaustive,
     )
-    for cell in matrix.cells()
+    for cell in compatibility_matrix.cells()
 ]
 
 
@@ -33,21 +33,23 @@ def found() -> Iterator[dict[Cell, str]]:
     collected: dict[Cell, str] = {}
     yield collected
     if os.environ.get("SCALEWISE_RECORD"):
-        known = matrix.recorded() | collected
-        ordered = {cell: known[cell] for cell in matrix.cells()}
+        known = compatibility_matrix.load_record() | collected
+        ordered = {cell: known[cell] for cell in compatibility_matrix.cells()}
         head = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
-        keys = {f"{c.layout} | {c.group} | {c.option}": said for c, said in ordered.items()}
-        record = {"command": matrix.MAKE, **head, "cells": keys}
-        matrix.RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-        matrix.PAGE.write_text(matrix.page(ordered, head), "utf-8")
+        keys = {f"{c.strategy} | {c.group} | {c.option}": said for c, said in ordered.items()}
+        record = {"command": compatibility_matrix.MAKE_COMMAND, **head, "cells": keys}
+        compatibility_matrix.RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        compatibility_matrix.PAGE.write_text(
+            compatibility_matrix.render_page(ordered, head), "utf-8"
+        )
 
 
-@pytest.mark.usefixtures("native_code")
+@pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_runs_or_is_refused(
     cell: Cell, found: dict[Cell, str], tmp_path: Path, shared_cache: Path
 ) -> None:
-    refusal = cell.refusal()
+    refusal = cell.rejection()
     if refusal is None:
-        Job(tmp_path, shared_cache).of(*cell.overrides)
-    found[cell] = refusal or matrix.RUNS
+        JobRunner(tmp_path, shared_cache).without_defaults(*cell.overrides)
+    found[cell] = refusal or compatibility_matrix.RUNS

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from fixtures.decoders import (
+from fixtures.decoder_configs import (
     GPT2,
-    HYBRIDS,
     LLAMA,
-    each_peer,
-    each_spec,
-    tokens,
+    OTHER_DECODERS,
+    for_each_decoder,
+    for_each_hf_decoder,
+    random_tokens,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def peer(spec: DecoderConfig, seed: int = 1) -> nn.Module:
 
 @torch.no_grad()
 def assert_same_logits(ours: nn.Module, theirs: nn.Module, spec: DecoderConfig) -> None:
-    batch = tokens(spec)
+    batch = random_tokens(spec)
     torch.testing.assert_close(ours.eval()(batch), theirs(batch).logits, **EXACT)
 
 
@@ -98,7 +98,7 @@ def read(name: str) -> DecoderConfig:
     )
 
 
-@each_peer
+@for_each_hf_decoder
 def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
     theirs = peer(spec)
     ours = build_model(spec, 0)
@@ -106,7 +106,7 @@ def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
     assert_same_logits(ours, theirs, spec)
 
 
-@each_peer
+@for_each_hf_decoder
 @pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one-file", "shards"])
 def test_saved_folder_gives_the_same_logits(
     spec: DecoderConfig, shard: str, tmp_path: Path
@@ -117,7 +117,7 @@ def test_saved_folder_gives_the_same_logits(
     assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
 
 
-@each_peer
+@for_each_hf_decoder
 def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Path) -> None:
     ours = build_model(replace(spec, initial_std=0.3), 0)
     export_folder(ours.state_dict(), spec, tmp_path)
@@ -135,7 +135,7 @@ def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
     assert_same_logits(ours, theirs, GPT2)
 
 
-@pytest.mark.parametrize("spec", HYBRIDS.values(), ids=HYBRIDS.keys())
+@pytest.mark.parametrize("spec", OTHER_DECODERS.values(), ids=OTHER_DECODERS.keys())
 def test_shape_without_a_home_is_not_exported(spec: DecoderConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not supported by Hugging Face's"):
         export_folder(build_model(spec, 0).state_dict(), spec, tmp_path / "out")
@@ -207,7 +207,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
-@each_spec
+@for_each_decoder
 def test_census_is_the_module(spec: DecoderConfig) -> None:
     module = build_model(spec, 0)
     census = [(weight.name, weight.shape) for weight in spec.weight_census()]
@@ -226,7 +226,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
     assert [(weight.name, weight.shape) for weight in spec.weight_census()] == shapes(module)
 
 
-@each_spec
+@for_each_decoder
 def test_flops_are_those_torch_counts(spec: DecoderConfig) -> None:
     # torch's counter knows flash attention on CUDA only: count the CPU's by the same formulas
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -235,7 +235,7 @@ def test_flops_are_those_torch_counts(spec: DecoderConfig) -> None:
         flash: lambda *shapes, **_: flop_counter.sdpa_flop_count(*shapes[:3]),
         backward: lambda *shapes, **_: flop_counter.sdpa_backward_flop_count(*shapes[:4]),
     }
-    batch = tokens(spec)
+    batch = random_tokens(spec)
     module = build_model(spec, 0)
     with flop_counter.FlopCounterMode(display=False, custom_mapping=cpu) as counter:
         loss(module, batch).backward()
@@ -248,18 +248,18 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
 
 
-@each_spec
+@for_each_decoder
 def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
     module = build_model(spec, 0)
-    loss(module, tokens(spec)).backward()
+    loss(module, random_tokens(spec)).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
 
 
-@each_spec
+@for_each_decoder
 def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
-    module, batch = build_model(spec, 0), tokens(spec)
+    module, batch = build_model(spec, 0), random_tokens(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = module(batch)
     assert logits.dtype is torch.bfloat16
@@ -267,9 +267,9 @@ def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
         torch.testing.assert_close(logits.float(), module(batch), rtol=0.05, atol=0.01)
 
 
-@each_spec
+@for_each_decoder
 def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
-    module, batch = build_model(spec, 0), tokens(spec)
+    module, batch = build_model(spec, 0), random_tokens(spec)
     other = batch.clone()
     other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
     with torch.no_grad():
@@ -281,7 +281,10 @@ def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
     ("spec", "relative"), [(LLAMA, True), (GPT2, False)], ids=["rope", "learned"]
 )
 def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> None:
-    module, batch = build_model(replace(spec, initial_std=0.3), 0).eval(), tokens(spec, length=24)
+    module, batch = (
+        build_model(replace(spec, initial_std=0.3), 0).eval(),
+        random_tokens(spec, length=24),
+    )
     places = torch.arange(24)
 
     def at(positions_T: Tensor) -> Tensor:
@@ -296,15 +299,15 @@ def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> 
 
 
 def test_dropout_acts_in_training_only() -> None:
-    module, batch = build_model(replace(LLAMA, dropout=0.5), 0), tokens(LLAMA)
+    module, batch = build_model(replace(LLAMA, dropout=0.5), 0), random_tokens(LLAMA)
     with torch.no_grad():
         assert not torch.equal(module.train()(batch), module(batch))
         assert torch.equal(module.eval()(batch), module(batch))
 
 
-@each_peer
+@for_each_hf_decoder
 def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: DecoderConfig) -> None:
-    batch, ours_off, theirs_off = tokens(spec), 0.0, 0.0
+    batch, ours_off, theirs_off = random_tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
         theirs, ours = peer(spec, seed), build_model(spec, 0).eval()
         ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))

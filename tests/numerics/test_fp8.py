@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
-from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients, steps_of
+from fixtures.cli_runner import RunDir
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    BATCHES,
+    SGD,
+    TOLERANCE,
+    assert_same_training,
+    assert_tensors_close,
+    load_gradients,
+    train_strategy,
+)
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -37,7 +45,7 @@ SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> None:
-    run = compose([*SHAPE, *shape, *FP8])
+    run = compose([*TINY_DECODER, *shape, *FP8])
     module = SingleDevice(DeviceKind.cpu).build(run)
     converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
     linear = {name for name, each in module.named_modules() if isinstance(each, nn.Linear)}
@@ -48,7 +56,7 @@ def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> Non
 
 
 def test_a_layer_that_16_does_not_divide_stays() -> None:
-    run = compose([*SHAPE, *LLAMA, *FP8, "model.feedforward=40"])
+    run = compose([*TINY_DECODER, *LLAMA, *FP8, "model.feedforward=40"])
     block = SingleDevice(DeviceKind.cpu).build(run).get_submodule("blocks.0")
     assert not isinstance(block.get_submodule("feedforward.down"), Float8Linear)
     assert isinstance(block.get_submodule("attention.output"), Float8Linear)
@@ -59,7 +67,7 @@ def test_a_layer_that_16_does_not_divide_stays() -> None:
 def test_losses_and_gradients_are_those_of_torchaos_conversion(
     recipe: ScalingRecipe, shape: tuple[str, ...]
 ) -> None:
-    run = compose([*SHAPE, *shape, *FP8, f"precision.recipe={recipe}"])
+    run = compose([*TINY_DECODER, *shape, *FP8, f"precision.recipe={recipe}"])
     plain = build_model(run.model, 1)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     theirs = convert_to_float8_training(
@@ -87,7 +95,7 @@ def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
     generator = torch.Generator().manual_seed(7)
     x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
-    spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
+    spec = compose([*TINY_DECODER, *LLAMA, "model.width=96", "model.feedforward=48"]).model
     module = build_meta(spec, StageSlice(range(1))).to_empty(device="cpu")
     apply_precision(Float8(recipe=recipe), module, spec, DeviceKind.cpu)
     layer = module.get_submodule("blocks.0.feedforward.up")
@@ -109,11 +117,13 @@ def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
         assert error.norm() > 0.005 * found.norm()
 
 
-def micro_batched(run: Folder, recipe: tuple[str, ...], job: Job, piece: int | None) -> Folder:
+def micro_batched(
+    run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, piece: int | None
+) -> RunDir:
     """Returns the same steps on one device, whose scales are of as many rows."""
     rows = piece or run.resolved["trainer"]["micro_batch"]
-    parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
-    return job.of(*parts)
+    parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
+    return run_job.without_defaults(*parts)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +142,13 @@ def test_a_layout_takes_the_steps_of_one_device(
     layout: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
-    job = Job(tmp_path, shared_cache)
-    run = steps_of(LAYOUTS[layout], "accumulated", job, *recipe)
+    job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(STRATEGIES[layout], "accumulated", job, *recipe)
     alone = micro_batched(run, recipe, job, 1 if "pipeline" in layout else None)
     if recipe == ROWWISE:
-        assert_equal(run, alone)
+        assert_same_training(run, alone)
         return
-    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
+    assert_tensors_close(load_gradients(run, 0), load_gradients(alone, 0), "gradients of step 0")
     losses = run.column("train/loss"), alone.column("train/loss")
     assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -147,18 +157,18 @@ def test_a_layout_takes_the_steps_of_one_device(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_compiling_changes_nothing(scope: str, tmp_path: Path, shared_cache: Path) -> None:
-    job = Job(tmp_path, shared_cache)
-    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
-    compiled = job.of(*parts, f"compile={scope}", "compile.backend=aot_eager")
-    assert_equal(compiled, job.of(*parts))
+    job = JobRunner(tmp_path, shared_cache)
+    parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
+    compiled = job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_same_training(compiled, job.without_defaults(*parts))
 
 
 def test_an_evaluation_tells_what_fp8_costs(
     tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that fill a micro batch up share the scales of whole tensors, not those of rows."""
-    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
-    run = Job(tmp_path, shared_cache).of(*parts, *ROWWISE)
+    parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*parts, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0
     found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
     assert "fp8 matmuls: the loss is " in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import FAMILIES, FURTHER, Checkpoints
+from fixtures.hf_checkpoints import DECODER_MODELS, MORE_ARCHITECTURES, HFCheckpoints
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -28,12 +28,12 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
-@pytest.mark.parametrize("family", [*FAMILIES, "opt_narrow"])
+@pytest.mark.parametrize("family", [*DECODER_MODELS, "opt_narrow"])
 @torch.no_grad()
 def test_logits_are_those_of_transformers(
-    family: str, shards: str, checkpoints: Checkpoints
+    family: str, shards: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    folder = checkpoints(family, shards)
+    folder = hf_checkpoint(family, shards)
     assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
     spec = HuggingFaceConfig(path=str(folder))
     module, wanted = build_model(spec, 1), theirs(folder)
@@ -44,19 +44,23 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("family", MORE_ARCHITECTURES)
 @torch.no_grad()
-def test_further_architectures_give_their_logits_too(family: str, checkpoints: Checkpoints) -> None:
-    folder = checkpoints(family)
+def test_further_architectures_give_their_logits_too(
+    family: str, hf_checkpoint: HFCheckpoints
+) -> None:
+    folder = hf_checkpoint(family)
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
     ours, wanted = build_model(spec, 1).eval(), theirs(folder)
     torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fresh_weights_are_drawn_for_any_part_alike(family: str, checkpoints: Checkpoints) -> None:
-    spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random)
+@pytest.mark.parametrize("family", DECODER_MODELS)
+def test_fresh_weights_are_drawn_for_any_part_alike(
+    family: str, hf_checkpoint: HFCheckpoints
+) -> None:
+    spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random)
     whole = dict(build_model(spec, 7).named_parameters())
     for part in spec.split_stages(4, 32):
         piece = build_meta(spec, part)
@@ -74,8 +78,10 @@ def eight_ranks() -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
-def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Checkpoints) -> None:
-    spec = HuggingFaceConfig(path=str(checkpoints("llama")))
+def test_no_rank_ever_holds_the_whole(
+    eight_ranks: DeviceMesh, hf_checkpoint: HFCheckpoints
+) -> None:
+    spec = HuggingFaceConfig(path=str(hf_checkpoint("llama")))
     module = build_meta(spec, StageSlice(range(spec.layers)))
     for name, parameter in [*module.named_parameters()]:
         holder, _, key = name.rpartition(".")
@@ -88,16 +94,16 @@ def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Chec
     assert live.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
     head = module.get_parameter("head.lm_head.weight")
     assert isinstance(head, DTensor)
-    wanted = theirs(checkpoints("llama")).lm_head.weight[: 256 // 8]
+    wanted = theirs(hf_checkpoint("llama")).lm_head.weight[: 256 // 8]
     torch.testing.assert_close(head.to_local(), wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "opt_narrow"])
+@pytest.mark.parametrize("family", [*DECODER_MODELS, "opt_narrow"])
 @torch.no_grad()
 def test_an_export_is_loaded_by_transformers(
-    family: str, checkpoints: Checkpoints, tmp_path: Path
+    family: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random, depth=3)
+    spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random, depth=3)
     module = build_model(spec, 5)
     export_model(spec, module.state_dict(), tmp_path / "export")
     found = theirs(tmp_path / "export")

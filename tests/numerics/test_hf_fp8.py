@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import FAMILIES, Checkpoints
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS
-from fixtures.steps import (
+from fixtures.cli_runner import RunDir
+from fixtures.hf_checkpoints import DECODER_MODELS, HFCheckpoints
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
     TOLERANCE,
-    assert_close,
-    assert_equal,
-    gradients,
-    of_transformers,
+    assert_same_training,
+    assert_tensors_close,
+    load_gradients,
+    transformers_overrides,
 )
+from fixtures.strategies import STRATEGIES
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -40,8 +40,8 @@ ROWWISE = (*FP8, "precision.recipe=rowwise")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("hf_fp8"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("hf_fp8"), shared_cache)
 
 
 def model_of_transformers(folder: Path) -> PreTrainedModel:
@@ -57,14 +57,16 @@ def model_of_transformers(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("recipe", ScalingRecipe)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODER_MODELS)
 def test_gradients_are_those_of_torchaos_conversion(
-    family: str, recipe: ScalingRecipe, checkpoints: Checkpoints
+    family: str, recipe: ScalingRecipe, hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose([*of_transformers(checkpoints(family), *FP8, f"precision.recipe={recipe}")])
+    run = compose(
+        [*transformers_overrides(hf_checkpoint(family), *FP8, f"precision.recipe={recipe}")]
+    )
     ours, theirs = (
         SingleDevice(DeviceKind.cpu).build(run),
-        model_of_transformers(checkpoints(family)),
+        model_of_transformers(hf_checkpoint(family)),
     )
     assert isinstance(ours, CausalLMModule)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
@@ -88,21 +90,28 @@ def test_gradients_are_those_of_torchaos_conversion(
     ("family", "layout", "recipe"),
     [
         pytest.param(*case, marks=() if case == ("qwen2", "fsdp", ROWWISE) else LONG)
-        for family in FAMILIES
+        for family in DECODER_MODELS
         for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
         for recipe in (FP8, ROWWISE)
         for case in [(family, layout, recipe)]
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    family: str, layout: str, recipe: tuple[str, ...], checkpoints: Checkpoints, job: Job
+    family: str,
+    layout: str,
+    recipe: tuple[str, ...],
+    hf_checkpoint: HFCheckpoints,
+    run_job: JobRunner,
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
-    parts = of_transformers(checkpoints(family), *recipe)
-    ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
+    parts = transformers_overrides(hf_checkpoint(family), *recipe)
+    ranks = compose([*parts, *STRATEGIES[layout]]).parallelism.data_parallel_size
     rows = f"trainer.micro_batch={12 // ranks // 3}"
-    run, alone = job.of(*parts, *LAYOUTS[layout], rows), job.of(*parts, rows)
-    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
+    run, alone = (
+        run_job.without_defaults(*parts, *STRATEGIES[layout], rows),
+        run_job.without_defaults(*parts, rows),
+    )
+    assert_tensors_close(load_gradients(run, 0), load_gradients(alone, 0), "gradients of step 0")
     losses = run.column("train/loss"), alone.column("train/loss")
     assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -110,22 +119,26 @@ def test_a_layout_takes_the_steps_of_one_device(
 
 @LONG
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODER_MODELS)
 def test_what_changes_no_step_changes_none(
-    family: str, more: str, checkpoints: Checkpoints, job: Job
+    family: str, more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    parts = of_transformers(checkpoints(family), *ROWWISE, "trainer.micro_batch=12")
+    parts = transformers_overrides(hf_checkpoint(family), *ROWWISE, "trainer.micro_batch=12")
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
-    assert_equal(job.of(*parts, more, *backend), job.of(*parts))
+    assert_same_training(
+        run_job.without_defaults(*parts, more, *backend), run_job.without_defaults(*parts)
+    )
 
 
 @pytest.fixture(scope="module")
-def trained(checkpoints: Checkpoints, job: Job) -> Folder:
-    return job.of(*of_transformers(checkpoints("llama"), *ROWWISE, "trainer.micro_batch=4"))
+def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> RunDir:
+    return run_job.without_defaults(
+        *transformers_overrides(hf_checkpoint("llama"), *ROWWISE, "trainer.micro_batch=4")
+    )
 
 
 def test_an_evaluation_tells_what_fp8_costs(
-    trained: Folder, capsys: pytest.CaptureFixture[str]
+    trained: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(trained.path)]) == 0
     found = json.loads((trained.path / "evaluation.json").read_text("utf-8"))["3"]
@@ -138,12 +151,12 @@ def test_an_evaluation_tells_what_fp8_costs(
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_clock_tells_products_in_8_bits_apart(
-    family: str, hardware: str, checkpoints: Checkpoints
+    family: str, hardware: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     """The others are the same, and so are the flops; a cast reads and writes besides."""
     plain, fp8 = (
         compose(
-            [*of_transformers(checkpoints(family)), precision, f"hardware={hardware}"],
+            [*transformers_overrides(hf_checkpoint(family)), precision, f"hardware={hardware}"],
             check_machine=False,
         )
         for precision in ("precision=bf16_mixed", "precision=fp8")

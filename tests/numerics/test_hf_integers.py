@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import Checkpoints
-from fixtures.doors import Folder
-from fixtures.integers import (
+from fixtures.cli_runner import RunDir
+from fixtures.hf_checkpoints import HFCheckpoints
+from fixtures.integer_export import (
     CPU,
     TOKENS_BT,
-    assert_evaluated,
-    assert_measured,
-    assert_multiplied,
-    assert_near,
-    exported,
-    of_torchao,
+    assert_conversion_recorded,
+    assert_evaluation_compares_fp32,
+    assert_same_first_step,
+    assert_transformers_multiplies_integers,
+    export_run,
+    torchao_config,
 )
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS
-from fixtures.steps import (
-    assert_equal,
-    of_transformers,
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    assert_same_training,
+    transformers_overrides,
 )
+from fixtures.strategies import STRATEGIES
 from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM
@@ -54,20 +54,20 @@ FAMILIES = ("llama", "granite", "mistral")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("hf_integers"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("hf_integers"), shared_cache)
 
 
 @pytest.mark.parametrize("name", QATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_those_of_torchaos_preparation(
-    family: str, name: str, checkpoints: Checkpoints
+    family: str, name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose([*of_transformers(checkpoints(family), *QATS[name])])
+    run = compose([*transformers_overrides(hf_checkpoint(family), *QATS[name])])
     ours = SingleDevice(DeviceKind.cpu).build(run)
     assert isinstance(ours, CausalLMModule)
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoints(family))
-    prepared = QATConfig(of_torchao(run), step="prepare")
+    theirs = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
+    prepared = QATConfig(torchao_config(run), step="prepare")
     linear = {
         ours.hf_name(f"{key}.weight").removesuffix(".weight")
         for key, each in ours.named_modules()
@@ -93,30 +93,39 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    name: str, layout: str, checkpoints: Checkpoints, job: Job
+    name: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
-    parts = of_transformers(checkpoints("llama"), *QATS[name])
-    ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
-    run = job.of(*parts, *LAYOUTS[layout], f"trainer.micro_batch={12 // ranks // 3}")
-    alone = job.of(*parts, "trainer.micro_batch=12")
-    assert_near(run, alone)
+    parts = transformers_overrides(hf_checkpoint("llama"), *QATS[name])
+    ranks = compose([*parts, *STRATEGIES[layout]]).parallelism.data_parallel_size
+    run = run_job.without_defaults(
+        *parts, *STRATEGIES[layout], f"trainer.micro_batch={12 // ranks // 3}"
+    )
+    alone = run_job.without_defaults(*parts, "trainer.micro_batch=12")
+    assert_same_first_step(run, alone)
 
 
 @LONG
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
-def test_what_changes_no_step_changes_none(more: str, checkpoints: Checkpoints, job: Job) -> None:
-    parts = of_transformers(checkpoints("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12")
+def test_what_changes_no_step_changes_none(
+    more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+) -> None:
+    parts = transformers_overrides(
+        hf_checkpoint("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12"
+    )
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
-    assert_equal(job.of(*parts, more, *backend), job.of(*parts))
+    assert_same_training(
+        run_job.without_defaults(*parts, more, *backend), run_job.without_defaults(*parts)
+    )
 
 
 @pytest.mark.parametrize("name", QATS)
 def test_the_clock_tells_products_of_what_is_rounded_apart(
-    name: str, checkpoints: Checkpoints
+    name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     plain, rounded = (
-        compose([*of_transformers(checkpoints("llama"), *further)]) for further in ((), QATS[name])
+        compose([*transformers_overrides(hf_checkpoint("llama"), *further)])
+        for further in ((), QATS[name])
     )
     was, now = (
         [
@@ -133,25 +142,25 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
 
 
 @pytest.fixture(scope="module")
-def trained(checkpoints: Checkpoints, job: Job) -> dict[str, Folder]:
+def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> dict[str, RunDir]:
     """Returns runs of a few steps, by name."""
-    parts = of_transformers(checkpoints("llama"), "trainer.micro_batch=4")
-    return {name: job.of(*parts, *further) for name, further in QATS.items()}
+    parts = transformers_overrides(hf_checkpoint("llama"), "trainer.micro_batch=4")
+    return {name: run_job.without_defaults(*parts, *further) for name, further in QATS.items()}
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_evaluation_tells_what_integers_save_and_cost(
-    name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
+    name: str, trained: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_evaluated(trained[name], capsys)
+    assert_evaluation_compares_fp32(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_export_holds_integers_that_say_what_training_said(
-    name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, trained: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
-    told, held = exported(run, to)
+    told, held = export_run(run, to)
     assert "model.layers.0.self_attn.q_proj.weight_scale" in held
 
     module = compressed_tensors.load_compressed(to, told, CPU)
@@ -161,19 +170,19 @@ def test_an_export_holds_integers_that_say_what_training_said(
     config = json.loads((to / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["format"] == "pack-quantized"
 
-    assert_measured(run, to)
+    assert_conversion_recorded(run, to)
     assert "28 weights in 4 bits: " in capsys.readouterr().out
 
 
 @LONG
 @pytest.mark.parametrize("name", QATS)
 def test_transformers_multiplies_by_the_integers(
-    name: str, trained: dict[str, Folder], tmp_path: Path
+    name: str, trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
-    assert_multiplied(trained[name], name, tmp_path)
+    assert_transformers_multiplies_integers(trained[name], name, tmp_path)
 
 
-def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
+def test_a_file_without_integers_is_refused(trained: dict[str, RunDir], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):

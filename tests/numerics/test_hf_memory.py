@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import FAMILIES, WHOLE_TOKENS, Checkpoints
-from fixtures.jobs import Job
-from fixtures.layouts import mesh, needs_deepspeed
+from fixtures.hf_checkpoints import DECODER_MODELS, NO_SEQUENCE_PARALLEL, HFCheckpoints
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import mesh, needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import ZERO
@@ -86,7 +86,7 @@ ROUNDED: tuple[tuple[str, ...], ...] = (
     (*FSDP, QAT, "precision=bf16_mixed"),
     ("parallelism=ddp", "trainer.micro_batch=4", QAT, FULL),
 )
-TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
+TENSOR = ("parallelism=tensor", NO_SEQUENCE_PARALLEL)
 SPLIT: tuple[tuple[str, ...], ...] = (
     TENSOR,
     (*TENSOR, FULL),
@@ -96,17 +96,17 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*TENSOR, "objective.loss_chunk=128"),
     (*TENSOR, "parallelism.loss_parallel=false", "objective.loss_chunk=128"),
     (*TENSOR, "trainer.global_batch=16"),
-    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4"),
-    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
+    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4"),
+    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", FULL),
     (*TENSOR, OFFLOAD),
     (*TENSOR, *OFFLOAD_ALL),
     (*TENSOR, *IN_BACKWARD),
-    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *OFFLOAD_ALL),
-    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *IN_BACKWARD),
+    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", *OFFLOAD_ALL),
+    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", *IN_BACKWARD),
 )
 TABLES = (
-    (FAMILIES, LINES),
-    ((*FAMILIES, "wide"), WIDER),
+    (DECODER_MODELS, LINES),
+    ((*DECODER_MODELS, "wide"), WIDER),
     (("llama", "wide"), ROUNDED),
     (("llama", "wide", "qwen2"), SPLIT),
 )
@@ -125,8 +125,8 @@ FEW = [
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("hf_memory"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("hf_memory"), shared_cache)
 
 
 def small(folder: Path, *line: str) -> tuple[str, ...]:
@@ -158,23 +158,23 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
     ids=str,
 )
 def test_the_peak_is_the_one_foreseen(
-    family: str, line: tuple[str, ...], checkpoints: Checkpoints, job: Job
+    family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    overrides = small(checkpoints(family), *line)
+    overrides = small(hf_checkpoint(family), *line)
     predicted = worst_rank.worst_rank_breakdown(compose(overrides))
-    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1
     print(f"{family} {' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.02
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODER_MODELS)
 def test_as_much_is_handed_over_as_foreseen(
-    family: str, recompute: Recompute, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    family: str, recompute: Recompute, hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And brought back: traffic counts it twice."""
-    run = compose(small(checkpoints(family), OFFLOAD, f"memory.recompute={recompute}"))
+    run = compose(small(hf_checkpoint(family), OFFLOAD, f"memory.recompute={recompute}"))
     gone: list[int] = []
     put = OffloadedStorages._offload
 
@@ -190,7 +190,7 @@ def test_as_much_is_handed_over_as_foreseen(
     assert host_transfer.rank_traffic(run, rank_memory).activations == 2 * found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODER_MODELS)
 @pytest.mark.parametrize(
     "line",
     [
@@ -202,9 +202,9 @@ def test_as_much_is_handed_over_as_foreseen(
     ],
 )
 def test_ledger_and_trace_agree(
-    family: str, line: tuple[str, ...], checkpoints: Checkpoints
+    family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose(small(checkpoints(family), *line, "model.init=random", "model.depth=8"))
+    run = compose(small(hf_checkpoint(family), *line, "model.init=random", "model.depth=8"))
     assert rejection_reason(run) is None
     assert worst_rank.worst_rank_breakdown(run).peak == pytest.approx(trace_run(run).peak, rel=0.02)
 
@@ -213,11 +213,11 @@ def test_ledger_and_trace_agree(
 @LONG
 @pytest.mark.parametrize("line", FEW)
 def test_the_peak_of_zero_is_near(
-    line: tuple[str, ...], checkpoints: Checkpoints, job: Job
+    line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     further = (each for each in line if not each.startswith("model."))
-    overrides = small(checkpoints("wide"), "trainer.micro_batch=1", *further)
+    overrides = small(hf_checkpoint("wide"), "trainer.micro_batch=1", *further)
     predicted = worst_rank.worst_rank_breakdown(compose(overrides)).peak
-    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{' '.join(line)}: {predicted / found - 1:+.2%}")
     assert abs(predicted / found - 1) < 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import FURTHER, SELDOM, Checkpoints
+from fixtures.hf_checkpoints import MORE_ARCHITECTURES, RARE_ARCHITECTURES, HFCheckpoints
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,9 +35,9 @@ def assert_same_logits(folder: Path) -> None:
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=0)
 
 
-def changed(checkpoints: Checkpoints, family: str, change: Change, folder: Path) -> Path:
+def changed(hf_checkpoint: HFCheckpoints, family: str, change: Change, folder: Path) -> Path:
     """Copies a checkpoint with other tensors; ``change`` may write files instead."""
-    shutil.copytree(checkpoints(family), folder)
+    shutil.copytree(hf_checkpoint(family), folder)
     tensors = change(folder, load_file(folder / SINGLE))
     if tensors is not None:
         (folder / SINGLE).unlink()
@@ -148,9 +148,9 @@ LOADED: list[tuple[str, Change]] = [
     ("family", "change"), LOADED, ids=[f"{family}-{it.__name__}" for family, it in LOADED]
 )
 def test_pretrained_weights_are_those_that_transformers_loads(
-    family: str, change: Change, checkpoints: Checkpoints, tmp_path: Path
+    family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    assert_same_logits(changed(checkpoints, family, change, tmp_path / family))
+    assert_same_logits(changed(hf_checkpoint, family, change, tmp_path / family))
 
 
 def an_adapter(folder: Path, held: Tensors) -> None:
@@ -192,25 +192,27 @@ REJECTED: list[tuple[Change, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "cure"), REJECTED, ids=[change.__name__ for change, *_ in REJECTED]
+    ("change", "reason", "fix"), REJECTED, ids=[change.__name__ for change, *_ in REJECTED]
 )
 def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
-    change: Change, reason: str, cure: str, checkpoints: Checkpoints, tmp_path: Path
+    change: Change, reason: str, fix: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    spec = HuggingFaceConfig(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
+    spec = HuggingFaceConfig(path=str(changed(hf_checkpoint, "llama", change, tmp_path / "llama")))
     (issue,) = spec.validate()
     assert reason in issue.reason
-    assert cure in issue.fix
+    assert fix in issue.fix
     assert issue.key == "model.path"
     with pytest.raises(CheckpointError):
         build_model(spec, 1)
 
 
-def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_buffer_with_other_values_is_rejected(
+    hf_checkpoint: HFCheckpoints, tmp_path: Path
+) -> None:
     def change(folder: Path, held: Tensors) -> Tensors:
         return held | {"model.layers.0.mlp.act_fn.beta": torch.tensor(0.75)}
 
-    folder = changed(checkpoints, "apertus", change, tmp_path / "apertus")
+    folder = changed(hf_checkpoint, "apertus", change, tmp_path / "apertus")
     with pytest.raises(CheckpointError, match=r"a buffer model\.layers\.0\.mlp\.act_fn\.beta"):
         build_model(HuggingFaceConfig(path=str(folder)), 1)
 
@@ -220,9 +222,9 @@ def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_pa
     [("gpt_neox", unchanged), ("qwen2", own_head), ("apertus", unchanged), ("gpt2", unchanged)],
 )
 def test_an_export_holds_what_transformers_saves(
-    family: str, change: Change, checkpoints: Checkpoints, tmp_path: Path
+    family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    folder = changed(checkpoints, family, change, tmp_path / family)
+    folder = changed(hf_checkpoint, family, change, tmp_path / family)
     spec, out, saved = HuggingFaceConfig(path=str(folder)), tmp_path / "out", tmp_path / "saved"
     export_model(spec, dict(build_model(spec, 1).state_dict()), out)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
@@ -237,17 +239,17 @@ def test_an_export_holds_what_transformers_saves(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", SELDOM)
+@pytest.mark.parametrize("family", RARE_ARCHITECTURES)
 def test_every_dense_architecture_gives_the_logits_of_transformers(
-    family: str, checkpoints: Checkpoints
+    family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    assert_same_logits(checkpoints(family))
+    assert_same_logits(hf_checkpoint(family))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [*FURTHER, *SELDOM])
+@pytest.mark.parametrize("family", [*MORE_ARCHITECTURES, *RARE_ARCHITECTURES])
 def test_a_head_in_the_checkpoint_of_a_tied_configuration_is_used(
-    family: str, checkpoints: Checkpoints, tmp_path: Path
+    family: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    folder = changed(checkpoints, family, tied_with_own_head, tmp_path / family)
+    folder = changed(hf_checkpoint, family, tied_with_own_head, tmp_path / family)
     assert_same_logits(folder)

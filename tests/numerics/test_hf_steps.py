@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import CUT, FAMILIES, WHOLE_TOKENS, Checkpoints
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, SHAPE, marks
-from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal
+from fixtures.cli_runner import RunDir
+from fixtures.hf_checkpoints import (
+    DECODER_MODELS,
+    NO_SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL_MODELS,
+    HFCheckpoints,
+)
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    BATCHES,
+    SGD,
+    TOLERANCE,
+    assert_same_training,
+    assert_tensors_close,
+)
+from fixtures.strategies import STRATEGIES, TINY_DECODER, marks
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -36,40 +47,45 @@ ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("hf"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("hf"), shared_cache)
 
 
 def line(folder: Path, *further: str) -> tuple[str, ...]:
     """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
-    own = (*SHAPE, *SGD, *BATCHES[BATCH], *further)
+    own = (*TINY_DECODER, *SGD, *BATCHES[BATCH], *further)
     return (
         "model=hf", f"model.path={folder}", *(each for each in own if not each.startswith("model"))
     )  # fmt: skip
 
 
-def alone(job: Job, folder: Path, *further: str) -> Folder:
-    return job.of(*line(folder, *further, "trainer.micro_batch=12"))
+def alone(run_job: JobRunner, folder: Path, *further: str) -> RunDir:
+    return run_job.without_defaults(*line(folder, *further, "trainer.micro_batch=12"))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=(*marks(layout), *(() if usual else (LONG,))))
-        for layouts, families in (((*TAKEN, *ZERO), FAMILIES), (SPLIT, CUT))
+        for layouts, families in (
+            ((*TAKEN, *ZERO), DECODER_MODELS),
+            (SPLIT, TENSOR_PARALLEL_MODELS),
+        )
         for family in families
         for layout in layouts
         for usual in [(family, layout) in USUAL]
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    family: str, layout: str, checkpoints: Checkpoints, job: Job
+    family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []))
+    folder = hf_checkpoint(family)
+    parts = (*STRATEGIES[layout], *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []))
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
-    assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
+    assert_same_training(
+        run_job.without_defaults(*line(folder, *parts, micro_batch)), alone(run_job, folder)
+    )
 
 
 SAVING = {
@@ -83,7 +99,10 @@ SAVING = {
     ("family", "layout", "way"),
     [
         pytest.param(family, layout, way, marks=(*marks(layout), *(() if usual else (LONG,))))
-        for layouts, families in (((*TAKEN, *ZERO), FAMILIES), (SPLIT, CUT))
+        for layouts, families in (
+            ((*TAKEN, *ZERO), DECODER_MODELS),
+            (SPLIT, TENSOR_PARALLEL_MODELS),
+        )
         for family in families
         for layout in layouts
         for way in SAVING
@@ -91,13 +110,19 @@ SAVING = {
     ],
 )
 def test_a_layout_saves_memory_in_the_same_steps(
-    family: str, layout: str, way: str, checkpoints: Checkpoints, job: Job
+    family: str, layout: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []), *SAVING[way])
+    folder = hf_checkpoint(family)
+    parts = (
+        *STRATEGIES[layout],
+        *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []),
+        *SAVING[way],
+    )
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
-    assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
+    assert_same_training(
+        run_job.without_defaults(*line(folder, *parts, micro_batch)), alone(run_job, folder)
+    )
 
 
 AT_ONCE = ("trainer.global_batch=12", "trainer.clip_norm=null")
@@ -107,23 +132,32 @@ AT_ONCE = ("trainer.global_batch=12", "trainer.clip_norm=null")
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=() if (family, layout) == ("gpt2", "hsdp") else LONG)
-        for layouts, families in ((("single", "fsdp", "hsdp"), FAMILIES), (SPLIT, CUT))
+        for layouts, families in (
+            (("single", "fsdp", "hsdp"), DECODER_MODELS),
+            (SPLIT, TENSOR_PARALLEL_MODELS),
+        )
         for family in families
         for layout in layouts
     ],
 )
 def test_a_layout_steps_in_backward(
-    family: str, layout: str, checkpoints: Checkpoints, job: Job
+    family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    parts = (*LAYOUTS.get(layout, ()), *([WHOLE_TOKENS] if "tensor" in layout else []), *AT_ONCE)
+    folder = hf_checkpoint(family)
+    parts = (
+        *STRATEGIES.get(layout, ()),
+        *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []),
+        *AT_ONCE,
+    )
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks}"
-    found = job.of(*line(folder, *parts, micro_batch, "optimizer.in_backward=true"))
-    wanted = alone(job, folder, *AT_ONCE)
+    found = run_job.without_defaults(
+        *line(folder, *parts, micro_batch, "optimizer.in_backward=true")
+    )
+    wanted = alone(run_job, folder, *AT_ONCE)
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert found.column(key) == pytest.approx(wanted.column(key), rel=TOLERANCE), key
-    assert_close(found.weights(), wanted.weights(), "weights")
+    assert_tensors_close(found.weights(), wanted.weights(), "weights")
     assert found.summary["metrics"]["memory/gradients_bytes"] == 0
 
 
@@ -141,24 +175,26 @@ WAYS = {
     ("family", "way"),
     [
         pytest.param(family, way, marks=() if usual else LONG)
-        for family in FAMILIES
+        for family in DECODER_MODELS
         for way in WAYS
         for usual in [(family, way) == ("gpt2", "loss_chunk")]  # tied: the head has no matrix
     ],
 )
 def test_what_changes_no_step_changes_none(
-    family: str, way: str, checkpoints: Checkpoints, job: Job
+    family: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    assert_equal(alone(job, folder, *WAYS[way]), alone(job, folder))
+    folder = hf_checkpoint(family)
+    assert_same_training(alone(run_job, folder, *WAYS[way]), alone(run_job, folder))
 
 
-@pytest.mark.parametrize("family", ["opt", *(pytest.param(f, marks=LONG) for f in FAMILIES[:3])])
+@pytest.mark.parametrize(
+    "family", ["opt", *(pytest.param(f, marks=LONG) for f in DECODER_MODELS[:3])]
+)
 def test_steps_are_those_of_transformers_in_a_hand_loop(
-    family: str, checkpoints: Checkpoints, job: Job
+    family: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    found = alone(job, folder, "optimizer.weight_decay=0")
+    folder = hf_checkpoint(family)
+    found = alone(run_job, folder, "optimizer.weight_decay=0")
     run = compose([*line(folder, "optimizer.weight_decay=0", "trainer.micro_batch=11")])
     rows = prepare_splits(run.data, 256, run.seed).train
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -192,18 +228,20 @@ SMALL = ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]")
         ("llama", "nf4"),
         *(
             pytest.param(family, packed, marks=LONG)
-            for family in FAMILIES
+            for family in DECODER_MODELS
             for packed in ("nf4", "fp4", "int8")
             if (family, packed) != ("llama", "nf4")
         ),
     ],
 )
 def test_packed_weights_take_the_steps_of_one_device(
-    family: str, packed: str, layout: str, checkpoints: Checkpoints, job: Job
+    family: str, packed: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder, more = checkpoints(family), (*SMALL, f"quantization={packed}")
-    found = job.of(*line(folder, *LAYOUTS[layout], *more, "trainer.micro_batch=2"))
-    assert_equal(found, alone(job, folder, *more))
+    folder, more = hf_checkpoint(family), (*SMALL, f"quantization={packed}")
+    found = run_job.without_defaults(
+        *line(folder, *STRATEGIES[layout], *more, "trainer.micro_batch=2")
+    )
+    assert_same_training(found, alone(run_job, folder, *more))
 
 
 def packed_by_transformers(folder: Path) -> PreTrainedModel:
@@ -214,11 +252,11 @@ def packed_by_transformers(folder: Path) -> PreTrainedModel:
     return model.train()  # else bitsandbytes packs otherwise, and fails at narrow matrices
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODER_MODELS)
 def test_packed_weights_are_those_that_transformers_packs(
-    family: str, checkpoints: Checkpoints
+    family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    folder = checkpoints(family)
+    folder = hf_checkpoint(family)
     theirs = packed_by_transformers(folder)
     run = compose([*line(folder, *SMALL, "quantization=nf4")])
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
@@ -241,11 +279,11 @@ LINES = ((), SMALL, ("adapter=ia3",), PISSA, (*SMALL, "quantization=nf4"))
     "family", ["gpt2", *(pytest.param(f, marks=LONG) for f in ("llama", "opt"))]
 )
 def test_what_was_trained_is_asked_and_exported_and_goes_on(
-    family: str, more: tuple[str, ...], checkpoints: Checkpoints, job: Job
+    family: str, more: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    folder = checkpoints(family)
-    sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
-    found = job.of(*line(folder, *sharded))
+    folder = hf_checkpoint(family)
+    sharded = (*STRATEGIES["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
+    found = run_job.without_defaults(*line(folder, *sharded))
     told = load_trained(found.path)
     exports.write_export(told, found.path / "exported", AdapterExport.merged)
     tokens = torch.randint(256, (2, 32))
@@ -261,15 +299,19 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
             adapted = PeftModel.from_pretrained(base, found.path / "adapter").train()
             torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits, begun)
-    again = job.of(*line(folder, *more, "trainer.micro_batch=12"), resume=found.checkpoint(2))
-    assert_close(again.weights(), found.weights(), "weights after step 2")
+    again = run_job.without_defaults(
+        *line(folder, *more, "trainer.micro_batch=12"), resume=found.checkpoint(2)
+    )
+    assert_tensors_close(again.weights(), found.weights(), "weights after step 2")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_is_what_peft_makes_of_the_architecture(family: str, checkpoints: Checkpoints) -> None:
-    run = compose([*line(checkpoints(family), "adapter=lora")])
-    base = AutoModelForCausalLM.from_pretrained(checkpoints(family))
+@pytest.mark.parametrize("family", DECODER_MODELS)
+def test_lora_is_what_peft_makes_of_the_architecture(
+    family: str, hf_checkpoint: HFCheckpoints
+) -> None:
+    run = compose([*line(hf_checkpoint(family), "adapter=lora")])
+    base = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
     theirs = get_peft_model(base, LoraConfig(r=8, fan_in_fan_out=family == "gpt2"))
     wanted = {
         ".".join(name.split(".")[-6:])
@@ -283,16 +325,16 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, checkpoints: C
 
 @pytest.mark.parametrize("launched", ["none", "process"])
 def test_weights_that_cannot_be_read_are_told(
-    launched: str, checkpoints: Checkpoints, job: Job, tmp_path: Path
+    launched: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner, tmp_path: Path
 ) -> None:
     """Within a rank, whose callbacks hear of it before anything has begun.
 
     A file's header is read before the start, its values are read by the ranks.
     """
-    folder = shutil.copytree(checkpoints("apertus"), tmp_path / "other")
+    folder = shutil.copytree(hf_checkpoint("apertus"), tmp_path / "other")
     held = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.act_fn.beta"
     save_file({**held, name: held[name] + 1}, folder / "model.safetensors")
     isolation = f"launch.isolation={launched}"
-    reason = job.of(*line(folder, isolation), status="refused").status["reason"]
+    reason = run_job.without_defaults(*line(folder, isolation), status="refused").status["reason"]
     assert f"has a buffer {name} with other values than config.json gives" in reason

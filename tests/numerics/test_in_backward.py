@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.doors import same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
-from fixtures.steps import TOLERANCE, Reference, assert_close, steps_of
+from fixtures.cli_runner import same_weights
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import TOLERANCE, ReferenceRun, assert_tensors_close, train_strategy
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 
 IN_BACKWARD = "optimizer.in_backward=true"
 SUM_LATE = ("ddp", "deepspeed", "pipeline")
-EVERY = {"single": ("parallelism=single",), **LAYOUTS}
+EVERY = {"single": ("parallelism=single",), **STRATEGIES}
 USUAL = ("fsdp", "tensor")
 ADAMW = (
-    *SHAPE,
+    *TINY_DECODER,
     *LLAMA,
     "trainer.clip_norm=null",
     "trainer.max_steps=4",
@@ -26,8 +26,8 @@ ADAMW = (
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path, shared_cache)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,16 @@ def job(tmp_path: Path, shared_cache: Path) -> Job:
         if not (name.startswith(SUM_LATE) or "offload" in name)  # which is refused
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(layout: str, alone: Reference, job: Job) -> None:
-    run, reference = steps_of(EVERY[layout], "one_pass", job, IN_BACKWARD), alone("one_pass")
+def test_a_layout_takes_the_steps_of_one_device(
+    layout: str, reference_run: ReferenceRun, run_job: JobRunner
+) -> None:
+    run, reference = (
+        train_strategy(EVERY[layout], "one_pass", run_job, IN_BACKWARD),
+        reference_run("one_pass"),
+    )
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key
-    assert_close(run.weights(), reference.weights(), "weights")
+    assert_tensors_close(run.weights(), reference.weights(), "weights")
     assert run.summary["metrics"]["memory/gradients_bytes"] == 0
 
 
@@ -56,17 +61,17 @@ def test_a_layout_takes_the_steps_of_one_device(layout: str, alone: Reference, j
         ),
     ],
 )
-def test_an_optimizer_steps_alike(name: str, job: Job) -> None:
+def test_an_optimizer_steps_alike(name: str, run_job: JobRunner) -> None:
     late, early = (
-        job.of(*ADAMW, f"optimizer={name}", f"optimizer.in_backward={way}")
+        run_job.without_defaults(*ADAMW, f"optimizer={name}", f"optimizer.in_backward={way}")
         for way in ("false", "true")
     )
     assert early.column("train/loss") == late.column("train/loss")
     assert same_weights(early.weights(), late.weights())
 
 
-def test_a_checkpoint_of_one_way_goes_on_in_the_other(job: Job) -> None:
-    whole = job.of(*ADAMW, "checkpoint.every=2")
-    resumed = job.of(*ADAMW, IN_BACKWARD, resume=whole.checkpoint(2))
+def test_a_checkpoint_of_one_way_goes_on_in_the_other(run_job: JobRunner) -> None:
+    whole = run_job.without_defaults(*ADAMW, "checkpoint.every=2")
+    resumed = run_job.without_defaults(*ADAMW, IN_BACKWARD, resume=whole.checkpoint(2))
     assert resumed.column("train/loss") == whole.column("train/loss")
     assert same_weights(resumed.weights(), whole.weights())

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.decoders import (
+from fixtures.decoder_configs import (
     GPT2,
     LLAMA,
-    each_spec,
-    tokens,
+    for_each_decoder,
+    random_tokens,
 )
 
 from scalewise.models.base import StageSlice
@@ -19,7 +19,7 @@ from scalewise.models.decoder.model import DecoderModule
 from scalewise.models.decoder.state_dict_adapter import export_folder
 
 
-@each_spec
+@for_each_decoder
 def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None:
     with torch.device("meta"):
         late = build_model(spec, 0)
@@ -28,14 +28,14 @@ def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None
     late.init_weights(3)
     fresh = build_model(spec, 3)
     torch.testing.assert_close(late.state_dict(), fresh.state_dict(), rtol=0, atol=0)
-    batch = tokens(spec)
+    batch = random_tokens(spec)
     torch.testing.assert_close(late(batch), fresh(batch), rtol=0, atol=0)
 
 
-@each_spec
+@for_each_decoder
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) -> None:
-    whole, batch = build_model(spec, 5).eval(), tokens(spec)
+    whole, batch = build_model(spec, 5).eval(), random_tokens(spec)
     named, seen, x = dict(whole.named_parameters()), set(), batch
     for part in spec.split_stages(count, batch.shape[1]):
         module = build_meta(spec, part)

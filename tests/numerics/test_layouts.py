@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, OPTION_PRODUCTS, SCHEDULE_PRODUCTS, marks
-from fixtures.steps import BATCHES, Reference, assert_equal, steps_of
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import BATCHES, ReferenceRun, assert_same_training, train_strategy
+from fixtures.strategies import OPTION_PRODUCTS, SCHEDULE_PRODUCTS, STRATEGIES, marks
 
 USUAL = ("all_at_once",)
 SELDOM = ("fsdp_4", "replicate_tensor", "context_tensor", "pipeline_context", "pipeline_replicate")
@@ -28,7 +28,7 @@ CASES = [
         batch,
         marks=(*marks(layout), *(() if usual else (pytest.mark.exhaustive,))),
     )
-    for layout in LAYOUTS
+    for layout in STRATEGIES
     for batch in BATCHES
     for usual in [batch in USUAL and layout not in SELDOM]
 ]
@@ -36,10 +36,10 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "batch"), CASES)
 def test_a_layout_takes_the_steps_of_one_device(
-    layout: str, batch: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    layout: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], batch, Job(tmp_path, shared_cache))
-    assert_equal(run, alone(batch))
+    run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache))
+    assert_same_training(run, reference_run(batch))
 
 
 PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS
@@ -49,7 +49,7 @@ PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS
 @pytest.mark.parametrize("batch", ["all_at_once", "accumulated"])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products_of_axes_and_options_take_the_steps_of_one_device(
-    product: str, batch: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    product: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(PRODUCTS[product], batch, Job(tmp_path, shared_cache))
-    assert_equal(run, alone(batch))
+    run = train_strategy(PRODUCTS[product], batch, JobRunner(tmp_path, shared_cache))
+    assert_same_training(run, reference_run(batch))

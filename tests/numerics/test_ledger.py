@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.jobs import Job
-from fixtures.layouts import needs_deepspeed
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM, ZERO
@@ -18,8 +18,8 @@ PIPED = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("ledger"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("ledger"), shared_cache)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
     [*TRAINED, *(pytest.param(line, marks=LONG) for line in TRAINED_SELDOM)],
     ids=" ".join,
 )
-def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
+def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], run_job: JobRunner) -> None:
     predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
-    metrics = job.of(*SMALL, *line).summary["metrics"]
+    metrics = run_job.without_defaults(*SMALL, *line).summary["metrics"]
     assert metrics["plan/peak_bytes"] == predicted.peak
     error = predicted.peak / metrics["memory/peak_bytes"] - 1
     print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
@@ -65,8 +65,8 @@ LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
     ],
     ids=" ".join,
 )
-def test_compiled_blocks_are_foreseen(line: tuple[str, ...], job: Job) -> None:
-    test_the_peak_is_the_one_foreseen((*FULLEST, *line), job)
+def test_compiled_blocks_are_foreseen(line: tuple[str, ...], run_job: JobRunner) -> None:
+    test_the_peak_is_the_one_foreseen((*FULLEST, *line), run_job)
 
 
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
@@ -85,13 +85,13 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
     ],
 )
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
-def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) -> None:
+def test_a_budget_is_reached(layout: tuple[str, ...], share: float, run_job: JobRunner) -> None:
     most, least = (
         worst_rank.worst_rank_breakdown(compose((*BLOCKS, *layout, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
     )
     budget = (least + share * (most - least)) / GIB
-    found = job.of(*BLOCKS, *layout, "memory=auto", f"memory.budget_gib={budget}")
+    found = run_job.without_defaults(*BLOCKS, *layout, "memory=auto", f"memory.budget_gib={budget}")
     peak = found.summary["metrics"]["memory/peak_bytes"] / GIB
     print(f"{budget:.4f} GiB allowed, {peak:.4f} taken: {found.resolved['memory']}")
     assert 0.9 * budget < peak < 1.02 * budget
@@ -106,9 +106,9 @@ def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) ->
     ],
     ids=" ".join,
 )
-def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
+def test_the_peak_of_zero_is_near(line: tuple[str, ...], run_job: JobRunner) -> None:
     predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
-    found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
+    found = run_job.without_defaults(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1
     print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.08

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS
+from fixtures.cli_runner import RunDir
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import STRATEGIES
 
 from scalewise.hardware import DeviceKind, Hardware, resolve_for_machine
 
@@ -38,11 +38,13 @@ USUAL = () if EMULATED else ("fsdp",)
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folder:
-    return Job(tmp_path_factory.mktemp("exact"), shared_cache).of(*LEARN, *LAYOUTS["ddp"])
+def exact(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
+    return JobRunner(tmp_path_factory.mktemp("exact"), shared_cache).without_defaults(
+        *LEARN, *STRATEGIES["ddp"]
+    )
 
 
-def assert_near(run: Folder, exact: Folder) -> None:
+def assert_near(run: RunDir, exact: RunDir) -> None:
     first, last = exact.column("train/loss")[0], exact.column("val/loss")[-1]
     assert last < 0.8 * first, "it learns"
     assert run.column("val/loss")[-1] == pytest.approx(last, rel=NEAR)
@@ -52,10 +54,10 @@ def assert_near(run: Folder, exact: Folder) -> None:
     "hook", [pytest.param(x, marks=() if x == "fp16" else LONG) for x in HOOKS]
 )
 def test_a_compressed_gradient_learns(
-    hook: str, exact: Folder, tmp_path: Path, shared_cache: Path
+    hook: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
-    parts = (*LAYOUTS["ddp"], f"parallelism.comm_hook={hook}", *HOOKS[hook])
-    run = Job(tmp_path, shared_cache).of(*LEARN, *parts)
+    parts = (*STRATEGIES["ddp"], f"parallelism.comm_hook={hook}", *HOOKS[hook])
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *parts)
     assert run.column("train/loss") != exact.column("train/loss"), "the hook is at work"
     assert_near(run, exact)
 
@@ -66,11 +68,11 @@ def test_a_compressed_gradient_learns(
     [pytest.param(x, marks=() if x in USUAL else LONG) for x in BF16],
 )
 def test_bf16_learns_in_every_layout(
-    layout: str, precision: str, exact: Folder, tmp_path: Path, shared_cache: Path
+    layout: str, precision: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     rows = "trainer.micro_batch=4" if "pipeline" in layout else "trainer.micro_batch=2"
-    parts = (*LAYOUTS[layout], f"precision={precision}", rows)
-    run = Job(tmp_path, shared_cache).of(*LEARN, *parts)
+    parts = (*STRATEGIES[layout], f"precision={precision}", rows)
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *parts)
     assert_near(run, exact)
 
 
@@ -78,9 +80,9 @@ def test_bf16_learns_in_every_layout(
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_fp8_learns(
-    layout: str, recipe: str, exact: Folder, tmp_path: Path, shared_cache: Path
+    layout: str, recipe: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     fp8 = ("precision=fp8", "precision.compute=fp32", f"precision.recipe={recipe}")
-    run = Job(tmp_path, shared_cache).of(*LEARN, *LAYOUTS[layout], *fp8)
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *STRATEGIES[layout], *fp8)
     assert run.column("train/loss") != exact.column("train/loss"), "fp8 is at work"
     assert_near(run, exact)

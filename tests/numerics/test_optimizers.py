@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.decoders import GPT2
-from fixtures.doors import same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.cli_runner import same_weights
+from fixtures.decoder_configs import GPT2
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks
 from torch import Tensor, nn
 
 from scalewise import compose
@@ -39,8 +39,8 @@ SPECS += (AdamWConfig(offload=True),)
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path, shared_cache)
 
 
 def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
@@ -152,8 +152,8 @@ TRAINED = ("lion",)
     "name",
     [pytest.param(n, marks=() if n in TRAINED else pytest.mark.exhaustive) for n in REACHED],
 )
-def test_an_optimizer_trains(name: str, job: Job) -> None:
-    run = job.of(*CORPUS, f"optimizer={name}")
+def test_an_optimizer_trains(name: str, run_job: JobRunner) -> None:
+    run = run_job.without_defaults(*CORPUS, f"optimizer={name}")
     reached = run.column("val/loss")[-1]
     print(f"{name}: {reached:.3f}")
     assert reached < REACHED[name]
@@ -171,7 +171,7 @@ EQUAL = {
 OTHER_BLOCKS = {("adamw_8bit", "tensor"): 1e-4}
 """Of a matrix that is cut by its columns, other numbers share a scale, and round otherwise."""
 STEPS = (
-    *SHAPE,
+    *TINY_DECODER,
     *LLAMA,
     "schedule=constant",
     "schedule.warmup_steps=0",
@@ -209,9 +209,12 @@ USUAL = {
         for layout in layouts
     ],
 )
-def test_layouts_step_alike(name: str, layout: str, job: Job) -> None:
+def test_layouts_step_alike(name: str, layout: str, run_job: JobRunner) -> None:
     parts = (*STEPS, *(WIDE if name.endswith("bit") else ()), f"optimizer={name}")
-    alone, run = job.of(*parts), job.of(*parts, *LAYOUTS.get(layout, (f"parallelism={layout}",)))
+    alone, run = (
+        run_job.without_defaults(*parts),
+        run_job.without_defaults(*parts, *STRATEGIES.get(layout, (f"parallelism={layout}",))),
+    )
     for key in ("train/loss", "val/loss"):
         near = OTHER_BLOCKS.get((name, layout), 1e-5)
         assert run.column(key) == pytest.approx(alone.column(key), rel=near), key
@@ -228,21 +231,21 @@ RESUMED = ("lion", "adafactor", "muon", "schedule_free")
     "name",
     [pytest.param(n, marks=() if n == "muon" else pytest.mark.exhaustive) for n in RESUMED],
 )
-def test_an_optimizer_goes_on_from_a_checkpoint(name: str, job: Job) -> None:
+def test_an_optimizer_goes_on_from_a_checkpoint(name: str, run_job: JobRunner) -> None:
     parts = (*STEPS, f"optimizer={name}", "checkpoint.every=2")
-    whole = job.of(*parts)
-    resumed = job.of(*parts, resume=whole.checkpoint(2))
+    whole = run_job.without_defaults(*parts)
+    resumed = run_job.without_defaults(*parts, resume=whole.checkpoint(2))
     assert resumed.column("train/loss") == whole.column("train/loss")
     assert same_weights(resumed.weights(), whole.weights())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
-def test_moments_of_few_bits_go_on_under_another_layout(name: str, job: Job) -> None:
+def test_moments_of_few_bits_go_on_under_another_layout(name: str, run_job: JobRunner) -> None:
     """A checkpoint holds them as numbers, which any layout can cut."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
-    whole = job.of(*parts)
-    resumed = job.of(*parts, "parallelism=fsdp", resume=whole.checkpoint(2))
+    whole = run_job.without_defaults(*parts)
+    resumed = run_job.without_defaults(*parts, "parallelism=fsdp", resume=whole.checkpoint(2))
     assert resumed.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-4)
 
 
@@ -308,11 +311,13 @@ def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
         ),
     ],
 )
-def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], job: Job) -> None:
+def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], run_job: JobRunner) -> None:
     """On the CPU the two are one memory: what is asked here is the arithmetic."""
-    plain = job.of(*STEPS, *parts, "checkpoint.every=2")
-    whole = job.of(*STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2")
-    resumed = job.of(*STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2))
+    plain = run_job.without_defaults(*STEPS, *parts, "checkpoint.every=2")
+    whole = run_job.without_defaults(*STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2")
+    resumed = run_job.without_defaults(
+        *STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2)
+    )
     for run in (whole, resumed):
         assert run.column("train/loss") == plain.column("train/loss")
         assert same_weights(run.weights(), plain.weights())
@@ -321,21 +326,24 @@ def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], job: Job)
 @pytest.mark.parametrize(
     "precision", ["fp32", pytest.param("bf16_true", marks=pytest.mark.exhaustive)]
 )
-def test_paged_moments_step_as_torch_does(precision: str, job: Job) -> None:
+def test_paged_moments_step_as_torch_does(precision: str, run_job: JobRunner) -> None:
     """Of weights in bf16, moments are in fp32 all the same."""
     parts = (*STEPS, f"precision={precision}", "checkpoint.every=2")
     paged = (*parts, "optimizer=adamw_paged")
-    torchs, whole = job.of(*parts, "optimizer=adamw"), job.of(*paged)
+    torchs, whole = (
+        run_job.without_defaults(*parts, "optimizer=adamw"),
+        run_job.without_defaults(*paged),
+    )
     near = 1e-6 if precision == "fp32" else 1e-3
     assert whole.column("train/loss") == pytest.approx(torchs.column("train/loss"), rel=near)
-    resumed = job.of(*paged, resume=whole.checkpoint(2))
+    resumed = run_job.without_defaults(*paged, resume=whole.checkpoint(2))
     assert same_weights(resumed.weights(), whole.weights())
 
 
-def test_rates_differ_by_name(job: Job) -> None:
+def test_rates_differ_by_name(run_job: JobRunner) -> None:
     """A factor of 0 leaves weights as they are, whatever else moves."""
     parts = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
-    run = job.of(*parts, *LAYOUTS["fsdp"])
+    run = run_job.without_defaults(*parts, *STRATEGIES["fsdp"])
     drawn = build_model(compose(parts).model, 1).state_dict()
     start = {f"model.{name}": weight for name, weight in drawn.items()}
     still = [name for name, weight in run.weights().items() if torch.equal(weight, start[name])]

@@ -7,10 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures.decoders import PEERS, each_peer, each_spec
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, marks
-from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from fixtures.decoder_configs import HF_DECODERS, for_each_decoder, for_each_hf_decoder
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    assert_tensors_close,
+    train_strategy,
+)
+from fixtures.strategies import STRATEGIES, marks
 from numpy.typing import NDArray
 from test_decoder import EXACT, peer
 from torch import Tensor
@@ -31,7 +36,7 @@ USUAL = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
 CASES = [
     pytest.param(batch, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
     for batch in USUAL
-    for layout in LAYOUTS
+    for layout in STRATEGIES
     for usual in [layout in USUAL[batch]]
 ]
 
@@ -68,7 +73,7 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
     raise AssertionError("a text is in no row")
 
 
-@each_spec
+@for_each_decoder
 def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["positions"])
@@ -81,7 +86,7 @@ def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) 
             logits_BTV[where(batch, ids_S)], module(one["inputs"])[0], **EXACT
         )
         ScaledLoss(CausalLM()).compute(module, one).backward()
-    assert_close(found, _gradients(module), "gradients")
+    assert_tensors_close(found, _gradients(module), "gradients")
     labels = sum(int((ids_S[1:] >= 0).sum()) for ids_S in texts(spec))
     assert int((batch["labels"] != IGNORED).sum()) == labels
 
@@ -90,7 +95,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-@each_peer
+@for_each_hf_decoder
 def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfig) -> None:
     theirs, batch = peer(spec), packed(spec)
     ours = build_model(spec, 0)
@@ -102,7 +107,7 @@ def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfi
 
 
 def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
-    spec = PEERS["llama-gqa"]
+    spec = HF_DECODERS["llama-gqa"]
     module, ids_S = build_model(spec, 3), texts(spec)[2]
     one = by_itself(ids_S)
     places = torch.arange(one["inputs"].shape[1])[None]
@@ -112,16 +117,16 @@ def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
 @pytest.mark.parametrize("scope", ["block", "whole"])
 @pytest.mark.exhaustive
 def test_compiled_it_is_the_same(
-    scope: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    scope: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     compiled = (*PACKING, f"compile.scope={scope}", "compile.backend=aot_eager")
-    run = steps_of((), "accumulated", Job(tmp_path, shared_cache), *compiled)
-    assert_equal(run, alone("accumulated", *PACKING))
+    run = train_strategy((), "accumulated", JobRunner(tmp_path, shared_cache), *compiled)
+    assert_same_training(run, reference_run("accumulated", *PACKING))
 
 
 @pytest.mark.parametrize(("batch", "layout"), CASES)
 def test_a_layout_takes_the_steps_of_one_device(
-    batch: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    batch: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], batch, Job(tmp_path, shared_cache), *PACKING)
-    assert_equal(run, alone(batch, *PACKING))
+    run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache), *PACKING)
+    assert_same_training(run, reference_run(batch, *PACKING))

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from fixtures.cli_runner import RunDir
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    assert_tensors_close,
+    train_strategy,
+)
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +43,7 @@ ROUNDING = 1e-5
 CASES = [
     pytest.param(way, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
     for way in WAYS
-    for layout in LAYOUTS
+    for layout in STRATEGIES
     for usual in [layout in USUAL[way]]
     if not ("pipeline" in layout or "context" in layout)  # which is refused
 ]
@@ -46,7 +51,7 @@ CASES = [
 
 @pytest.fixture
 def run() -> RunConfig:
-    return compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora"])
+    return compose([*TINY_DECODER, *LLAMA, *PAIRS, "adapter=lora"])
 
 
 @pytest.fixture
@@ -109,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     found_3 = ScaledLoss(objective, 1 / 5).compute(module, given)
     found_3[0].backward()
     torch.testing.assert_close(found_3[0], wanted, rtol=1e-5, atol=0)
-    assert_close(_gradients(module), gradients, "gradients")
+    assert_tensors_close(_gradients(module), gradients, "gradients")
 
 
 def _gradients(module: ModelModule) -> dict[str, Tensor]:
@@ -151,7 +156,7 @@ def _trained(module: ModelModule) -> list[str]:
 
 
 def test_flops_are_those_torch_counts() -> None:
-    run = compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
+    run = compose([*TINY_DECODER, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
@@ -184,24 +189,28 @@ def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
 
 @pytest.mark.parametrize(("way", "layout"), CASES)
 def test_a_layout_takes_the_steps_of_one_device(
-    way: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], "all_at_once", Job(tmp_path, shared_cache), *WAYS[way])
-    wanted = alone("all_at_once", *WAYS[way])
-    assert_equal(run, wanted)
+    run = train_strategy(
+        STRATEGIES[layout], "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS[way]
+    )
+    wanted = reference_run("all_at_once", *WAYS[way])
+    assert_same_training(run, wanted)
     assert_margins_equal(run, wanted)
 
 
-def test_accumulation_changes_nothing(alone: Reference, tmp_path: Path, shared_cache: Path) -> None:
-    run = steps_of((), "all_at_once", Job(tmp_path, shared_cache), *WAYS["kept"])
-    wanted = alone("all_at_once", *WAYS["kept"])
-    assert_equal(run, wanted)
+def test_accumulation_changes_nothing(
+    reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = train_strategy((), "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS["kept"])
+    wanted = reference_run("all_at_once", *WAYS["kept"])
+    assert_same_training(run, wanted)
     assert_margins_equal(run, wanted)
     assert wanted.column("train/reward_accuracy")[0] == 0.5
     assert any(wanted.column("train/reward_margin"))
 
 
-def assert_margins_equal(run: Folder, wanted: Folder) -> None:
+def assert_margins_equal(run: RunDir, wanted: RunDir) -> None:
     for key in ("train/reward_margin", "val/reward_margin"):
         assert run.column(key) == pytest.approx(wanted.column(key), abs=ROUNDING), key
     for key in ("train/reward_accuracy", "val/reward_accuracy"):

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import (
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
     BATCHES,
     SGD,
-    Reference,
-    assert_close,
-    assert_equal,
-    gradients,
-    steps_of,
+    ReferenceRun,
+    assert_same_training,
+    assert_tensors_close,
+    load_gradients,
+    train_strategy,
 )
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER, marks
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -86,15 +86,17 @@ def beside(tensors: Iterable[Tensor]) -> Tensor:
     ],
 )
 def test_what_is_learnt_takes_the_steps_of_one_device(
-    kind: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *KINDS[kind])
-    reference = alone("accumulated", *KINDS[kind])
-    assert_equal(run, reference)
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *KINDS[kind]
+    )
+    reference = reference_run("accumulated", *KINDS[kind])
+    assert_same_training(run, reference)
     held, wanted = run.weights(), reference.weights()
-    module = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS[kind]]))
+    module = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA, *KINDS[kind]]))
     first = dict(module.named_parameters())
-    assert {*gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
+    assert {*load_gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
     assert held.keys() == {f"model.{name}" for name in first}
     for name, tensor in first.items():
         assert torch.equal(held[f"model.{name}"], tensor) != is_adapter_weight(name), name
@@ -104,16 +106,16 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tensor"])
 def test_keys_stand_before_each_of_the_texts_of_a_row(
-    layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     packed = (*KINDS["prefix"], "data.packing=true")
-    parts = LAYOUTS.get(layout, ())
-    run = steps_of(parts, "accumulated", Job(tmp_path, shared_cache), *packed)
-    assert_equal(run, alone("accumulated", *packed))
+    parts = STRATEGIES.get(layout, ())
+    run = train_strategy(parts, "accumulated", JobRunner(tmp_path, shared_cache), *packed)
+    assert_same_training(run, reference_run("accumulated", *packed))
 
 
 def test_packed_texts_are_computed_as_each_alone() -> None:
-    module = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS["prefix"]]))
+    module = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA, *KINDS["prefix"]]))
     positions_BS = torch.arange(32).remainder(20).expand(2, -1)
     found = module(TOKENS_BT, positions_BS=positions_BS)
     for text in (slice(0, 20), slice(20, 32)):
@@ -125,7 +127,7 @@ def test_packed_texts_are_computed_as_each_alone() -> None:
 def test_what_is_learnt_computes_what_peft_does(
     kind: str, shape: tuple[str, ...], tmp_path: Path
 ) -> None:
-    spec = compose([*SHAPE, *shape, *KINDS[kind]])
+    spec = compose([*TINY_DECODER, *shape, *KINDS[kind]])
     ours = SingleDevice(DeviceKind.cpu).build(spec)
     state_dict_adapter.export_folder(
         build_model(spec.model, spec.seed).state_dict(), spec.model, tmp_path
@@ -158,12 +160,12 @@ def test_what_is_learnt_computes_what_peft_does(
 def test_what_was_trained_goes_to_peft_and_back(
     kind: str,
     shape: tuple[str, ...],
-    alone: Reference,
+    reference_run: ReferenceRun,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     batch = "accumulated" if shape is LLAMA else "all_at_once"
-    run = alone(batch, *KINDS[kind])
+    run = reference_run(batch, *KINDS[kind])
     told = load_trained(run.path)
     assert hf_export.write_export(told, tmp_path / "alone", AdapterExport.alone) == [
         "no tokenizer: the data were token ids"
@@ -171,7 +173,9 @@ def test_what_was_trained_goes_to_peft_and_back(
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "base")
     theirs = PeftModel.from_pretrained(base, tmp_path / "alone").eval()
     resume = f"adapter.resume={tmp_path / 'alone'}"
-    ours = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *shape, *KINDS[kind], resume]))
+    ours = SingleDevice(DeviceKind.cpu).build(
+        compose([*TINY_DECODER, *shape, *KINDS[kind], resume])
+    )
     for name, tensor in learnt(ours).items():
         assert torch.equal(tensor, run.weights()[f"model.{name}"])
     with torch.no_grad():
@@ -179,7 +183,9 @@ def test_what_was_trained_goes_to_peft_and_back(
         torch.testing.assert_close(ours(TOKENS_BT), wanted, rtol=1e-5, atol=1e-5)
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
-    other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], check_machine=False)
+    other = compose(
+        [*TINY_DECODER, *shape, *KINDS[kind], "adapter.tokens=4", resume], check_machine=False
+    )
     (issue,) = iter_machine_issues(other)
     assert issue.key == "adapter.tokens"
 
@@ -187,10 +193,10 @@ def test_what_was_trained_goes_to_peft_and_back(
 @BOTH
 @pytest.mark.exhaustive
 def test_a_run_goes_on_from_another_and_is_evaluated(
-    kind: str, alone: Reference, capsys: pytest.CaptureFixture[str]
+    kind: str, reference_run: ReferenceRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    earlier = alone("accumulated", *KINDS[kind])
-    run = alone("accumulated", *KINDS[kind], f"adapter.resume={earlier.path}")
+    earlier = reference_run("accumulated", *KINDS[kind])
+    run = reference_run("accumulated", *KINDS[kind], f"adapter.resume={earlier.path}")
     assert run.column("train/loss")[0] < earlier.column("train/loss")[0]
     assert cli.main(["evaluate", str(run.path)]) == 0
     told = capsys.readouterr().out
@@ -202,26 +208,26 @@ def test_a_run_goes_on_from_another_and_is_evaluated(
     "layout", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
 )
 def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
-    kind: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = Job(tmp_path, shared_cache)
-    run = steps_of(LAYOUTS[layout], "accumulated", job, *KINDS[kind], "checkpoint.every=2")
-    reference = alone("accumulated", *KINDS[kind])
+    job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(STRATEGIES[layout], "accumulated", job, *KINDS[kind], "checkpoint.every=2")
+    reference = reference_run("accumulated", *KINDS[kind])
     exported = []
     for told, to in ((run, tmp_path / "tensor"), (reference, tmp_path / "alone")):
         hf_export.write_export(load_trained(told.path), to, AdapterExport.alone)
         exported.append(load_file(to / peft_import.WEIGHTS))
-    assert_close(*exported, "exports")
+    assert_tensors_close(*exported, "exports")
     half = run.checkpoint(2)
-    for other in ((), LAYOUTS["fsdp"], LAYOUTS[layout]):
-        parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *KINDS[kind], *other)
-        again = job.of(*parts, "trainer.micro_batch=2", resume=half)
-        assert_close(again.weights(), reference.weights(), "weights after step 2")
+    for other in ((), STRATEGIES["fsdp"], STRATEGIES[layout]):
+        parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *KINDS[kind], *other)
+        again = job.without_defaults(*parts, "trainer.micro_batch=2", resume=half)
+        assert_tensors_close(again.weights(), reference.weights(), "weights after step 2")
 
 
 @BOTH
 def test_flops_are_those_torch_counts(kind: str) -> None:
-    run = compose([*SHAPE, *LLAMA, *KINDS[kind]])
+    run = compose([*TINY_DECODER, *LLAMA, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(TOKENS_BT).float().logsumexp(-1).sum().backward()
@@ -233,7 +239,7 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
 
 @BOTH
 def test_the_census_is_the_module(kind: str) -> None:
-    run = compose([*SHAPE, *GPT2, *KINDS[kind]])
+    run = compose([*TINY_DECODER, *GPT2, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     found = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
     assert found == [(w.name, w.shape, w.trainable) for w in run.weight_census()]

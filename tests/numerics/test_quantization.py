@@ -8,9 +8,14 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
-from fixtures.jobs import Job
-from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    load_gradients,
+    train_strategy,
+)
+from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER, marks
 from torch import Tensor
 
 from scalewise import cli, compose
@@ -51,28 +56,32 @@ CASES = [
         marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
     )
     for name in QUANTIZATIONS
-    for layout in (LAYOUTS if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
+    for layout in (STRATEGIES if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
     if not any(never in layout for never in NEVER)
 ]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_packed_model_takes_the_steps_of_one_device(
-    name: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (*LORA, *QUANTIZATIONS[name])
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    assert_equal(run, alone("accumulated", *line))
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+    )
+    assert_same_training(run, reference_run("accumulated", *line))
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference) -> None:
+def test_what_is_packed_stays_and_the_adapter_learns(
+    name: str, reference_run: ReferenceRun
+) -> None:
     line = (*LORA, *QUANTIZATIONS[name])
-    run, spec = alone("accumulated", *line), compose([*SHAPE, *LLAMA, *line])
+    run, spec = reference_run("accumulated", *line), compose([*TINY_DECODER, *LLAMA, *line])
     held = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
     assert held.keys() == {weight.name for weight in spec.weight_census()}
     trained = {weight.name for weight in spec.weight_census() if weight.trainable}
-    assert {key.removeprefix("model.") for key in gradients(run, 2)} == trained
+    assert {key.removeprefix("model.") for key in load_gradients(run, 2)} == trained
     first = SingleDevice(DeviceKind.cpu).build(spec)
     for key, tensor in first.named_parameters():
         key = key.replace(".base_layer.", ".")
@@ -82,7 +91,7 @@ def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_the_census_is_the_module(name: str, shape: tuple[str, ...]) -> None:
-    spec = compose([*SHAPE, *shape, *LORA, *QUANTIZATIONS[name]])
+    spec = compose([*TINY_DECODER, *shape, *LORA, *QUANTIZATIONS[name]])
     found = {
         key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
         for key, held in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
@@ -210,20 +219,20 @@ def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_evaluation_tells_what_packing_costs(
-    name: str, alone: Reference, capsys: pytest.CaptureFixture[str]
+    name: str, reference_run: ReferenceRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = alone("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)
+    run = reference_run("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)
     found = {}
     for step in ("3", "0"):
         assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
         found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
     assert "quantized weights: " in capsys.readouterr().out
     assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
-    held = compose([*SHAPE, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
+    held = compose([*TINY_DECODER, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
     assert found["3"]["packed_bytes"] == sum(
         weight.shard_bytes(4) for weight in held if weight.element_bytes
     )
-    never_packed = alone("accumulated", *LORA, *TEXT)
+    never_packed = reference_run("accumulated", *LORA, *TEXT)
     assert cli.main(["evaluate", str(never_packed.path), "step=0"]) == 0
     began = json.loads((never_packed.path / "evaluation.json").read_text("utf-8"))["0"]
     assert found["0"]["loss_in_fp32"] == pytest.approx(began["loss"], rel=1e-6)

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.integers import (
+from fixtures.cli_runner import RunDir
+from fixtures.integer_export import (
     CPU,
     TOKENS_BT,
-    assert_evaluated,
-    assert_measured,
-    assert_multiplied,
-    assert_near,
-    exported,
-    of_torchao,
+    assert_conversion_recorded,
+    assert_evaluation_compares_fp32,
+    assert_same_first_step,
+    assert_transformers_multiplies_integers,
+    export_run,
+    torchao_config,
 )
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
-from fixtures.steps import (
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
     BATCHES,
     SGD,
-    Reference,
-    assert_equal,
-    steps_of,
+    ReferenceRun,
+    assert_same_training,
+    train_strategy,
 )
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 from torch import nn
 from torchao.quantization import (
     IntxUnpackedToInt8Tensor,
@@ -70,7 +70,7 @@ def linear(module: nn.Module) -> dict[str, nn.Linear]:
 
 @pytest.mark.parametrize("name", QATS)
 def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None:
-    run = compose([*SHAPE, *LLAMA, *QATS[name]])
+    run = compose([*TINY_DECODER, *LLAMA, *QATS[name]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     assert {type(each) for each in linear(module).values()} == {FakeQuantizedLinear}
     assert len(linear(module)) == 7 * run.model.layers
@@ -78,17 +78,17 @@ def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None
     assert held == {
         weight.name: (weight.shape, torch.float32) for weight in run.model.weight_census()
     }
-    plain = compose([*SHAPE, *LLAMA])
+    plain = compose([*TINY_DECODER, *LLAMA])
     for key, tensor in SingleDevice(DeviceKind.cpu).build(plain).named_parameters():
         assert torch.equal(module.get_parameter(key), tensor), key
 
 
 @pytest.mark.parametrize("name", QATS)
 def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> None:
-    run = compose([*SHAPE, *LLAMA, *QATS[name]])
+    run = compose([*TINY_DECODER, *LLAMA, *QATS[name]])
     ours = SingleDevice(DeviceKind.cpu).build(run)
-    theirs = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA]))
-    prepared = QATConfig(of_torchao(run), step="prepare")
+    theirs = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA]))
+    prepared = QATConfig(torchao_config(run), step="prepare")
     quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear(theirs))
     found = []
     for module in (ours, theirs):
@@ -118,71 +118,87 @@ def test_what_is_cut_off_learns_nothing() -> None:
     [
         pytest.param(name, layout, marks=() if (name, layout) == ("qat_8da4w", "fsdp") else LONG)
         for name in QATS
-        for layout in LAYOUTS
+        for layout in STRATEGIES
         if not any(never in layout for never in NEVER)
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    name: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
     line = (*QATS[name], f"seed={SEEDS.get((name, layout), 1)}")
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    assert_near(run, alone("accumulated", *line))
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+    )
+    assert_same_first_step(run, reference_run("accumulated", *line))
 
 
 @LONG
 @pytest.mark.parametrize("memory", ["checkpoint_full", "checkpoint_selective"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_is_forgotten_is_rounded_again(
-    layout: str, memory: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    layout: str, memory: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (*QATS["qat_8da4w"], f"memory={memory}")
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    assert_near(run, alone("accumulated", *QATS["qat_8da4w"]))
+    run = train_strategy(
+        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+    )
+    assert_same_first_step(run, reference_run("accumulated", *QATS["qat_8da4w"]))
 
 
 @LONG
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_a_compiler_rounds_alike(scope: str, tmp_path: Path, shared_cache: Path) -> None:
-    job = Job(tmp_path, shared_cache)
-    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *QATS["qat_8da4w"], "trainer.micro_batch=12")
-    compiled = job.of(*parts, f"compile={scope}", "compile.backend=aot_eager")
-    assert_equal(compiled, job.of(*parts))
+    job = JobRunner(tmp_path, shared_cache)
+    parts = (
+        *TINY_DECODER,
+        *SGD,
+        *BATCHES["one_pass"],
+        *QATS["qat_8da4w"],
+        "trainer.micro_batch=12",
+    )
+    compiled = job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_same_training(compiled, job.without_defaults(*parts))
 
 
 @LONG
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, shared_cache: Path) -> None:
-    job = Job(tmp_path, shared_cache)
-    parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *QATS["qat_8da4w"], "trainer.micro_batch=4")
-    whole = job.of(*parts, "checkpoint.every=2")
+    job = JobRunner(tmp_path, shared_cache)
+    parts = (
+        *TINY_DECODER,
+        *SGD,
+        *BATCHES["accumulated"],
+        *QATS["qat_8da4w"],
+        "trainer.micro_batch=4",
+    )
+    whole = job.without_defaults(*parts, "checkpoint.every=2")
     first = whole.path / "checkpoints" / "step-00000002"
-    rest = job.of(*parts, resume=first)
+    rest = job.without_defaults(*parts, resume=first)
     for key, tensor in whole.weights().items():
         assert torch.equal(rest.weights()[key], tensor), key
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, Folder]:
+def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, RunDir]:
     """Returns runs of a few steps on text, by name."""
-    job = Job(tmp_path_factory.mktemp("trained"), shared_cache)
-    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
-    return {name: job.of(*parts, *line) for name, line in QATS.items()}
+    job = JobRunner(tmp_path_factory.mktemp("trained"), shared_cache)
+    parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    return {name: job.without_defaults(*parts, *line) for name, line in QATS.items()}
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_evaluation_tells_what_integers_save_and_cost(
-    name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
+    name: str, trained: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_evaluated(trained[name], capsys)
+    assert_evaluation_compares_fp32(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_an_export_holds_integers_that_say_what_training_said(
-    name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, trained: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
-    told, held = exported(run, to)
+    told, held = export_run(run, to)
     nbytes, _ = told.quantized_bytes
     matrices = [tensor for key, tensor in held.items() if key.endswith(("_packed", "_scale"))]
     assert sum(tensor.nbytes for tensor in matrices) == nbytes
@@ -196,36 +212,36 @@ def test_an_export_holds_integers_that_say_what_training_said(
     assert torch.equal(module(TOKENS_BT), load_model.load_model(told, CPU)(TOKENS_BT))
     assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
 
-    assert_measured(run, to)
+    assert_conversion_recorded(run, to)
     said = capsys.readouterr().out
     assert "28 weights in 4 bits: " in said
     for line in said.splitlines()[1:3]:
         assert line in (to / "README.md").read_text("utf-8")
 
 
-def compose_of(run: Folder) -> RunConfig:
-    return compose([*SHAPE, *LLAMA, *QATS[run.resolved["choices"]["quantization"]]])
+def compose_of(run: RunDir) -> RunConfig:
+    return compose([*TINY_DECODER, *LLAMA, *QATS[run.resolved["choices"]["quantization"]]])
 
 
-def told_exact(run: Folder) -> ModelModule:
+def told_exact(run: RunDir) -> ModelModule:
     return load_model.load_model(load_trained(run.path), CPU, unquantized=True)
 
 
 def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
     """Returns the model that torchao makes of a trained one."""
-    quantize_(module, of_torchao(run), filter_fn=lambda _, key: key in linear(module))
+    quantize_(module, torchao_config(run), filter_fn=lambda _, key: key in linear(module))
     return module
 
 
 @LONG
 @pytest.mark.parametrize("name", QATS)
 def test_transformers_multiplies_by_the_integers(
-    name: str, trained: dict[str, Folder], tmp_path: Path
+    name: str, trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
-    assert_multiplied(trained[name], name, tmp_path)
+    assert_transformers_multiplies_integers(trained[name], name, tmp_path)
 
 
-def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
+def test_a_file_without_integers_is_refused(trained: dict[str, RunDir], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, steps_of
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import ReferenceRun, assert_same_training, train_strategy
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks
 
-EVERY = {"single": ("parallelism=single",), **LAYOUTS}
+EVERY = {"single": ("parallelism=single",), **STRATEGIES}
 OPTIONS = {
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
@@ -38,19 +38,19 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "option"), CASES)
 def test_recomputing_changes_no_step(
-    layout: str, option: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    layout: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = Job(tmp_path, shared_cache)
-    run = steps_of(EVERY[layout], "all_at_once", job, *OPTIONS[option])
-    assert_equal(run, alone("all_at_once"))
+    job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(EVERY[layout], "all_at_once", job, *OPTIONS[option])
+    assert_same_training(run, reference_run("all_at_once"))
 
 
 @pytest.mark.exhaustive  # in CI the ledger's lines are measured
 def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -> None:
-    job = Job(tmp_path, shared_cache)
-    rows = (*SHAPE, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
+    job = JobRunner(tmp_path, shared_cache)
+    rows = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
     found = {
-        option: job.of(*rows, *parts).summary["metrics"]
+        option: job.without_defaults(*rows, *parts).summary["metrics"]
         for option, parts in {"nothing": (), **OPTIONS}.items()
         if option != "offload"
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder, same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
+from fixtures.cli_runner import RunDir, same_weights
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 
 from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import BackgroundWriter
@@ -30,27 +30,27 @@ STEPS = (
 )
 KINDS = {
     "single": ("parallelism=single", "trainer.micro_batch=8"),
-    "ddp": (*LAYOUTS["ddp"], "trainer.micro_batch=4"),
-    "fsdp": (*LAYOUTS["fsdp"], "trainer.micro_batch=2"),
-    "fsdp_4": (*LAYOUTS["fsdp_4"], "trainer.micro_batch=2"),
-    "tensor": (*LAYOUTS["tensor"], "trainer.micro_batch=8"),
-    "pipeline": (*LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
-    "shard_tensor": (*LAYOUTS["shard_tensor"], "trainer.micro_batch=4"),
+    "ddp": (*STRATEGIES["ddp"], "trainer.micro_batch=4"),
+    "fsdp": (*STRATEGIES["fsdp"], "trainer.micro_batch=2"),
+    "fsdp_4": (*STRATEGIES["fsdp_4"], "trainer.micro_batch=2"),
+    "tensor": (*STRATEGIES["tensor"], "trainer.micro_batch=8"),
+    "pipeline": (*STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
+    "shard_tensor": (*STRATEGIES["shard_tensor"], "trainer.micro_batch=4"),
 }
 USUAL = {("shard_tensor", "single")}
 
-Written = Callable[[str], Folder]
+Written = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
     """Returns the whole run of a kind, which left a checkpoint in the middle."""
-    job = Job(tmp_path_factory.mktemp("written"), shared_cache)
-    kept: dict[str, Folder] = {}
+    job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
+    kept: dict[str, RunDir] = {}
 
-    def run(kind: str) -> Folder:
+    def run(kind: str) -> RunDir:
         if kind not in kept:
-            kept[kind] = job.of(*SHAPE, *LLAMA, *STEPS, *KINDS[kind])
+            kept[kind] = job.without_defaults(*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
         return kept[kind]
 
     return run
@@ -67,10 +67,17 @@ def test_both_ends_of_a_folded_pipeline_are_read(
     layout: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     """The first rank has the first and the last stage, which both hold the tied embedding."""
-    job = Job(tmp_path, shared_cache)
-    tied = (*SHAPE, *LLAMA, *STEPS, "model.tied=true", *LAYOUTS[layout], "trainer.micro_batch=4")
-    whole = job.of(*tied)
-    resumed = job.of(*tied, resume=whole.checkpoint(2))
+    job = JobRunner(tmp_path, shared_cache)
+    tied = (
+        *TINY_DECODER,
+        *LLAMA,
+        *STEPS,
+        "model.tied=true",
+        *STRATEGIES[layout],
+        "trainer.micro_batch=4",
+    )
+    whole = job.without_defaults(*tied)
+    resumed = job.without_defaults(*tied, resume=whole.checkpoint(2))
     assert resumed.column("train/loss") == whole.column("train/loss")
     assert same_weights(resumed.weights(), whole.weights())
 
@@ -87,8 +94,10 @@ def test_a_checkpoint_goes_on_in_another_layout(
     wrote: str, reads: str, written: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
     start, reference = written(wrote), written(reads)
-    job = Job(tmp_path, shared_cache)
-    resumed = job.of(*SHAPE, *LLAMA, *STEPS, *KINDS[reads], resume=start.checkpoint(2))
+    job = JobRunner(tmp_path, shared_cache)
+    resumed = job.without_defaults(
+        *TINY_DECODER, *LLAMA, *STEPS, *KINDS[reads], resume=start.checkpoint(2)
+    )
     assert resumed.steps == reference.steps
     if wrote == reads:
         assert resumed.column("train/loss") == reference.column("train/loss")
@@ -109,13 +118,13 @@ def test_a_checkpoint_goes_on_in_another_layout(
 def test_a_thread_writes_what_training_would(
     kind: str, written: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = Job(tmp_path, shared_cache)
-    parts = (*SHAPE, *LLAMA, *STEPS, *KINDS[kind])
-    beside = job.of(*parts, "checkpoint.background=true", "checkpoint.every=1")
+    job = JobRunner(tmp_path, shared_cache)
+    parts = (*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
+    beside = job.without_defaults(*parts, "checkpoint.background=true", "checkpoint.every=1")
     reference = written(kind)
     for step in (2, 4) if 2 in beside.checkpoints else (4,):
         assert same_weights(beside.weights(step), reference.weights(step))
-    resumed = job.of(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
+    resumed = job.without_defaults(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
     assert resumed.column("train/loss")[:4] == reference.column("train/loss")
 
 

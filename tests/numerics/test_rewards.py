@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.doors import Folder
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
-from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from fixtures.cli_runner import RunDir
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import (
+    ReferenceRun,
+    assert_same_training,
+    assert_tensors_close,
+    train_strategy,
+)
+from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,7 +50,7 @@ CASES = [
 
 @pytest.fixture
 def run() -> RunConfig:
-    return compose([*SHAPE, *LLAMA, *PAID])
+    return compose([*TINY_DECODER, *LLAMA, *PAID])
 
 
 @pytest.fixture
@@ -114,7 +119,7 @@ def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule)
         given["reference"] = ScaledLoss(question).compute(module, given)
     loss, reward, kl = ScaledLoss(run.objective, 1 / 20).compute(module, given)
     loss.backward()
-    assert_close(_gradients(module), gradients, "gradients")
+    assert_tensors_close(_gradients(module), gradients, "gradients")
     assert kl > 0
     torch.testing.assert_close(loss, wanted + 1 - reward)  # what is lost of the whole reward
 
@@ -160,7 +165,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(run: RunConfig) -> None:
 
 
 def test_flops_are_those_torch_counts() -> None:
-    run = compose([*SHAPE, *LLAMA, *REWARDS, "model.layers=8"])
+    run = compose([*TINY_DECODER, *LLAMA, *REWARDS, "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     batch = prompts(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
@@ -174,22 +179,26 @@ def test_flops_are_those_torch_counts() -> None:
 
 @pytest.mark.parametrize(("way", "layout"), CASES)
 def test_a_layout_takes_the_steps_of_one_device(
-    way: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+    way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], "one_pass", Job(tmp_path, shared_cache), *WAYS[way])
-    wanted = alone("one_pass", *WAYS[way])
-    assert_equal(run, wanted)
+    run = train_strategy(
+        STRATEGIES[layout], "one_pass", JobRunner(tmp_path, shared_cache), *WAYS[way]
+    )
+    wanted = reference_run("one_pass", *WAYS[way])
+    assert_same_training(run, wanted)
     assert_rewards_equal(run, wanted)
 
 
-def test_accumulation_changes_nothing(alone: Reference, tmp_path: Path, shared_cache: Path) -> None:
-    job = Job(tmp_path, shared_cache)
-    run = steps_of((), "one_pass", job, *WAYS["free"], "trainer.micro_batch=3")
-    assert_equal(run, alone("one_pass", *WAYS["free"]))
-    assert_rewards_equal(run, alone("one_pass", *WAYS["free"]))
+def test_accumulation_changes_nothing(
+    reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+) -> None:
+    job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy((), "one_pass", job, *WAYS["free"], "trainer.micro_batch=3")
+    assert_same_training(run, reference_run("one_pass", *WAYS["free"]))
+    assert_rewards_equal(run, reference_run("one_pass", *WAYS["free"]))
 
 
-def assert_rewards_equal(run: Folder, wanted: Folder) -> None:
+def assert_rewards_equal(run: RunDir, wanted: RunDir) -> None:
     for key in ("train/reward", "val/reward"):
         assert run.column(key) == pytest.approx(wanted.column(key)), key
     assert any(wanted.column("train/reward"))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fixtures.checkpoints import Checkpoints
-from fixtures.stacked import Stacked
+from fixtures.hf_checkpoints import HFCheckpoints
+from fixtures.multi_stack_models import MultiStackModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,16 +18,16 @@ from scalewise.evaluation.generation import generate_answer
 from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig
 
-Stack = Callable[[str], Stacked]
+Stack = Callable[[str], MultiStackModel]
 
 
 @pytest.mark.parametrize("sizes", [(24, 8), (64, 40)])
 def test_flops_are_those_that_torch_counts(
-    sizes: tuple[int, int], checkpoints: Checkpoints
+    sizes: tuple[int, int], hf_checkpoint: HFCheckpoints
 ) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
     sequence, target = sizes
-    spec = HuggingFaceConfig(path=str(checkpoints("t5")))
+    spec = HuggingFaceConfig(path=str(hf_checkpoint("t5")))
     module = build_model(spec, 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         rows = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
@@ -38,16 +38,18 @@ def test_flops_are_those_that_torch_counts(
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs * width, rel=1e-9)
 
 
-def test_answers_are_held_out_and_written_as_by_transformers(stacked: Stack) -> None:
-    stack = stacked("t5_gated")
-    run, peer = stack.run(), stack.theirs()
+def test_answers_are_held_out_and_written_as_by_transformers(multi_stack_model: Stack) -> None:
+    stack = multi_stack_model("t5_gated")
+    run, peer = stack.compose(), stack.transformers_model()
     rows = prepare_splits(run.data, 256, run.seed).validation
     assert rows is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     found = validation_metrics.measure_loss(module, rows, 10, 4)
     (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=1, steps=1)
     with torch.no_grad():
-        assert found.loss == pytest.approx(peer(**stack.asked(batch)).loss.item(), rel=1e-5)
+        assert found.loss == pytest.approx(
+            peer(**stack.transformers_inputs(batch)).loss.item(), rel=1e-5
+        )
     assert found.labels == int((batch["labels"] != -100).sum())
     question = [5, 9, 200, 31]
     written = generate_answer(module, question, 0.0, 1)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS
-from fixtures.stacked import PICTURED, STACKED, Stacked
-from fixtures.steps import assert_close, assert_equal
+from fixtures.job_runner import JobRunner
+from fixtures.multi_stack_models import BLIP2, MULTI_STACK_MODELS, MultiStackModel
+from fixtures.reference_runs import assert_same_training, assert_tensors_close
+from fixtures.strategies import STRATEGIES
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from scalewise import compose
@@ -26,31 +26,39 @@ from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
 LONG = pytest.mark.exhaustive
 ENCODER = "t5"
 TOLD = "blip2_t5"
-EACH = pytest.mark.parametrize("family", [ENCODER, PICTURED, TOLD])
+EACH = pytest.mark.parametrize("family", [ENCODER, BLIP2, TOLD])
 TAKEN = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_kept", "hsdp")
-USUAL = (PICTURED, "fsdp")
+USUAL = (BLIP2, "fsdp")
 LORA = ("adapter=lora", "adapter.rank=4")
 
-Stack = Callable[[str], Stacked]
+Stack = Callable[[str], MultiStackModel]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
-    return Job(tmp_path_factory.mktemp("stacks"), shared_cache)
+def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path_factory.mktemp("stacks"), shared_cache)
 
 
-@pytest.mark.parametrize("family", STACKED)
-def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stack) -> None:
-    stack = stacked(family)
-    spec, peer, run = HuggingFaceConfig(path=str(stack.folder)), stack.theirs(), stack.run()
+@pytest.mark.parametrize("family", MULTI_STACK_MODELS)
+def test_loss_and_gradients_are_those_of_transformers(
+    family: str, multi_stack_model: Stack
+) -> None:
+    stack = multi_stack_model(family)
+    spec, peer, run = (
+        HuggingFaceConfig(path=str(stack.folder)),
+        stack.transformers_model(),
+        stack.compose(),
+    )
     assert [*spec.validate()] == []
     assert spec.num_parameters == peer.num_parameters()
     ours, (batch,) = build_model(spec, 1), [*stack.batches(1)]
     logits = ours(batch["inputs"], batch["labels"])
     compared = stack.logits(ours, batch)
-    torch.testing.assert_close(compared, stack.their_logits(peer, batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        compared, stack.transformers_logits(peer, batch), rtol=1e-5, atol=1e-5
+    )
     loss = sum_over_tokens(run.objective, logits, batch["labels"]) / (batch["labels"] != -100).sum()
-    wanted = peer(**stack.asked(batch)).loss
+    wanted = peer(**stack.transformers_inputs(batch)).loss
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     wanted.backward()
@@ -58,7 +66,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
     assert {ours.hf_name(name) for name, _ in ours.named_parameters()} == {*own}
     for name, parameter in ours.named_parameters():
         want = own[ours.hf_name(name)].grad
-        atol = 1e-5 * max(float(want.abs().max()), stack.noise)
+        atol = 1e-5 * max(float(want.abs().max()), stack.gradient_noise)
         torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=atol)
 
 
@@ -66,14 +74,16 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
     ("family", "layers", "starts"),
     [
         (ENCODER, 8, (0, 4)),
-        (PICTURED, 12, (0, 4, 8)),
+        (BLIP2, 12, (0, 4, 8)),
         (TOLD, 16, (0, 4, 8, 12)),
     ],
 )
 def test_fresh_weights_are_drawn_for_as_many_layers(
-    family: str, layers: int, starts: tuple[int, ...], stacked: Stack
+    family: str, layers: int, starts: tuple[int, ...], multi_stack_model: Stack
 ) -> None:
-    spec = HuggingFaceConfig(path=str(stacked(family).folder), init=InitKind.random, depth=4)
+    spec = HuggingFaceConfig(
+        path=str(multi_stack_model(family).folder), init=InitKind.random, depth=4
+    )
     assert (spec.layers, spec.info.stack_starts) == (layers, starts)
     one, other = (dict(build_model(spec, 7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -82,14 +92,14 @@ def test_fresh_weights_are_drawn_for_as_many_layers(
 @LONG
 @EACH
 def test_steps_are_those_of_transformers_in_a_hand_loop(
-    family: str, stacked: Stack, job: Job
+    family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack = stacked(family)
-    found = stack.alone(job, "optimizer.weight_decay=0")
-    model, losses = stack.theirs(), []
+    stack = multi_stack_model(family)
+    found = stack.train_on_one_device(run_job, "optimizer.weight_decay=0")
+    model, losses = stack.transformers_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for batch in stack.batches(3):
-        loss = model(**stack.asked(batch)).loss
+        loss = model(**stack.transformers_inputs(batch)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -98,24 +108,27 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
     assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
     to = found.path / "exported"
     exports.write_export(load_trained(found.path), to, AdapterExport.merged)
-    assert_close(stack.theirs(to).state_dict(), model.state_dict(), "weights")
+    assert_tensors_close(stack.transformers_model(to).state_dict(), model.state_dict(), "weights")
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=() if (family, layout) == USUAL else LONG)
-        for family in (ENCODER, "t5_gated", PICTURED, TOLD)
+        for family in (ENCODER, "t5_gated", BLIP2, TOLD)
         for layout in TAKEN
     ],
 )
 def test_a_layout_takes_the_steps_of_one_device(
-    family: str, layout: str, stacked: Stack, job: Job
+    family: str, layout: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack, parts = stacked(family), LAYOUTS[layout]
-    ranks = stack.run(*parts).parallelism.data_parallel_size
+    stack, parts = multi_stack_model(family), STRATEGIES[layout]
+    ranks = stack.compose(*parts).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
-    assert_equal(job.of(*stack.line(*parts, micro_batch)), stack.alone(job))
+    assert_same_training(
+        run_job.without_defaults(*stack.overrides(*parts, micro_batch)),
+        stack.train_on_one_device(run_job),
+    )
 
 
 WAYS = {
@@ -131,33 +144,40 @@ WAYS = {
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 @pytest.mark.parametrize("way", [*WAYS])
 def test_what_changes_no_step_changes_none(
-    way: str, layout: str, family: str, stacked: Stack, job: Job
+    way: str, layout: str, family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack = stacked(family)
+    stack = multi_stack_model(family)
     parts = (f"parallelism={layout}", "trainer.micro_batch=6", *WAYS[way])
-    assert_equal(job.of(*stack.line(*parts)), stack.alone(job))
+    assert_same_training(
+        run_job.without_defaults(*stack.overrides(*parts)), stack.train_on_one_device(run_job)
+    )
 
 
 @LONG
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (PICTURED, LORA), (TOLD, LORA)],
+    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (BLIP2, LORA), (TOLD, LORA)],
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_an_adapter_takes_the_steps_of_one_device(
-    layout: str, family: str, adapter: tuple[str, ...], stacked: Stack, job: Job
+    layout: str, family: str, adapter: tuple[str, ...], multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack = stacked(family)
-    found = job.of(*stack.line(*adapter, *LAYOUTS[layout], "trainer.micro_batch=3"))
-    assert_equal(found, stack.alone(job, *adapter))
+    stack = multi_stack_model(family)
+    found = run_job.without_defaults(
+        *stack.overrides(*adapter, *STRATEGIES[layout], "trainer.micro_batch=3")
+    )
+    assert_same_training(found, stack.train_on_one_device(run_job, *adapter))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
-@pytest.mark.parametrize("family", STACKED)
-def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack) -> None:
-    stack = stacked(family)
-    run, peer = stack.run("adapter=lora"), get_peft_model(stack.theirs(), LoraConfig(r=8))
+@pytest.mark.parametrize("family", MULTI_STACK_MODELS)
+def test_lora_is_what_peft_makes_of_the_architecture(family: str, multi_stack_model: Stack) -> None:
+    stack = multi_stack_model(family)
+    run, peer = (
+        stack.compose("adapter=lora"),
+        get_peft_model(stack.transformers_model(), LoraConfig(r=8)),
+    )
     wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
     assert isinstance(run.model, HuggingFaceConfig)
     module = build_model(run.model, 1)
@@ -175,31 +195,33 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack
     ids=str,
 )
 def test_what_was_trained_is_asked_and_exported_and_goes_on(
-    more: tuple[str, ...], family: str, stacked: Stack, job: Job
+    more: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack = stacked(family)
-    sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
-    found = job.of(*stack.line(*sharded))
+    stack = multi_stack_model(family)
+    sharded = (*STRATEGIES["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
+    found = run_job.without_defaults(*stack.overrides(*sharded))
     told = load_trained(found.path)
     (batch,) = stack.batches(1)
     with torch.no_grad():
         logits = stack.logits(load_model.load_model(told, torch.device("cpu")), batch)
-        assert not torch.equal(logits, stack.their_logits(stack.theirs(), batch))
+        assert not torch.equal(logits, stack.transformers_logits(stack.transformers_model(), batch))
     to, alone = found.path / "exported", found.path / "adapter"
     exports.write_export(told, to, AdapterExport.merged)
-    models = [stack.theirs(to)]
+    models = [stack.transformers_model(to)]
     if more:
         exports.write_export(told, alone, AdapterExport.alone)
-        base = stack.theirs(alone / "base" if "model.init=random" in more else None)
+        base = stack.transformers_model(alone / "base" if "model.init=random" in more else None)
         models.append(PeftModel.from_pretrained(base, alone))
-        asked = None if stack.pictured else "SEQ_2_SEQ_LM"
+        asked = None if stack.reads_images else "SEQ_2_SEQ_LM"
         assert models[-1].active_peft_config.task_type == asked
     for model in models:
         with torch.no_grad():
-            wanted = stack.their_logits(model.eval(), batch)
+            wanted = stack.transformers_logits(model.eval(), batch)
         torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
-    again = job.of(*stack.line(*more, "trainer.micro_batch=12"), resume=found.checkpoint(2))
-    assert_close(again.weights(), found.weights(), "weights after step 2")
+    again = run_job.without_defaults(
+        *stack.overrides(*more, "trainer.micro_batch=12"), resume=found.checkpoint(2)
+    )
+    assert_tensors_close(again.weights(), found.weights(), "weights after step 2")
 
 
 PLANNED: tuple[tuple[str, ...], ...] = (
@@ -215,15 +237,15 @@ PLANNED: tuple[tuple[str, ...], ...] = (
 
 
 @LONG
-@pytest.mark.parametrize("family", [ENCODER, "t5_gated", PICTURED, TOLD])
+@pytest.mark.parametrize("family", [ENCODER, "t5_gated", BLIP2, TOLD])
 @pytest.mark.parametrize("further", PLANNED, ids=str)
 def test_the_peak_is_the_one_traced(
-    further: tuple[str, ...], family: str, stacked: Stack, job: Job
+    further: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    overrides = (*stacked(family).measured, *further)
+    overrides = (*multi_stack_model(family).memory_overrides, *further)
     run = compose(overrides)
     assert rejection_reason(run) is None
     predicted = trace_run(run, full_depth=True).peak
-    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{family} {' '.join(further)}: {predicted / found - 1:+.2%}")
     assert abs(predicted / found - 1) < 0.02

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import UNTRACKED, Folder, largest_difference
-from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, SHAPE
-from fixtures.probes import DAWDLES
+from fixtures.cli_runner import UNTRACKED, RunDir, largest_difference
+from fixtures.job_runner import JobRunner
+from fixtures.probe_callbacks import DELAY_S
+from fixtures.strategies import STRATEGIES, TINY_DECODER
 
 from scalewise import compose
 from scalewise.metric_names import STEP_PHASES
@@ -21,14 +21,14 @@ MORE = (("single", 4), ("single", 3), ("single", 2), ("ddp", 4), ("ddp", 2), ("d
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path, shared_cache)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folder:
+def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     """One rank, the whole global batch in one pass."""
-    return Job(tmp_path_factory.mktemp("alone"), shared_cache)("trainer.micro_batch=8")
+    return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache)("trainer.micro_batch=8")
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folde
     ],
 )
 def test_every_layout_of_a_global_batch_trains_the_same(
-    layout: str, micro_batch: int, alone: Folder, job: Job
+    layout: str, micro_batch: int, alone: RunDir, run_job: JobRunner
 ) -> None:
-    run = job(f"parallelism={layout}", f"trainer.micro_batch={micro_batch}")
+    run = run_job(f"parallelism={layout}", f"trainer.micro_batch={micro_batch}")
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-4), key
     furthest = largest_difference(run.weights(), alone.weights())
@@ -50,10 +50,10 @@ def test_every_layout_of_a_global_batch_trains_the_same(
         torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_sgd_sees_the_scale_of_the_gradient(job: Job) -> None:
+def test_sgd_sees_the_scale_of_the_gradient(run_job: JobRunner) -> None:
     """AdamW would hide a gradient that is off by a factor."""
     sgd = ("optimizer=sgd", "optimizer.lr=0.5", "trainer.clip_norm=null")
-    one, two = job(*sgd), job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
+    one, two = run_job(*sgd), run_job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
     assert two.column("train/grad_norm") == pytest.approx(one.column("train/grad_norm"), rel=1e-4)
     assert largest_difference(one.weights(), two.weights()) < 1e-5
 
@@ -66,9 +66,11 @@ def test_sgd_sees_the_scale_of_the_gradient(job: Job) -> None:
         ("ddp", "adamw", 2),
     ],
 )
-def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, job: Job) -> None:
+def test_memory_is_counted_to_the_byte(
+    layout: str, optimizer: str, slots: int, run_job: JobRunner
+) -> None:
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
-    metrics = job(*parts).summary["metrics"]
+    metrics = run_job(*parts).summary["metrics"]
     model = compose(UNTRACKED).model
     module = build_model(model, 1)
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
@@ -87,26 +89,31 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
 )
-def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
-    small = (*SHAPE, "trainer.max_steps=3", "trainer.global_batch=8", "trainer.micro_batch=2")
-    whole = job.of(*small).summary["metrics"]
-    shard = job.of(*small, *LAYOUTS[layout]).summary["metrics"]
+def test_a_rank_holds_its_shards(layout: str, ranks: int, run_job: JobRunner) -> None:
+    small = (
+        *TINY_DECODER,
+        "trainer.max_steps=3",
+        "trainer.global_batch=8",
+        "trainer.micro_batch=2",
+    )
+    whole = run_job.without_defaults(*small).summary["metrics"]
+    shard = run_job.without_defaults(*small, *STRATEGIES[layout]).summary["metrics"]
     for name in ("parameters", "gradients", "optimizer"):
         key = f"memory/{name}_bytes"
         assert shard[key] == pytest.approx(whole[key] / ranks, rel=0.04), key  # norms, positions
     assert shard["memory/peak_bytes"] < whole["memory/peak_bytes"]
 
 
-def test_activations_grow_with_the_micro_batch(job: Job) -> None:
+def test_activations_grow_with_the_micro_batch(run_job: JobRunner) -> None:
     small, large = (
-        job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
+        run_job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
         for rows in (2, 8)
     )
     assert large == pytest.approx(4 * small, rel=0.1)
 
 
-def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(job: Job) -> None:
-    run = job("trainer.max_steps=30")
+def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(run_job: JobRunner) -> None:
+    run = run_job("trainer.max_steps=30")
     for row in run.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
         assert float(row["time/step_s"]) == pytest.approx(parts)
@@ -116,10 +123,10 @@ def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(job: Job) -> None:
 
 
 TURNS = (
-    *SHAPE,
+    *TINY_DECODER,
     "callbacks=[none]",
     "trusted_packages=[fixtures]",
-    "+callbacks.turns._target_=fixtures.probes.TakingTurns",
+    "+callbacks.turns._target_=fixtures.probe_callbacks.DelayRanksInTurn",
     "trainer.max_steps=30",
     "trainer.global_batch=8",
     "trainer.log_every=10",
@@ -138,10 +145,12 @@ TURNS = (
         ),
     ],
 )
-def test_steps_of_several_ranks_add_up_to_the_wall_of_one(layout: str, rows: int, job: Job) -> None:
+def test_steps_of_several_ranks_add_up_to_the_wall_of_one(
+    layout: str, rows: int, run_job: JobRunner
+) -> None:
     """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
-    run = job.of(*TURNS, *LAYOUTS[layout], f"trainer.micro_batch={rows}")
-    ranks = compose([*TURNS, *LAYOUTS[layout]]).world_size
+    run = run_job.without_defaults(*TURNS, *STRATEGIES[layout], f"trainer.micro_batch={rows}")
+    ranks = compose([*TURNS, *STRATEGIES[layout]]).world_size
     ended = [run.json(f"turns-{rank}.json")["ended"] for rank in range(ranks)]
     seconds = run.column("time/step_s")
     for first in (0, 10, 20):  # logging, after every tenth, is no part of a step
@@ -154,40 +163,42 @@ def test_steps_of_several_ranks_add_up_to_the_wall_of_one(layout: str, rows: int
         assert float(row["time/step_s"]) == pytest.approx(parts)
 
 
-def test_a_pipeline_tells_what_it_can_tell_apart(job: Job) -> None:
-    run = job.of(*TURNS, *LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=8")
+def test_a_pipeline_tells_what_it_can_tell_apart(run_job: JobRunner) -> None:
+    run = run_job.without_defaults(
+        *TURNS, *STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=8"
+    )
     for row in run.metrics:
         assert (row["time/forward_s"], row["time/backward_s"]) == ("", "")
     for key in ("time/forward_backward_s", "time/optimizer_s"):
         seconds = run.column(key)
         for first in (0, 10, 20):  # one rank's window: every other step of it is its own turn
-            own = [each for each in seconds[first : first + 10] if each >= DAWDLES]
+            own = [each for each in seconds[first : first + 10] if each >= DELAY_S]
             assert len(own) >= 5, key  # one that comes late waits less than another dawdles
     metrics = run.summary["metrics"]
     assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
 
 
-def test_memory_is_that_of_the_fullest_rank(job: Job) -> None:
+def test_memory_is_that_of_the_fullest_rank(run_job: JobRunner) -> None:
     """The last stage holds the logits."""
-    run = job.of(*TURNS, *LAYOUTS["pipeline_gpipe"], "trainer.micro_batch=8")
+    run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
     first, last = (run.json(f"turns-{rank}.json")["memory"] for rank in range(2))
     assert first["memory/peak_bytes"] < last["memory/peak_bytes"]
     metrics = run.summary["metrics"]
     assert {key: metrics[key] for key in last} == last
 
 
-def test_the_stages_of_a_pipeline_keep_what_one_rank_keeps(job: Job) -> None:
+def test_the_stages_of_a_pipeline_keep_what_one_rank_keeps(run_job: JobRunner) -> None:
     """GPipe takes every piece forward before it takes one backward, and keeps the logits too."""
-    run = job.of(*TURNS, *LAYOUTS["pipeline_gpipe"], "trainer.micro_batch=8")
-    alone = job.of(*TURNS, "trainer.micro_batch=8").summary["metrics"]
+    run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
+    alone = run_job.without_defaults(*TURNS, "trainer.micro_batch=8").summary["metrics"]
     key = "memory/activations_bytes"
     kept = sum(run.json(f"turns-{rank}.json")["memory"][key] for rank in range(2))
     logits = 8 * 32 * 256 * FP32_BYTES
     assert kept == pytest.approx(alone[key] + logits, rel=0.02)
 
 
-def test_tokens_and_rates_follow_the_schedule(job: Job) -> None:
-    run = job("schedule=linear", "schedule.warmup_steps=2", "optimizer.lr=1e-3")
+def test_tokens_and_rates_follow_the_schedule(run_job: JobRunner) -> None:
+    run = run_job("schedule=linear", "schedule.warmup_steps=2", "optimizer.lr=1e-3")
     assert run.column("train/tokens") == [step * 8 * 32 for step in range(1, 9)]
     rates = run.column("train/lr")
     assert max(rates) == pytest.approx(1e-3)

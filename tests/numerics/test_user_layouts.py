@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder, same_weights
-from fixtures.jobs import Job
-from fixtures.layouts import needs_deepspeed
-from fixtures.yours import MyData, MyModule
+from fixtures.cli_runner import RunDir, same_weights
+from fixtures.job_runner import JobRunner
+from fixtures.strategies import needs_deepspeed
+from fixtures.user_module import MyData, MyModule
 from lightning.pytorch import Trainer, seed_everything
 
 from scalewise import compose
@@ -21,8 +21,8 @@ LONG = pytest.mark.exhaustive
 STEPS, ROWS = 12, 8
 YOURS = (
     "objective=module",
-    "objective.target=fixtures.yours.MyModule",
-    "data.target=fixtures.yours.MyData",
+    "objective.target=fixtures.user_module.MyModule",
+    "data.target=fixtures.user_module.MyData",
     "trusted_packages=[fixtures]",
     f"trainer.max_steps={STEPS}",
     "trainer.validate_every=4",
@@ -37,21 +37,25 @@ FSDP = ("parallelism=fsdp",)
 
 
 @pytest.fixture
-def job(tmp_path: Path, shared_cache: Path) -> Job:
-    return Job(tmp_path, shared_cache)
+def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
+    return JobRunner(tmp_path, shared_cache)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folder:
+def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     """One device, all rows of a step in one batch."""
-    return Job(tmp_path_factory.mktemp("alone"), shared_cache).of(*YOURS, *SHUFFLED)
+    return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache).without_defaults(
+        *YOURS, *SHUFFLED
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command", "ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*Checkpoint directory")
-def test_it_equals_plain_lightning_to_the_bit(job: Job, tmp_path: Path) -> None:
+def test_it_equals_plain_lightning_to_the_bit(run_job: JobRunner, tmp_path: Path) -> None:
     drawn = (*SHUFFLED, "+objective.arguments.dropout=0.3")
-    ours = job.of(*YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null")
+    ours = run_job.without_defaults(
+        *YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null"
+    )
     seed_everything(1, workers=True, verbose=False)
     module, data = MyModule(dropout=0.3), MyData(shuffle=True)
     trainer = Trainer(
@@ -91,10 +95,12 @@ def test_it_equals_plain_lightning_to_the_bit(job: Job, tmp_path: Path) -> None:
     ],
 )
 def test_layouts_learn_the_same(
-    layout: tuple[str, ...], ranks: int, alone: Folder, job: Job
+    layout: tuple[str, ...], ranks: int, alone: RunDir, run_job: JobRunner
 ) -> None:
     """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
-    run = job.of(*YOURS, *SHUFFLED, *layout, f"+data.arguments.batch_size={ROWS // ranks}")
+    run = run_job.without_defaults(
+        *YOURS, *SHUFFLED, *layout, f"+data.arguments.batch_size={ROWS // ranks}"
+    )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/lr", "train/tokens"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
     for name, weight in alone.weights().items():
@@ -112,13 +118,15 @@ def test_layouts_learn_the_same(
     ],
 )
 def test_ranks_share_an_iterable_dataset(
-    layout: tuple[str, ...], ranks: int, shuffle: bool, job: Job
+    layout: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
 ) -> None:
     """Shuffled anew each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
     stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
-    alone = job.of(*YOURS, *stream)
-    run = job.of(*YOURS, *stream, *layout, f"+data.arguments.batch_size={ROWS // ranks}")
+    alone = run_job.without_defaults(*YOURS, *stream)
+    run = run_job.without_defaults(
+        *YOURS, *stream, *layout, f"+data.arguments.batch_size={ROWS // ranks}"
+    )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/tokens"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
     for name, weight in alone.weights().items():
@@ -127,11 +135,14 @@ def test_ranks_share_an_iterable_dataset(
 
 @pytest.mark.parametrize("layout", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
 def test_held_out_samples_that_ranks_share_unevenly_count_once(
-    layout: tuple[str, ...], job: Job
+    layout: tuple[str, ...], run_job: JobRunner
 ) -> None:
     """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
     lines = (*YOURS, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
-    alone, run = job.of(*lines), job.of(*lines, *layout, "+data.arguments.batch_size=4")
+    alone, run = (
+        run_job.without_defaults(*lines),
+        run_job.without_defaults(*lines, *layout, "+data.arguments.batch_size=4"),
+    )
     assert run.column("val/loss") == pytest.approx(alone.column("val/loss"), rel=1e-6)
     (note,) = run.summary["notes"]
     assert note.startswith("each epoch: 65 samples padded to 66 (1 repeated, 1.5%)")
@@ -139,20 +150,20 @@ def test_held_out_samples_that_ranks_share_unevenly_count_once(
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
-def test_it_goes_on_bit_by_bit(step: int, job: Job) -> None:
+def test_it_goes_on_bit_by_bit(step: int, run_job: JobRunner) -> None:
     """In the first epoch, at its end (8 batches), and in the second."""
     lines = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
-    whole = job.of(*lines, f"checkpoint.every={step}", "checkpoint.keep=0")
-    rest = job.of(*lines, resume=whole.checkpoint(step))
+    whole = run_job.without_defaults(*lines, f"checkpoint.every={step}", "checkpoint.keep=0")
+    rest = run_job.without_defaults(*lines, resume=whole.checkpoint(step))
     assert rest.column("train/loss") == whole.column("train/loss")
     for name, weight in whole.weights().items():
         assert torch.equal(rest.weights()[name], weight), name
 
 
-def test_a_run_stopped_after_its_last_step_takes_none_twice(job: Job) -> None:
-    whole = job.of(*YOURS)
+def test_a_run_stopped_after_its_last_step_takes_none_twice(run_job: JobRunner) -> None:
+    whole = run_job.without_defaults(*YOURS)
     write_json(whole.path / "status.json", {**whole.status, "status": "running"})
-    ended = job.of(*YOURS, "resume=auto")
+    ended = run_job.without_defaults(*YOURS, "resume=auto")
     assert ended.status["resumed_from"] == str(whole.checkpoint(STEPS))
     assert ended.column("train/loss") == whole.column("train/loss")
     assert ended.summary["metrics"]["val/loss"] == whole.summary["metrics"]["val/loss"]
@@ -169,18 +180,20 @@ def test_a_run_stopped_after_its_last_step_takes_none_twice(job: Job) -> None:
     ],
 )
 def test_what_cannot_be_followed_is_refused(
-    name: str, lines: tuple[str, ...], reason: str, job: Job
+    name: str, lines: tuple[str, ...], reason: str, run_job: JobRunner
 ) -> None:
-    more = (f"objective.target=fixtures.yours.{name}", "trainer.clip_norm=null")
+    more = (f"objective.target=fixtures.user_module.{name}", "trainer.clip_norm=null")
     given = [line for line in YOURS if not line.startswith("objective.target")]
-    run = job.of(*given, *more, *lines, status="refused")
+    run = run_job.without_defaults(*given, *more, *lines, status="refused")
     assert reason in run.status["reason"]
     assert run.status["exit_code"] == 2
 
 
-def test_steps_of_its_own_are_followed(job: Job) -> None:
+def test_steps_of_its_own_are_followed(run_job: JobRunner) -> None:
     given = [line for line in YOURS if not line.startswith("objective.target")]
-    run = job.of(*given, "objective.target=fixtures.yours.Stepping", "trainer.clip_norm=null")
+    run = run_job.without_defaults(
+        *given, "objective.target=fixtures.user_module.ManualOptimization", "trainer.clip_norm=null"
+    )
     losses = run.column("train/loss")
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
@@ -195,9 +208,9 @@ def test_steps_of_its_own_are_followed(job: Job) -> None:
         pytest.param(("parallelism=hsdp",), marks=LONG),
     ],
 )
-def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) -> None:
+def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], run_job: JobRunner) -> None:
     lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
-    measured = job.of(*lines).summary["metrics"]
+    measured = run_job.without_defaults(*lines).summary["metrics"]
     predicted = user_module_trace.trace_user_module(compose(lines))
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         key = f"memory/{name}_bytes"
@@ -211,8 +224,11 @@ def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) ->
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (("objective.target=fixtures.yours.Stepping",), "automatic optimization"),
-        (("objective.target=fixtures.yours.Reading",), "cannot trace a training step"),
+        (("objective.target=fixtures.user_module.ManualOptimization",), "automatic optimization"),
+        (
+            ("objective.target=fixtures.user_module.DataDependentStep",),
+            "cannot trace a training step",
+        ),
         (("parallelism=deepspeed_zero1",), "requires real memory"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixtures.verbs import Noted
+from fixtures.recording_command import RecordingCommand
 
 from scalewise.config.app import SweepJob, run_command
 from scalewise.config.sweep_preview import preview_search
@@ -28,7 +28,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
         file.parent.mkdir(parents=True, exist_ok=True)
         content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
         file.write_text(yaml.safe_dump(content, sort_keys=False))
-        command = Noted()
+        command = RecordingCommand()
         assert run_command(command, ["-cd", "own", "sweep=own", *typed]) == 0
         return command.jobs
 
@@ -154,7 +154,9 @@ def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
         line += ["hydra.sweeper.sampler=grid"]
         key = key if "infinite range" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
     with pytest.raises(ConfigError) as caught:
-        preview_search(["-m", *line]) if command == "wandb" else run_command(Noted(), ["-m", *line])
+        preview_search(["-m", *line]) if command == "wandb" else run_command(
+            RecordingCommand(), ["-m", *line]
+        )
     found = {issue.key: issue for issue in caught.value.issues}
     issue = found.get(key) or found[""]  # W&B has the grid by its size alone
     assert reason in issue.reason
@@ -172,7 +174,7 @@ def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> Non
     factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
     axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
     with pytest.raises(ConfigError, match="jobs, and the maximum is 10,000") as caught:
-        run_command(Noted(), ["-m", axis, *line])
+        run_command(RecordingCommand(), ["-m", axis, *line])
     assert key in [issue.key for issue in caught.value.issues]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixtures.reports import make_run
+from fixtures.run_folders import make_run
 
 from scalewise import bounded_yaml, cli
 from scalewise.bounded_yaml import YamlLimitError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError

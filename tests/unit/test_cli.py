@@ -54,16 +54,18 @@ def test_examples_in_help_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> N
     assert all(line in shown for _, line in usage.EXAMPLES)
 
 
-@pytest.mark.parametrize("verb", cli.COMMANDS)
-def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([verb, "--help"]) == 0
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_verb_says_how_it_is_typed(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
     said = capsys.readouterr().out
     words = " ".join(said.split())
-    assert words.startswith(f"scalewise {verb}: {cli.COMMANDS[verb]} ")
-    assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[verb])
-    assert ("  parallelism" in said) == (verb in usage.COMPOSING)
+    assert words.startswith(f"scalewise {command}: {cli.COMMANDS[command]} ")
+    assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[command])
+    assert ("  parallelism" in said) == (command in usage.COMPOSING)
     assert all(
-        (f"{flag} {does}" in words) == (verb in usage.COMPOSING) for flag, does in usage.FLAGS
+        (f"{flag} {does}" in words) == (command in usage.COMPOSING) for flag, does in usage.FLAGS
     )
     assert max(map(len, said.splitlines())) <= 80
 
@@ -89,15 +91,15 @@ def test_help_names_every_benchmark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "hint"),
+    ("command", "hint"),
     [
         ("tarin", "did you mean train?"),
         ("zzz", f"commands: {', '.join(cli.COMMANDS)}"),
     ],
 )
-def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([verb, "model=x"]) == 2
-    assert capsys.readouterr().err == f"scalewise: unknown command {verb!r}; {hint}\n"
+def test_an_unknown_verb(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "model=x"]) == 2
+    assert capsys.readouterr().err == f"scalewise: unknown command {command!r}; {hint}\n"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_a_long_prompt_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     assert (folder, options) == (tmp_path, {"prompt": LONG})
 
 
-@pytest.mark.usefixtures("workstation")
+@pytest.mark.usefixtures("cpu_machine")
 @pytest.mark.parametrize(
     "line",
     [

@@ -5,36 +5,46 @@ from __future__ import annotations
 import json
 
 import pytest
-from fixtures import matrix
-from fixtures.matrix import Cell
+from fixtures import compatibility_matrix
+from fixtures.compatibility_matrix import Cell
 
 
 def test_the_record_holds_every_cell_there_is() -> None:
     """An option added without its cells fails here: run what the record says."""
-    assert list(matrix.recorded()) == list(matrix.cells()), f"run `{matrix.MAKE}`"
+    assert list(compatibility_matrix.load_record()) == list(compatibility_matrix.cells()), (
+        f"run `{compatibility_matrix.MAKE_COMMAND}`"
+    )
 
 
 def test_the_page_is_the_record() -> None:
-    head = json.loads(matrix.RECORD.read_text("utf-8"))
-    assert matrix.PAGE.read_text("utf-8") == matrix.page(matrix.recorded(), head)
+    head = json.loads(compatibility_matrix.RECORD.read_text("utf-8"))
+    assert compatibility_matrix.PAGE.read_text("utf-8") == compatibility_matrix.render_page(
+        compatibility_matrix.load_record(), head
+    )
 
 
 @pytest.mark.parametrize(
     "cell",
     [
         pytest.param(cell, marks=() if number % 5 == 0 else pytest.mark.exhaustive)
-        for number, cell in enumerate(matrix.cells())
+        for number, cell in enumerate(compatibility_matrix.cells())
     ],
-    ids=lambda cell: f"{cell.layout}-{cell.option}",
+    ids=lambda cell: f"{cell.strategy}-{cell.option}",
 )
 def test_what_is_refused_is_what_the_record_says(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctypes.util.find_library", lambda name: name)  # all is installed there
-    assert (cell.refusal() or matrix.RUNS) == matrix.recorded()[cell]
+    assert (cell.rejection() or compatibility_matrix.RUNS) == compatibility_matrix.load_record()[
+        cell
+    ]
 
 
 def test_a_refusal_says_what_to_do_instead() -> None:
-    refusals = {said for said in matrix.recorded().values() if said != matrix.RUNS}
+    refusals = {
+        said
+        for said in compatibility_matrix.load_record().values()
+        if said != compatibility_matrix.RUNS
+    }
     assert refusals
     assert all(": set " in said or ": pip " in said for said in refusals)

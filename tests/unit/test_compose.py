@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
+from fixtures.hf_checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
 from scalewise.checkpoints.trained import CONFIG_GROUPS

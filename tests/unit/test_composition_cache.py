@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from fixtures.verbs import Noted
+from fixtures.recording_command import RecordingCommand
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -28,7 +28,7 @@ from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
 from scalewise.run_config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 LINES: tuple[tuple[str, ...], ...] = (
     (),
@@ -204,7 +204,7 @@ def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert [outcome(loader, master, line) for line in lines] == alone
 
 
-def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Noted]:
+def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RecordingCommand]:
     """How often Hydra composes for a sweep of so many seeds, and what the sweep was."""
     composed = []
     compose = composition_cache.compose_defaults
@@ -214,7 +214,7 @@ def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Note
         return compose(*given, **named)
 
     monkeypatch.setattr(composition_cache, "compose_defaults", counted)
-    noted = Noted()
+    noted = RecordingCommand()
     line = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
     assert app.run_command(noted, line) == 0
     monkeypatch.undo()
@@ -264,7 +264,7 @@ SWEEPS = {
 }
 
 
-class Hashed(Noted):
+class Hashed(RecordingCommand):
     """Does with each job what a sweep does before the first starts."""
 
     def run_sweep(

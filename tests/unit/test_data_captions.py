@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
+from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
@@ -281,7 +281,7 @@ SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")
 TOKENS_ALONE = ("data=synthetic", "data.sequence=32")
 BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
 IN_BACKWARD = ("trainer.clip_norm=null", "trainer.global_batch=null")
-WITH: list[Row] = [
+WITH: list[RejectionCase] = [
     ([*BLIP2, *TOKENS_ALONE], "data", "contains no images", "data=captions"),
     ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads images (blip-2)", "captioning"),
     ([*SHAPES], "data", "contains images", "objective=captioning"),
@@ -298,7 +298,7 @@ WITH: list[Row] = [
     ([*BLIP2, *SHAPES, "data.sequence=5"], "data.sequence", "below 7", "data.sequence=7"),
     ([*BLIP2, *SHAPES, "data.sequence=57"], "data.sequence", "exceeds the context", "sequence=56"),
     (
-        [*BLIP2, *SHAPES, "parallelism=tensor", WHOLE_TOKENS],
+        [*BLIP2, *SHAPES, "parallelism=tensor", NO_SEQUENCE_PARALLEL],
         "parallelism.tensor",
         "transformers does not have for blip-2",
         "parallelism=fsdp",
@@ -402,8 +402,8 @@ WITH: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
 def test_what_does_not_go_with_captions_says_so(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)

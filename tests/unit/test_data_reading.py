@@ -160,7 +160,7 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
 
 
 @pytest.mark.parametrize(
-    ("content", "reason", "cure"),
+    ("content", "reason", "fix"),
     [
         (
             RUSSIAN.encode("utf-16-le")[:-1],
@@ -178,12 +178,12 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
         (b"\xff\x81\x8d\x8f\x90", "line 1 is not UTF-8 (byte 0xff)", "KOI8-R, and"),
     ],
 )
-def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, cure):
+def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, fix):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
     assert caught.value.issues[0].reason.startswith(reason)
-    assert cure in caught.value.issues[0].fix
+    assert fix in caught.value.issues[0].fix
 
 
 def test_control_characters_are_removed_as_printed(tmp_path):

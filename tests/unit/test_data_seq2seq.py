@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, RANDOM_LLAMA, RANDOM_T5
+from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 from tokenizers import Tokenizer
 
 from scalewise.data.base import NO_TOKEN, DataSplits
@@ -106,7 +106,7 @@ def test_batches_say_where_there_is_no_token() -> None:
 
 SYNTHETIC = ("data=synthetic", "data.sequence=32", "data.target_length=8")
 T5 = (*RANDOM_T5, "objective=seq2seq")
-WITH: list[Row] = [
+WITH: list[RejectionCase] = [
     ([*T5], "data", "contains no encoder inputs", "data=seq2seq"),
     ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder-decoder model (t5)", "seq2seq"),
     ([*SYNTHETIC], "data", "contains encoder inputs", "objective=seq2seq"),
@@ -126,7 +126,7 @@ WITH: list[Row] = [
     ),
     ([*T5, *SYNTHETIC, "objective.loss_chunk=8"], "objective.loss_chunk", "not supported", "null"),
     (
-        [*T5, *SYNTHETIC, "parallelism=tensor", WHOLE_TOKENS],
+        [*T5, *SYNTHETIC, "parallelism=tensor", NO_SEQUENCE_PARALLEL],
         "parallelism.tensor",
         "transformers does not have for t5",
         "parallelism=fsdp",
@@ -201,8 +201,8 @@ WITH: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
 def test_what_does_not_go_with_it_says_so(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)

@@ -73,7 +73,7 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
 
 
 @pytest.mark.parametrize(
-    ("spec", "config", "cures"),
+    ("spec", "config", "fixes"),
     [
         (LLAMA, LlamaConfig(**SIZES), []),
         (LLAMA, MistralConfig(**SIZES, sliding_window=32), []),
@@ -111,13 +111,13 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
 def test_a_decoder_computes_what_its_weights_were_trained_for(
     spec: DecoderConfig,
     config: PreTrainedConfig | dict[str, Any] | str,
-    cures: list[str],
+    fixes: list[str],
     tmp_path: Path,
 ) -> None:
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
     found = [issue.fix for issue in begun.validate()]
-    assert len(found) == len(cures)
-    assert all(fix in said for fix, said in zip(cures, found, strict=True)), found
+    assert len(found) == len(fixes)
+    assert all(fix in said for fix, said in zip(fixes, found, strict=True)), found
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])

@@ -74,7 +74,7 @@ def test_fields_fit_a_structured_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "key", "cure"),
+    ("change", "key", "fix"),
     [
         ({"width": 33}, "model.width", "model.width=36"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=null"),
@@ -94,13 +94,13 @@ def test_fields_fit_a_structured_config() -> None:
     ],
 )
 def test_contradiction_names_key_value_and_cure(
-    change: dict[str, object], key: str, cure: str
+    change: dict[str, object], key: str, fix: str
 ) -> None:
     spec = dataclasses.replace(SMALL, **change)
     (issue,) = spec.validate()
     assert issue.key == key
     assert issue.value == getattr(spec, key.removeprefix("model."))
-    assert cure in issue.fix
+    assert fix in issue.fix
 
 
 def test_odd_heads_are_fine_without_rotation() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fixtures.doors import Doors, environment
-from fixtures.layouts import needs_deepspeed
+from fixtures.cli_runner import CliRunner, cli_environment
+from fixtures.strategies import needs_deepspeed
 
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
@@ -153,13 +153,15 @@ def test_a_signal_ends_the_compilers_in_groups_of_their_own(tmp_path: Path) -> N
     builder = tmp_path / "builder"
     builder.write_text(textwrap.dedent(BUILDER).lstrip().format(python=sys.executable))
     builder.chmod(0o755)
-    doors = Doors(tmp_path, environment(tmp_path, tmp_path))
+    doors = CliRunner(tmp_path, cli_environment(tmp_path, tmp_path))
     with closing(doors):
-        door = doors.command([sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(tmp_path)])
-        door.until_file("compiler")
+        door = doors.start_process(
+            [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(tmp_path)]
+        )
+        door.wait_for_file("compiler")
         door.signal(signal.SIGTERM)
         assert "Interrupted: SIGTERM while it compiles" in door.wait(30).err
-        assert door.leftovers() == []
+        assert door.remaining_processes() == []
 
 
 BUILD = """

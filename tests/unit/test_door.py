@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fixtures.verbs import Noted
+from fixtures.recording_command import RecordingCommand
 from hydra._internal.utils import get_args_parser
 
 from scalewise import cli
@@ -18,7 +18,7 @@ from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
 class Never(Command):
@@ -114,7 +114,7 @@ def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key", "cure"),
+    ("arguments", "key", "fix"),
     [
         (["--config-path", "elsewhere"], "--config-path", "-cd DIR"),
         (["--vers"], "", "scalewise --version"),
@@ -124,12 +124,12 @@ def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
     ],
     ids=str,
 )
-def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, cure: str) -> None:
+def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
     (issue,) = caught.value.issues
     assert issue.key == key
-    assert cure in issue.fix
+    assert fix in issue.fix
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
@@ -172,7 +172,7 @@ def test_flags_stand_anywhere_among_the_overrides(
     monkeypatch.chdir(tmp_path)
     for name in ("own", "seed=1,2"):
         (tmp_path / name).mkdir()
-    noted = Noted()
+    noted = RecordingCommand()
     assert run_command(noted, line) == 0
     assert [run.seed for run in noted.runs] == [1, 2]
 
@@ -189,14 +189,14 @@ def test_flags_stand_anywhere_among_the_overrides(
 def test_flags_with_values_between_overrides(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(Noted(), line) == 0
+    assert run_command(RecordingCommand(), line) == 0
     shown = capsys.readouterr().out
     assert "seed: 7" in shown
     assert "max_steps: 3" in shown
 
 
 def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(Noted(), ["--info", "seed=7"]) == 0
+    assert run_command(RecordingCommand(), ["--info", "seed=7"]) == 0
     assert "seed: 7" in capsys.readouterr().out
 
 
@@ -333,7 +333,7 @@ def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> 
 
 
 def test_jobs_may_have_folders_within_folders() -> None:
-    noted = Noted()
+    noted = RecordingCommand()
     assert run_command(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
     assert [job.folder.name for job in noted.jobs] == ["0", "1"]
 
@@ -369,6 +369,6 @@ def test_a_resolved_config_has_its_name(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hydra shows the config without the node that says which options were chosen."""
-    assert run_command(Noted(), ["--cfg", "job", "--resolve", *more]) == 0
+    assert run_command(RecordingCommand(), ["--cfg", "job", "--resolve", *more]) == 0
     name = "module-single-fp32" if "objective=module" in more else "decoder_nano-single-fp32-"
     assert f"name: {name}" in capsys.readouterr().out

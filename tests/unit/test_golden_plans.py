@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fixtures.golden import recorded
+from fixtures.golden import golden_record
 
 from scalewise.config.compose import compose
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
@@ -104,7 +104,7 @@ def numbers_of(overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Any]:
-    return recorded("plans", {overrides: numbers_of(overrides) for overrides in RUNS})
+    return golden_record("plans", {overrides: numbers_of(overrides) for overrides in RUNS})
 
 
 def test_golden_plans_are_complete(plans: dict[str, Any]) -> None:

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import (
+from fixtures.hf_checkpoints import (
     BLIP2,
+    BLIP2_T5_TEXT,
     CONFIGS,
     LLAMA,
+    NO_SEQUENCE_PARALLEL,
     OPT,
-    PICTURED_T5,
     RANDOM_LLAMA,
-    WHOLE_TOKENS,
-    Checkpoints,
+    HFCheckpoints,
 )
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
+from fixtures.rejections import (
+    REJECTION_FIELDS,
+    RejectionCase,
+    assert_rejected,
+    overrides_id,
+    rejection_issues,
+)
 from safetensors.torch import load_file, save_file
 
 from scalewise.errors import CheckpointError
@@ -74,14 +80,19 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
 
 TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
 REST = ["data=synthetic", "data.sequence=64"]
-WITH: list[Row] = [
+WITH: list[RejectionCase] = [
     (
         TENSOR,
         "parallelism.sequence_parallel",
         "is not supported for Hugging Face models",
         "sequence_parallel=false",
     ),
-    ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not supported with", "adapter=none"),
+    (
+        [*TENSOR, NO_SEQUENCE_PARALLEL, "adapter=lora"],
+        "adapter",
+        "is not supported with",
+        "adapter=none",
+    ),
     (
         ["parallelism=context"],
         "parallelism.context",
@@ -103,11 +114,21 @@ WITH: list[Row] = [
         "data.packing=false",
     ),
     (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
-    ([*TENSOR, WHOLE_TOKENS, "precision=fp8"], "parallelism.tensor", "fp8 scales per rank", "fsdp"),
+    (
+        [*TENSOR, NO_SEQUENCE_PARALLEL, "precision=fp8"],
+        "parallelism.tensor",
+        "fp8 scales per rank",
+        "fsdp",
+    ),
     (["quantization=nf4"], "quantization", "cannot be trained", "adapter=lora"),
     (["quantization=qat_int4", "adapter=lora"], "adapter", "freezes the matrices", "nf4"),
     (["quantization=qat_int4", "quantization.group=24"], "quantization.group", "divide", "=16"),
-    ([*TENSOR, WHOLE_TOKENS, "quantization=qat_8da4w"], "parallelism.tensor", "scale", "fsdp"),
+    (
+        [*TENSOR, NO_SEQUENCE_PARALLEL, "quantization=qat_8da4w"],
+        "parallelism.tensor",
+        "scale",
+        "fsdp",
+    ),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
     (
         ["adapter=lora", "adapter.targets=[q_proj]"],
@@ -118,11 +139,11 @@ WITH: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
 def test_what_does_not_go_with_it_says_so(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused([*RANDOM_LLAMA, *REST, *overrides], key, reason, cure)
+    assert_rejected([*RANDOM_LLAMA, *REST, *overrides], key, reason, fix)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +157,17 @@ def test_what_does_not_go_with_it_says_so(
     ],
 )
 def test_models_without_a_plan_that_is_followed_are_not_cut(
-    family: str, reason: str, checkpoints: Checkpoints
+    family: str, reason: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    own = ["model=hf", f"model.path={checkpoints(family)}", *REST, *TENSOR, WHOLE_TOKENS]
-    assert_refused(own, "parallelism.tensor", reason, "parallelism=fsdp")
+    own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, *TENSOR, NO_SEQUENCE_PARALLEL]
+    assert_rejected(own, "parallelism.tensor", reason, "parallelism=fsdp")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
-def test_layers_with_biases_are_not_rounded(family: str, checkpoints: Checkpoints) -> None:
-    own = ["model=hf", f"model.path={checkpoints(family)}", *REST, "quantization=qat_int4"]
+def test_layers_with_biases_are_not_rounded(family: str, hf_checkpoint: HFCheckpoints) -> None:
+    own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, "quantization=qat_int4"]
     reason = f"does not support linear layers with biases ({family})"
-    assert_refused(own, "quantization", reason, "quantization=none")
+    assert_rejected(own, "quantization", reason, "quantization=none")
 
 
 PICTURED = {**BLIP2, "model_type": "blip-2"}
@@ -155,7 +176,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
     "image": ({"model_type": "vit"}, "is not a supported language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads other inputs than text (llava)"),
     "blip2_unbegun": (
-        {**PICTURED, "text_config": {**PICTURED_T5, "decoder_start_token_id": None}},
+        {**PICTURED, "text_config": {**BLIP2_T5_TEXT, "decoder_start_token_id": None}},
         "does not set decoder_start_token_id",
     ),
     "blip2_asks": (
@@ -205,7 +226,7 @@ def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path)
     config, reason = ELSEWHERE[case]
     path = described(tmp_path / "model", **config)
     overrides = ["model=hf", f"model.path={path}", "model.init=random", *REST]
-    (issue,) = refused(overrides)
+    (issue,) = rejection_issues(overrides)
     assert issue.key == "model.path"
     assert reason in issue.reason
     assert "\n" not in str(issue)
@@ -223,17 +244,19 @@ def test_a_path_to_nothing_is_refused_in_one_line(
     path: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert_refused(["model=hf", f"model.path='{path}'", *REST], "model.path", reason, "model.path=")
+    assert_rejected(
+        ["model=hf", f"model.path='{path}'", *REST], "model.path", reason, "model.path="
+    )
 
 
 def test_a_name_is_found_in_the_cache_of_the_hub(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kept = tmp_path / "models--somebody--small"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0" * 40)
     (kept / "snapshots").mkdir()
-    (kept / "snapshots" / ("0" * 40)).symlink_to(checkpoints("llama"))
+    (kept / "snapshots" / ("0" * 40)).symlink_to(hf_checkpoint("llama"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = HuggingFaceConfig(path="somebody/small")
@@ -266,11 +289,11 @@ def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> 
     ],
 )
 def test_weights_of_another_model_are_refused(
-    name: str, shape: tuple[int, ...], said: str, checkpoints: Checkpoints, tmp_path: Path
+    name: str, shape: tuple[int, ...], said: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     import torch
 
-    held = load_file(checkpoints("llama") / "model.safetensors")
+    held = load_file(hf_checkpoint("llama") / "model.safetensors")
     held.pop(name, None)
     if "has no tensor" not in said:
         held[name] = torch.zeros(shape)

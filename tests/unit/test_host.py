@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.adam import PagedAdamWConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.reports import make_run, make_sweep
+from fixtures.run_folders import make_run, make_sweep
 
 from scalewise import cli, console
 from scalewise.commands import show, show_plan, show_study, usage
@@ -105,13 +105,13 @@ def test_an_error_of_several_issues_has_a_line_for_each(
     assert_shown(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("verb", usage.COMMANDS)
+@pytest.mark.parametrize("command", usage.COMMANDS)
 def test_every_command_rejects_hostile_arguments_in_plain_text(
-    verb: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_null = HOSTILE.replace("\x00", "")
     for arguments in ([no_null], [f"name={no_null}"], [f"--{no_null}"], [f"model={no_null}"]):
-        assert cli.main([verb, *arguments]) == 2, (verb, arguments)
+        assert cli.main([command, *arguments]) == 2, (command, arguments)
         said = capsys.readouterr()
         assert_plain(said.out + said.err)
         assert "scalewise: " in said.err

@@ -20,7 +20,7 @@ from scalewise.config.hydra_context import hydra_session
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs")
 """Callables that Hydra itself lets a config name."""

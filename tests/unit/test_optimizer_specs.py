@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
-from fixtures.doors import UNTRACKED
-from fixtures.layouts import LAYOUTS, SHAPE
+from fixtures.cli_runner import UNTRACKED
+from fixtures.strategies import STRATEGIES, TINY_DECODER
 
 from scalewise import ConfigError, compose
 from scalewise.models.base import Weight
@@ -116,9 +116,9 @@ def test_patterns_come_from_the_command_line() -> None:
 def test_a_layout_that_cannot_give_what_it_needs_is_refused(
     optimizer: str, layout: str, reason: str
 ) -> None:
-    parts = LAYOUTS.get(layout, (f"parallelism={layout}",))
+    parts = STRATEGIES.get(layout, (f"parallelism={layout}",))
     with pytest.raises(ConfigError) as refused:
-        compose([*SHAPE, *parts, f"optimizer={optimizer}", "schedule=constant"])
+        compose([*TINY_DECODER, *parts, f"optimizer={optimizer}", "schedule=constant"])
     assert [c.key for c in refused.value.issues] == ["optimizer"]
     assert reason in str(refused.value)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fixtures.verbs import Noted
+from fixtures.recording_command import RecordingCommand
 
 from scalewise.config import paths
 from scalewise.config.app import run_command
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def runs(folder: str, *lines: str) -> list[RunConfig]:
-    command = Noted()
+    command = RecordingCommand()
     assert run_command(command, ["-cd", folder, *lines]) == 0
     return command.runs
 
@@ -82,7 +82,7 @@ def test_a_refusal_knows_it(lines: list[str], complaint: str, folder: str) -> No
 def test_it_is_forgotten(folder: str) -> None:
     runs(folder, "experiment=copy")
     with pytest.raises(ConfigError, match="no such option"):
-        run_command(Noted(), ["experiment=copy"])
+        run_command(RecordingCommand(), ["experiment=copy"])
 
 
 TRUSTING = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.config import paths
 from scalewise.errors import ConfigError

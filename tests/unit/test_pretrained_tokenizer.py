@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixtures.checkpoints import DESCRIBED
-from fixtures.refusals import assert_refused
+from fixtures.hf_checkpoints import LLAMA_CONFIG_DIR
+from fixtures.rejections import assert_rejected
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,7 +16,7 @@ from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusPairs
 from scalewise.data.tokenization import TokenizerSource
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 END = "</s>"
 LINES = {
@@ -41,7 +41,7 @@ READY = {
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of the model that ``DESCRIBED`` has the config of."""
     folder = tmp_path_factory.mktemp("weights")
-    config = AutoConfig.from_pretrained(DESCRIBED)
+    config = AutoConfig.from_pretrained(LLAMA_CONFIG_DIR)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder / "model.safetensors"
 
@@ -51,7 +51,7 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """Weights, with a tokenizer beside them, and data; relative paths begin there."""
     folder = tmp_path / "weights"
     folder.mkdir()
-    shutil.copy(DESCRIBED / "config.json", folder)
+    shutil.copy(LLAMA_CONFIG_DIR / "config.json", folder)
     shutil.copy(weights, folder)
     TokenizerSource(300, end_of_text=END).train(lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
@@ -85,7 +85,7 @@ REASON = "trains a new tokenizer, which does not match the weights of weights"
 @pytest.mark.parametrize("data", LINES)
 def test_no_tokenizer_is_trained_for_weights_that_are_there(data: str, files: Path) -> None:
     line = named(LINES[data])
-    assert_refused([*BEGUN, *line], "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
+    assert_rejected([*BEGUN, *line], "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*BEGUN, *line, *GIVEN])
     compose([*DECODER, *line])
 
@@ -98,12 +98,12 @@ def test_ids_that_are_ready_go_with_weights(data: str, files: Path) -> None:
 @pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
 def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> None:
     line = [*OF_TRANSFORMERS, *named(LINES[data])]
-    assert_refused(line, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
+    assert_rejected(line, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*line, "model.init=random"])
 
 
 @pytest.mark.parametrize(
-    ("gone", "cure"),
+    ("gone", "fix"),
     [
         (["tokenizer_config.json"], "set data.tokenizer=weights/tokenizer.json"),
         (["tokenizer.json"], "set data.tokenizer=PATH to the tokenizer.json"),
@@ -113,11 +113,11 @@ def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> 
     "begun", [BEGUN, [*DECODER, "model.weights=weights/model.safetensors"], OF_TRANSFORMERS]
 )
 def test_the_cure_says_what_lies_beside_the_weights(
-    begun: list[str], gone: list[str], cure: str, files: Path
+    begun: list[str], gone: list[str], fix: str, files: Path
 ) -> None:
     for name in gone:
         (files / "weights" / name).unlink()
-    assert_refused([*begun, "data=corpus"], "data.tokenizer", "trains a new tokenizer", cure)
+    assert_rejected([*begun, "data=corpus"], "data.tokenizer", "trains a new tokenizer", fix)
 
 
 def test_a_name_of_the_hub_is_cured_by_its_cache(
@@ -133,9 +133,9 @@ def test_a_name_of_the_hub_is_cured_by_its_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
     found = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
-    assert_refused(line, "data.tokenizer", "trains a new tokenizer", found)
+    assert_rejected(line, "data.tokenizer", "trains a new tokenizer", found)
     (files / "weights" / "tokenizer.json").unlink()
-    assert_refused(line, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH")
+    assert_rejected(line, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH")
 
 
 @pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])

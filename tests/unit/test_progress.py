@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scalewise import cli
-from scalewise.commands import status as verb
+from scalewise.commands import status as status_command
 from scalewise.launch import job_progress, slurm_cli
 from scalewise.metric_names import METRICS
 from scalewise.run_files import read_json, write_json
@@ -49,7 +49,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert job.seconds_left == 300.0
     assert job.seconds_silent is not None
     assert job.seconds_silent < 60
-    assert verb.job_remark(job) == "attempt 2"
+    assert status_command.job_remark(job) == "attempt 2"
 
 
 def test_one_that_has_been_silent(tmp_path: Path) -> None:
@@ -57,14 +57,14 @@ def test_one_that_has_been_silent(tmp_path: Path) -> None:
     for file in (tmp_path / "run").iterdir():
         os.utime(file, (time.time() - 7200,) * 2)
     (job,) = job_progress.read_progress(tmp_path / "run")
-    assert verb.job_remark(job) == "silent for 2 h 00 min"
+    assert status_command.job_remark(job) == "silent for 2 h 00 min"
 
 
 def test_one_that_has_ended(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "failed", rows=5, reason="it broke")
     (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.seconds_left, job.seconds_silent, job.is_active) == (None, None, False)
-    assert verb.job_remark(job) == "it broke"
+    assert status_command.job_remark(job) == "it broke"
 
 
 def test_one_that_ends_while_it_is_looked_at(
@@ -206,7 +206,7 @@ class TestVerb:
                 said = json.loads((sweep / "0" / "status.json").read_text())
                 write_json(sweep / "0" / "status.json", {**said, "status": "ok"})
 
-        monkeypatch.setattr(verb.time, "sleep", pause)
+        monkeypatch.setattr(status_command.time, "sleep", pause)
         assert cli.main(["status", str(sweep)]) == 0
         assert len(looks) == 2
         assert "1 ok" in capsys.readouterr().out
@@ -220,5 +220,5 @@ class TestVerb:
         def interrupt(seconds: float) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(verb.time, "sleep", interrupt)
+        monkeypatch.setattr(status_command.time, "sleep", interrupt)
         assert cli.main(["status", str(tmp_path / "run")]) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from fixtures.damage import FOREIGN
-from fixtures.golden import RECORDS as GOLDEN
+from fixtures.damage import WRONG_TYPE_VALUES
+from fixtures.golden import GOLDEN_DIR
 
 from scalewise import run_files
 from scalewise.hpo.storage import TrialLink
@@ -65,7 +65,7 @@ def test_readers_reject_a_field_of_another_type(name: str, value: str, tmp_path:
     declared = RECORDS[name]
     hints = get_type_hints(declared) if isinstance(declared, type) else {"any": str}
     for key in hints:
-        content = json.dumps({key: FOREIGN[value]})
+        content = json.dumps({key: WRONG_TYPE_VALUES[value]})
         (tmp_path / name).write_text(content, "utf-8")
         if not any(type_mismatches(json.loads(content), declared)):
             continue
@@ -83,7 +83,7 @@ def test_every_field_that_is_written_is_declared(written: Any, declared: Any) ->
 
 
 def test_golden_files_are_accepted() -> None:
-    files = [file for file in (GOLDEN / "sweep").rglob("*") if file.name in RECORDS]
+    files = [file for file in (GOLDEN_DIR / "sweep").rglob("*") if file.name in RECORDS]
     assert {"status.json", "sweep.json", "plan.json", "resolved.yaml"} <= {f.name for f in files}
     for file in files:
         read = run_files.load_yaml if file.suffix == ".yaml" else run_files.load_json

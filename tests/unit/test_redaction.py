@@ -333,7 +333,7 @@ def test_a_captured_console_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> 
     assert "".join(seen) == f"is {HIDDEN}\n"
 
 
-@pytest.mark.usefixtures("workstation")
+@pytest.mark.usefixtures("cpu_machine")
 class TestConfig:
     """A run never holds a secret: neither what is typed nor what interpolations put together."""
 

@@ -3,7 +3,13 @@
 import re
 
 import pytest
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
+from fixtures.rejections import (
+    REJECTION_FIELDS,
+    RejectionCase,
+    assert_rejected,
+    overrides_id,
+    rejection_issues,
+)
 
 from scalewise.config import paths
 from scalewise.config.compose import compose
@@ -11,9 +17,9 @@ from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
 from scalewise.suggestions import EXPECTED_OPTIONS
 
-pytestmark = pytest.mark.usefixtures("workstation", "example_files")
+pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
-TYPOS: list[Row] = [
+TYPOS: list[RejectionCase] = [
     (["modle=x"], "modle", "no such key", "did you mean model?"),
     (["model=decoder_nanno"], "model", "no such option", "did you mean decoder_nano?"),
     (["optimizer=zzz"], "optimizer", "no such option", "available: adafactor, adamw, adamw_4bit"),
@@ -38,7 +44,7 @@ TYPOS: list[Row] = [
     (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),
     (["schema/run=x"], "schema/run", "no such key", "schedule"),
 ]
-TYPES: list[Row] = [
+TYPES: list[RejectionCase] = [
     (["model.width=abc"], "model.width", "is not an integer", "the default is model.width=128"),
     (["trainer.max_steps=1e3"], "trainer.max_steps", "not an integer", "trainer.max_steps=1000"),
     (["seed=1.5"], "seed", "is not an integer", "seed=1"),
@@ -59,7 +65,7 @@ TYPES: list[Row] = [
         "my_callback: {",
     ),
 ]
-GRAMMAR: list[Row] = [
+GRAMMAR: list[RejectionCase] = [
     (["foo"], "", "cannot parse the override 'foo'", "group=option or group.key=value"),
     ([""], "", "cannot parse the override ''", "group=option"),
     (["=3"], "", "cannot parse the override '=3'", "group=option"),
@@ -79,7 +85,7 @@ GRAMMAR: list[Row] = [
     (["seed=range(0,1000000000000)"], "seed", "several values, for one run", "-m"),
     (["model=glob(*)"], "model", "several values, for one run", "-m"),
 ]
-INTERPOLATIONS: list[Row] = [
+INTERPOLATIONS: list[RejectionCase] = [
     (["question=${nowhere}"], "question", "'nowhere' not found", ""),
     (["question=${question}"], "question", "refers to itself", ""),
     (["optimizer.lr=${name}"], "optimizer.lr", "could not be converted to Float", ""),
@@ -90,7 +96,7 @@ INTERPOLATIONS: list[Row] = [
     (["question='${oc.env:${name}}'"], "question", "writes a secret", ""),
     (["+callbacks.guard.key=${oc.env:MY_SECRET}"], "callbacks.guard.key", "a secret", ""),
 ]
-TARGETS: list[Row] = [
+TARGETS: list[RejectionCase] = [
     (["model._target_=os.system"], "model._target_", "not a registered option", "decoder_nano"),
     (
         ["data={_target_: os.system}"],
@@ -128,7 +134,7 @@ TARGETS: list[Row] = [
 ]
 LACKS = "sets keys that {} lacks, such as {}"
 ANOTHER = "remove it, or choose another {}"
-PRESETS: list[Row] = [
+PRESETS: list[RejectionCase] = [
     (
         [*line, f"{preset}={name}"][:: -1 if comes_first else 1],
         preset,
@@ -156,17 +162,19 @@ def test_what_goes_by_another_name_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    REFUSAL, [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *PRESETS], ids=in_ascii
+    REJECTION_FIELDS,
+    [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *PRESETS],
+    ids=overrides_id,
 )
 def test_one_complaint_names_key_reason_and_cure(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)
 
 
 def test_all_complaints_come_at_once() -> None:
     lines = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
-    keys = [issue.key for issue in refused([*lines, "data.vocabulary=9999"])]
+    keys = [issue.key for issue in rejection_issues([*lines, "data.vocabulary=9999"])]
     assert sorted(keys) == [
         "",
         "data.vocabulary",
@@ -179,7 +187,7 @@ def test_all_complaints_come_at_once() -> None:
 
 def test_values_are_checked_beside_a_preset_that_does_not_fit() -> None:
     lines = ["experiment=smoke", "model=hf", "model.path=ll", "model.widht=3", "data.sequence=a"]
-    keys = [issue.key for issue in refused(lines)]
+    keys = [issue.key for issue in rejection_issues(lines)]
     assert sorted(keys) == ["data.sequence", "experiment", "model.widht"]
 
 
@@ -195,7 +203,7 @@ def test_the_message_is_a_line_a_complaint() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 5000, "[" + "x," * 3000 + "x]", "a\\nb\x1b[31m"])
 def test_a_message_stays_short_and_printable(value: str) -> None:
-    for issue in refused([f"model.width='{value}'"]):
+    for issue in rejection_issues([f"model.width='{value}'"]):
         assert len(str(issue)) < 400
         assert str(issue).isprintable()
 
@@ -203,19 +211,19 @@ def test_a_message_stays_short_and_printable(value: str) -> None:
 def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
-        assert "hunter2" not in " ".join(str(issue) for issue in refused([line]))
+        assert "hunter2" not in " ".join(str(issue) for issue in rejection_issues([line]))
 
 
 def test_a_package_that_the_user_trusts() -> None:
     line = "+callbacks.own._target_=mine.callbacks.Own"
     run = compose([line, "trusted_packages=[mine]"])
     assert run.callbacks["own"] == {"_target_": "mine.callbacks.Own"}
-    assert re.search(r"set 'trusted_packages=\[mine\]'", refused([line])[0].fix)
+    assert re.search(r"set 'trusted_packages=\[mine\]'", rejection_issues([line])[0].fix)
 
 
 def test_overrides_are_a_list_of_texts() -> None:
     assert compose("seed=3").seed == 3
-    (issue,) = refused([3])
+    (issue,) = rejection_issues([3])
     assert "an override is a string" in issue.reason
 
 

@@ -1,15 +1,15 @@
 """Layouts that cannot run: which key is named, why, and what mends it."""
 
 import pytest
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("workstation", "example_files")
+pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
-LAYOUTS: list[Row] = [
+LAYOUTS: list[RejectionCase] = [
     (["parallelism=mesh", "parallelism.shards=0"], "parallelism.shards", "1 or more, or auto", ""),
     (["parallelism=mesh", "parallelism.shards=x"], "parallelism.shards", "1 or more, or auto", ""),
     (
@@ -235,11 +235,11 @@ LAYOUTS: list[Row] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(REFUSAL, LAYOUTS, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, LAYOUTS, ids=overrides_id)
 def test_one_complaint_names_key_reason_and_cure(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)
 
 
 def test_no_step_is_taken_on_scaled_gradients() -> None:

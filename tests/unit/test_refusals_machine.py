@@ -1,15 +1,21 @@
 """What this machine or its environment lacks: which key is named, why, and what mends it."""
 
 import pytest
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
+from fixtures.rejections import (
+    REJECTION_FIELDS,
+    RejectionCase,
+    assert_rejected,
+    overrides_id,
+    rejection_issues,
+)
 
 from scalewise.config.compose import compose
 from scalewise.hardware import Machine
 from scalewise.run_config import RunConfig
 
-pytestmark = pytest.mark.usefixtures("workstation", "example_files")
+pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
-MACHINE: list[Row] = [
+MACHINE: list[RejectionCase] = [
     (["hardware=h100"], "hardware", "requires a CUDA device", "hardware=auto"),
     (["precision=fp16_mixed"], "precision", "silently uses bf16", "precision=bf16_mixed"),
     (["precision.compute=fp16"], "precision.compute", "silently uses bf16", "bf16_mixed"),
@@ -23,11 +29,11 @@ MACHINE: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(REFUSAL, MACHINE, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, MACHINE, ids=overrides_id)
 def test_one_complaint_names_key_reason_and_cure(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_variables_on_which_the_tracker_would_stumble(
     if not reason:
         compose(lines)
         return
-    (issue,) = refused(lines)
+    (issue,) = rejection_issues(lines)
     assert issue.key == variable
     assert reason in issue.reason
     assert "unset it" in issue.fix
@@ -75,5 +81,5 @@ def test_another_device_than_was_asked_for(
     for module in ("hardware", "run_config", "validation.compatibility"):
         machine = Machine(gpus, "", 8, 2**34)
         monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
-    (issue,) = refused(overrides)
+    (issue,) = rejection_issues(overrides)
     assert reason in issue.reason

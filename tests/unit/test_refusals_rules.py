@@ -1,14 +1,14 @@
 """Figures and parts that can be read and make no run: which key is named, why, what mends it."""
 
 import pytest
-from fixtures.checkpoints import RANDOM_LLAMA
-from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from fixtures.hf_checkpoints import RANDOM_LLAMA
+from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 
-pytestmark = pytest.mark.usefixtures("workstation", "example_files")
+pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
 HEAD = ("model.classes=2", "model.tied=false")
 
-RULES: list[Row] = [
+RULES: list[RejectionCase] = [
     (["memory.every=0.5"], "memory.every", "must be 1 or more", "memory.every=2"),
     (
         ["optimizer.in_backward=true"],
@@ -449,8 +449,8 @@ RULES: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(REFUSAL, RULES, ids=in_ascii)
+@pytest.mark.parametrize(REJECTION_FIELDS, RULES, ids=overrides_id)
 def test_a_rule_names_key_reason_and_cure(
-    overrides: list[str], key: str, reason: str, cure: str
+    overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_refused(overrides, key, reason, cure)
+    assert_rejected(overrides, key, reason, fix)

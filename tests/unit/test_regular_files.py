@@ -62,17 +62,17 @@ def test_what_is_no_file_is_named(
 
 @pytest.mark.parametrize("name", ["status.json", "plan.json", "summary.json", "metrics.csv"])
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
-@pytest.mark.parametrize("verb", ["status", "report", "plan explain"])
+@pytest.mark.parametrize("command", ["status", "report", "plan explain"])
 def test_commands_name_what_is_no_file_in_a_run(
-    verb: str, kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if (verb, name) == ("status", "summary.json"):
+    if (command, name) == ("status", "summary.json"):
         pytest.skip("status does not read it")
     for file in ("status.json", "plan.json", "summary.json"):
         (tmp_path / file).write_text('{"status": "ok"}')
     (tmp_path / name).unlink(missing_ok=True)
     KINDS[kind](tmp_path / name)
-    line = [*verb.split(), str(tmp_path), *[str(tmp_path)] * (verb == "plan explain")]
+    line = [*command.split(), str(tmp_path), *[str(tmp_path)] * (command == "plan explain")]
     assert cli.main(line) == 2
     assert f"{tmp_path / name} is {kind}, not a regular file" in capsys.readouterr().err
 

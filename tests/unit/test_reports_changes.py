@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fixtures.reports import GRID, RUNGS, grid_job, make_sweep, rung_job
+from fixtures.run_folders import ABLATION, GRID, ablation_job, grid_job, make_sweep
 
 from scalewise.reports import (
     ablation_effects,
@@ -136,7 +136,7 @@ class TestLadder:
         assert ablation_effects.as_ablation(rungs(*asides)) == ()
 
     def test_is_told_rung_by_rung(self, tmp_path: Path) -> None:
-        section = part(make_sweep(tmp_path / "s", RUNGS, rung_job), "changes")
+        section = part(make_sweep(tmp_path / "s", ABLATION, ablation_job), "changes")
         assert section.topic == "Ablation"
         assert section.finding == (
             "Four techniques together reduced peak memory by 78% and step time by 36%"

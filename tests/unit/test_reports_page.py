@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.reports import (
+from fixtures.run_folders import (
     LARGE,
-    LAYOUTS,
-    foreseen,
+    STRATEGY_GRID,
     large_job,
-    layout_job,
     make_run,
     make_sweep,
     out_of_memory,
+    plan_record,
+    strategy_job,
 )
 
 from scalewise.errors import ScalewiseError
@@ -143,7 +143,7 @@ class TestFailedRun:
 
 
 def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r", **out_of_memory(plan=foreseen(4.6, 1.4, 4.25)))
+    folder = make_run(tmp_path / "r", **out_of_memory(plan=plan_record(4.6, 1.4, 4.25)))
     said = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
     assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in said
 
@@ -293,7 +293,9 @@ class TestSweep:
 
     def test_all_failed(self, tmp_path: Path) -> None:
         folder = make_sweep(
-            tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory(reason=f"Job {n} was too large.")
+            tmp_path / "s",
+            STRATEGY_GRID,
+            lambda n, v: out_of_memory(reason=f"Job {n} was too large."),
         )
         source = text_of(files.write_page(folder))
         assert "No job finished: 4 out of memory." in words(source)
@@ -307,14 +309,16 @@ class TestSweep:
 
     def test_failures_alike_share_a_card(self, tmp_path: Path) -> None:
         source = text_of(
-            files.write_page(make_sweep(tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory()))
+            files.write_page(
+                make_sweep(tmp_path / "s", STRATEGY_GRID, lambda n, v: out_of_memory())
+            )
         )
         assert source.count('<article class="card">') == 1
         assert "3 more jobs with the same failure" in words(source)
 
     def test_jobs_not_run_yet(self, tmp_path: Path) -> None:
         folder = make_sweep(
-            tmp_path / "s", LAYOUTS, lambda n, v: layout_job(n, v) if n == 0 else None
+            tmp_path / "s", STRATEGY_GRID, lambda n, v: strategy_job(n, v) if n == 0 else None
         )
         assert "one of four jobs ran" in words(text_of(files.write_page(folder)))
 

@@ -401,17 +401,17 @@ class TestWords:
             parse_resume_request(words)
         assert complaint in str(caught.value)
 
-    @pytest.mark.parametrize("verb", [TrainCommand, lambda _, found: PlanCommand(found)])
+    @pytest.mark.parametrize("command", [TrainCommand, lambda _, found: PlanCommand(found)])
     @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
     def test_leave_nothing_when_refused(
         self,
         line: list[str],
-        verb: Callable[..., Command],
+        command: Callable[..., Command],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
         found, rest = parse_resume_request([*line, "resume_sweep=last"])
         with pytest.raises(ConfigError, match="single run" if not line else "there is no sweep"):
-            run_command(verb(rest, found), rest)
+            run_command(command(rest, found), rest)
         assert list(tmp_path.iterdir()) == []

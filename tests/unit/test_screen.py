@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.reports import make_sweep
+from fixtures.run_folders import make_sweep
 
 from scalewise.hpo.screen import ScreeningDesign, fractional_design
 from scalewise.reports import compare, factorial_report, files, records, report_model

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.commands import plan as plan_verb
 from scalewise.commands import show_search

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fixtures.yours import Stream
+from fixtures.user_module import StreamDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -159,7 +159,7 @@ def test_ranks_read_together_what_one_reads(workers: int) -> None:
 
     def read(rank: int, ranks: int) -> list[int]:
         seed_everything(1, workers=True, verbose=False)
-        loader = DataLoader(Stream(rows, shuffle=True), batch_size=2, num_workers=workers)
+        loader = DataLoader(StreamDataset(rows, shuffle=True), batch_size=2, num_workers=workers)
         loader = prepared(loader, rank, ranks)
         _auto_add_worker_init_fn(loader, rank)
         return [int(number) for (batch,) in loader for number in batch]
@@ -174,7 +174,7 @@ def test_workers_in_order_share_every_row_out() -> None:
     rows = TensorDataset(torch.arange(24))
     found = []
     for rank in range(2):
-        loader = DataLoader(Stream(rows, shuffle=False), batch_size=2, num_workers=2)
+        loader = DataLoader(StreamDataset(rows, shuffle=False), batch_size=2, num_workers=2)
         shared = prepared(loader, rank, 2)
         found += [int(number) for (batch,) in shared for number in batch]
     assert sorted(found) == list(range(24))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from fixtures.layouts import LAYOUTS
+from fixtures.strategies import STRATEGIES
 
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.commands import fit
@@ -54,7 +54,7 @@ def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
 
 @pytest.mark.parametrize("layout", ["single", *STATED])
 def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
-    line = LAYOUTS[layout] if layout != "single" else ()
+    line = STRATEGIES[layout] if layout != "single" else ()
     run = limited(compose, *line)
     found, told = auto_micro_batch.resolve_auto_micro_batch(run)
     assert told == ("trainer.micro_batch=8",)
@@ -68,7 +68,7 @@ def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -
 
 
 def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
-    piped = (*LAYOUTS["pipeline_one_f_one_b"], "trainer.global_batch=12")
+    piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
         way.micro_batch
         for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, check_machine=False))

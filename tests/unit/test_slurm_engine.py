@@ -235,7 +235,7 @@ class TestBuried:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "cure"),
+    ("launcher", "fix"),
     [
         ("ray", "choose one of hydra/launcher=scalewise"),
         ("basic", "choose one of hydra/launcher=scalewise"),
@@ -245,10 +245,10 @@ class TestBuried:
     ],
 )
 def test_other_launchers_are_refused(
-    launcher: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"is not a launcher of scalewise.*{cure}"):
+    with pytest.raises(ConfigError, match=f"is not a launcher of scalewise.*{fix}"):
         run_command(TrainCommand(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
     assert list(tmp_path.iterdir()) == []
 

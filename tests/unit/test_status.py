@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import RANDOM_T5
+from fixtures.hf_checkpoints import RANDOM_T5
 
 from scalewise.launch import exit_reports, rank_worker
 from scalewise.launch.outcomes import Outcome
@@ -88,12 +88,13 @@ def test_exit_codes(ending: Outcome, code: int) -> None:
         (Outcome("out_of_memory"), [*RANDOM_T5, "objective=seq2seq", "data=synthetic",
           "data.target_length=64"],
          ["trainer.micro_batch=4 trainer.global_batch=8", "precision=bf16_mixed"]),
-        (Outcome("out_of_memory"), ["objective=module", "objective.target=fixtures.yours.MyModule",
-          "data.target=fixtures.yours.MyData", "trusted_packages=[fixtures]"],
+        (Outcome("out_of_memory"), ["objective=module",
+          "objective.target=fixtures.user_module.MyModule",
+          "data.target=fixtures.user_module.MyData", "trusted_packages=[fixtures]"],
          ["precision=bf16_mixed"]),
         (Outcome("failed", "the loss is nan at step 3; lower optimizer.lr"),
-         ["objective=module", "objective.target=fixtures.yours.MyModule",
-          "data.target=fixtures.yours.MyData", "trusted_packages=[fixtures]"], []),
+         ["objective=module", "objective.target=fixtures.user_module.MyModule",
+          "data.target=fixtures.user_module.MyData", "trusted_packages=[fixtures]"], []),
         (Outcome("timeout"), ["launch.timeout=30"],
          ["launch.timeout=60", "checkpoint.every=100"]),
         (Outcome("timeout"), ["launch.timeout=2.5", "checkpoint.every=5"], ["launch.timeout=5"]),

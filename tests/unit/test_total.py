@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.commands.show_plan import NO_TIME, print_totals
 from scalewise.errors import ConfigError

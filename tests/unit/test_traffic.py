@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fixtures.layouts import LLAMA_8B
+from fixtures.strategies import LLAMA_8B
 
 from scalewise.planner import host_transfer
 from scalewise.planner.host_transfer import HostTraffic

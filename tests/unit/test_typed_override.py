@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.fixes import alternatives, value_of
+from fixtures.fixes import parse_value, shown_alternatives
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ FIX = re.compile(
 
 def read_back(line: str) -> object:
     (word,) = shlex.split(line)
-    return value_of(word)
+    return parse_value(word)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_fix_in_the_source_is_quoted_for_a_shell() -> None:
     ]
     assert len(fixes) > 200
     for fix in fixes:
-        assert alternatives(fix), fix
+        assert shown_alternatives(fix), fix
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_every_fix_in_the_source_is_quoted_for_a_shell() -> None:
     ],
 )
 def test_alternatives_of_a_fix(fix: str, expected: list[list[str]]) -> None:
-    assert alternatives(fix) == expected
+    assert shown_alternatives(fix) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_alternatives_of_a_fix(fix: str, expected: list[list[str]]) -> None:
 )
 def test_a_fix_that_a_shell_would_change_is_found(fix: str) -> None:
     with pytest.raises(AssertionError):
-        alternatives(fix)
+        shown_alternatives(fix)
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

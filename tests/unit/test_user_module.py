@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fixtures.refusals import assert_refused, in_ascii
-from fixtures.yours import MyData, MyModule
+from fixtures.rejections import assert_rejected, overrides_id
+from fixtures.user_module import MyData, MyModule
 from torch import nn
 
 from scalewise.errors import ConfigError
@@ -24,8 +24,8 @@ Compose = Callable[..., RunConfig]
 
 YOURS = (
     "objective=module",
-    "objective.target=fixtures.yours.MyModule",
-    "data.target=fixtures.yours.MyData",
+    "objective.target=fixtures.user_module.MyModule",
+    "data.target=fixtures.user_module.MyData",
     "trusted_packages=[fixtures]",
 )
 
@@ -45,7 +45,7 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "key", "reason", "cure"),
+    ("line", "key", "reason", "fix"),
     [
         ("model=gpt2_124m", "model", "its own model", "model=module"),
         ("data=corpus", "data", "its own data", "data=module"),
@@ -106,29 +106,33 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
             "plain",
         ),
     ],
-    ids=in_ascii,
+    ids=overrides_id,
 )
 def test_what_would_pass_it_by_is_refused(
-    compose: Compose, line: str, key: str, reason: str, cure: str
+    compose: Compose, line: str, key: str, reason: str, fix: str
 ) -> None:
     given = [line] if "{" in line else line.split()
     replaced = {entry.partition("=")[0] for entry in given}
     kept = [entry for entry in YOURS if entry.partition("=")[0] not in replaced]
     if line in ("data=corpus", "trusted_packages=[]"):  # of the target there is another complaint
         kept = [entry for entry in kept if not entry.startswith("data.")]
-    assert_refused([*kept, *given], key, reason, cure)
+    assert_rejected([*kept, *given], key, reason, fix)
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer", "schedule"])
 def test_its_options_go_with_it_alone(compose: Compose, group: str) -> None:
-    assert_refused([f"{group}=module"], group, "requires objective=module", "objective=module")
+    assert_rejected([f"{group}=module"], group, "requires objective=module", "objective=module")
 
 
 @pytest.mark.parametrize(
     ("lines", "key", "reason"),
     [
         (["objective.target=nowhere_at_all.X"], "objective.target", "cannot be imported"),
-        (["objective.target=fixtures.yours.Nothing"], "objective.target", "cannot be imported"),
+        (
+            ["objective.target=fixtures.user_module.Nothing"],
+            "objective.target",
+            "cannot be imported",
+        ),
         (
             ["objective.target=torch.nn.Linear"],
             "objective.target",
@@ -139,13 +143,17 @@ def test_its_options_go_with_it_alone(compose: Compose, group: str) -> None:
             "objective.target",
             "is not a subclass of lightning.pytorch",
         ),
-        (["data.target=fixtures.yours.MyModule"], "data.target", "LightningDataModule"),
+        (["data.target=fixtures.user_module.MyModule"], "data.target", "LightningDataModule"),
         (["data.target=''"], "data.target", "does not define train_dataloader"),
         (["+objective.arguments.depth=3"], "objective.arguments", "unexpected keyword"),
         (["+data.arguments.depth=3"], "data.arguments", "unexpected keyword"),
-        (["objective.target=fixtures.yours.Broken"], "objective.arguments", "no such table"),
+        (
+            ["objective.target=fixtures.user_module.FailingConstructor"],
+            "objective.arguments",
+            "no such table",
+        ),
     ],
-    ids=in_ascii,
+    ids=overrides_id,
 )
 def test_what_cannot_be_made_is_refused(
     compose: Compose, lines: list[str], key: str, reason: str
@@ -199,6 +207,10 @@ def test_only_trusted_modules_of_the_current_folder_are_found(
 
 
 def test_a_constructor_that_fails_names_its_line(compose: Compose) -> None:
-    run = compose(*YOURS[:1], "objective.target=fixtures.yours.Broken", *YOURS[2:])
-    with pytest.raises(ConfigError, match=r"no such table \(.*fixtures/yours.py:\d+ in __init__\)"):
+    run = compose(
+        *YOURS[:1], "objective.target=fixtures.user_module.FailingConstructor", *YOURS[2:]
+    )
+    with pytest.raises(
+        ConfigError, match=r"no such table \(.*fixtures/user_module.py:\d+ in __init__\)"
+    ):
         build_user_module(run)

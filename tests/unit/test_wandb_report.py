@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import wandb_workspaces.reports.v2 as wr
-from fixtures.reports import (
+from fixtures.run_folders import (
+    ABLATION,
     GRID,
-    LAYOUTS,
-    RUNGS,
+    STRATEGY_GRID,
+    ablation_job,
     grid_job,
-    layout_job,
     make_run,
     make_sweep,
     out_of_memory,
-    rung_job,
+    strategy_job,
 )
 
 from scalewise.errors import ScalewiseError
@@ -103,7 +103,7 @@ class TestOneOutline:
         folder = {
             "run": lambda: make_run(tmp_path / "r", steps=40),
             "failed": lambda: make_run(tmp_path / "r", **out_of_memory()),
-            "sweep": lambda: make_sweep(tmp_path / "s", LAYOUTS, layout_job),
+            "sweep": lambda: make_sweep(tmp_path / "s", STRATEGY_GRID, strategy_job),
         }[which]()
         report = report_model.build_report(records.read_record(folder))
         source = files.write_page(folder).read_text("utf-8")
@@ -211,7 +211,7 @@ class TestSweep:
         assert views(folder, "Run Comparer") == [{"diffOnly": True}]
 
     def test_the_ladder_and_the_price(self, tmp_path: Path) -> None:
-        folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
+        folder = make_sweep(tmp_path / "s", ABLATION, ablation_job)
         assert "- **less** \\(memory=checkpoint\\_full\\) reduced peak memory by 43%" in text(
             folder
         )
@@ -220,7 +220,7 @@ class TestSweep:
         assert dear["yAxis"] == "summary:final/train/loss"
 
     def test_what_was_foreseen_stands_beside(self, tmp_path: Path) -> None:
-        folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
+        folder = make_sweep(tmp_path / "s", ABLATION, ablation_job)
         assert "step error | peak, GiB | peak error" in text(folder)
         assert "Predicted vs. measured peak memory: the largest error is 3%." in text(folder)
 
