@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import registry
-from scalewise.data import content, tokenizer_files
-from scalewise.data.file_patterns import match_paths
+from scalewise.data.input_files import combine_digests, file_digests, match_paths, sampled_digests
+from scalewise.data.tokenizer import tokenizer_files
 from scalewise.errors import ConfigError, ConfigIssue, DataError
 from scalewise.run_files import read_json, write_json
 
@@ -24,19 +24,19 @@ def _files(patterns: object) -> list[Path]:
 
 
 def _record_digests(patterns: object) -> list[str]:
-    return sorted(content.file_digests(_files(patterns)))
+    return sorted(file_digests(_files(patterns)))
 
 
 def _shard_digests(patterns: object) -> list[str]:
-    return content.file_digests(_files(patterns))
+    return file_digests(_files(patterns))
 
 
 def _tokenizer_digests(path: object) -> list[str]:
-    return sorted(content.file_digests(tokenizer_files.tokenizer_files(str(path))))
+    return sorted(file_digests(tokenizer_files(str(path))))
 
 
 def _dataset_digests(path: object) -> list[str]:
-    return sorted(content.file_digests(match_paths([str(Path(str(path)) / "**" / "*")])))
+    return sorted(file_digests(match_paths([str(Path(str(path)) / "**" / "*")])))
 
 
 def _model_digests(path: object) -> list[str]:
@@ -44,7 +44,7 @@ def _model_digests(path: object) -> list[str]:
     files = (
         [folder] if folder.is_file() else [folder / "config.json", *folder.glob("*.safetensors")]
     )
-    return sorted(content.sampled_digests([it for it in files if it.is_file()]))
+    return sorted(sampled_digests([it for it in files if it.is_file()]))
 
 
 DIGEST_FUNCTIONS: Mapping[str, Callable[[object], list[str]]] = {
@@ -71,7 +71,7 @@ def _digest(key: str, group_values: Mapping[str, Any]) -> str | None:
         # The order of the shards decides the order of the sequences.
         compute_digests = _shard_digests
     digests = compute_digests(group_values[key.partition(".")[2]])
-    return content.combine_digests(digests) if digests else None
+    return combine_digests(digests) if digests else None
 
 
 def _input_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
-from scalewise.data.datasets import PackedDataset
-from scalewise.data.shuffle_order import ShuffleOrder, epoch_permutation
+from scalewise.data.datasets import PackedDataset, ShuffleOrder, epoch_permutation
 from scalewise.data.synthetic_datasets import RandomDataset
 from scalewise.objectives import IGNORED
 

@@ -15,13 +15,11 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from scalewise.data import chat_templates
-from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData, PreferenceData, Seq2SeqData
-from scalewise.data.chat_formats import parse_conversation
+from scalewise.data.chat_formats import parse_conversation, parse_pair
 from scalewise.data.chat_messages import ROLES, Conversation, RecordKeys
-from scalewise.data.chat_records import parse_pair
 from scalewise.data.chat_templates import PlainTemplate
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}

@@ -20,11 +20,11 @@ from fixtures.chat_templates import (
 )
 from transformers import AutoTokenizer
 
-from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_rendering import RenderRequest, RenderSetup, TemplateRenderer
-from scalewise.data.prepare import prepare_splits
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.encoding import train_tokenizer
+from scalewise.data.prepare import DataSplits, prepare_splits
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import DataError
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -141,7 +141,9 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
 def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
     files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
 ) -> None:
-    own = TokenizerSource(300, end_of_text="</s>").train(lambda: iter(["hello how are you"]))
+    own = train_tokenizer(
+        TokenizerSource(300, end_of_text="</s>"), lambda: iter(["hello how are you"])
+    )
     file = write_tokenizer(tmp_path / "tokenizer", own, CHATML)
     if not configured:
         config = file.with_name("tokenizer_config.json")

@@ -19,10 +19,9 @@ from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 
 from scalewise.data import image_io
-from scalewise.data.base import CaptionedTokenDataset, DataSplits
 from scalewise.data.chat import CaptionData
 from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import CaptionedTokenDataset, DataSplits, prepare_splits
 from scalewise.data.synthetic import (
     CAPTION_TOKENS,
     CAPTIONS,
@@ -31,7 +30,7 @@ from scalewise.data.synthetic import (
     WORDS,
     SyntheticShapes,
 )
-from scalewise.data.tokenization import END_OF_TEXT as END
+from scalewise.data.tokenizer import END_OF_TEXT as END
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {

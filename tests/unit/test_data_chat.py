@@ -14,13 +14,13 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from scalewise.data.base import DataSplits, TokenDataset
 from scalewise.data.chat import ChatData
 from scalewise.data.chat_cache import chat_template
 from scalewise.data.chat_messages import ROLES, Conversation, Message
 from scalewise.data.chat_templates import PLAIN_TEMPLATE, PlainTemplate, prompt_text
-from scalewise.data.prepare import prepare_splits
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.encoding import train_tokenizer
+from scalewise.data.prepare import DataSplits, TokenDataset, prepare_splits
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
 ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
@@ -137,7 +137,9 @@ def tokenizer(tmp_path: Path) -> Path:
     """Returns a tokenizer.json with the marks of ChatML and its template beside it."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    made = TokenizerSource(300).train(lambda: iter(["Add 2 and 2. user assistant system " * 20]))
+    made = train_tokenizer(
+        TokenizerSource(300), lambda: iter(["Add 2 and 2. user assistant system " * 20])
+    )
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
     made.save(str(folder / "tokenizer.json"))
     bos = {"__type": "AddedToken", "content": "<s>"}

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from scalewise.data import chunked_encoding, encoding
-from scalewise.data.encoding import encode_documents
+from scalewise.data import chunked_encoding
+from scalewise.data.chunked_encoding import encode_documents
+from scalewise.data.encoding import train_tokenizer
 from scalewise.data.text_files import Document
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 
 WORDS = [
     "def",
@@ -46,7 +47,7 @@ def trained(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    return TokenizerSource(400).train(lambda: iter([text(2000, 0)]))
+    return train_tokenizer(TokenizerSource(400), lambda: iter([text(2000, 0)]))
 
 
 def llama2() -> Tokenizer:
@@ -98,7 +99,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_encoding, "OVERLAP_CHARACTERS", 400)
     monkeypatch.setattr(chunked_encoding, "SHARED_TOKENS", 8)
     monkeypatch.setattr(chunked_encoding, "BATCH_CHARACTERS", 7_000)
-    monkeypatch.setattr(encoding, "PART_TOKENS", 100)
+    monkeypatch.setattr(chunked_encoding, "PART_TOKENS", 100)
 
 
 DOCUMENTS = {

@@ -9,9 +9,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data import chunked_encoding as chunked
 from scalewise.data import encoding
-from scalewise.data.encoding import encode_documents, iter_training_text, special_ids
+from scalewise.data.chunked_encoding import encode_documents
+from scalewise.data.encoding import iter_training_text, special_ids, train_tokenizer
 from scalewise.data.text_files import Document
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import DataError
 
 WORDS = ["<s>", "</s>", "<unk>", "[CLS]", "[SEP]", *"abcdefgh"]
@@ -124,14 +125,14 @@ def story(seed, words=4000):
 
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
 def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
-    whole = TokenizerSource(400).train(lambda: iter([story(1), story(2)]))
+    whole = train_tokenizer(TokenizerSource(400), lambda: iter([story(1), story(2)]))
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
 
     def documents():
         for text in (story(1), story(2)):
             yield Document((text[at : at + chunk] for at in range(0, len(text), chunk)), "a.txt")
 
-    assert TokenizerSource(400).train(documents).to_str() == whole.to_str()
+    assert train_tokenizer(TokenizerSource(400), documents).to_str() == whole.to_str()
 
 
 def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
@@ -145,7 +146,7 @@ def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
 
 
 def test_parts_are_bounded(monkeypatch):
-    monkeypatch.setattr(encoding, "PART_TOKENS", 10)
+    monkeypatch.setattr(chunked, "PART_TOKENS", 10)
     parts = [*encode_documents(words(), TokenizerSource(0, None, "</s>"), ["a b c d"] * 20)]
     assert len(parts) == 10
     assert np.concatenate(parts).size == 100

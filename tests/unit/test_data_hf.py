@@ -14,9 +14,10 @@ from pyarrow import parquet
 from scalewise.data import text_files
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.datasets import StreamedDataset
+from scalewise.data.encoding import train_tokenizer
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.text import HFDatasetData
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import ConfigError, DataError
 
 TEXTS = [f"{number} bottles of milk stand on the wall.\n" for number in range(80)]
@@ -145,7 +146,7 @@ def test_a_stream_repeats_itself_and_goes_back():
 
 
 def test_a_given_tokenizer(folder, tmp_path):
-    made = TokenizerSource(320).train(lambda: iter(TEXTS))
+    made = train_tokenizer(TokenizerSource(320), lambda: iter(TEXTS))
     made.save(str(tmp_path / "own.json"))
     data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
     row = prepare_splits(data, 400, 0).train.gather([0])[0]

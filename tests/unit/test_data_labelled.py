@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from scalewise.data.base import DataSplits
 from scalewise.data.chat import LabeledText
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpusClasses
 from scalewise.errors import DataError
 

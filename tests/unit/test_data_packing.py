@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalewise.data.base import FIRST_TOKEN_OFFSET
 from scalewise.data.chat import ChatData
 from scalewise.data.dataloader import BatchShare, ValidationLoader, as_batch
 from scalewise.data.datasets import PackedTextDataset, PaddedDataset, Seq2SeqDataset, best_fit_pack
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import FIRST_TOKEN_OFFSET, prepare_splits
 from scalewise.data.synthetic_datasets import RandomDataset
 from scalewise.objectives import IGNORED
 

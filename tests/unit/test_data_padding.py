@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalewise import compose
-from scalewise.data.base import DataSplits
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.datasets import PackedDataset
+from scalewise.data.prepare import DataSplits
 from scalewise.planner.padding import padding_notes
 from scalewise.run_config import RunConfig
 

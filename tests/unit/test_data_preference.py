@@ -12,11 +12,10 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
-from scalewise.data.base import DataSplits
 from scalewise.data.chat import PreferenceData
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpusPairs
-from scalewise.data.tokenization import END_OF_TEXT
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}

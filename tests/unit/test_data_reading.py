@@ -15,15 +15,9 @@ import pytest
 from pyarrow import parquet
 
 from scalewise.data import text_files
-from scalewise.data.file_patterns import match_paths, path_issues
-from scalewise.data.text_files import (
-    PLAIN_SUFFIXES,
-    RECORD_SUFFIXES,
-    iter_documents,
-    iter_json_lines,
-    parse_json,
-    text_chunks,
-)
+from scalewise.data.input_files import match_paths, path_issues
+from scalewise.data.record_files import RECORD_SUFFIXES, iter_documents
+from scalewise.data.text_files import PLAIN_SUFFIXES, iter_json_lines, parse_json, text_chunks
 from scalewise.errors import DataError
 
 TEXT = "naïve café\nzwei Zeilen €\n"

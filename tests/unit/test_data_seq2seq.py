@@ -12,12 +12,11 @@ from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, RANDOM_LLAMA, RANDOM_T
 from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
 from tokenizers import Tokenizer
 
-from scalewise.data.base import NO_TOKEN, DataSplits
 from scalewise.data.chat import Seq2SeqData
 from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import NO_TOKEN, DataSplits, prepare_splits
 from scalewise.data.synthetic import RandomTokens
-from scalewise.data.tokenization import END_OF_TEXT as END
+from scalewise.data.tokenizer import END_OF_TEXT as END
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {

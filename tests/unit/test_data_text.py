@@ -8,13 +8,14 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, processors
 
-from scalewise.data import tokenization
-from scalewise.data.encoding import encode_documents
+from scalewise.data import encoding
+from scalewise.data.chunked_encoding import encode_documents
+from scalewise.data.encoding import train_tokenizer
 from scalewise.data.prepare import prepare_splits
+from scalewise.data.record_files import iter_documents
 from scalewise.data.stdlib_corpus import StdlibCorpus
 from scalewise.data.text import TextData
-from scalewise.data.text_files import iter_documents
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
 STORY = "".join(f"{number} sheep jumped over the fence.\n" for number in range(400))
@@ -121,7 +122,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 def test_a_given_tokenizer_is_used(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
-    made = TokenizerSource(320).train(lambda: iter([STORY]))
+    made = train_tokenizer(TokenizerSource(320), lambda: iter([STORY]))
     made.save(str(tmp_path / "own.json"))
     data = TextData(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
     splits = prepare_splits(data, 400, 0)
@@ -131,7 +132,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
 @pytest.mark.parametrize("kind", ["text", "corpus"])
 def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
     (tmp_path / "a.txt").write_text(STORY)
-    made = TokenizerSource(300, end_of_text="<bos>").train(lambda: iter([STORY]))
+    made = train_tokenizer(TokenizerSource(300, end_of_text="<bos>"), lambda: iter([STORY]))
     made.add_special_tokens(["</s>"])
     made.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
@@ -154,7 +155,7 @@ def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
 
 def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(STORY + "rare")
-    made = TokenizerSource(300).train(lambda: iter([STORY]))
+    made = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
     made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
     made.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
@@ -163,13 +164,13 @@ def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
 
 
 def test_a_trained_tokenizer_ends_texts_as_asked():
-    made = TokenizerSource(300, end_of_text="</s>").train(lambda: iter([STORY]))
+    made = train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([STORY]))
     assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None
     assert made.token_to_id(END_OF_TEXT) is None
 
 
 def test_training_reads_no_more_than_its_share(monkeypatch):
-    monkeypatch.setattr(tokenization, "TRAINING_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "TRAINING_CHARACTERS", 100)
     read = []
 
     def documents():
@@ -177,12 +178,12 @@ def test_training_reads_no_more_than_its_share(monkeypatch):
             read.append(number)
             yield "a" * 60
 
-    TokenizerSource(300).train(documents)
+    train_tokenizer(TokenizerSource(300), documents)
     assert read == [0, 1]
 
 
 def test_forking_after_tokenizing_is_silent(capfd):
-    tokenizer = TokenizerSource(300).train(lambda: iter([STORY]))
+    tokenizer = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
     list(encode_documents(tokenizer, TokenizerSource(300), [STORY, STORY]))
     child = os.fork()
     if child == 0:
@@ -206,7 +207,7 @@ def test_too_large_a_tokenizer(tmp_path):
 
 def test_too_large_a_given_tokenizer(tmp_path):
     own = tmp_path / "own.json"
-    TokenizerSource(320).train(lambda: iter([STORY])).save(str(own))
+    train_tokenizer(TokenizerSource(320), lambda: iter([STORY])).save(str(own))
     refused(tmp_path, r"data\.tokenizer=.*: has ids up to 319, but", tokenizer=str(own))
 
 
@@ -218,7 +219,7 @@ def test_what_is_no_tokenizer(tmp_path):
 
 def test_an_unknown_end_of_text(tmp_path):
     own = tmp_path / "own.json"
-    TokenizerSource(300).train(lambda: iter([STORY])).save(str(own))
+    train_tokenizer(TokenizerSource(300), lambda: iter([STORY])).save(str(own))
     match = (
         r"data\.end_of_text=</s>: is not a token of .*, which has to separate documents; set \"data"
     )

@@ -14,9 +14,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from scalewise.data import tokenizer_files
+from scalewise.data import tokenizer as tokenizer_files
 from scalewise.data.chat_templates import load_template
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.encoding import train_tokenizer
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import DataError
 
 TEXT = "hello how are you, naïve café"
@@ -28,7 +29,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def trained():
-    return TokenizerSource(300, end_of_text="</s>").train(lambda: iter([TEXT]))
+    return train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([TEXT]))
 
 
 def write_vocabulary(folder):

@@ -22,7 +22,7 @@ from transformers import (
 from scalewise.checkpoints.run_tokenizer import save_tokenizer
 from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun
 from scalewise.data import chat_templates
-from scalewise.data.base import DataSplits
+from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
 from scalewise.export import AdapterExport, hf_export, staging
 from scalewise.run_config import RunConfig

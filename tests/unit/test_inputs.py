@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from scalewise import inputs, registry
 from scalewise.commands import trained
-from scalewise.data import content
+from scalewise.data import input_files
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.text import PretokenizedData, TextData
 from scalewise.errors import ConfigError, DataError
@@ -195,8 +195,8 @@ def test_shards_are_told_apart_by_their_order(tmp_path):
 
 
 def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(content, "SAMPLED_BYTES", 1000)
-    monkeypatch.setattr(content, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(input_files, "SAMPLED_BYTES", 1000)
+    monkeypatch.setattr(input_files, "SAMPLE_BYTES", 16)
     weights = np.random.default_rng(0).bytes(5000)
     found = []
     for name, data in (("a", weights), ("b", weights), ("c", weights[:-1] + b"x"), ("d", b"y" * 9)):

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.config.compose import compose
+from scalewise.data.encoding import train_tokenizer
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusPairs
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.tokenizer import TokenizerSource
 
 pytestmark = pytest.mark.usefixtures("cpu_machine")
 
@@ -53,7 +54,7 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder.mkdir()
     shutil.copy(LLAMA_CONFIG_DIR / "config.json", folder)
     shutil.copy(weights, folder)
-    TokenizerSource(300, end_of_text=END).train(lambda: iter(["some text"])).save(
+    train_tokenizer(TokenizerSource(300, end_of_text=END), lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
     )
     end = {"__type": "AddedToken", "content": END}

@@ -10,7 +10,7 @@ import pytest
 from scalewise import atomic, cli, regular_files, run_files
 from scalewise.checkpoints import adapter_resume, manifest
 from scalewise.config.app import Command, run_command
-from scalewise.data import content, text_files
+from scalewise.data import input_files, text_files
 from scalewise.launch import job_progress, locks
 from scalewise.models.safetensors_files import SafetensorsFiles
 from scalewise.regular_files import IrregularFileError
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
         run_files.read_metrics,
         text_files.read_text,
         lambda path: list(text_files.iter_json_lines(path)),
-        lambda path: content.sampled_digests([path]),
+        lambda path: input_files.sampled_digests([path]),
         lambda path: atomic.copy_atomic(path, path.with_name("copy")),
         lambda path: SafetensorsFiles([path], "model.path", ""),
         manifest.fingerprint,

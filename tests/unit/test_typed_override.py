@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalewise.console import printable
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.run_files import json_text
 from scalewise.typed_override import format_override
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scalewise.data.base import DataSplits
+from scalewise.data.prepare import DataSplits
 from scalewise.errors import DataError
 from scalewise.run_files import RecordError, copy_file, load_json
 

@@ -16,8 +16,8 @@ from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
 from scalewise.checkpoints import adapter_resume, manifest, run_tokenizer, store
 from scalewise.console import print_lines
-from scalewise.data.base import DataConfig, DataSplits
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.base import DataConfig
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import ModelConfig, StageSlice, Weight
 from scalewise.models.build import build_meta, build_model

@@ -16,7 +16,7 @@ from scalewise.evaluation import ALL, AS_TRAINED
 from scalewise.hardware import this_machine
 
 if TYPE_CHECKING:
-    from scalewise.data.base import DataSplits
+    from scalewise.data.prepare import DataSplits
     from scalewise.evaluation.captions import CaptionMetrics
     from scalewise.evaluation.evaluate_run import Metrics
 

@@ -13,21 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalewise.data import chat_cache, image_io
-from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
 from scalewise.data.chat import CaptionData
-from scalewise.data.chat_formats import BadRecord, iter_records
-from scalewise.data.chat_records import record_keys
+from scalewise.data.chat_formats import record_keys
 from scalewise.data.chat_templates import (
     ConversationTemplate,
     PlainTemplate,
     RenderedRecord,
     TextSegment,
 )
-from scalewise.data.content import combine_digests, digests_by_content, file_digests
 from scalewise.data.datasets import PaddedDataset
-from scalewise.data.file_patterns import match_paths
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.input_files import (
+    combine_digests,
+    digests_by_content,
+    file_digests,
+    match_paths,
+)
+from scalewise.data.prepare import DataSplits, prepare_splits
+from scalewise.data.record_files import BadRecord, iter_records
 from scalewise.data.tokenized_cache import is_held_out
 from scalewise.errors import DataError
 

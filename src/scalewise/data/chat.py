@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from scalewise.data.base import DataConfig
-from scalewise.data.chat_formats import SUFFIXES
-from scalewise.data.file_patterns import path_issues
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.input_files import path_issues
+from scalewise.data.record_files import CHAT_SUFFIXES
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
@@ -67,7 +67,7 @@ class ChatData(DataConfig):
             yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", fix)
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.jsonl]'")
-        yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
+        yield from path_issues("data.paths", self.paths, CHAT_SUFFIXES, "my/*.jsonl")
 
     @property
     def tokenizer_source(self) -> TokenizerSource:

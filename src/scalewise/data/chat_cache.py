@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalewise.console import print_lines
-from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.base import DataConfig
 from scalewise.data.build_cache import build_cached
 from scalewise.data.chat import ChatData
-from scalewise.data.chat_formats import BadRecord, iter_records
-from scalewise.data.chat_records import render_record
+from scalewise.data.chat_formats import render_record
 from scalewise.data.chat_templates import (
     ConversationTemplate,
     PlainTemplate,
@@ -28,19 +27,18 @@ from scalewise.data.chat_templates import (
     load_template,
     template_sources,
 )
-from scalewise.data.content import digests_by_content
 from scalewise.data.datasets import (
     ClassificationDataset,
     PackedTextDataset,
     PaddedDataset,
     Seq2SeqDataset,
 )
-from scalewise.data.encoding import encode_texts, special_ids
-from scalewise.data.file_patterns import match_paths
-from scalewise.data.prepare import prepare_splits
-from scalewise.data.tokenization import TokenizerSource
+from scalewise.data.encoding import encode_texts, special_ids, train_tokenizer
+from scalewise.data.input_files import digests_by_content, match_paths
+from scalewise.data.prepare import DataSplits, prepare_splits
+from scalewise.data.record_files import BadRecord, iter_records
 from scalewise.data.tokenized_cache import TokenizeProgress, is_held_out
-from scalewise.data.tokenizer_files import tokenizer_path
+from scalewise.data.tokenizer import TokenizerSource, tokenizer_path
 from scalewise.errors import DataError
 from scalewise.units import format_count
 
@@ -145,10 +143,11 @@ def write_splits(
     texts_by_split = {
         split: [text for record in records for text in record] for split, records in splits.items()
     }
-    tokenizer = tokenizer_source.load() or tokenizer_source.train(
+    tokenizer = tokenizer_source.load() or train_tokenizer(
+        tokenizer_source,
         lambda: (
             "".join(segment.text for segment in segments) for segments in texts_by_split["train"]
-        )
+        ),
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     count = 0

@@ -1,37 +1,35 @@
-"""Conversations in files: three common record formats, detected by their keys.
+"""Records of data options, rendered as texts with the parts to train on.
 
-Alpaca records have ``instruction``, ``input`` and ``output``; ShareGPT records have
-``conversations`` of ``from`` and ``value``; OpenAI records have ``messages`` of ``role`` and
-``content``.
+Three formats of conversations are detected by their keys. Alpaca records have ``instruction``,
+``input`` and ``output``; ShareGPT records have ``conversations`` of ``from`` and ``value``; OpenAI
+records have ``messages`` of ``role`` and ``content``.
+
+A preference record has two answers to one prompt, ``chosen`` and ``rejected``. Each answer is a
+text, a turn, or a list of turns that may be the whole conversation, as in TRL and UltraFeedback.
+The context is a ``prompt``, or the turns or the question of a conversation.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import singledispatch
+from itertools import takewhile
+from typing import Any
+
+from scalewise.data.chat import ChatData, LabeledText, PreferenceData, Seq2SeqData
 from scalewise.data.chat_messages import (
     Conversation,
     Message,
     RecordKeys,
     check_messages,
-    has_nul,
-    has_surrogate,
     parse_tools,
+    parse_turn,
     parse_turns,
 )
-from scalewise.data.file_patterns import file_suffix
-from scalewise.data.text_files import (
-    check_columns,
-    iter_json_lines,
-    no_constant,
-    read_error,
-    read_text,
-)
-from scalewise.errors import DataError
+from scalewise.data.chat_templates import ConversationTemplate, RenderedRecord, TextSegment
+from scalewise.data.record_files import has_surrogate
 
-SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
 TEMPLATE_KEYS = frozenset({"tools", "functions", "documents", "chat_template_kwargs"})
 """Keys of a record that are passed to the chat template."""
 TURN_KEYS = ("messages", "conversations", "conversation")
@@ -40,65 +38,178 @@ SYSTEM_KEYS = ("system", "system_prompt")
 ALPACA_KEYS = frozenset({"instruction", "input", "output"})
 CALL_OPTIONS = frozenset({"parallel_tool_calls", "tool_choice", "temperature", "top_p", "seed"})
 """Keys of requests to the OpenAI API that are not part of the conversation."""
+ANSWER_KEYS = ("chosen", "rejected")
+"""Keys of the two answers, the preferred one first."""
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    """Invalid record, with the reason."""
-
-    path: Path
-    """File of the record."""
-    number: int
-    """Line of a .jsonl file, or index from 1 of the record in another file."""
-    reason: str
-    """Reason, without a subject."""
-
-    def __str__(self) -> str:
-        return f"{self.path.name}:{self.number} {self.reason}"
+@singledispatch
+def render_record(
+    config: ChatData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the rendered texts of a record; raises ``ValueError`` with the reason."""
+    return (template(parse_conversation(record, record_keys(config, template))),)
 
 
-class TemplateLimitError(DataError):
-    """Chat template that exceeds the time or memory limit."""
+def record_keys(config: ChatData, template: ConversationTemplate) -> RecordKeys:
+    """Return the keys to ignore, which are counted in the notes of the template."""
+    return RecordKeys(config.ignore_keys, template.notes)
 
-    @classmethod
-    def for_template(cls, template: Path, reason: str) -> "TemplateLimitError":
-        """Return the error of a template file."""
-        fix = "repair the template, or put another one next to data.tokenizer"
-        return cls.for_key("data.tokenizer", template, f"the chat template {reason}", fix)
 
-    def with_record(self, record: str) -> "TemplateLimitError":
-        """Return the same error with the name of the record."""
-        return TemplateLimitError(
-            replace(issue, reason=f"{issue.reason} at {record}") for issue in self.issues
+@render_record.register(Seq2SeqData)
+def _render_question(
+    config: Seq2SeqData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return a question without labels, and its answer; raises ``ValueError``."""
+    conversation = parse_conversation(record, record_keys(config, template))
+    messages = conversation.messages
+    answer_index = max(
+        index for index, message in enumerate(messages) if message.role == "assistant"
+    )
+    prompt_messages, answer = messages[:answer_index], messages[answer_index]
+    if not any(message.text.strip() for message in prompt_messages):
+        raise ValueError("has no question")
+    if answer.extra_fields:
+        raise ValueError(
+            f"has {next(iter(answer.extra_fields))} in its answer, which must be only text"
         )
+    if not answer.train:
+        raise ValueError("has no answer to train on: training is disabled for the last one")
+    text = prompt_messages[0].text
+    if (
+        len(prompt_messages) > 1
+        or prompt_messages[0].extra_fields
+        or conversation.tools
+        or conversation.documents
+    ):
+        text = template.render_prompt(replace(conversation, messages=prompt_messages))
+    question = TextSegment(text + config.end_of_text, trained=False)
+    return ([question, TextSegment(answer.text + config.end_of_text, trained=True, separate=True)],)
 
 
-ParsedRecord = TypeVar("ParsedRecord")
+@render_record.register(LabeledText)
+def _render_labeled(
+    config: LabeledText, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the text and its class index; raises ``ValueError``."""
+    for key in (config.text, config.label):
+        if record.get(key) is None:
+            raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
+    text, label = record[config.text], record[config.label]
+    for key in record:
+        if key not in (config.text, config.label):
+            record_keys(config, template).count_ignored(key)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"has no text in {config.text}")
+    return (parse_labeled(text, _class_index(config, label)),)
 
 
-def iter_records(
-    path: Path, parse_record: Callable[[dict[str, Any]], ParsedRecord]
-) -> Iterator[ParsedRecord | BadRecord]:
-    """Yield the result of ``parse_record`` for each record of a file, or a ``BadRecord``.
+def _class_index(config: LabeledText, label: object) -> int:
+    if str(label) in config.classes:
+        return config.classes.index(str(label))
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(config.classes):
+        return int(label)
+    raise ValueError(
+        f"has class {label!r}, which is not one of data.classes: {', '.join(config.classes)}"
+    )
 
-    ``parse_record`` raises ``ValueError`` for invalid records. Raises ``DataError`` for a file that
-    cannot be read at all.
+
+def parse_labeled(text: str, class_index: int) -> list[TextSegment]:
+    """Return a text without labels, followed by its class index."""
+    return [
+        TextSegment(text, trained=False),
+        TextSegment("", trained=True, label=class_index, separate=True),
+    ]
+
+
+@render_record.register(PreferenceData)
+def _render_pair(
+    config: PreferenceData, record: dict[str, Any], template: ConversationTemplate
+) -> RenderedRecord:
+    """Return the conversations with the chosen and with the rejected answer."""
+    return parse_pair(record, template, record_keys(config, template))
+
+
+def parse_pair(
+    record: dict[str, Any], template: ConversationTemplate, keys: RecordKeys
+) -> RenderedRecord:
+    """Return both rendered conversations of a record.
+
+    Their common beginning is not trained on, even if it contains answers. Raises ``ValueError``
+    with the reason.
     """
-    for number, record in _iter_file_records(path):
-        try:
-            if isinstance(record, ValueError):
-                raise record
-            if not isinstance(record, dict):
-                raise ValueError("is not an object")
-            if has_nul(record):
-                raise ValueError("has a NUL character, which is not text")
-            yield parse_record(record)
-        except TemplateLimitError as error:
-            raise error.with_record(f"{path.name}:{number}") from error
-        except ValueError as error:
-            yield BadRecord(path, number, str(error))
-        except RecursionError:
-            yield BadRecord(path, number, "is nested too deeply")
+    record = keys.drop_ignored(record)
+    prompt_messages, read_keys = _prompt_messages(record, keys)
+    chosen, rejected = (
+        template(_with_answer(record, key, prompt_messages, keys, read_keys)) for key in ANSWER_KEYS
+    )
+    pairs = zip(chosen, rejected, strict=False)
+    num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if not all(side[num_common:] and side[num_common].trained for side in (chosen, rejected)):
+        raise ValueError("does not have two different answers to one prompt")
+    return tuple(
+        [replace(segment, trained=False) for segment in side[:num_common]] + side[num_common:]
+        for side in (chosen, rejected)
+    )
+
+
+def _prompt_messages(
+    record: Mapping[str, Any], keys: RecordKeys
+) -> tuple[tuple[Message, ...], set[str]]:
+    """Return the messages before the answers, and the keys of the record that contain them.
+
+    There are none if the answers are whole conversations.
+    """
+    prompt = record.get("prompt")
+    if isinstance(prompt, str):
+        return (*parse_history(record), Message("user", prompt)), {"prompt", "history"}
+    turns_key = next((key for key in ("prompt", *TURN_KEYS) if record.get(key) is not None), None)
+    if turns_key:
+        return parse_turns(record[turns_key], keys), {turns_key}
+    if record.get("instruction") is not None:
+        return parse_alpaca(record), {"instruction", "input", "history"}
+    return (), set()
+
+
+def _with_answer(
+    record: Mapping[str, Any],
+    key: str,
+    prompt_messages: tuple[Message, ...],
+    keys: RecordKeys,
+    read_keys: set[str],
+) -> Conversation:
+    """Return the conversation with one of the answers."""
+    answer = record.get(key)
+    if answer is None:
+        raise ValueError(f"has no {key}; its keys: {', '.join(map(str, record)) or 'none'}")
+    if isinstance(answer, str):
+        if not prompt_messages:
+            raise ValueError("has an answer that is a text, and no prompt")
+        messages = (*prompt_messages, Message("assistant", answer))
+    elif isinstance(answer, dict):
+        messages = (*prompt_messages, parse_turn(answer, keys))
+    else:
+        turns = parse_turns(answer, keys)
+        is_conversation = turns[0].role != "assistant"
+        messages = turns if is_conversation else (*prompt_messages, *turns)
+        # In UltraFeedback, ``messages`` equals the chosen conversation.
+        required = () if read_keys == {"messages"} and key != ANSWER_KEYS[0] else prompt_messages
+        if is_conversation and not all(_contains_answer(message, turns) for message in required):
+            raise ValueError(f"has a prompt that is not part of its {key}")
+    repeated = {
+        name
+        for name in TURN_KEYS
+        if name not in read_keys and record.get(name) == record[ANSWER_KEYS[0]]
+    }
+    return assemble_messages(
+        record,
+        check_messages(messages),
+        keys if key == ANSWER_KEYS[0] else RecordKeys(),
+        {*ANSWER_KEYS, *read_keys, *repeated},
+    )
+
+
+def _contains_answer(message: Message, conversation: tuple[Message, ...]) -> bool:
+    return any(message.text.strip() == other.text.strip() for other in conversation)
 
 
 def parse_conversation(record: dict[str, Any], keys: RecordKeys) -> Conversation:
@@ -207,54 +318,3 @@ def parse_history(record: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
-
-
-def _iter_file_records(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield each record with its number; a ValueError for one that cannot be read."""
-    try:
-        if file_suffix(path) == ".jsonl":
-            yield from iter_json_lines(path)
-        elif file_suffix(path) == ".json":
-            yield from enumerate(_iter_json_list(path), 1)
-        else:
-            yield from enumerate(_iter_parquet_rows(path), 1)
-    except OSError as error:
-        raise read_error(path, error) from error
-
-
-def _iter_json_list(path: Path) -> list[object]:
-    try:
-        # a lone surrogate is an error of its record, not of the file
-        records = json.loads(read_text(path), parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
-        reason = f"is not valid JSON ({error})"
-        raise DataError.for_key("data.paths", path, reason, "repair the file") from error
-    if not isinstance(records, list):
-        raise DataError.for_key("data.paths", path, "is not a list of records", "use .jsonl")
-    return records
-
-
-def _iter_parquet_rows(path: Path) -> Iterator[object]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        fix = "pip install 'scalewise[hf]'"
-        raise DataError.for_key(
-            "data.paths", path, "reading .parquet requires pyarrow", fix
-        ) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            check_columns(path, file.schema_arrow.names)
-            for batch in file.iter_batches():
-                yield from map(_without_nulls, batch.to_pylist())
-    except pyarrow.ArrowInvalid as error:
-        reason = f"is not a complete parquet file ({error})"
-        raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a row without null entries, which parquet adds for missing keys."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

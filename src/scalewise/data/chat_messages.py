@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalewise.data.record_files import has_surrogate
 from scalewise.errors import format_value
 from scalewise.typed_override import format_override
 
@@ -314,33 +315,3 @@ def check_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if has_surrogate([message.to_dict() for message in messages]):
         raise ValueError("has a lone surrogate (half a character)")
     return messages
-
-
-def has_surrogate(value: object) -> bool:
-    """Whether a JSON value contains a lone surrogate, which cannot be encoded."""
-    return any(map(_contains_surrogate, _iter_texts(value)))
-
-
-def has_nul(value: object) -> bool:
-    """Whether a JSON value contains a NUL character."""
-    return any("\0" in text for text in _iter_texts(value))
-
-
-def _contains_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _iter_texts(value: object) -> Iterator[str]:
-    """Yield the texts of a JSON value, including keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _iter_texts(pair)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iter_texts(item)

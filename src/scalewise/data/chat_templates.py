@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
-from scalewise.data.chat_formats import TemplateLimitError
 from scalewise.data.chat_messages import Conversation, Message
+from scalewise.data.record_files import TemplateLimitError
+from scalewise.data.tokenizer import (
+    conversion_error,
+    has_declarations,
+    load_with_transformers,
+)
 from scalewise.errors import DataError
 
 TITLES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -140,9 +145,7 @@ def load_template(tokenizer: Path) -> ConversationTemplate | None:
 
     Raises ``DataError`` if it cannot be read.
     """
-    from scalewise.data.chat_tokenizer import load_tokenizer
-
-    hf_tokenizer = load_tokenizer(tokenizer)
+    hf_tokenizer = _load_hf_tokenizer(tokenizer)
     templates = getattr(hf_tokenizer, "chat_template", None)
     if hf_tokenizer is None or not templates:
         return None
@@ -154,6 +157,41 @@ def load_template(tokenizer: Path) -> ConversationTemplate | None:
         reason = f"has chat templates {', '.join(templates)}, none of them named default"
         raise DataError.for_key("data.tokenizer", path, reason, "rename one of them to default")
     return ChatTemplate(path, templates, hf_tokenizer.special_tokens_map)
+
+
+def _load_hf_tokenizer(file: Path) -> Any:
+    """Load a tokenizer.json with the files next to it, as transformers does.
+
+    Returns None if there is no chat_template.jinja, tokenizer_config.json or other declaration next
+    to it. Raises ``DataError`` for files that cannot be read, and for a class that transformers
+    cannot load.
+    """
+    is_declared = has_declarations(file)
+    if not (
+        is_declared or any(file.with_name(name).is_file() for name in (CONFIG_FILE, TEMPLATE_FILE))
+    ):
+        return None
+    template, config = read_template(file)
+    from transformers import PreTrainedTokenizerFast
+
+    if is_declared:
+        try:
+            return load_with_transformers(file.parent)
+        except Exception as error:  # transformers raises many classes
+            raise conversion_error(str(file), file.parent, error) from error
+    special_tokens = {
+        key: token_text(token) for key, token in config.items() if key.endswith("_token")
+    }
+    try:
+        tokenizer_class: Any = PreTrainedTokenizerFast
+        return tokenizer_class(
+            tokenizer_file=str(file),
+            chat_template=template,
+            **{key: token for key, token in special_tokens.items() if token and "add_" not in key},
+        )
+    except Exception as error:
+        reason = f"cannot be read with {file.name} ({error})"
+        raise DataError.for_key("data.tokenizer", file.with_name(CONFIG_FILE), reason) from error
 
 
 def read_template(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:

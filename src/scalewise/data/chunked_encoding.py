@@ -1,4 +1,6 @@
-"""Encoding of long documents in overlapping windows.
+"""Encoding of documents in bounded memory, identical to encoding each one at once.
+
+Long documents are encoded in overlapping windows.
 
 The tokens of a window differ from those of the whole document near its ends, where words are split
 or a SentencePiece tokenizer adds a boundary token. They may also differ further inside: a
@@ -20,13 +22,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scalewise.data.text_files import Document, print_note_once
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer, models
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+from scalewise.data.encoding import encode_texts, special_ids
+from scalewise.data.text_files import Document, open_document, print_note_once, split_chunks
+from scalewise.data.tokenizer import TokenizerSource
 
+PART_TOKENS = 500_000
+"""Minimum number of token ids in one array of ``encode_documents``."""
 WINDOW_CHARACTERS = 250_000
 """Length of a window; longer documents are encoded in windows, on all cores."""
 OVERLAP_CHARACTERS = 4_096
@@ -74,20 +81,6 @@ def split_windows(document: str | Document, number: int = 1) -> Iterator[Window]
         yield Window(text, start, True, source)
 
 
-def open_document(document: str | Document, number: int) -> tuple[Iterable[str], str]:
-    """Return the chunks of a document, and its name in error messages."""
-    if isinstance(document, Document):
-        return document.chunks, document.source
-    return (document,), f"text {number}"
-
-
-def split_chunks(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """Split chunks into parts of at most ``size`` characters."""
-    for chunk in chunks:
-        for start in range(0, len(chunk), size):
-            yield chunk[start : start + size]
-
-
 def batch_windows(documents: Iterable[str | Document]) -> Iterator[list[Window]]:
     """Group the windows of documents into batches of about ``BATCH_CHARACTERS``."""
     batch: list[Window] = []
@@ -101,6 +94,34 @@ def batch_windows(documents: Iterable[str | Document]) -> Iterator[list[Window]]
                 batch, size = [], 0
     if batch:
         yield batch
+
+
+def encode_documents(
+    tokenizer: Tokenizer, tokenizer_source: TokenizerSource, documents: Iterable[str | Document]
+) -> Iterator[NDArray[np.uint32]]:
+    """Yield arrays of token ids: the concatenated documents, each followed by end-of-text.
+
+    If ``tokenizer_source.special_tokens`` is set, each document gets the special tokens of the
+    tokenizer's post-processor; a document that already ends in end-of-text gets no second one.
+    Raises ``DataError`` for a document that the tokenizer cannot encode.
+    """
+    end_id = tokenizer.token_to_id(tokenizer_source.end_of_text)
+    assert end_id is not None, "checked by TokenizerSource.load"
+    prefix_ids, suffix_ids = special_ids(tokenizer) if tokenizer_source.special_tokens else ([], [])
+    part: list[int] = []
+    is_first, last_id = True, -1
+    for ids, is_last in encode_windows(tokenizer, documents, tokenizer_source.tokenizer):
+        document_ids = [*prefix_ids, *ids] if is_first else ids
+        if is_last:
+            document_ids += suffix_ids
+        last_id = document_ids[-1] if document_ids else -1 if is_first else last_id
+        part += document_ids + [end_id] * (is_last and last_id != end_id)
+        is_first = is_last
+        if len(part) >= PART_TOKENS:
+            yield np.array(part, dtype=np.uint32)
+            part = []
+    if part:
+        yield np.array(part, dtype=np.uint32)
 
 
 def encode_windows(
@@ -245,8 +266,6 @@ def word_tokenizer(tokenizer: Tokenizer) -> Tokenizer | None:
 
     None if no pre-tokenizer splits.
     """
-    from tokenizers import Tokenizer
-
     if tokenizer.pre_tokenizer is None:
         return None
     stages = list(_stages(json.loads(tokenizer.pre_tokenizer.__getstate__())))
@@ -288,13 +307,9 @@ def _splits_text(stage: dict[str, Any]) -> bool:
 
 def _is_bpe(tokenizer: Tokenizer) -> bool:
     """Whether the model is a BPE without dropout of merges."""
-    from tokenizers import models
-
     model = tokenizer.model
     return isinstance(model, models.BPE) and not model.dropout
 
 
 def _encode_batch(tokenizer: Tokenizer, batch: list[Window], path: str | None) -> list[Encoding]:
-    from scalewise.data.encoding import encode_texts
-
     return encode_texts(tokenizer, [it.text for it in batch], [it.source for it in batch], path)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST_TOKEN_OFFSET, NO_TOKEN, CaptionedTokenDataset, TokenDataset
-from scalewise.data.shuffle_order import ShuffleOrder
+from scalewise.data.datasets import ShuffleOrder
+from scalewise.data.prepare import FIRST_TOKEN_OFFSET, NO_TOKEN, CaptionedTokenDataset, TokenDataset
 from scalewise.objectives import IGNORED
 
 Batch = dict[str, torch.Tensor]

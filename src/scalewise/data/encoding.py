@@ -1,26 +1,19 @@
-"""Encoding of documents to token ids in bounded memory, identical to encoding each one at once."""
+"""Encoding of texts on all cores, and training of a byte-level BPE."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scalewise.data.chunked_encoding import encode_windows, open_document, split_chunks
-from scalewise.data.text_files import Document
+from scalewise.data.text_files import Document, open_document, split_chunks
+from scalewise.data.tokenizer import Documents, TokenizerSource
 from scalewise.errors import DataError
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
-
-    from scalewise.data.tokenization import TokenizerSource
-
-PART_TOKENS = 500_000
-"""Minimum number of token ids in one array of ``encode_documents``."""
+TRAINING_CHARACTERS = 64_000_000
+"""Number of characters that a BPE is trained on; more text changes it little."""
 
 TRAINING_CHUNK_CHARACTERS = 100_000
 """Characters of a document that a tokenizer is trained on at once; bounds memory."""
@@ -29,34 +22,6 @@ MAX_WORD_CHARACTERS = 2_000_000
 """Characters without a space after which a word is split for training."""
 
 _USER_PARALLELISM = os.environ.get("TOKENIZERS_PARALLELISM")
-
-
-def encode_documents(
-    tokenizer: Tokenizer, tokenizer_source: TokenizerSource, documents: Iterable[str | Document]
-) -> Iterator[NDArray[np.uint32]]:
-    """Yield arrays of token ids: the concatenated documents, each followed by end-of-text.
-
-    If ``tokenizer_source.special_tokens`` is set, each document gets the special tokens of the
-    tokenizer's post-processor; a document that already ends in end-of-text gets no second one.
-    Raises ``DataError`` for a document that the tokenizer cannot encode.
-    """
-    end_id = tokenizer.token_to_id(tokenizer_source.end_of_text)
-    assert end_id is not None, "checked by TokenizerSource.load"
-    prefix_ids, suffix_ids = special_ids(tokenizer) if tokenizer_source.special_tokens else ([], [])
-    part: list[int] = []
-    is_first, last_id = True, -1
-    for ids, is_last in encode_windows(tokenizer, documents, tokenizer_source.tokenizer):
-        document_ids = [*prefix_ids, *ids] if is_first else ids
-        if is_last:
-            document_ids += suffix_ids
-        last_id = document_ids[-1] if document_ids else -1 if is_first else last_id
-        part += document_ids + [end_id] * (is_last and last_id != end_id)
-        is_first = is_last
-        if len(part) >= PART_TOKENS:
-            yield np.array(part, dtype=np.uint32)
-            part = []
-    if part:
-        yield np.array(part, dtype=np.uint32)
 
 
 def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -136,6 +101,22 @@ def _silence_rust_panics() -> Iterator[None]:
     finally:
         os.dup2(stderr_copy, 2)
         os.close(stderr_copy)
+
+
+def train_tokenizer(source: TokenizerSource, documents: Documents) -> Tokenizer:
+    """Return a byte-level BPE, trained deterministically on the start of the documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=source.vocabulary,
+        special_tokens=[source.end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with all_cores():
+        tokenizer.train_from_iterator(iter_training_text(documents(), TRAINING_CHARACTERS), trainer)
+    return tokenizer
 
 
 def iter_training_text(documents: Iterable[str | Document], characters: int) -> Iterator[str]:

@@ -10,14 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scalewise.data.base import DataSplits
-from scalewise.data.content import file_digests
+from scalewise.data.chunked_encoding import encode_documents
 from scalewise.data.datasets import StreamedDataset
-from scalewise.data.encoding import encode_documents
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.input_files import file_digests
+from scalewise.data.prepare import DataSplits, prepare_splits
+from scalewise.data.record_files import skip_nulls
 from scalewise.data.text import HFDatasetData
-from scalewise.data.text_files import Document, skip_nulls
-from scalewise.data.tokenization import Documents
+from scalewise.data.text_files import Document
 from scalewise.data.tokenized_cache import (
     TokenizeSource,
     build_tokenized,
@@ -25,6 +24,7 @@ from scalewise.data.tokenized_cache import (
     load_splits,
     special_tokens_note,
 )
+from scalewise.data.tokenizer import Documents
 from scalewise.errors import ConfigError, DataError
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from scalewise.data.base import DataConfig
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 

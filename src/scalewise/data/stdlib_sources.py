@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from scalewise.data import chat_cache
-from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
+from scalewise.data.chat_formats import parse_labeled, parse_pair
 from scalewise.data.chat_messages import RecordKeys
-from scalewise.data.chat_records import parse_labeled, parse_pair
 from scalewise.data.chat_templates import PlainTemplate, RenderedRecord
-from scalewise.data.prepare import prepare_splits
-from scalewise.data.shuffle_order import epoch_permutation
+from scalewise.data.datasets import epoch_permutation
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusPairs
 from scalewise.data.tokenized_cache import (
     TokenizeSource,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from scalewise.data.base import DataConfig
-from scalewise.data.tokenization import END_OF_TEXT
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 

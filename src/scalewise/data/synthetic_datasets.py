@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST_TOKEN_OFFSET, NO_TOKEN, DataSplits
 from scalewise.data.build_cache import build_cached
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import FIRST_TOKEN_OFFSET, NO_TOKEN, DataSplits, prepare_splits
 from scalewise.data.synthetic import (
     CAPTION_PARTS,
     CAPTION_TOKENS,
@@ -28,7 +27,7 @@ from scalewise.data.synthetic import (
     RandomTokens,
     SyntheticShapes,
 )
-from scalewise.data.tokenization import END_OF_TEXT
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import DataError
 
 MEAN_TEXT_TOKENS = 32

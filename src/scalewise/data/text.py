@@ -8,9 +8,10 @@ from enum import Enum
 from pathlib import Path
 
 from scalewise.data.base import DataConfig
-from scalewise.data.file_patterns import file_suffix, match_paths, path_issues
-from scalewise.data.text_files import PLAIN_SUFFIXES, RECORD_SUFFIXES
-from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.data.input_files import file_suffix, match_paths, path_issues
+from scalewise.data.record_files import RECORD_SUFFIXES
+from scalewise.data.text_files import PLAIN_SUFFIXES
+from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 

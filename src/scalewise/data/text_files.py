@@ -1,26 +1,22 @@
-"""Text files: strict decoding, and the documents in them."""
+"""Text files: strict decoding, and commands that convert other encodings to UTF-8."""
 
 import codecs
 import io
 import json
+import os
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalewise import regular_files
 from scalewise.console import print_lines
-from scalewise.data import text_encodings
-from scalewise.data.file_patterns import file_suffix
 from scalewise.errors import DataError
 from scalewise.typed_override import shell_word
-
-if TYPE_CHECKING:
-    import pyarrow
 
 PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".html", ".xml"})
 CODE_SUFFIXES = frozenset(
@@ -28,9 +24,6 @@ CODE_SUFFIXES = frozenset(
 )
 PLAIN_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 """Suffixes of plain text files; each file is one document."""
-
-RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
-"""Suffixes of files with records; one field of each record is a document."""
 
 CHUNK_BYTES = 1 << 20
 """Number of bytes of a plain text file that are decoded at once."""
@@ -47,6 +40,43 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 """Encodings by byte order mark; a file without a mark is UTF-8."""
+
+SAMPLE_BYTES = 1 << 16
+"""Number of bytes for the detection of an encoding."""
+CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f]")
+"""Control characters that text does not contain; white space and terminal escapes are allowed."""
+COMPRESSION_FORMATS = {
+    b"\x1f\x8b": ("gzip", "gzip -dc"),
+    b"PK\x03\x04": ("zip", "unzip -p"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
+    b"\xfd7zXZ\0": ("xz", "xz -dc"),
+    b"BZh91AY&SY": ("bzip2", "bzip2 -dc"),
+}
+"""Name and decompression command of compressed formats, by the first bytes of a file."""
+UNICODE_ENCODINGS = {
+    "utf-32-le": "UTF-32LE",
+    "utf-32-be": "UTF-32BE",
+    "utf-16-le": "UTF-16LE",
+    "utf-16-be": "UTF-16BE",
+}
+"""Encodings that often have a byte order mark, and their names in iconv."""
+OTHER_ENCODINGS = {
+    "cp932": "Shift-JIS",
+    "gb18030": "GB18030",
+    "euc_jp": "EUC-JP",
+    "big5": "Big5",
+    "cp949": "EUC-KR",
+    "cp1251": "Windows-1251",
+    "koi8_r": "KOI8-R",
+}
+"""Encodings that cannot be told apart reliably, and their names in iconv."""
+MIN_TOP_BLOCKS_FRACTION = 0.8
+"""Minimum fraction of UTF-16 characters in the two most frequent blocks of 256: an alphabet, and
+spaces."""
+MIN_CHARACTERS = 16
+"""Minimum number of characters without a space to apply ``MIN_TOP_BLOCKS_FRACTION``."""
+MAX_NON_ASCII_FRACTION = 1 / 3
+"""Fraction of non-ASCII letters above which a text is not in a Latin alphabet."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +109,11 @@ def text_chunks(path: Path) -> Iterator[str]:
                 line += len(re.findall(r"\r\n?|\n", error.object[: error.start].decode(encoding)))
                 position = file.tell() - len(error.object) + error.start
                 raise _decode_error(path, line, position, error) from error
-            if match := text_encodings.CONTROL_CHARACTERS.search(text):
+            if match := CONTROL_CHARACTERS.search(text):
                 line += text.count("\n", 0, match.start())
                 name = "NUL" if match[0] == "\0" else f"control (0x{ord(match[0]):02x})"
                 reason = f"line {line} has a {name} character, which is not text"
-                raise DataError.for_key(
-                    "data.paths", path, reason, text_encodings.conversion_fix(path)
-                )
+                raise DataError.for_key("data.paths", path, reason, _conversion_fix(path))
             line += text.count("\n")
             characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
             if text:
@@ -112,8 +140,8 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
 
     Raises ``DataError`` for a mark that contradicts the text, and for a compressed file.
     """
-    head = file.read(text_encodings.SAMPLE_BYTES)
-    if compression := text_encodings.compression(head):
+    head = file.read(SAMPLE_BYTES)
+    if compression := _compression(head):
         unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
         command = f"{compression[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
         command = command.replace("-p <", "-p")  # unzip does not read from a pipe
@@ -124,11 +152,11 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
         (item for item in BYTE_ORDER_MARKS.items() if head.startswith(item[0])), (b"", "utf-8")
     )
     file.seek(len(mark))
-    names = text_encodings.UNICODE_ENCODINGS
-    actual = text_encodings.unicode_encoding(head[len(mark) :], encoding)
+    names = UNICODE_ENCODINGS
+    actual = _unicode_encoding(head[len(mark) :], encoding)
     if encoding in names and actual not in (None, encoding):
         reason = f"has the byte order mark of {names[encoding]}, but text in {names[actual]}"
-        new = shell_word(str(text_encodings.converted_path(path)))
+        new = shell_word(str(_converted_path(path)))
         skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
         fix = f"convert the file: {skipped} | iconv -f {names[actual]} -t UTF-8 > {new}"
         raise DataError.for_key("data.paths", path, reason, fix)
@@ -139,7 +167,7 @@ def _decode_error(path: Path, line: int, position: int, error: UnicodeDecodeErro
     if error.reason in ("unexpected end of data", "truncated data"):
         fix = "copy the file again: its end is missing"
     elif error.encoding.startswith("utf-8"):
-        fix = text_encodings.conversion_fix(path, position)
+        fix = _conversion_fix(path, position)
     else:
         fix = "repair the file, or remove its byte order mark if it is in another encoding"
     return DataError.for_key("data.paths", path, f"line {line} is not {_encoding_name(error)}", fix)
@@ -206,125 +234,123 @@ def no_constant(name: str) -> Any:
     raise json.JSONDecodeError(f"{name} is not a JSON value", name, 0)
 
 
-def iter_documents(path: Path, field: str | None) -> Iterator[Document]:
-    """Yield the documents of a file: the file, or ``field`` of each record of .jsonl and .parquet.
-
-    Records with a null field are skipped, with a note. Raises ``DataError`` for a file that cannot
-    be read, invalid text, a line that is not JSON, and a record without the field.
-    """
-    try:
-        if file_suffix(path) == ".jsonl":
-            yield from skip_nulls(_iter_jsonl(path, str(field)), str(path), str(field))
-        elif file_suffix(path) == ".parquet":
-            yield from skip_nulls(_iter_parquet(path, str(field)), str(path), str(field))
-        else:
-            chunks = text_chunks(path)
-            first = next(chunks, "")  # opens the file
-            yield Document(chain([first], chunks), path.name)
-    except OSError as error:
-        raise read_error(path, error) from error
-
-
-def read_error(path: Path, error: OSError) -> DataError:
-    """Return the error of a file that the operating system cannot read."""
-    reason = f"cannot be read: {error.strerror or error}"
-    return DataError.for_key("data.paths", path, reason, "repair the file, or omit it")
-
-
-def skip_nulls(
-    texts: Iterable[tuple[str, str | None]], name: str, field: str
-) -> Iterator[Document]:
-    """Yield a document for each text with its source, and print a note on the number of nulls.
-
-    Raises ``DataError`` for a text with a NUL character.
-    """
-    null_sources: list[str] = []
-    characters = replaced = 0
-    for source, text in texts:
-        if text is None:
-            null_sources.append(source)
-            continue
-        if "\0" in text:
-            reason = f"{source} has a NUL character in this field, which is not text"
-            raise DataError.for_key("data.field", field, reason, "remove it")
-        characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
-        yield Document((text,), source)
-    note_replaced(name, replaced, characters)
-    if null_sources:
-        count = f"{len(null_sources)} record{'s' * (len(null_sources) > 1)}"
-        print_note_once(
-            f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}"
-        )
-
-
 @cache
 def print_note_once(line: str) -> None:
     """Print a line on stderr, once per process, since files are read several times."""
     print_lines(line, stderr=True)
 
 
-def _iter_jsonl(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
-    for number, record in iter_json_lines(path):
-        if isinstance(record, ValueError):
-            reason = f"line {number} {record}"
-            raise DataError.for_key("data.paths", path, reason, "correct the line") from record
-        if not isinstance(record, dict):
-            reason = f"line {number} is not a JSON object but a {type(record).__name__}"
-            raise DataError.for_key("data.paths", path, reason, "correct the line")
-        if not isinstance(text := record.get(field, 0), str | None):
-            names = ", ".join(record) or "nothing"
-            reason = f"line {number} of {path} has no text in this field; its fields: {names}"
-            raise DataError.for_key("data.field", field, reason, "set another data.field")
-        yield f"{path.name} line {number}", text
+def open_document(document: str | Document, number: int) -> tuple[Iterable[str], str]:
+    """Return the chunks of a document, and its name in error messages."""
+    if isinstance(document, Document):
+        return document.chunks, document.source
+    return (document,), f"text {number}"
 
 
-def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
+def split_chunks(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """Split chunks into parts of at most ``size`` characters."""
+    for chunk in chunks:
+        for start in range(0, len(chunk), size):
+            yield chunk[start : start + size]
+
+
+def _compression(head: bytes) -> tuple[str, str] | None:
+    """Return the format of a compressed file and the command that decompresses it."""
+    return next(
+        (
+            format_command
+            for magic, format_command in COMPRESSION_FORMATS.items()
+            if head.startswith(magic)
+        ),
+        None,
+    )
+
+
+def _unicode_encoding(sample: bytes, bom_encoding: str | None = None) -> str | None:
+    """Return UTF-16 or UTF-32 with its byte order if the first bytes of a file suggest it.
+
+    ``bom_encoding``: encoding of the byte order mark, preferred unless another is more likely.
+    """
+    scores: dict[str, float] = {}
+    for name in UNICODE_ENCODINGS:
+        text = _decode_sample(sample, name)
+        fraction = 1.0 if "\n" in text or " " in text else _top_blocks_fraction(text)
+        if fraction >= MIN_TOP_BLOCKS_FRACTION:
+            scores[name] = fraction + (name == bom_encoding)
+    return max(scores, key=lambda name: scores[name], default=None)
+
+
+def _conversion_fix(path: Path, position: int | None = None) -> str:
+    """Return a fix for a file that is not UTF-8 at byte ``position``, or has a control character.
+
+    Windows-1252 decodes nearly all bytes, so it is suggested only if the result looks like text.
+    """
+    with path.open("rb") as file:
+        head = file.read(SAMPLE_BYTES)
+        file.seek(max(0, (position or 0) - SAMPLE_BYTES // 16))
+        context = file.read(SAMPLE_BYTES)
+    if encoding := _unicode_encoding(head):
+        name = UNICODE_ENCODINGS[encoding]
+        command = f"convert the file, from {name} without a byte order mark, with: "
+        is_truncated = os.path.getsize(path) % (4 if "32" in encoding else 2)
+        return (
+            "copy the file again, since its end is missing; then " * bool(is_truncated)
+            + command
+            + (f"iconv -f {name} -t UTF-8 {_redirection(path)}")
+        )
+    if position is None:
+        delete_command = r"tr -d '\000-\010\016-\032\034-\037'"
+        return f"remove all control characters: {delete_command} < {_redirection(path)}"
+    context = context[context.find(b"\n") + 1 if position > SAMPLE_BYTES // 16 else 0 :]
+    if (text := _decode_sample(context, "cp1252")) and _is_latin(text):
+        return (
+            "convert the file, from Windows-1252 with: "
+            f"iconv -f CP1252 -t UTF-8 {_redirection(path)}"
+        )
+    names = [
+        name for encoding, name in OTHER_ENCODINGS.items() if _decode_sample(context, encoding)
+    ]
+    if not names:
+        return "convert the file to UTF-8"
+    return (
+        f"find its encoding, which may be {' or '.join(names)}, and convert the file with: "
+        f"iconv -f ENCODING -t UTF-8 {_redirection(path)}"
+    )
+
+
+def _redirection(path: Path) -> str:
+    """Return a file and its converted copy, as typed in a shell."""
+    return f"{shell_word(str(path))} > {shell_word(str(_converted_path(path)))}"
+
+
+def _converted_path(path: Path) -> Path:
+    """Return the path of a file's copy in UTF-8."""
+    return path.with_name(f"{path.stem}-utf8{path.suffix}")
+
+
+def _decode_sample(sample: bytes, encoding: str) -> str:
+    """Return the text of a sample, which may be truncated; empty if it is not text."""
     try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        fix = "pip install 'scalewise[hf]'"
-        raise DataError.for_key(
-            "data.paths", path, "reading .parquet requires pyarrow", fix
-        ) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            text_columns = [
-                column.name for column in file.schema_arrow if is_string_type(column.type)
-            ]
-            if field not in text_columns:
-                column_types = {column.name: column.type for column in file.schema_arrow}
-                reason = f"{path} has no such column; its text columns: {', '.join(text_columns)}"
-                if field in column_types:
-                    reason = f"is a column of type {column_types[field]} in {path}, not of text"
-                    reason += f"; its text columns: {', '.join(text_columns) or 'none'}"
-                raise DataError.for_key("data.field", field, reason, "set another data.field")
-            check_columns(path, file.schema_arrow.names)
-            row = 0
-            for batch in file.iter_batches(columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield f"{path.name} row {row}", text
-    except pyarrow.ArrowInvalid as error:
-        reason = f"is not a complete parquet file ({error})"
-        raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
+        text = codecs.getincrementaldecoder(encoding)().decode(sample)
+    except UnicodeDecodeError:
+        return ""
+    has_unassigned = any(unicodedata.category(it) in ("Cn", "Co", "Cs") for it in {*text})
+    return "" if has_unassigned or CONTROL_CHARACTERS.search(text) else text
 
 
-def check_columns(path: Path, names: Sequence[str]) -> None:
-    """Raise ``DataError`` for two columns with the same name, since only one would be read."""
-    if duplicates := sorted(name for name, count in Counter(names).items() if count > 1):
-        reason = f"has more than one column {', '.join(duplicates)}"
-        raise DataError.for_key("data.paths", path, reason, "rename all but one of them")
+def _top_blocks_fraction(text: str) -> float:
+    """Return the fraction of characters in the two most frequent blocks of 256."""
+    if len(text) < MIN_CHARACTERS:
+        return 0.0
+    blocks = Counter(ord(it) >> 8 for it in text)
+    return sum(count for _, count in blocks.most_common(2)) / len(text)
 
 
-def is_string_type(data_type: "pyarrow.DataType") -> bool:
-    """Whether an Arrow type is a string type, or a dictionary of one."""
-    from pyarrow import types
-
-    if types.is_dictionary(data_type):
-        return is_string_type(data_type.value_type)
-    return bool(
-        types.is_string(data_type)
-        or types.is_large_string(data_type)
-        or types.is_string_view(data_type)
+def _is_latin(text: str) -> bool:
+    """Whether non-ASCII letters are few, and never four different ones in a row."""
+    letters = [it for it in text if it.isalpha()]
+    non_ascii = sum(not it.isascii() for it in letters)
+    runs = re.findall("[^\0-\x7f]{4,}", text)
+    return non_ascii <= MAX_NON_ASCII_FRACTION * len(letters) and not any(
+        len({*run}) > 1 for run in runs
     )

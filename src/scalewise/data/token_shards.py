@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
 from scalewise.data.datasets import PackedDataset
-from scalewise.data.file_patterns import match_paths
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.input_files import match_paths
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.text import PretokenizedData
 from scalewise.data.tokenized_cache import too_short_error
 from scalewise.errors import DataError

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from scalewise.console import print_lines
-from scalewise.data.base import DataSplits
 from scalewise.data.build_cache import build_cached
-from scalewise.data.content import digests_by_content
+from scalewise.data.chunked_encoding import encode_documents
 from scalewise.data.datasets import PackedDataset
-from scalewise.data.encoding import encode_documents, special_ids
-from scalewise.data.file_patterns import file_suffix, match_paths
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.encoding import special_ids, train_tokenizer
+from scalewise.data.input_files import digests_by_content, file_suffix, match_paths
+from scalewise.data.prepare import DataSplits, prepare_splits
+from scalewise.data.record_files import RECORD_SUFFIXES, iter_documents
 from scalewise.data.text import TextData
-from scalewise.data.text_files import RECORD_SUFFIXES, Document, iter_documents, text_chunks
-from scalewise.data.tokenization import Documents, TokenizerSource, vocabulary_size
+from scalewise.data.text_files import Document, text_chunks
+from scalewise.data.tokenizer import Documents, TokenizerSource, vocabulary_size
 from scalewise.errors import ConfigError, DataError
 from scalewise.units import format_count, format_seconds
 
@@ -120,7 +120,9 @@ def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
     started = time.perf_counter()
     progress = TokenizeProgress(source.name)
     tokenizer_source = source.tokenizer_source
-    tokenizer = tokenizer_source.load() or tokenizer_source.train(source.training_documents)
+    tokenizer = tokenizer_source.load() or train_tokenizer(
+        tokenizer_source, source.training_documents
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
     tokens = dict.fromkeys(source.splits, 0)

@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader
+from scalewise.data.prepare import TokenDataset
 from scalewise.evaluation import validation_metrics
 from scalewise.evaluation.generation import sample_token
 from scalewise.evaluation.validation_metrics import ValidationMetrics

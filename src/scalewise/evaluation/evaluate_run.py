@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from scalewise.checkpoints.trained import TrainedRun
-from scalewise.data.base import DataSplits
+from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
 from scalewise.evaluation import (
     ALL,

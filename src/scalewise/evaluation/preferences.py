@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.data.prepare import TokenDataset
 from scalewise.evaluation.validation_metrics import LOGITS_CHUNK
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO

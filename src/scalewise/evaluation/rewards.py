@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from scalewise.data.base import DataConfig, TokenDataset
+from scalewise.data.base import DataConfig
 from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.data.prepare import TokenDataset
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
 from scalewise.strategies.base import ScaledLoss

@@ -11,11 +11,11 @@ import torch
 
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.data import image_io
-from scalewise.data.base import DataSplits
 from scalewise.data.chat import ChatData, Seq2SeqData
 from scalewise.data.chat_cache import chat_template
 from scalewise.data.chat_templates import prompt_text
 from scalewise.data.encoding import special_ids
+from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
 from scalewise.evaluation import captions
 from scalewise.evaluation.evaluate_run import end_tokens, run_tokenizer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scalewise.data.base import TokenDataset
 from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.data.prepare import TokenDataset
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import IGNORED
 

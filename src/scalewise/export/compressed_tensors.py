@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from scalewise.checkpoints.trained import TrainedRun
-from scalewise.data.base import TokenDataset
+from scalewise.data.prepare import TokenDataset
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import load_model, validation_metrics
 from scalewise.hardware import this_machine

@@ -26,7 +26,7 @@ from scalewise.checkpoints import run_tokenizer
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.data import chat_templates
 from scalewise.data.chat import CaptionData, ChatData, LabeledText, Seq2SeqData
-from scalewise.data.tokenizer_files import tokenizer_path
+from scalewise.data.tokenizer import tokenizer_path
 from scalewise.errors import ConfigError, DataError
 from scalewise.models.base import ModelConfig
 from scalewise.models.hf import hub

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import TYPE_CHECKING
 
-from scalewise.data.base import DataSplits
+from scalewise.data.prepare import DataSplits
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalewise.checkpoints import manifest, run_tokenizer
-from scalewise.data.base import DataSplits
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
-from scalewise.data.prepare import prepare_splits
+from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.hardware import DeviceKind
 from scalewise.hpo.storage import read_trial_link
 from scalewise.planner import padding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scalewise.data.chat_templates import read_end_of_text
-from scalewise.data.tokenization import SMALLEST_VOCABULARY
+from scalewise.data.tokenizer import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, local_world_size, this_machine
 from scalewise.precision import FloatFormat

@@ -1,11 +1,12 @@
-"""Files of a tokenizer, and their conversion to a tokenizer.json as transformers loads them."""
+"""Tokenizer of a run: its files, converted to a tokenizer.json as transformers loads them."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise import regular_files
 from scalewise.data.build_cache import build_cached
+from scalewise.data.text_files import Document
 from scalewise.errors import ConfigIssue, DataError
 from scalewise.typed_override import format_override, shell_word
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Documents = Callable[[], Iterator[str | Document]]
+"""Function that iterates over the documents from the first one."""
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
 
 KEY = "data.tokenizer"
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -41,6 +50,84 @@ CONVERSION_FILES = (*DECLARATION_FILES, "config.json")
 FORMAT = 2
 """Cache format; increased when the same files are converted to another tokenizer.json."""
 TEMPLATE_FILES = ("chat_template.jinja",)
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A tokenizer.json, or a byte-level BPE of ``vocabulary`` tokens that is trained."""
+
+    vocabulary: int
+    """Vocabulary size of the trained BPE, in tokens."""
+    tokenizer: str | None = None
+    """Path of the given tokenizer; None: train one."""
+    end_of_text: str = END_OF_TEXT
+    """Token between documents."""
+    special_tokens: bool = True
+    """Whether documents get the special tokens of a given tokenizer's post-processor."""
+
+    def validate(self) -> Iterator[ConfigIssue]:
+        """Yield issues of the vocabulary size, the tokenizer's path and the end-of-text token."""
+        if not self.end_of_text:
+            fix = f"set {format_override('data.end_of_text', END_OF_TEXT)}"
+            yield ConfigIssue(
+                "data.end_of_text", "", "is empty: a token has to separate documents", fix
+            )
+        if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
+            reason = "is too small: a byte-level tokenizer has 256 bytes and an end-of-text token"
+            fix = f"set data.vocabulary={SMALLEST_VOCABULARY} or more"
+            yield ConfigIssue("data.vocabulary", self.vocabulary, reason, fix)
+        if self.tokenizer is not None:
+            yield from tokenizer_issues(self.tokenizer)
+
+    def cache_identity(self) -> dict[str, object]:
+        """Return the values that decide the tokenizer, besides its training text."""
+        if self.tokenizer is None:
+            return {"vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
+        return {
+            "tokenizer": content_digest(self.tokenizer),
+            "end_of_text": self.end_of_text,
+            "special_tokens": self.special_tokens,
+        }
+
+    def load(self) -> Tokenizer | None:
+        """Return the given tokenizer, or None to train one; may raise ``DataError``."""
+        if self.tokenizer is None:
+            return None
+        file = resolve_tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer, file)
+        if tokenizer.token_to_id(self.end_of_text) is None:
+            reason = f"is not a token of {self.tokenizer}, which has to separate documents"
+            override = format_override("data.end_of_text", "</s>")
+            fix = f"set {override}, or the name of that token in the tokenizer"
+            raise DataError.for_key("data.end_of_text", self.end_of_text, reason, fix)
+        tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
+        tokenizer.no_padding()
+        return tokenizer
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise ``DataError`` for more tokens than ``vocabulary``, the model's vocabulary size."""
+        tokenizer = self.load()
+        size = vocabulary_size(tokenizer) if tokenizer else self.vocabulary
+        if size <= vocabulary:
+            return
+        reason = f"has ids up to {size - 1}, but the model's vocabulary is {vocabulary}"
+        fix = f"set model.vocabulary={size}"
+        if tokenizer is None:
+            raise DataError.for_key("data.vocabulary", size, reason, fix)
+        excess_tokens = {it for it, token in tokenizer.get_vocab().items() if token >= vocabulary}
+        if excess_tokens <= declared_tokens(str(self.tokenizer)):
+            names = shorten(", ".join(sorted(excess_tokens)), 160, placeholder="...")
+            reason += (
+                f"; declared next to the tokenizer.json, beyond the model's embedding: {names}"
+            )
+            fix += " (for a transformers model: resize_token_embeddings); "
+            fix += ignore_declarations_fix(str(self.tokenizer))
+        raise DataError.for_key("data.tokenizer", self.tokenizer, reason, fix)
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the largest token id of a tokenizer plus one."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_path(path: str) -> Path:

@@ -1,5 +1,7 @@
-"""Files that match paths and glob patterns, and config issues of such patterns."""
+"""Input files of data: those that match paths and glob patterns, and digests of their content."""
 
+import hashlib
+import json
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,11 +10,17 @@ from glob import has_magic
 from itertools import islice
 from pathlib import Path
 
-from scalewise.errors import ConfigIssue
+from scalewise import regular_files
+from scalewise.data.build_cache import build_cached
+from scalewise.errors import ConfigIssue, DataError
 from scalewise.typed_override import format_override
 
 MAX_LISTED_FILES = 10_000
 """Maximum number of files of a folder that are listed to suggest a pattern."""
+SAMPLED_BYTES = 64 * 2**20
+"""Size above which only samples of a weight file are hashed."""
+SAMPLES, SAMPLE_BYTES = 64, 2**18
+"""Number and size of the samples of a large file, evenly spread from its first to its last byte."""
 
 
 def file_suffix(path: Path) -> str:
@@ -134,3 +142,73 @@ def _missing_reason(path: Path, suffixes: frozenset[str], example: str) -> tuple
 def _paths_override(key: str, path: str) -> str:
     """Return the override of a list with one path, quoted for a POSIX shell."""
     return format_override(key, [path])
+
+
+def read_error(path: Path, error: OSError) -> DataError:
+    """Return the error of a file that the operating system cannot read."""
+    reason = f"cannot be read: {error.strerror or error}"
+    return DataError.for_key("data.paths", path, reason, "repair the file, or omit it")
+
+
+def file_digests(files: Sequence[Path]) -> list[str]:
+    """Return the SHA-256 of each file, cached while sizes and modification times stay the same.
+
+    Raises ``DataError`` for a file that cannot be read.
+    """
+    if not files:
+        return []
+    try:
+        stats = [(str(file.absolute()), file.stat()) for file in files]
+    except OSError as error:
+        raise read_error(Path(error.filename), error) from error
+    key = {"files": [[name, it.st_size, it.st_mtime_ns, it.st_ino] for name, it in stats]}
+
+    def write_digests(folder: Path) -> None:
+        digests = [_file_digest(file) for file in files]
+        (folder / "digests.json").write_text(json.dumps(digests), encoding="utf-8")
+
+    folder = build_cached("files", key, write_digests, subfolder="digests")
+    digests: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
+    return digests
+
+
+def digests_by_content(files: Sequence[Path]) -> dict[Path, str]:
+    """Return the digest of each file, in an order that does not depend on folders."""
+    digests = dict(zip(files, file_digests(files), strict=True))
+    return dict(sorted(digests.items(), key=lambda item: (item[1], item[0].name)))
+
+
+def combine_digests(parts: Iterable[str]) -> str:
+    """Return the digest of several strings in order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def sampled_digests(files: Sequence[Path]) -> list[str]:
+    """Return a digest of each file; for large files, of their size and samples of their bytes."""
+    return [
+        _file_digest(file) if file.stat().st_size <= SAMPLED_BYTES else _sample_digest(file)
+        for file in files
+    ]
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        with regular_files.open_binary(file) as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise read_error(file, error) from error
+
+
+def _sample_digest(file: Path) -> str:
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with regular_files.open_binary(file) as content:
+        for start in _sample_offsets(size):
+            content.seek(start)
+            digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _sample_offsets(size: int) -> Iterator[int]:
+    for sample in range(SAMPLES):
+        yield (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)
