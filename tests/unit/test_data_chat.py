@@ -218,7 +218,8 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
 def test_the_plain_template_is_the_one_that_is_exported() -> None:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     theirs = environment.from_string(PLAIN_TEMPLATE)
-    for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES):
+    developer = [{"role": "developer", "content": "Be brief."}, *MESSAGES["messages"]]
+    for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES, developer):
         told = tuple(Message(**turn) for turn in messages)
         ours = "".join(piece.text for piece in PlainTemplate(END_OF_TEXT)(Conversation(told)))
         assert theirs.render(messages=messages, eos_token=END_OF_TEXT) == ours

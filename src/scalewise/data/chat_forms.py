@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -44,7 +45,7 @@ def has_arguments(messages: Messages) -> bool:
     return all("arguments" in function for function in functions)
 
 
-def has_json_arguments(messages: Messages, text: str) -> bool:
+def _has_json_arguments(messages: Messages, text: str) -> bool:
     """Whether a text contains the unchanged JSON arguments of all tool calls."""
     arguments = (
         function.get("arguments") for message in messages for function in _iter_calls(message)
@@ -52,7 +53,7 @@ def has_json_arguments(messages: Messages, text: str) -> bool:
     return all(value in text for value in arguments if isinstance(value, str))
 
 
-class ArgumentsForm(Enum):
+class _ArgumentsForm(Enum):
     """Type of the arguments of tool calls."""
 
     unchanged = 0
@@ -64,10 +65,10 @@ class ArgumentsForm(Enum):
 
 
 @dataclass(frozen=True)
-class MessageForm:
+class _MessageForm:
     """Message format; chat templates differ in the one that they accept."""
 
-    arguments: ArgumentsForm
+    arguments: _ArgumentsForm
     """Type of the arguments of tool calls."""
     content_as_parts: bool
     """Whether contents are lists of parts."""
@@ -87,9 +88,9 @@ class MessageForm:
             message["content"] = [{"type": "text", "text": message["content"]}]
         for function in _iter_calls(message):
             value = function.get("arguments")
-            if self.arguments is ArgumentsForm.objects and isinstance(value, str):
+            if self.arguments is _ArgumentsForm.objects and isinstance(value, str):
                 function["arguments"] = _as_object(value)
-            if self.arguments is ArgumentsForm.texts and isinstance(value, dict):
+            if self.arguments is _ArgumentsForm.texts and isinstance(value, dict):
                 function["arguments"] = json.dumps(value, ensure_ascii=False)
         return message
 
@@ -99,3 +100,41 @@ def _as_object(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def choose_message_form(
+    messages: Messages, render: Callable[[Messages], str], *, developer_role: bool
+) -> tuple[Messages, str]:
+    """Return the messages in the format that a template renders best, and the text.
+
+    Templates differ in whether arguments of tool calls are JSON objects or texts, and whether
+    contents are strings or lists of parts. The first format that keeps all content is used, or else
+    the first that can be rendered.
+    """
+    first: tuple[Messages, str] | None = None
+    first_error: ValueError | None = None
+    tried: list[Messages] = []
+    for as_parts, empty_content, arguments in product((False, True), (False, True), _ArgumentsForm):
+        form = _MessageForm(arguments, as_parts, empty_content, developer_role)
+        converted = [form.convert(message) for message in messages]
+        if converted in tried:
+            continue
+        tried.append(converted)
+        try:
+            text = render(converted)
+        except ValueError as error:
+            first_error = first_error or error
+            continue
+        if first is None or not _has_json_arguments(*first):
+            first = converted, text
+        contents = [message["content"] for message in converted if not is_answer(message)]
+        if (
+            _has_json_arguments(converted, text)
+            and all(contains_text(text, content) for content in contents)
+            and not (as_parts and "{'type': 'text'" in text)  # the template printed the list itself
+        ):
+            return converted, text
+    if first is None:
+        assert first_error is not None
+        raise first_error
+    return first

@@ -16,17 +16,15 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from scalewise.data.chat_forms import (
-    ArgumentsForm,
-    MessageForm,
     Messages,
+    choose_message_form,
     contains_text,
     has_arguments,
-    has_json_arguments,
     is_answer,
 )
 
@@ -121,14 +119,8 @@ class TemplateRenderer:
         last = max(i for i, message in enumerate(request.messages) if is_answer(message))
         omitted = len(request.messages) - last - 1
         if omitted:
-            shortened_request = RenderRequest(
-                request.messages[: last + 1],
-                request.train[: last + 1],
-                request.tools,
-                request.documents,
-                request.variables,
-            )
-            rendered = self._render_chat(shortened_request)
+            messages, train = request.messages[: last + 1], request.train[: last + 1]
+            rendered = self._render_chat(replace(request, messages=messages, train=train))
         if not rendered.spans:
             detail = "changes each in later turns" if rendered.rewritten else ""
             raise ValueError(
@@ -163,44 +155,11 @@ class TemplateRenderer:
         return RenderedChat(text, spans, marked, rewritten, shortened)
 
     def _choose_message_form(self, request: RenderRequest) -> tuple[Messages, str]:
-        """Return the messages in the format that the template renders best, and the text.
-
-        Templates differ in whether arguments of tool calls are JSON objects or texts, and whether
-        contents are strings or lists of parts. The first format that keeps all content is used, or
-        else the first that can be rendered.
-        """
-        first: tuple[Messages, str] | None = None
-        first_error: ValueError | None = None
-        tried: list[Messages] = []
+        """Return the messages in the format that the template renders best, and the text."""
         developer_role = "developer" in self._select_template(request)
-        for as_parts, empty_content, arguments in product(
-            (False, True), (False, True), ArgumentsForm
-        ):
-            form = MessageForm(arguments, as_parts, empty_content, developer_role)
-            messages = [form.convert(message) for message in request.messages]
-            if messages in tried:
-                continue
-            tried.append(messages)
-            try:
-                text = self.render_text(request, messages)
-            except ValueError as error:
-                first_error = first_error or error
-                continue
-            if first is None or not has_json_arguments(*first):
-                first = messages, text
-            contents = [message["content"] for message in messages if not is_answer(message)]
-            if (
-                has_json_arguments(messages, text)
-                and all(contains_text(text, content) for content in contents)
-                and not (
-                    as_parts and "{'type': 'text'" in text
-                )  # the template printed the list itself
-            ):
-                return messages, text
-        if first is None:
-            assert first_error is not None
-            raise first_error
-        return first
+        return choose_message_form(
+            request.messages, partial(self.render_text, request), developer_role=developer_role
+        )
 
     def _check_complete(self, request: RenderRequest, messages: Messages, text: str) -> None:
         """Raise ``ValueError`` for a part of the conversation that the template omits."""
@@ -229,12 +188,11 @@ class TemplateRenderer:
                     raise ValueError(reason)
 
     def _renders_same(
-        self, request: RenderRequest, messages: Messages, text: str, **changed_fields: None
+        self, request: RenderRequest, messages: Messages, text: str, **changed_fields: Any
     ) -> bool:
         """Whether other messages or request fields are rendered to the same text."""
-        other = RenderRequest(**{**vars(request), **changed_fields})
         try:
-            return self.render_text(other, messages) == text
+            return self.render_text(replace(request, **changed_fields), messages) == text
         except ValueError:
             return False
 

@@ -25,7 +25,6 @@ from scalewise.data.tokenizer import (
 )
 from scalewise.errors import DataError
 
-TITLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 """Files next to the tokenizer in which Hugging Face stores a template; the second takes
 precedence."""
@@ -120,7 +119,7 @@ class PlainTemplate(ConversationTemplate):
                     f"has {unsupported[0]}, which requires a chat template: "
                     "set data.tokenizer=PATH to a tokenizer.json with one next to it"
                 )
-            title = f"### {TITLES[message.role]}:\n"
+            title = f"### {message.role.capitalize()}:\n"
             if message.role == "assistant":
                 answer = TextSegment(message.text + self._end, message.train)
                 segments += [TextSegment(title, False), answer]
@@ -131,7 +130,7 @@ class PlainTemplate(ConversationTemplate):
     def render_prompt(self, conversation: Conversation) -> str:
         """Return the text of a conversation up to its next answer."""
         text = "".join(segment.text for segment in self(conversation))
-        return f"{text}### {TITLES['assistant']}:\n"
+        return f"{text}### Assistant:\n"
 
 
 def template_sources(tokenizer: Path) -> list[Path]:
