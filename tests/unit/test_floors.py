@@ -201,7 +201,7 @@ def test_reports_know_folders_and_not_the_code_that_wrote_them() -> None:
         ("models.decoder.config", 1),
         ("models.decoder.model", 2),
         ("validation.mesh_rules", 1),
-        ("data.pretokenized", 1),
+        ("data.text", 1),
         ("data.dataloader", 2),
         ("launch_config", 1),
         ("strategies.base", 3),

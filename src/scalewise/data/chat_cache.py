@@ -9,10 +9,11 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
 
 from scalewise.console import print_lines
 from scalewise.data.base import DataConfig
@@ -41,9 +42,6 @@ from scalewise.data.tokenized_cache import TokenizeProgress, is_held_out
 from scalewise.data.tokenizer import TokenizerSource, tokenizer_path
 from scalewise.errors import DataError
 from scalewise.units import format_count
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
 
 FORMAT = 4
 """Cache format; increased when the cached content changes for the same key."""

@@ -67,7 +67,7 @@ def _prepare_text(config: StdlibCorpus, vocabulary: int, seed: int) -> DataSplit
 
 @prepare_splits.register(StdlibCorpusPairs)
 def _prepare_records(config: StdlibCorpusPairs, vocabulary: int, seed: int) -> DataSplits:
-    """Return the pairs; those of about 5 % of the files are held out."""
+    """Return the pairs or labeled texts; those of about 5 % of the files are held out."""
     config.tokenizer_source.check_vocabulary(vocabulary)
     root = Path(sysconfig.get_path("stdlib"))
     sizes = _list_source_sizes(config, root)
@@ -108,29 +108,26 @@ def _iter_texts(root: Path, names: list[str]) -> Iterator[str]:
 
 def _write_records(root: Path, names: list[str], config: StdlibCorpusPairs, folder: Path) -> None:
     validation_names = held_out_names(names, VALIDATION_FRACTION)
-    train_names = [name for name in names if name not in validation_names]
-    iter_records = _iter_labeled_texts if config.classes else _iter_pairs
-    splits = {
-        "train": list(iter_records(config, root, train_names)),
-        "validation": list(iter_records(config, root, sorted(validation_names))),
+    names_by_split = {
+        "train": [name for name in names if name not in validation_names],
+        "validation": sorted(validation_names),
     }
-    for split, records in splits.items():
-        if not records:
-            reason, fix = (
-                f"the {split} split has no {config.record_description}",
-                "increase data.megabytes",
-            )
+    splits: dict[str, list[RenderedRecord]] = {}
+    for split, split_names in names_by_split.items():
+        texts = _iter_texts(root, split_names)
+        records = _iter_labeled(texts) if config.classes else _iter_pairs(texts, config.end_of_text)
+        splits[split] = list(records)
+        if not splits[split]:
+            reason = f"the {split} split has no {config.record_description}"
+            fix = "increase data.megabytes"
             raise DataError.for_key("data.megabytes", config.megabytes, reason, fix)
     chat_cache.write_splits(splits, config.tokenizer_source, config.kind, folder)
 
 
-def _iter_pairs(
-    config: StdlibCorpusPairs, root: Path, names: Iterable[str]
-) -> Iterator[RenderedRecord]:
-    """Yield the records of some files."""
-    template = PlainTemplate(config.end_of_text)
-    for name in names:
-        text = (root / name).read_text(encoding="utf-8", errors="replace")
+def _iter_pairs(texts: Iterable[str], end_of_text: str) -> Iterator[RenderedRecord]:
+    """Yield pairs of following lines, and the same lines with shuffled words."""
+    template = PlainTemplate(end_of_text)
+    for text in texts:
         lines = [line for line in text.splitlines() if len(line.split()) > 1]
         for start in range(
             0, len(lines) - PROMPT_LINES - ANSWER_LINES + 1, PROMPT_LINES + ANSWER_LINES
@@ -152,12 +149,9 @@ def _iter_pairs(
                 yield parse_pair(record, template, RecordKeys())
 
 
-def _iter_labeled_texts(
-    config: StdlibCorpusPairs, root: Path, names: Iterable[str]
-) -> Iterator[RenderedRecord]:
+def _iter_labeled(texts: Iterable[str]) -> Iterator[RenderedRecord]:
     """Yield equally many texts of both classes."""
-    for name in names:
-        text = (root / name).read_text(encoding="utf-8", errors="replace")
+    for text in texts:
         lines = [line for line in text.splitlines() if len(line.split()) > 2]
         for start in range(0, len(lines) - CLASS_LINES + 1, CLASS_LINES):
             class_index = start // CLASS_LINES % 2
