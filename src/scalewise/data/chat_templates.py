@@ -100,7 +100,11 @@ def prompt_text(template: ConversationTemplate, question: str) -> str:
 
 
 class PlainTemplate(ConversationTemplate):
-    """Template with titles in plain text and an end token after answers, for any tokenizer."""
+    """Template with titles in plain text and an end token after answers, for any tokenizer.
+
+    It renders as ``PLAIN_TEMPLATE``, but starts no process: Jinja takes 2 s to start, and 40 times
+    the time per conversation.
+    """
 
     def __init__(self, end_of_text: str) -> None:
         super().__init__()
