@@ -11,6 +11,7 @@ from fixtures.cli_runner import UNTRACKED, CliRunner
 from scalewise.launch import memory_probe_run
 from scalewise.planner.auto_micro_batch import choose_by_probes, micro_batch_options
 from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.run_option import RunOption
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
@@ -36,7 +37,7 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
     layout: str, compose: Compose
 ) -> None:
     run = compose(*LONG, f"parallelism={layout}")
-    assert {way.status for way in micro_batch_options(run)} == {FitStatus.fits}
+    assert {way.fit.status for way in micro_batch_options(RunOption(run))} == {FitStatus.fits}
 
     def limited(tried: RunConfig) -> str:
         return memory_probe_run.probe_status(

@@ -16,6 +16,7 @@ from scalewise.planner import step_time, worst_rank
 from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.plan import build_plan
+from scalewise.planner.run_option import RunOption, checkpointing_overrides
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
@@ -54,7 +55,8 @@ def test_nothing_within_the_budget_takes_less_time(
     run = compose(*line, "memory=auto", check_machine=False)
     low, high = extremes(run)
     budget = low + share * (high - low)
-    chosen, _ = resolve_auto_checkpointing(replace(run, memory=AutoCheckpointing(budget / GIB)))
+    limited = replace(run, memory=AutoCheckpointing(budget / GIB))
+    chosen = resolve_auto_checkpointing(RunOption(limited)).run
     peak = worst_rank.worst_rank_breakdown(chosen).peak
     assert 0.9 * budget < peak <= budget
     rates = step_time.device_rates(run)
@@ -70,10 +72,28 @@ def test_nothing_within_the_budget_takes_less_time(
 
 def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
     run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", check_machine=False)
-    assert resolve_auto_checkpointing(run) == (
-        replace(run, memory=FixedCheckpointing()),
-        ("memory=none",),
+    assert resolve_auto_checkpointing(RunOption(run)) == RunOption(
+        replace(run, memory=FixedCheckpointing()), ("memory=none",)
     )
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        FixedCheckpointing(),
+        FixedCheckpointing(Recompute.selective),
+        FixedCheckpointing(Recompute.full),
+        FixedCheckpointing(Recompute.full, 2.5),
+        FixedCheckpointing(Recompute.selective, 2.5),
+        FixedCheckpointing(Recompute.full, 1.6, Recompute.selective),
+        FixedCheckpointing(Recompute.full, offload=True),
+    ],
+)
+def test_checkpointing_overrides_select_the_config(
+    memory: FixedCheckpointing, compose: Compose
+) -> None:
+    overrides = checkpointing_overrides(memory)
+    assert compose(*LINE, *overrides, check_machine=False).memory == memory
 
 
 def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> None:
@@ -97,16 +117,13 @@ def test_what_helps_nothing_is_told(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
     assert build_plan(compose(*huge, check_machine=False)).fit.status is FitStatus.out_of_memory
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* that remain"):
-        resolve_auto_checkpointing(
-            compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False)
-        )
+        build_plan(compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False))
 
 
 def test_a_schedule_that_cannot_keep_products_is_spared_them(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
     low, high = extremes(run)
-    chosen, _ = resolve_auto_checkpointing(
-        replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
-    )
+    limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
+    chosen = resolve_auto_checkpointing(RunOption(limited)).run
     assert Recompute.selective not in chosen.memory.count_by_recompute(run.model.layers)
     assert worst_rank.worst_rank_breakdown(chosen).peak <= (low + high) / 2

@@ -17,6 +17,7 @@ from scalewise.launch.memory_probe_run import shorten_run
 from scalewise.planner import auto_micro_batch
 from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.plan import build_plan
+from scalewise.planner.run_option import RunOption
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
@@ -56,7 +57,8 @@ def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
 def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
     line = STRATEGIES[layout] if layout != "single" else ()
     run = limited(compose, *line)
-    found, told = auto_micro_batch.resolve_auto_micro_batch(run)
+    option = auto_micro_batch.resolve_auto_micro_batch(RunOption(run))
+    found, told = option.run, option.overrides
     assert told == ("trainer.micro_batch=8",)
     assert check_fit(found).status is FitStatus.fits
     assert found.global_batch == 64
@@ -70,17 +72,21 @@ def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -
 def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
     piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
-        way.micro_batch
-        for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, check_machine=False))
+        way.run.micro_batch
+        for way in auto_micro_batch.micro_batch_options(
+            RunOption(compose(*LINE, *piped, check_machine=False))
+        )
     ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
-    (way,) = auto_micro_batch.micro_batch_options(compose(*LINE, *stepped, check_machine=False))
-    assert way.micro_batch == 12
+    (way,) = auto_micro_batch.micro_batch_options(
+        RunOption(compose(*LINE, *stepped, check_machine=False))
+    )
+    assert way.run.micro_batch == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
-    ways = auto_micro_batch.micro_batch_options(limited(compose))
+    ways = auto_micro_batch.micro_batch_options(RunOption(limited(compose)))
     for small, large in pairwise(ways):
         assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak
 
@@ -114,7 +120,9 @@ def test_trials_go_down_where_there_is_no_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
-    assert [way.status for way in auto_micro_batch.micro_batch_options(run)][3:5] == [
+    assert [way.fit.status for way in auto_micro_batch.micro_batch_options(RunOption(run))][
+        3:5
+    ] == [
         FitStatus.fits,
         FitStatus.borderline,
     ]
@@ -127,9 +135,9 @@ def test_trials_go_down_where_there_is_no_memory(
 def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
     run = limited(compose, *LARGE)
     doubted = [
-        way.micro_batch
-        for way in auto_micro_batch.micro_batch_options(run)
-        if way.status is FitStatus.borderline
+        way.run.micro_batch
+        for way in auto_micro_batch.micro_batch_options(RunOption(run))
+        if way.fit.status is FitStatus.borderline
     ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
     assert found.micro_batch == max(doubted)

@@ -37,8 +37,9 @@ def resolve_auto(
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
     if isinstance(run.memory, AutoCheckpointing):
         from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
+        from scalewise.planner.run_option import RunOption
 
-        run = _with_overrides(run, resolve_auto_checkpointing(run)[1])
+        run = _with_overrides(run, resolve_auto_checkpointing(RunOption(run)).overrides)
     if run.trainer.micro_batch != AUTO:
         return run, None
     choice = _resolve_micro_batch(run, no_probe_reason)

@@ -9,6 +9,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.launch.outcomes import Outcome
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.override_edit import override_keys
+from scalewise.planner.run_option import RunOption
 from scalewise.planner.suggested_fix import (
     SuggestedFix,
     micro_batch_changes,
@@ -17,7 +18,6 @@ from scalewise.planner.suggested_fix import (
 )
 from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
-from scalewise.validation.run_issues import iter_issues
 
 MAX_PEAK_FRACTION = 0.8
 """Maximum peak of a fix, as a fraction of the peak of a run that was predicted to fit."""
@@ -111,8 +111,8 @@ def _is_appendable(fix: SuggestedFix, run: RunConfig) -> bool:
 def _simple_suggestions(run: RunConfig) -> Iterator[tuple[str, str]]:
     for changes, effect in SIMPLE_CHANGES:
         overrides = (
-            change.override_text
+            " ".join(change.overrides)
             for change in changes(run)
-            if not any(iter_issues(change.apply(run)))
+            if change.apply(RunOption(run)).is_valid
         )
         yield from ((override, effect) for override in islice(overrides, 1))

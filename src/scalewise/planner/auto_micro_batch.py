@@ -11,31 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigError
-from scalewise.planner.fit_check import FitStatus, check_fit
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.run_option import RunOption
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes
-from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 OUT_OF_MEMORY = "out_of_memory"
-
-
-@dataclass(frozen=True)
-class MicroBatchOption:
-    """Micro-batch size and its predicted fit."""
-
-    run: RunConfig
-    """The run with this micro-batch size."""
-    status: FitStatus
-    """Predicted fit status."""
-
-    @property
-    def micro_batch(self) -> int:
-        """Micro-batch size."""
-        return self.run.micro_batch
 
 
 @dataclass(frozen=True)
@@ -75,28 +60,30 @@ class MicroBatchChoice:
         )
 
 
-def micro_batch_options(run: RunConfig) -> tuple[MicroBatchOption, ...]:
-    """Return the run with each micro-batch size that keeps the global batch, smallest first."""
-    largest = run.micro_batch  # ``auto`` counts as the whole global batch of a rank
-    sizes = [size for size in range(1, largest + 1) if largest % size == 0]
-    runs = (replace(run, trainer=replace(run.trainer, micro_batch=size)) for size in sizes)
-    return tuple(
-        MicroBatchOption(it, check_fit(it).status) for it in runs if not any(iter_issues(it))
+def micro_batch_options(option: RunOption) -> tuple[RunOption, ...]:
+    """All micro-batch sizes that keep the global batch, smallest first."""
+    trainer = option.run.trainer
+    largest = option.run.micro_batch  # ``auto`` counts as the whole global batch of a rank
+    options = (
+        option.change(f"{SIZE}={size}", trainer=replace(trainer, micro_batch=size))
+        for size in range(1, largest + 1)
+        if largest % size == 0
     )
+    return tuple(it for it in options if it.is_valid)
 
 
-def choose_by_plan(options: Sequence[MicroBatchOption]) -> int:
-    """Return the index of the largest size that is predicted to fit, or 0."""
-    return max((index for index, it in enumerate(options) if it.status.is_acceptable), default=0)
+def choose_by_plan(options: Sequence[RunOption]) -> int:
+    """Index of the largest size that is predicted to fit, or 0."""
+    acceptable = (index for index, it in enumerate(options) if it.fit.status.is_acceptable)
+    return max(acceptable, default=0)
 
 
-def resolve_auto_micro_batch(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the run with the predicted micro-batch size, and the overrides that select it."""
-    if run.trainer.micro_batch != AUTO:
-        return run, ()
-    options = micro_batch_options(run)
-    option = options[choose_by_plan(options)]
-    return option.run, MicroBatchChoice(option.micro_batch, option.status).overrides
+def resolve_auto_micro_batch(option: RunOption) -> RunOption:
+    """Option with ``trainer.micro_batch=auto`` replaced by the size that is predicted to fit."""
+    if option.run.trainer.micro_batch != AUTO:
+        return option
+    options = micro_batch_options(option)
+    return options[choose_by_plan(options)]
 
 
 def choose_by_probes(
@@ -113,36 +100,37 @@ def choose_by_probes(
     Raises:
         ConfigError: The smallest micro-batch does not fit.
     """
-    options = micro_batch_options(run)
+    options = micro_batch_options(RunOption(run))
     index = choose_by_plan(options)
-    if options[index].status.is_out_of_memory:
-        raise _too_large_error(options[0].run, f"{options[0].status} is predicted")
+    if options[index].fit.status.is_out_of_memory:
+        raise _too_large_error(options[0], f"{options[0].fit.status} is predicted")
     if run_probe is None:
-        return MicroBatchChoice(
-            options[index].micro_batch, options[index].status, skip_reason=skip_reason
-        )
+        chosen = options[index]
+        return MicroBatchChoice(chosen.run.micro_batch, chosen.fit.status, (), skip_reason)
     probes: list[ProbeResult] = []
 
-    def fits(option: MicroBatchOption) -> bool:
-        probes.append(ProbeResult(option.micro_batch, run_probe(option.run)))
+    def fits(option: RunOption) -> bool:
+        probes.append(ProbeResult(option.run.micro_batch, run_probe(option.run)))
         return probes[-1].status == "ok"
 
     if fits(options[index]):
         larger = options[index + 1 :]
-        while larger and not larger[0].status.is_out_of_memory and fits(larger[0]):
+        while larger and not larger[0].fit.status.is_out_of_memory and fits(larger[0]):
             index, larger = index + 1, larger[1:]
     while (
-        probes[-1].status == OUT_OF_MEMORY and probes[-1].micro_batch == options[index].micro_batch
+        probes[-1].status == OUT_OF_MEMORY
+        and probes[-1].micro_batch == options[index].run.micro_batch
     ):
         if index == 0:
-            raise _too_large_error(options[0].run, "a probe run ran out of memory")
+            raise _too_large_error(options[0], "a probe run ran out of memory")
         index -= 1
         fits(options[index])
-    return MicroBatchChoice(options[index].micro_batch, options[index].status, tuple(probes))
+    chosen = options[index]
+    return MicroBatchChoice(chosen.run.micro_batch, chosen.fit.status, tuple(probes))
 
 
-def _too_large_error(run: RunConfig, cause: str) -> ConfigError:
-    fit, fix = check_fit(run), suggest_fix(run)
+def _too_large_error(option: RunOption, cause: str) -> ConfigError:
+    run, fit, fix = option.run, option.fit, suggest_fix(option.run)
     needed, capacity = format_bytes(fit.reserved[0]), format_bytes(fit.capacity or 0)
     reason = f"micro-batch {run.micro_batch} needs {needed} of {capacity}: {cause}"
     return ConfigError.for_key(

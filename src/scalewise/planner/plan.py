@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scalewise.planner import auto_checkpointing, auto_micro_batch
+from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
+from scalewise.planner.auto_micro_batch import resolve_auto_micro_batch
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, check_fit
+from scalewise.planner.run_option import RunOption
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
 
@@ -88,10 +90,8 @@ class Plan:
 
 def build_plan(run: RunConfig) -> Plan:
     """Return the plan of a run from its configs, with ``auto`` values resolved."""
-    run, size_overrides = auto_micro_batch.resolve_auto_micro_batch(run)
-    run, memory_overrides = auto_checkpointing.resolve_auto_checkpointing(run)
-    overrides = (*size_overrides, *memory_overrides)
-    return Plan(run, check_fit(run), predict_step_time(run), overrides)
+    option = resolve_auto_checkpointing(resolve_auto_micro_batch(RunOption(run)))
+    return Plan(option.run, option.fit, predict_step_time(option.run), option.overrides)
 
 
 def plan_record(run: RunConfig) -> dict[str, object]:

@@ -19,9 +19,10 @@ from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration
-from scalewise.planner.fit_check import FitStatus, check_fit
+from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.override_edit import override_keys
 from scalewise.planner.plan import Plan
+from scalewise.planner.run_option import RunOption
 from scalewise.planner.step_time import device_rates, predict_step_time
 from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
@@ -30,14 +31,11 @@ from scalewise.quantization.bitsandbytes_config import NF4Config
 from scalewise.validation.model_rules import model_issues
 from scalewise.validation.parallelism_rules import parallelism_issues
 from scalewise.validation.quantization_rules import quantization_issues
-from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
 
 Overrides = tuple[str, ...]
-SearchOption = tuple[Overrides, "RunConfig"]
-"""Overrides, and the run that they result in."""
 
 
 @dataclass(frozen=True)
@@ -150,144 +148,126 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
     fits without recomputation, more recomputation is skipped, unless the search ranks by memory.
     """
     typed = override_keys(run.overrides)
-    for training_overrides, trained_run in _training_options(run, typed):
-        for layout_overrides, laid_run in _layout_options(trained_run, typed):
+    for trained in _training_options(RunOption(run), typed):
+        for laid in _layout_options(trained, typed):
             if any(
                 (
-                    *quantization_issues(laid_run.quantization, laid_run),
-                    *model_issues(laid_run.model, laid_run),
+                    *quantization_issues(laid.run.quantization, laid.run),
+                    *model_issues(laid.run.model, laid.run),
                 )
             ):
                 continue
-            for memory_overrides, memory_run in _memory_options(laid_run, typed):
-                plans = list(_iter_micro_batches(memory_run, typed))
-                for size_overrides, plan in plans:
-                    overrides = (
-                        *training_overrides,
-                        *layout_overrides,
-                        *memory_overrides,
-                        *size_overrides,
-                    )
-                    yield SearchCandidate(
-                        plan.run,
-                        plan.fit,
-                        plan.step_time,
-                        overrides,
-                        training_overrides=training_overrides,
-                    )
-                largest_fits = bool(plans) and plans[-1][1].fit.status.is_acceptable
+            for option in _memory_options(laid, typed):
+                candidates = list(_iter_micro_batches(option, typed, trained.overrides))
+                yield from candidates
+                largest_fits = bool(candidates) and candidates[-1].is_acceptable
                 if largest_fits and run.plan.rank_by is not RankBy.memory:
                     break
 
 
 def _iter_micro_batches(
-    run: RunConfig, fixed_keys: frozenset[str]
-) -> Iterator[tuple[Overrides, Plan]]:
-    """Yield plans by increasing micro-batch size until one is out of memory."""
-    for index, (overrides, candidate) in enumerate(_micro_batch_options(run, fixed_keys)):
+    base: RunOption, fixed_keys: frozenset[str], training_overrides: Overrides
+) -> Iterator[SearchCandidate]:
+    """Yield candidates by increasing micro-batch size until one is out of memory."""
+    for index, option in enumerate(_micro_batch_options(base, fixed_keys)):
+        run = option.run
         # Only the checks of the strategy depend on the micro-batch size.
-        strategy_issues = parallelism_issues(candidate.parallelism, candidate)
-        if any(strategy_issues if index else iter_issues(candidate)):
+        if any(parallelism_issues(run.parallelism, run)) if index else not option.is_valid:
             continue
-        fit = check_fit(candidate)
+        fit = option.fit
         is_out_of_memory = fit.status is FitStatus.out_of_memory
-        yield (
-            overrides,
-            Plan(candidate, fit, None if is_out_of_memory else predict_step_time(candidate)),
+        step_time = None if is_out_of_memory else predict_step_time(run)
+        yield SearchCandidate(
+            run, fit, step_time, option.overrides, training_overrides=training_overrides
         )
         if is_out_of_memory:
             return
 
 
-def _training_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
+def _training_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
+    run = option.run
     if run.plan.search not in (PlanSearch.memory, PlanSearch.all):
-        yield (), run
+        yield option
         return
-    trainings: list[SearchOption] = [((), run)]
+    trained_options = [option]
     if "precision" not in fixed_keys and run.hardware.bf16_tflops != 0:
         formats = {"bf16_mixed": Precision(compute=FloatFormat.bf16)}
         formats["bf16_true"] = Precision(FloatFormat.bf16, FloatFormat.bf16)
-        trainings += [
-            ((f"precision={name}",), replace(run, precision=precision))
+        trained_options += [
+            option.change(f"precision={name}", precision=precision)
             for name, precision in formats.items()
             if _peak_bytes(precision) < _peak_bytes(run.precision)
         ]
-    for overrides, trained_run in trainings:
-        yield overrides, trained_run
-        adapted: list[SearchOption] = [(overrides, trained_run)] if run.has_frozen_weights else []
+    for trained in trained_options:
+        yield trained
+        adapted_options = [trained] if run.has_frozen_weights else []
         if "adapter" not in fixed_keys and not run.has_frozen_weights:
-            adapted = [
-                ((*overrides, "adapter=lora"), replace(trained_run, adapter=LoRAAdapterConfig()))
-            ]
-            yield from adapted
+            adapted_options = [trained.change("adapter=lora", adapter=LoRAAdapterConfig())]
+            yield from adapted_options
         if "quantization" not in fixed_keys and isinstance(run.quantization, NoQuantizationConfig):
-            for adapter_overrides, adapted_run in adapted:
-                quantized_run = replace(adapted_run, quantization=NF4Config())
-                yield (*adapter_overrides, "quantization=nf4"), quantized_run
+            for adapted in adapted_options:
+                yield adapted.change("quantization=nf4", quantization=NF4Config())
         if "optimizer" not in fixed_keys and not isinstance(run.optimizer, SGDConfig):
-            yield (*overrides, "optimizer=sgd"), replace(trained_run, optimizer=SGDConfig())
+            yield trained.change("optimizer=sgd", optimizer=SGDConfig())
 
 
 def _peak_bytes(precision: Precision) -> int:
     return precision.parameters.bytes + precision.compute.bytes
 
 
-def _layout_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
+def _layout_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
+    run = option.run
     if run.plan.search is PlanSearch.memory:
-        yield (), run
+        yield option
         return
     global_batch = run.global_batch
     if run.trainer.global_batch is None:  # at least one sequence per device
         global_batch = max(global_batch, layout_enumeration.available_devices(run))
+    trainer = replace(run.trainer, global_batch=global_batch)
     for overrides, layout in layout_enumeration.enumerate_layouts(run, fixed_keys):
-        if global_batch % layout.data_parallel_size:
-            continue
-        trainer = replace(run.trainer, global_batch=global_batch)
-        yield overrides, replace(run, parallelism=layout, trainer=trainer)
+        if global_batch % layout.data_parallel_size == 0:
+            yield option.change(*overrides, parallelism=layout, trainer=trainer)
 
 
-def _memory_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
+def _memory_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
+    run = option.run
     chunks: list[int | None] = [run.objective.loss_chunk]
     if run.plan.search is not PlanSearch.layout and chunks == [None]:
         chunks = chunks if "objective.loss_chunk" in fixed_keys else [None, LOSS_CHUNK_TOKENS]
     is_fixed = any(key.split(".")[0] == "memory" for key in fixed_keys)
     for recompute in [None] if is_fixed else Recompute:
         for chunk in chunks:
-            overrides: Overrides = ()
-            changed = run
+            changed = option
             if recompute is not None and (memory := FixedCheckpointing(recompute)) != run.memory:
-                changed = replace(changed, memory=memory)
-                name = "none" if recompute is Recompute.nothing else f"checkpoint_{recompute}"
-                overrides += (f"memory={name}",)
+                changed = changed.set_checkpointing(memory)
             if chunk != run.objective.loss_chunk:
-                changed = replace(changed, objective=replace(run.objective, loss_chunk=chunk))
-                overrides += (f"objective.loss_chunk={chunk}",)
-            yield overrides, changed
+                objective = replace(run.objective, loss_chunk=chunk)
+                changed = changed.change(f"objective.loss_chunk={chunk}", objective=objective)
+            yield changed
 
 
-def _micro_batch_options(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[SearchOption]:
+def _micro_batch_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
     """Yield micro-batch sizes, or numbers of pipeline micro-batches, from the least memory on."""
-    rank_sequences = run.global_batch // run.parallelism.data_parallel_size
-    trainer = replace(run.trainer, global_batch=run.global_batch)
-    layout, batch_overrides = run.parallelism, (f"trainer.global_batch={run.global_batch}",)
+    run, layout, global_batch = option.run, option.run.parallelism, option.run.global_batch
+    rank_sequences = global_batch // layout.data_parallel_size
+    is_fixed = "trainer.micro_batch" in fixed_keys
+
+    def with_size(size: int) -> RunOption:
+        trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
+        overrides = (f"trainer.micro_batch={size}", f"trainer.global_batch={global_batch}")
+        return option.change(*overrides, trainer=trainer)
+
     if layout_enumeration.is_pipeline(layout):
-        size = run.micro_batch if "trainer.micro_batch" in fixed_keys else rank_sequences
-        base_run = replace(run, trainer=replace(trainer, micro_batch=size))
+        size = run.micro_batch if is_fixed else rank_sequences
         for num_micro_batches in reversed(_powers_of_two_below(size)):
             if num_micro_batches >= layout.num_stages and size % num_micro_batches == 0:
-                overrides: Overrides = (f"trainer.micro_batch={size}", *batch_overrides)
-                overrides += (f"parallelism.pipeline_micro_batches={num_micro_batches}",)
+                override = f"parallelism.pipeline_micro_batches={num_micro_batches}"
                 pipeline = replace(layout, pipeline_micro_batches=num_micro_batches)
-                yield overrides, replace(base_run, parallelism=pipeline)
+                yield with_size(size).change(override, parallelism=pipeline)
         return
-    for size in (
-        [run.micro_batch]
-        if "trainer.micro_batch" in fixed_keys
-        else _powers_of_two_below(rank_sequences)
-    ):
+    for size in [run.micro_batch] if is_fixed else _powers_of_two_below(rank_sequences):
         if rank_sequences % size == 0:
-            overrides = (f"trainer.micro_batch={size}", *batch_overrides)
-            yield overrides, replace(run, trainer=replace(trainer, micro_batch=size))
+            yield with_size(size)
 
 
 def _powers_of_two_below(count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.fit_check import FitReport, check_fit
+from scalewise.planner.run_option import RunOption, checkpointing_overrides
 from scalewise.precision import FloatFormat, Precision
 from scalewise.torch_compile import CompileScope
-from scalewise.validation.run_issues import iter_issues
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -35,14 +35,18 @@ MAX_CHANGES = 3
 class RunChange:
     """One change of a run."""
 
-    override_text: str
-    """Overrides of the change, separated by spaces."""
+    overrides: tuple[str, ...]
+    """Overrides of the change."""
+    groups: Mapping[str, Any]
+    """Config groups that the overrides select."""
     cost: float
     """Relative cost: low for time, higher for another strategy, highest for another training."""
     kinds: frozenset[str]
     """Kinds of the change; combined changes have distinct kinds."""
-    apply: Callable[[RunConfig], RunConfig]
-    """Function that returns the changed run."""
+
+    def apply(self, option: RunOption) -> RunOption:
+        """Option with this change."""
+        return option.change(*self.overrides, **self.groups)
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,15 @@ class SuggestedFix:
     """The changes."""
     run: RunConfig
     """The changed run."""
+    overrides: tuple[str, ...]
+    """Overrides of all changes."""
     fit: FitReport
     """Fit of the changed run."""
 
     @property
     def override_text(self) -> str:
         """Overrides of all changes, separated by spaces."""
-        return " ".join(change.override_text for change in self.changes)
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Overrides of all changes."""
-        return tuple(self.override_text.split())
+        return " ".join(self.overrides)
 
 
 FitCheck = Callable[["RunConfig"], FitReport | None]
@@ -91,13 +92,13 @@ def suggest_fixes(
     for combination in sorted(
         combinations_to_try, key=lambda combination: sum(change.cost for change in combination)
     ):
-        changed = run
+        option = RunOption(run)
         for change in combination:
-            changed = change.apply(changed)
-        if any(iter_issues(changed)):
+            option = change.apply(option)
+        if not option.is_valid:
             continue
-        if (fit := check(changed)) is not None and fit.status.is_acceptable:
-            yield SuggestedFix(combination, changed, fit)
+        if (fit := check(option.run)) is not None and fit.status.is_acceptable:
+            yield SuggestedFix(combination, option.run, option.overrides, fit)
 
 
 def memory_saving_changes(run: RunConfig) -> Iterator[RunChange]:
@@ -114,8 +115,12 @@ def precision_changes(run: RunConfig) -> Iterator[RunChange]:
     if run.precision.parameters is FloatFormat.fp32 and run.precision.compute is FloatFormat.fp32:
         lacks = run.hardware.device is DeviceKind.cuda and run.hardware.bf16_tflops == 0
         compute = FloatFormat.fp16 if lacks else FloatFormat.bf16
-        override, precision = f"precision={compute}_mixed", Precision(compute=compute)
-        yield RunChange(override, 6, frozenset({"precision"}), _with_changes(precision=precision))
+        yield RunChange(
+            (f"precision={compute}_mixed",),
+            {"precision": Precision(compute=compute)},
+            6,
+            frozenset({"precision"}),
+        )
 
 
 def micro_batch_changes(run: RunConfig) -> Iterator[RunChange]:
@@ -124,10 +129,10 @@ def micro_batch_changes(run: RunConfig) -> Iterator[RunChange]:
     global_batch = run.global_batch
     while size >= 1:
         trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
-        overrides = f"trainer.micro_batch={size}"
+        overrides: tuple[str, ...] = (f"trainer.micro_batch={size}",)
         if run.trainer.global_batch is None:
-            overrides += f" trainer.global_batch={global_batch}"
-        yield RunChange(overrides, cost, frozenset({"passes"}), _with_changes(trainer=trainer))
+            overrides += (f"trainer.global_batch={global_batch}",)
+        yield RunChange(overrides, {"trainer": trainer}, cost, frozenset({"passes"}))
         size, cost = size // 2, cost + 0.5
 
 
@@ -137,23 +142,22 @@ def _memory_changes(run: RunConfig) -> Iterator[RunChange]:
     lowest_index = min(map(order.index, run.memory.count_by_recompute(run.model.layers)))
     for recompute, cost in costs.items():
         if order.index(recompute) > lowest_index:
-            memory = FixedCheckpointing(recompute)
-            override = f"memory=checkpoint_{recompute}"
-            yield RunChange(override, cost, frozenset({"memory"}), _with_changes(memory=memory))
+            yield _checkpointing_change(FixedCheckpointing(recompute), cost)
     if not run.memory.offload and run.compile.scope is CompileScope.none:
-        memory = FixedCheckpointing(Recompute.full, offload=True)
-        override = "memory=offload_activations"
-        yield RunChange(override, 5, frozenset({"memory"}), _with_changes(memory=memory))
+        yield _checkpointing_change(FixedCheckpointing(Recompute.full, offload=True), 5)
     if run.checkpoint.background:
         checkpoint = replace(run.checkpoint, background=False)
-        override = "checkpoint.background=false"
-        yield RunChange(
-            override, 0.5, frozenset({"checkpoint"}), _with_changes(checkpoint=checkpoint)
-        )
+        overrides = ("checkpoint.background=false",)
+        yield RunChange(overrides, {"checkpoint": checkpoint}, 0.5, frozenset({"checkpoint"}))
     if run.objective.loss_chunk is None:
         objective = replace(run.objective, loss_chunk=LOSS_CHUNK_TOKENS)
-        override = f"objective.loss_chunk={LOSS_CHUNK_TOKENS}"
-        yield RunChange(override, 1.5, frozenset({"loss"}), _with_changes(objective=objective))
+        overrides = (f"objective.loss_chunk={LOSS_CHUNK_TOKENS}",)
+        yield RunChange(overrides, {"objective": objective}, 1.5, frozenset({"loss"}))
+
+
+def _checkpointing_change(memory: FixedCheckpointing, cost: float) -> RunChange:
+    overrides = checkpointing_overrides(memory)
+    return RunChange(overrides, {"memory": memory}, cost, frozenset({"memory"}))
 
 
 def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
@@ -170,9 +174,10 @@ def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
             shard_counts.sort(key=lambda size: abs(size - strategy.world_size))
         for index, size in enumerate(shard_counts):
             layout: ParallelismConfig = MeshConfig(shards=size)
-            overrides, kinds = f"parallelism=fsdp parallelism.shards={size}", frozenset({"layout"})
+            kinds = frozenset({"layout"})
+            overrides: tuple[str, ...] = ("parallelism=fsdp", f"parallelism.shards={size}")
             if isinstance(strategy, MeshConfig):
-                layout, overrides = replace(strategy, shards=size), f"parallelism.shards={size}"
+                layout, overrides = replace(strategy, shards=size), overrides[1:]
             micro_batch, trainer = global_batch // layout.data_parallel_size, run.trainer
             if micro_batch < 1 or (
                 total_devices is not None and size * other_ranks > total_devices
@@ -183,29 +188,19 @@ def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
                 changed_groups["trainer"] = replace(
                     trainer, micro_batch=micro_batch, global_batch=global_batch
                 )
-                overrides += (
-                    f" trainer.micro_batch={micro_batch} trainer.global_batch={global_batch}"
-                )
+                overrides += (f"trainer.micro_batch={micro_batch}",)
+                overrides += (f"trainer.global_batch={global_batch}",)
                 kinds |= {"passes"}
             elif trainer.global_batch is None:
                 changed_groups["trainer"] = replace(trainer, global_batch=global_batch)
-                overrides += f" trainer.global_batch={global_batch}"
+                overrides += (f"trainer.global_batch={global_batch}",)
                 kinds |= {"passes"}
-            yield RunChange(overrides, 4 + index, kinds, _with_changes(**changed_groups))
-    if isinstance(strategy, MeshConfig) and strategy.cpu_offload:
-        layout = replace(strategy, cpu_offload=False)
-        kinds = frozenset({"layout"})
-        yield RunChange(
-            "parallelism.cpu_offload=false", 0.5, kinds, _with_changes(parallelism=layout)
-        )
-    if (
-        isinstance(strategy, MeshConfig)
-        and not strategy.cpu_offload
-        and strategy.sizes["shards"] > 1
-    ):
-        layout = replace(strategy, cpu_offload=True)
-        kinds = frozenset({"layout"})
-        yield RunChange("parallelism.cpu_offload=true", 8, kinds, _with_changes(parallelism=layout))
+            yield RunChange(overrides, changed_groups, 4 + index, kinds)
+    if isinstance(strategy, MeshConfig) and (strategy.cpu_offload or strategy.sizes["shards"] > 1):
+        cpu_offload = not strategy.cpu_offload
+        overrides = (f"parallelism.cpu_offload={str(cpu_offload).lower()}",)
+        groups = {"parallelism": replace(strategy, cpu_offload=cpu_offload)}
+        yield RunChange(overrides, groups, 8 if cpu_offload else 0.5, frozenset({"layout"}))
 
 
 def _optimizer_changes(run: RunConfig) -> Iterator[RunChange]:
@@ -213,9 +208,6 @@ def _optimizer_changes(run: RunConfig) -> Iterator[RunChange]:
         run.parallelism.supports_optimizer_offload and run.hardware.device is DeviceKind.cuda
     )
     if can_offload and isinstance(run.optimizer, AdamWConfig) and not run.optimizer.offload:
-        optimizer, kinds = replace(run.optimizer, offload=True), frozenset({"optimizer"})
-        yield RunChange("optimizer.offload=true", 7, kinds, _with_changes(optimizer=optimizer))
-
-
-def _with_changes(**changed_groups: Any) -> Callable[[RunConfig], RunConfig]:
-    return lambda run: replace(run, **changed_groups)
+        optimizer = replace(run.optimizer, offload=True)
+        overrides = ("optimizer.offload=true",)
+        yield RunChange(overrides, {"optimizer": optimizer}, 7, frozenset({"optimizer"}))
