@@ -32,8 +32,8 @@ from scalewise.quantization.config import (
     weight_census,
     weight_census_by_kind,
 )
-from scalewise.registry import target_name
-from scalewise.torch_compile import Compile, CompileScope
+from scalewise.registry import option_name, target_name
+from scalewise.torch_compile import Compile
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 
@@ -93,6 +93,10 @@ class RunConfig:
     """Option chosen in each group; recorded by scalewise."""
     overrides: tuple[str, ...] = ()
     """Overrides of the command line; recorded by scalewise."""
+
+    def option(self, group: str) -> str:
+        """Name of the option chosen in ``group``; without ``choices``, one with the same class."""
+        return self.choices.get(group) or option_name(getattr(self, group))
 
     @property
     def world_size(self) -> int:

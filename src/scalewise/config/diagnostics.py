@@ -371,7 +371,7 @@ def _type_issue(
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return ConfigIssue(key, value, "is not an integer", f"set {key}={int(value)}")
     if typing.get_origin(kind) is tuple:
-        entry = value if isinstance(value, str) else "TEXT"
+        entry = "TEXT" if isinstance(value, dict | list) else value
         return ConfigIssue(key, value, "is not a list", f"set {format_override(key, [entry])}")
     reason = {
         int: "is not an integer",

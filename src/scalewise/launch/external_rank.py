@@ -45,7 +45,7 @@ def _run_external_rank(external_rank: ExternalRank, job_spec: JobSpec, folder: P
     if world_size != job_spec.run.world_size:
         raise ConfigError.for_key(
             "parallelism",
-            job_spec.run.choices.get("parallelism", ""),
+            job_spec.run.option("parallelism"),
             f"requires {job_spec.run.world_size} ranks; {world_size} were started",
         )
     with ExitStack() as exit_stack:

@@ -33,7 +33,7 @@ def _resume_issues(trained_adapter: TrainedAdapter, run: RunConfig) -> Iterator[
             manifest.verify_checkpoint(path)
             yield from _base_model_issues(run, path, resolved_config(path))
             yield from _difference_issues(
-                current_adapter, _adapter_of_run(path), run.model, run.choices.get("adapter")
+                current_adapter, _adapter_of_run(path), run.model, run.option("adapter")
             )
         elif not isinstance(run.model, DecoderConfig):
             reason = "is a PEFT folder, which is supported for decoder models only"
@@ -44,7 +44,7 @@ def _resume_issues(trained_adapter: TrainedAdapter, run: RunConfig) -> Iterator[
             recorded_adapter = peft_import.infer_config(path, run.model, current_adapter)
             issues = list(
                 _difference_issues(
-                    current_adapter, recorded_adapter, run.model, run.choices.get("adapter")
+                    current_adapter, recorded_adapter, run.model, run.option("adapter")
                 )
             )
             yield from issues or peft_import.shape_issues(path, current_adapter, run.model)

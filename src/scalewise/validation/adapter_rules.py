@@ -58,8 +58,8 @@ def _virtual_token_issues(
             fix = f"set adapter.tokens={tokens} data.sequence={min(positions, context) - tokens}"
         yield ConfigIssue("adapter.tokens", adapter.tokens, reason, fix)
     if run.objective.pairs or run.objective.reference_objective is not None:
-        option = run.choices.get("adapter", type(adapter).__name__)
-        objective = run.choices.get("objective", "")
+        option = run.option("adapter")
+        objective = run.option("objective")
         reason = f"cannot be disabled, which objective={objective} requires"
         yield ConfigIssue("adapter", option, reason, "set adapter=lora")
 
@@ -72,7 +72,7 @@ def _prompt_issues(adapter: PromptAdapterConfig, run: RunConfig) -> Iterator[Con
         reason = (
             "is not supported with data.packing=true, which joins several texts in one sequence"
         )
-        option = run.choices.get("adapter", "prompt")
+        option = run.option("adapter")
         yield ConfigIssue("adapter", option, reason, "set data.packing=false")
 
 

@@ -17,7 +17,7 @@ def format_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for bf16 on a device without it."""
     formats = (run.precision.parameters, run.precision.compute)
     if FloatFormat.bf16 in formats and run.hardware.bf16_tflops == 0:
-        chosen = run.choices.get("precision", "bf16")
+        chosen = run.option("precision")
         reason = f"is not supported: {run.hardware.match or 'the device'} has no bf16"
         yield ConfigIssue("precision", chosen, reason, "set precision=fp16_mixed")
 
@@ -61,7 +61,7 @@ def token_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         fix = f"set data.vocabulary={vocabulary} or {grown}" if is_large_enough else f"set {grown}"
         yield ConfigIssue("data.vocabulary", needed, reason, fix)
     elif needed is not None and needed > vocabulary:
-        reason = f"is too small: data={run.choices.get('data')} has {needed} token ids"
+        reason = f"is too small: data={run.option('data')} has {needed} token ids"
         yield ConfigIssue("model.vocabulary", vocabulary, reason, f"set {grown}")
     yield from _tokenizer_issues(run)
     if run.data.packing and run.data.pairs:
@@ -94,13 +94,13 @@ def _tokenizer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 def device_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for devices and ranks that this machine does not have."""
     machine = this_machine()
-    key, ranks = "parallelism", run.choices.get("parallelism", "")
+    key, ranks = "parallelism", run.option("parallelism")
     local_ranks = local_world_size() or run.world_size
     if run.hardware.device is DeviceKind.cuda:
         if not machine.gpus:
             yield ConfigIssue(
                 "hardware",
-                run.choices.get("hardware", "cuda"),
+                run.option("hardware"),
                 "requires a CUDA device, which this machine does not have",
                 "set hardware=auto or hardware=cpu",
             )
@@ -114,7 +114,7 @@ def device_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         elif run.hardware.match and run.hardware.match not in machine.gpus[0]:
             yield ConfigIssue(
                 "hardware",
-                run.choices.get("hardware", run.hardware.match),
+                run.option("hardware"),
                 f"does not match this machine, which has {machine.gpus[0]}",
                 "set hardware=auto",
             )
@@ -131,7 +131,7 @@ def device_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for fp16 on the CPU."""
     compute = run.precision.compute
-    key, chosen = "precision", run.choices.get("precision", "")
+    key, chosen = "precision", run.option("precision")
     if not chosen.startswith(compute.value):
         key, chosen = "precision.compute", compute.value
     if run.hardware.device is DeviceKind.cpu and compute is FloatFormat.fp16:

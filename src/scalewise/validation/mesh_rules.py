@@ -10,7 +10,6 @@ from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 
@@ -28,7 +27,7 @@ def mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if run.precision.compute is FloatFormat.fp16:
         yield ConfigIssue(
             "precision",
-            run.choices.get("precision", "fp16"),
+            run.option("precision"),
             "is not supported on a mesh: Lightning does not scale fp16 gradients there",
             "set precision=bf16_mixed, or parallelism=ddp",
         )
@@ -62,7 +61,7 @@ def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
         ("context", prompt_tokens or prefix_tokens, context_reason),
     ):
         if tokens and mesh.sizes[axis] > 1:
-            chosen = run.choices.get("adapter", option_name(run.adapter))
+            chosen = run.option("adapter")
             fix = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
             yield ConfigIssue("adapter", chosen, reason, fix)
 
@@ -167,7 +166,7 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
 def _pair_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if not run.objective.pairs:
         return
-    chosen = run.choices.get("objective", option_name(run.objective))
+    chosen = run.option("objective")
     reasons = {
         "context": "requires the log-probability of whole answers; context ranks have a part each",
         "pipeline": "requires reference log-probabilities, which pipeline stages do not pass on",
@@ -192,7 +191,7 @@ def _classification_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigI
 def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if not run.objective.rollouts_per_sample:
         return
-    chosen = run.choices.get("objective", option_name(run.objective))
+    chosen = run.option("objective")
     reasons = {
         "tensor": "samples from complete logits; tensor ranks have a part each",
         "context": "generates from complete sequences; context ranks have a part each",

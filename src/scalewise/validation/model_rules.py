@@ -26,7 +26,6 @@ def model_issues(model: ModelConfig, run: RunConfig) -> Iterator[ConfigIssue]:
 @model_issues.register(HuggingFaceConfig)
 def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield features of the run that Hugging Face models do not support."""
-    choices = run.choices
     sizes = getattr(run.parallelism, "sizes", {})
     if len(model.info.stack_starts) > 1:
         yield from _stack_issues(model, run)
@@ -45,11 +44,11 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
         and biases
         and len(model.info.stack_starts) == 1
     ):
-        option = choices.get("quantization", "qat_int4")
+        option = run.option("quantization")
         reason = f"does not support linear layers with biases ({model.info.model_type})"
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
     if run.adapter.prompt_tokens or run.adapter.prefix_tokens:
-        option = choices.get("adapter", "prompt")
+        option = run.option("adapter")
         yield ConfigIssue("adapter", option, UNSUPPORTED, "set adapter=lora")
     if run.data.packing:
         yield ConfigIssue("data.packing", True, UNSUPPORTED, "set data.packing=false")
@@ -65,7 +64,7 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
     if model.image_size:
         kind, is_supported, data = "reads images", run.objective.reads_images, "captions"
         if run.precision.parameters is FloatFormat.bf16:
-            option = run.choices.get("precision", "bf16_true")
+            option = run.option("precision")
             reason = f"stores the Q-Former of {model.info.model_type} in bf16, but it requires fp32"
             yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if not is_supported:
@@ -75,20 +74,20 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
     models = "vision-language models" if model.image_size else "encoder-decoder models"
     reason = f"is not supported for {models}"
     if run.parallelism.flattens_parameters:
-        option = run.choices.get("parallelism", "deepspeed")
+        option = run.option("parallelism")
         yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
     if run.precision.fp8_layers(model):
-        option = run.choices.get("precision", "fp8")
+        option = run.option("precision")
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if run.memory.offload:
         yield ConfigIssue("memory.offload", True, reason, "set memory=checkpoint_full")
     if run.optimizer.in_backward:
         yield ConfigIssue("optimizer.in_backward", True, reason, "set optimizer.in_backward=false")
     if run.compile.scope is not CompileScope.none:
-        option = run.choices.get("compile", "block")
+        option = run.option("compile")
         yield ConfigIssue("compile", option, reason, "set compile=none")
     if run.quantization.packed_layers(model) or run.quantization.fake_quantized_layers(model):
-        option = run.choices.get("quantization", "nf4")
+        option = run.option("quantization")
         yield ConfigIssue("quantization", option, reason, "set quantization=none")
 
 
@@ -113,7 +112,7 @@ def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         fix = "set parallelism.sequence_parallel=false"
         yield ConfigIssue("parallelism.sequence_parallel", True, reason, fix)
     if run.has_frozen_weights:
-        option = run.choices.get("adapter", "lora")
+        option = run.option("adapter")
         reason = "is not supported with tensor parallelism of Hugging Face models"
         yield ConfigIssue(
             "adapter", option, reason, "set adapter=none, or parallelism=fsdp parallelism.tensor=1"

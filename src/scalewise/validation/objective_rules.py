@@ -16,7 +16,6 @@ from scalewise.objectives import (
     Seq2Seq,
     UserModule,
 )
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.validation.compatibility import planning_issues
@@ -26,7 +25,7 @@ from scalewise.validation.user_module_rules import user_module_issues
 @singledispatch
 def objective_issues(objective: ObjectiveConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for data or a model head of another objective."""
-    chosen = run.choices.get("data", option_name(run.data))
+    chosen = run.option("data")
     if run.data.pairs:
         reason = "contains preference pairs, which this objective does not support"
         yield ConfigIssue("data", chosen, reason, "set objective=dpo, or data=chat")
@@ -49,7 +48,7 @@ def objective_issues(objective: ObjectiveConfig, run: RunConfig) -> Iterator[Con
 def _dpo_issues(objective: DPO, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for data without preference pairs."""
     if not run.data.pairs:
-        chosen = run.choices.get("data", option_name(run.data))
+        chosen = run.option("data")
         reason = "contains no preference pairs"
         fix = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
         yield ConfigIssue("data", chosen, reason, fix)
@@ -59,7 +58,7 @@ def _dpo_issues(objective: DPO, run: RunConfig) -> Iterator[ConfigIssue]:
 def _grpo_issues(objective: GRPO, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for data without a reward, and for a KL penalty without a reference model."""
     if not run.data.answer_length:
-        chosen = run.choices.get("data", option_name(run.data))
+        chosen = run.option("data")
         reason = "does not define a reward of answers"
         fix = "set data=reversal, or objective=causal_lm"
         yield ConfigIssue("data", chosen, reason, fix)
@@ -73,7 +72,7 @@ def _grpo_issues(objective: GRPO, run: RunConfig) -> Iterator[ConfigIssue]:
 def _classification_issues(objective: Classification, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for data without classes, and for a head of another size or a frozen one."""
     if not (num_classes := len(run.data.classes)):
-        chosen = run.choices.get("data", option_name(run.data))
+        chosen = run.option("data")
         reason = "contains no class labels"
         fix = "set data=corpus_classes, or objective=causal_lm"
         yield ConfigIssue("data", chosen, reason, fix)
@@ -89,7 +88,7 @@ def _classification_issues(objective: Classification, run: RunConfig) -> Iterato
         has_option = "trained" in vars(run.adapter)
         override = "'adapter.trained=[head]'"
         fix = f"set {override}" if has_option else f"set adapter=lora {override}"
-        yield ConfigIssue("adapter", run.choices.get("adapter"), reason, fix)
+        yield ConfigIssue("adapter", run.option("adapter"), reason, fix)
 
 
 @objective_issues.register(Seq2Seq)
@@ -114,12 +113,12 @@ def _user_module_issues(objective: UserModule, run: RunConfig) -> Iterator[Confi
 def _encoder_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for a model without encoder, and for data without encoder inputs."""
     if not run.model.is_encoder_decoder:
-        chosen = run.choices.get("model", option_name(run.model))
+        chosen = run.option("model")
         reason = "has no encoder"
         fix = "set model=hf model.path=FOLDER of a model such as T5, or objective=causal_lm"
         yield ConfigIssue("model", chosen, reason, fix)
     if not run.data.target_length:
-        chosen = run.choices.get("data", option_name(run.data))
+        chosen = run.option("data")
         reason = "contains no encoder inputs"
         fix = "set data=seq2seq 'data.paths=[my/*.jsonl]', or objective=causal_lm"
         yield ConfigIssue("data", chosen, reason, fix)
@@ -129,12 +128,12 @@ def _image_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for a model or data without images, and for different image sizes."""
     model_size, data_size = run.model.image_size, run.data.image_size
     if not model_size:
-        chosen = run.choices.get("model", option_name(run.model))
+        chosen = run.option("model")
         fix = "set model=hf model.path=FOLDER of a model such as BLIP-2, "
         fix += "or objective=causal_lm"
         yield ConfigIssue("model", chosen, "does not accept images", fix)
     if not data_size:
-        chosen = run.choices.get("data", option_name(run.data))
+        chosen = run.option("data")
         fix = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
         yield ConfigIssue("data", chosen, "contains no images", fix)
     if model_size and data_size and model_size != data_size:

@@ -24,7 +24,7 @@ def _schedule_free_issues(optimizer: ScheduleFreeConfig, run: RunConfig) -> Iter
     """Yield issues for a decaying schedule and for sharded state."""
     yield from _parameter_issues(optimizer, run)
     if run.schedule.decays:
-        option = run.choices.get("schedule", type(run.schedule).__name__.lower())
+        option = run.option("schedule")
         reason = "decays the learning rate, which optimizer=schedule_free requires to be constant"
         yield ConfigIssue("schedule", option, reason, "set schedule=constant")
     if optimizer.shard:

@@ -14,7 +14,6 @@ from scalewise.parallelism.ddp import CommHook, DDPConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.validation.mesh_rules import mesh_issues
@@ -63,7 +62,7 @@ def _deepspeed_issues(parallelism: DeepSpeedConfig, run: RunConfig) -> Iterator[
     if run.precision.compute is FloatFormat.fp16:
         yield ConfigIssue(
             "precision",
-            run.choices.get("precision", "fp16"),
+            run.option("precision"),
             "is not supported: DeepSpeed's loss scale is not part of a checkpoint",
             "set precision=bf16_mixed, or parallelism=ddp",
         )
@@ -72,7 +71,7 @@ def _deepspeed_issues(parallelism: DeepSpeedConfig, run: RunConfig) -> Iterator[
     if offloaded is not OffloadTarget.none and steps_elsewhere:
         yield ConfigIssue(
             "optimizer",
-            run.choices.get("optimizer", option_name(run.optimizer)),
+            run.option("optimizer"),
             f"is not supported with offload_optimizer={offloaded}, which uses DeepSpeedCPUAdam",
             "set optimizer=adamw, or parallelism.offload_optimizer=none",
         )
@@ -106,7 +105,7 @@ def _optimizer_issues(parallelism: ParallelismConfig, run: RunConfig) -> Iterato
         run.optimizer.uses_whole_weights and parallelism.shards_parameters and not gathered
     )
     if needs_unsharded or (parallelism.flattens_parameters and not run.optimizer.elementwise):
-        chosen = run.choices.get("optimizer", option_name(run.optimizer))
+        chosen = run.option("optimizer")
         reason = "requires unsharded parameters; this strategy shards them"
         if not needs_unsharded:
             reason = "requires separate parameters; this strategy updates one flat vector"
@@ -129,7 +128,7 @@ def _deepspeed_machine_issues(
 ) -> Iterator[ConfigIssue]:
     """Yield an issue for each package or library that is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
-        chosen = run.choices.get("parallelism", "deepspeed")
+        chosen = run.option("parallelism")
         fix = "pip install 'scalewise[deepspeed]'"
         yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", fix)
     if "async_io" in parallelism.native_extensions and ctypes.util.find_library("aio") is None:

@@ -10,7 +10,6 @@ from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import Precision
 from scalewise.precision.fp8 import DIM_MULTIPLE, Float8
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 
 
@@ -23,7 +22,7 @@ def precision_issues(precision: Precision, run: RunConfig) -> Iterator[ConfigIss
 @precision_issues.register(Float8)
 def _fp8_issues(precision: Float8, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for devices, shapes and strategies that torchao's layers do not support."""
-    parallelism, option = run.parallelism, run.choices.get("precision", "fp8")
+    parallelism, option = run.parallelism, run.option("precision")
     if run.hardware.fp8_tflops == 0:
         reason = f"{run.hardware.match or 'the device'} has no fp8 matmuls"
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
@@ -35,7 +34,7 @@ def _fp8_issues(precision: Float8, run: RunConfig) -> Iterator[ConfigIssue]:
         reason = f"the model has no linear layer with dimensions divisible by {DIM_MULTIPLE}"
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if run.has_frozen_weights:
-        adapter = run.choices.get("adapter", option_name(run.adapter))
+        adapter = run.option("adapter")
         reason = "freezes matrices, whose gradients torchao's fp8 layers compute all the same"
         yield ConfigIssue("adapter", adapter, reason, "set precision=bf16_mixed")
     if isinstance(parallelism, MeshConfig):
@@ -45,6 +44,6 @@ def _fp8_issues(precision: Float8, run: RunConfig) -> Iterator[ConfigIssue]:
                 fix = f"set parallelism=fsdp parallelism.{axis}=1"
                 yield ConfigIssue(f"parallelism.{axis}", ranks, reason, fix)
     if isinstance(parallelism, DeepSpeedConfig):
-        parallelism_option = run.choices.get("parallelism", "deepspeed")
+        parallelism_option = run.option("parallelism")
         reason = "casts parameters itself and does not support fp8"
         yield ConfigIssue("parallelism", parallelism_option, reason, "set parallelism=fsdp")

@@ -14,7 +14,6 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.bitsandbytes_config import BitsAndBytesConfig
 from scalewise.quantization.config import QuantizationConfig
 from scalewise.quantization.qat import QATInt4Config
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override
@@ -29,13 +28,13 @@ def quantization_issues(quantization: QuantizationConfig, run: RunConfig) -> Ite
 @quantization_issues.register(BitsAndBytesConfig)
 def _packing_issues(quantization: BitsAndBytesConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for parts that train, shard or read the packed matrices."""
-    name = run.choices.get("quantization", option_name(quantization))
+    name = run.option("quantization")
     parallelism = run.parallelism
     if not run.has_frozen_weights:
         reason = "packs matrices, which cannot be trained without an adapter"
         yield ConfigIssue("quantization", name, reason, "add adapter=lora")
     elif run.adapter.reads_base_weights:
-        option = run.choices.get("adapter", option_name(run.adapter))
+        option = run.option("adapter")
         reason = f"is initialized from matrices that quantization={name} packs"
         yield ConfigIssue("adapter", option, reason, "set adapter=lora")
     if conflicting := {*run.adapter.fully_trained_modules(run.model)} & {
@@ -49,7 +48,7 @@ def _packing_issues(quantization: BitsAndBytesConfig, run: RunConfig) -> Iterato
         fix = "set parallelism=fsdp parallelism.tensor=1"
         yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
     if isinstance(parallelism, DeepSpeedConfig):
-        option = run.choices.get("parallelism", "deepspeed")
+        option = run.option("parallelism")
         reason = f"casts the parameters that quantization={name} packs"
         yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
     if run.compile.scope is not CompileScope.none:
@@ -60,18 +59,18 @@ def _packing_issues(quantization: BitsAndBytesConfig, run: RunConfig) -> Iterato
 @quantization_issues.register(QATInt4Config)
 def _qat_issues(quantization: QATInt4Config, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for parts that freeze matrices, or shard elements with a common scale."""
-    name = run.choices.get("quantization", option_name(quantization))
+    name = run.option("quantization")
     parallelism, model = run.parallelism, run.model
     if isinstance(model, DecoderConfig):
         yield from _export_format_issues(model, name)
     yield from _group_issues(quantization, model)
     if run.has_frozen_weights:
-        option = run.choices.get("adapter", option_name(run.adapter))
+        option = run.option("adapter")
         reason = f"freezes the matrices that quantization={name} trains"
         fix = "set adapter=none, or quantization=nf4"
         yield ConfigIssue("adapter", option, reason, fix)
     if run.precision.fp8_layers(model):
-        option = run.choices.get("precision", "fp8")
+        option = run.option("precision")
         reason = f"casts to fp8 the operands that quantization={name} rounds to integers"
         yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
@@ -79,7 +78,7 @@ def _qat_issues(quantization: QATInt4Config, run: RunConfig) -> Iterator[ConfigI
         fix = "set parallelism=fsdp parallelism.tensor=1"
         yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
     if isinstance(parallelism, DeepSpeedConfig):
-        option = run.choices.get("parallelism", "deepspeed")
+        option = run.option("parallelism")
         reason = f"is not supported with quantization={name}"
         yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
 

@@ -10,7 +10,6 @@ from scalewise.models.op_graph import Recompute
 from scalewise.objectives.module import ModuleDecides
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
-from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import TrainerConfig
@@ -32,7 +31,7 @@ def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     for group, default in DEFAULT_OPTIONS.items():
         config = getattr(run, group)
         is_module = config.is_user_defined if group == "data" else isinstance(config, ModuleDecides)
-        chosen = run.choices.get(group, option_name(config))
+        chosen = run.option(group)
         if is_module and not run.objective.is_user_defined:
             fix = f"set objective=module, or {group}={default}"
             yield ConfigIssue(group, chosen, "requires objective=module", fix)
@@ -59,7 +58,7 @@ def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     ):
         if is_set:
             reason = "is not supported with a user-defined module, which scalewise does not modify"
-            yield ConfigIssue(group, run.choices.get(group, ""), reason, f"set {group}=none")
+            yield ConfigIssue(group, run.option(group), reason, f"set {group}=none")
 
 
 def _trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
@@ -104,6 +103,6 @@ def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
     is_fp16 = run.precision.compute is FloatFormat.fp16
     if is_fp16 and (sizes or parallelism.flattens_parameters):
-        chosen = run.choices.get("precision", "fp16")
+        chosen = run.option("precision")
         reason = "requires gradient scaling, which this parallelism strategy does not support"
         yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
