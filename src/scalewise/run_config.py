@@ -33,7 +33,7 @@ from scalewise.quantization.config import (
     weight_census_by_kind,
 )
 from scalewise.registry import option_name, target_name
-from scalewise.torch_compile import Compile
+from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 

@@ -11,6 +11,7 @@ from fixtures.rejections import (
     rejection_issues,
 )
 
+from hydra_plugins.scalewise_launcher import LAUNCHERS
 from scalewise.config import paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
@@ -26,7 +27,9 @@ TYPOS: list[RejectionCase] = [
     *(
         ([f"{group}={option}"], group, "no such option", f"set {choice}")
         for (group, option), choice in EXPECTED_OPTIONS.items()
+        if group in paths.GROUPS
     ),
+    (["hydra/launcher=joblib"], "hydra/launcher", "is not a launcher", "set hydra/launcher=packed"),
     (["experiment=smok"], "experiment", "no such option", "did you mean smoke?"),
     (["sweep=learning_rat"], "sweep", "no such option", "did you mean learning_rate?"),
     (["callbacks=[guard,emma]"], "callbacks", "no such option", "did you mean ema?"),
@@ -158,7 +161,7 @@ PRESETS: list[RejectionCase] = [
 def test_what_goes_by_another_name_is_there() -> None:
     for choice in " ".join(EXPECTED_OPTIONS.values()).split():
         group, option = choice.split("=")
-        assert option in paths.option_names(group)
+        assert option in (LAUNCHERS if group == "hydra/launcher" else paths.option_names(group))
 
 
 @pytest.mark.parametrize(

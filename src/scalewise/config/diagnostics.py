@@ -21,6 +21,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from scalewise import registry
 from scalewise.config import paths, sweep_grid
+from scalewise.config.flags import launcher_issues
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
 from scalewise.errors import ConfigError, ConfigIssue, ScalewiseError, format_value
@@ -268,6 +269,9 @@ def _plain_value(value: Any) -> Any:
 
 def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIssue]:
     group, text = _override_key(override), _override_text(override)
+    if group == "hydra/launcher":
+        yield from launcher_issues(_display_value(override))
+        return
     if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
         return
     in_defaults = group in (*paths.GROUPS, *PRESETS)

@@ -97,13 +97,13 @@ def flag_help() -> list[str]:
     ]
 
 
-def launcher_issues(launcher: str) -> Iterator[ConfigIssue]:
+def launcher_issues(launcher: object) -> Iterator[ConfigIssue]:
     """Yield an issue for a launcher of another package, which skips validation and records."""
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
     if launcher not in LAUNCHERS:
         reason = "is not a launcher of scalewise: it neither validates nor records jobs"
-        fix = suggested_option("hydra/launcher", launcher, LAUNCHERS, "hydra/launcher=")
+        fix = suggested_option("hydra/launcher", str(launcher), LAUNCHERS, "hydra/launcher=")
         if fix.startswith("available"):
             fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
         yield ConfigIssue("hydra/launcher", launcher, reason, fix)
