@@ -85,8 +85,10 @@ def format_percent(fraction: float | None) -> str:
 
 
 def format_error(fraction: float | None) -> str:
-    """Format a fraction as a signed percentage: ``+0.4%``, with U+2212 as minus."""
+    """Format a fraction as a signed percentage: ``+0.4%``, or ``<0.1%`` for either sign."""
     text = format_fixed(None if fraction is None else fraction * 100, 1)
+    if text == f">{MINUS}0.1":
+        text = "<0.1"
     if text in (MISSING, "not finite", "0"):
         return text
     return f"{'' if text.startswith((MINUS, '<', '>')) else '+'}{text}%"
