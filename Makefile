@@ -63,7 +63,7 @@ gpu: $(READY) ## tests that require a CUDA device
 	$(BIN)/pytest tests -m gpu
 
 matrix: $(READY) native ## run every strategy with every option; writes experiments/records/cpu/compatibility
-	SCALEWISE_RECORD=1 $(BIN)/pytest tests/numerics/test_compatibility.py -m "exhaustive or not exhaustive"
+	SCALEWISE_RECORD=1 $(BIN)/pytest tests/numerics/test_compatibility_matrix.py -m "exhaustive or not exhaustive"
 
 bench: $(READY) ## measure links and overhead; writes experiments/records (slow_link: Linux, root)
 	$(BIN)/scalewise bench collectives record=true

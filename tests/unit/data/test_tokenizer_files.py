@@ -112,7 +112,7 @@ def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
 
 
 def test_the_extra_has_what_a_sentencepiece_model_needs():
-    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     extra = " ".join(pyproject["project"]["optional-dependencies"]["hf"])
     for package in tokenizer_files.CONVERSION_PACKAGES:
         assert package.rpartition(".")[2] in extra

@@ -23,7 +23,7 @@ from scalewise.data.user_datamodule import UserDataModule
 from scalewise.errors import DataError
 from scalewise.registry import target_name
 
-CONF = Path(__file__).parents[2] / "conf" / "data"
+CONF = Path(__file__).parents[3] / "conf" / "data"
 SPECS = {
     "captions": CaptionData,
     "chat": ChatData,

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures.decoder_configs import HF_DECODERS, for_each_decoder, for_each_hf_decoder
+from fixtures.decoder_configs import (
+    EXACT,
+    HF_DECODERS,
+    for_each_decoder,
+    for_each_hf_decoder,
+    hf_model,
+)
 from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import (
     ReferenceRun,
@@ -17,7 +23,6 @@ from fixtures.reference_runs import (
 )
 from fixtures.strategies import STRATEGIES, marks
 from numpy.typing import NDArray
-from test_decoder import EXACT, peer
 from torch import Tensor
 
 from scalewise.data.dataloader import Batch, as_batch
@@ -97,7 +102,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
 
 @for_each_hf_decoder
 def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfig) -> None:
-    theirs, batch = peer(spec), packed(spec)
+    theirs, batch = hf_model(spec), packed(spec)
     ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     with torch.no_grad():

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from scalewise.models.base import StageSlice, TPStyle
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
+CONF = Path(__file__).parents[3] / "conf" / "model"
 SMALL = DecoderConfig(vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48)
 PARAMETERS = {
     "decoder_nano": 1_180_800,

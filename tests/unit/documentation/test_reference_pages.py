@@ -12,7 +12,7 @@ import scalewise
 from scalewise.commands.usage import COMMANDS
 from scalewise.config import option_docs, paths
 
-HOOK = Path(__file__).parents[2] / "docs" / "hooks" / "reference.py"
+HOOK = Path(__file__).parents[3] / "docs" / "hooks" / "reference.py"
 
 
 def load_hook() -> ModuleType:

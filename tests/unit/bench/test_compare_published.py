@@ -20,7 +20,7 @@ from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision import FloatFormat
 from scalewise.validation.run_issues import iter_issues
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROW = {
     "source": "pytorch/torchtitan some.md",
     "model": "Llama-3.1-8B",

@@ -10,18 +10,20 @@ import pytest
 import torch
 import yaml
 from fixtures.decoder_configs import (
+    EXACT,
     GPT2,
     LLAMA,
     OTHER_DECODERS,
     for_each_decoder,
     for_each_hf_decoder,
+    hf_model,
     random_tokens,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import flop_counter
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.build import build_model
@@ -33,54 +35,6 @@ from scalewise.models.decoder.state_dict_adapter import (
 )
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-EXACT = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def peer_config(spec: DecoderConfig) -> PreTrainedConfig:
-    """Returns Hugging Face's config of a spec, written here apart from what ``export`` writes."""
-    if spec.position is PositionKind.learned:
-        return GPT2Config(
-            vocab_size=spec.vocabulary,
-            n_positions=spec.context,
-            n_embd=spec.width,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            n_inner=spec.feedforward,
-            tie_word_embeddings=spec.tied,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if spec.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    return LlamaConfig(
-        vocab_size=spec.vocabulary,
-        max_position_embeddings=spec.context,
-        hidden_size=spec.width,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_width,
-        intermediate_size=spec.feedforward,
-        rms_norm_eps=spec.norm_epsilon,
-        tie_word_embeddings=spec.tied,
-        rope_parameters=rope,
-    )
-
-
-def peer(spec: DecoderConfig, seed: int = 1) -> nn.Module:
-    """Returns Hugging Face's model of a spec with every parameter random, norms and biases too."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(peer_config(spec)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.2, 0.3)
-    return model
 
 
 @torch.no_grad()
@@ -100,7 +54,7 @@ def read(name: str) -> DecoderConfig:
 
 @for_each_hf_decoder
 def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
-    theirs = peer(spec)
+    theirs = hf_model(spec)
     ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     assert_same_logits(ours, theirs, spec)
@@ -111,7 +65,7 @@ def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
 def test_saved_folder_gives_the_same_logits(
     spec: DecoderConfig, shard: str, tmp_path: Path
 ) -> None:
-    theirs = peer(spec)
+    theirs = hf_model(spec)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
     assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
@@ -127,7 +81,7 @@ def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Pa
 
 
 def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
-    theirs = peer(GPT2)
+    theirs = hf_model(GPT2)
     bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     ours = build_model(GPT2, 0)
@@ -309,7 +263,7 @@ def test_dropout_acts_in_training_only() -> None:
 def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: DecoderConfig) -> None:
     batch, ours_off, theirs_off = random_tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
-        theirs, ours = peer(spec, seed), build_model(spec, 0).eval()
+        theirs, ours = hf_model(spec, seed), build_model(spec, 0).eval()
         ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
         with torch.no_grad():
             exact = ours(batch)
