@@ -36,10 +36,11 @@ demo: $(READY) ## train small models on the CPU, also in bf16 if it is supported
 	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu \
 	  $$($(BIN)/python -c '$(NATIVE_ONLY)')
 
-lint: $(READY) ## ruff, mypy on src, codespell
+lint: $(READY) ## ruff, mypy on src, import contracts, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/codespell
 
 check: lint ## lint and unit tests; takes a few minutes

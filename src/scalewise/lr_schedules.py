@@ -6,13 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import cos, pi
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
-
-if TYPE_CHECKING:
-    from torch import optim
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,6 @@ class ScheduleConfig(ABC):
             value = getattr(self, key, 0.0)
             if not 0 <= value <= 1:
                 yield ConfigIssue(f"schedule.{key}", value, "must be a fraction in [0, 1]")
-
-    def build(self, optimizer: optim.Optimizer, steps: int) -> optim.lr_scheduler.LambdaLR:
-        """Build the torch scheduler; it is stepped once per optimizer step."""
-        from torch.optim.lr_scheduler import LambdaLR
-
-        return LambdaLR(optimizer, lambda step: self.lr_factor(step, steps))
 
     def _steps_after_warmup(self, steps: int) -> int:
         return max(1, steps - 1 - self.warmup_steps)  # the last step is number steps - 1

@@ -51,6 +51,8 @@ _RENAMED = {
     "parallelism.mesh.Mesh": "parallelism.mesh.MeshConfig",
     "parallelism.single.Single": "parallelism.single.SingleConfig",
     "plan.spec.Planning": "plan_config.PlanConfig",
+    "precision.Precision": "precision.config.Precision",
+    "precision.fp8.Float8": "precision.config.Float8",
     "quantization.aware.QAT8da4w": "quantization.qat.QAT8da4wConfig",
     "quantization.aware.QATInt4": "quantization.qat.QATInt4Config",
     "quantization.packing.FP4": "quantization.bitsandbytes_config.FP4Config",

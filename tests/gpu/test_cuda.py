@@ -13,7 +13,7 @@ from scalewise.measure.steptime import StepTimer
 from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups
-from scalewise.precision.fp8 import FIRST_CAPABILITY
+from scalewise.precision.config import FIRST_CAPABILITY
 
 pytestmark = [
     pytest.mark.gpu,

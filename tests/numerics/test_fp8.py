@@ -30,7 +30,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta, build_model
 from scalewise.precision.build import apply_precision
-from scalewise.precision.fp8 import Float8, ScalingRecipe
+from scalewise.precision.config import Float8, ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive

@@ -31,7 +31,7 @@ from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
 from scalewise.planner.liveness_cache import model_op_graphs
 from scalewise.planner.rank_memory import build_rank_memory
-from scalewise.precision.fp8 import ScalingRecipe
+from scalewise.precision.config import ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive

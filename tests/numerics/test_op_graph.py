@@ -16,7 +16,7 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 from scalewise.models.op_graph import ForwardSpec, Recompute
 from scalewise.planner.activation_liveness import simulate_part
 from scalewise.precision.build import apply_precision
-from scalewise.precision.fp8 import Float8
+from scalewise.precision.config import Float8
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config

@@ -33,6 +33,7 @@ from scalewise.optimizers.base import FixedStateOptimizerConfig
 from scalewise.optimizers.build import build_optimizer
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
+from scalewise.training.lightning_module import build_lr_scheduler
 
 DEVICES = [name for name in paths.option_names("hardware") if name not in ("auto", "cpu")]
 
@@ -269,7 +270,9 @@ class TestSchedules:
         ],
     )
     def test_shapes_are_torch_s(self, spec: ScheduleConfig, usual: Callable[..., object]) -> None:
-        assert self._walk(lambda o: spec.build(o, 31), 30) == pytest.approx(self._walk(usual, 30))
+        assert self._walk(lambda o: build_lr_scheduler(spec, o, 31), 30) == pytest.approx(
+            self._walk(usual, 30)
+        )
 
     def _walk(self, build: Callable[..., object], steps: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)

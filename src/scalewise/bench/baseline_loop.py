@@ -18,6 +18,7 @@ from scalewise.optimizers.build import build_optimizer
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
+from scalewise.training.lightning_module import build_lr_scheduler
 
 
 class BaselineLoop:
@@ -56,7 +57,7 @@ class BaselineLoop:
             for name, parameter in self._model.named_parameters()
         ]
         self._optimizer = build_optimizer(run.optimizer, parameters)
-        self._schedule = run.schedule.build(self._optimizer, steps)
+        self._schedule = build_lr_scheduler(run.schedule, self._optimizer, steps)
         self.loss = torch.zeros(())
 
     def step(self) -> Tensor:

@@ -15,7 +15,7 @@ from scalewise.plan_config import UnfitPolicy
 from scalewise.planner.auto_micro_batch import MicroBatchChoice
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.tracking import planned_vs_measured
+from scalewise.tracking import tables
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes, format_count, format_seconds
 
@@ -86,7 +86,7 @@ def finish_job(result: Result) -> None:
     """Write the report of a job and print its status and path."""
     if result.status != "ok":
         print_lines(f"{result.status}: {result.reason}")
-    if text := planned_vs_measured.comparison_text(result.summary.get("metrics") or {}):
+    if text := tables.comparison_text(result.summary.get("metrics") or {}):
         print_lines(text)
     _write_reports([result.folder])
 

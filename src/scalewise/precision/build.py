@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from scalewise.hardware import DeviceKind
 from scalewise.lazy_dispatch import lazy_dispatch
 from scalewise.models.base import ModelConfig
-from scalewise.precision import Precision
+from scalewise.precision.config import Precision
 
 if TYPE_CHECKING:
     from scalewise.models.base_module import ModelModule

@@ -12,7 +12,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.precision.build import apply_precision
-from scalewise.precision.fp8 import FIRST_CAPABILITY, Float8
+from scalewise.precision.config import FIRST_CAPABILITY, Float8
 
 
 @apply_precision.register(Float8)

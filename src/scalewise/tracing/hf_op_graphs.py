@@ -40,7 +40,7 @@ from scalewise.models.op_graph import (
 from scalewise.objectives import CausalLM
 from scalewise.objectives.losses import set_chunked_loss, sum_over_tokens
 from scalewise.precision.build import apply_precision
-from scalewise.precision.fp8 import Float8
+from scalewise.precision.config import Float8
 from scalewise.quantization.bitsandbytes_config import NF4Config
 from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config

@@ -1,15 +1,23 @@
-"""W&B tables: the plan of a run, and predicted vs. measured values."""
+"""Metrics and tables of a run, for W&B and the terminal: predicted, measured and compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scalewise.metric_names import METRICS
+from scalewise.units import format_bytes, format_seconds
 
 MEASURED_KEYS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
 """Key of the measured metric by key of the predicted one."""
+_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "memory/peak_bytes": ("peak", format_bytes),
+    "time/step_s": ("step", format_seconds),
+}
+
+Row = dict[str, Any]
+"""Metrics by key."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +83,47 @@ def _comparison_rows(
         if predicted is not None and measured:
             ratio = predicted / measured
             yield key, METRICS[key].unit, float(predicted), float(measured), ratio
+
+
+def define_metrics(run: Any) -> None:
+    """Set the optimizer step as x-axis of all metrics, and the minimum as summary of losses."""
+    run.define_metric("step")
+    for key in METRICS:
+        if key != "step":
+            summary = "min" if key.endswith("/loss") else "last"
+            run.define_metric(key, step_metric="step", summary=summary)
+
+
+def average_window(rows: Sequence[Row]) -> Row:
+    """Reduce a window of steps to one row: the mean of per-step metrics, else the last value.
+
+    Metrics of a user-defined module are included.
+    """
+    averages: Row = {}
+    for key in dict.fromkeys([*METRICS, *(key for row in rows for key in row)]):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if values:
+            mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
+            averages[key] = sum(values) / len(values) if mean else values[-1]
+    return averages
+
+
+def summary_metrics(summary: Mapping[str, Any]) -> Row:
+    """Values of a ``summary.json`` by W&B key."""
+    other = {key: value for key, value in summary.items() if key not in ("metrics", "notes")}
+    return {f"final/{key}": value for key, value in {**summary["metrics"], **other}.items()}
+
+
+def predicted_metrics(plan: Mapping[str, Any]) -> Row:
+    """Values of a ``plan.json`` by W&B key."""
+    return {key: value for key, value in plan.items() if key.startswith("plan/")}
+
+
+def comparison_text(metrics: Mapping[str, Any]) -> str:
+    """Format as ``peak 36.9 MiB (predicted -0.2%)  step ...``; empty without predictions."""
+    return "  ".join(
+        f"{_FORMATS[key][0]} {_FORMATS[key][1](metrics[key])} "
+        f"(predicted {round(metrics[plan_key] / metrics[key] - 1, 3) + 0.0:+.1%})"
+        for plan_key, key in MEASURED_KEYS.items()
+        if metrics.get(plan_key) is not None and metrics.get(key)
+    )

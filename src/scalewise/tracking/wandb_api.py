@@ -26,7 +26,7 @@ from scalewise.tracking.connection import (
     server_error_text,
     wandb_client,
 )
-from scalewise.tracking.wandb_session import define_metrics
+from scalewise.tracking.tables import define_metrics
 
 UPLOAD_TIMEOUT = 60.0
 """Seconds for the upload of a small file."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
-from scalewise.metric_names import METRICS
 from scalewise.redaction import redact, redact_tree
 from scalewise.run_config import RunConfig
 from scalewise.tracking.connection import base_url, has_key, hide_credentials, is_answering
+from scalewise.tracking.tables import (
+    Row,
+    average_window,
+    define_metrics,
+    predicted_metrics,
+    summary_metrics,
+)
 from scalewise.tracking.wandb_sweeps import flat_keys
 from scalewise.tracking_config import WandbConfig, WandbMode
 
@@ -24,8 +30,6 @@ FINISH_TIMEOUT = 5.0
 
 SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
 """Variables that identify one run, set by a W&B agent or a batch script."""
-
-Row = dict[str, Any]
 
 
 class NullSession:
@@ -161,40 +165,6 @@ def clear_run_id(environment: MutableMapping[str, str]) -> None:
     """Remove the variables that identify one run, so that each job gets its own run."""
     for name in SINGLE_RUN_VARIABLES:
         environment.pop(name, None)
-
-
-def define_metrics(run: Any) -> None:
-    """Set the optimizer step as x-axis of all metrics, and the minimum as summary of losses."""
-    run.define_metric("step")
-    for key in METRICS:
-        if key != "step":
-            summary = "min" if key.endswith("/loss") else "last"
-            run.define_metric(key, step_metric="step", summary=summary)
-
-
-def average_window(rows: Sequence[Row]) -> Row:
-    """Reduce a window of steps to one row: the mean of per-step metrics, else the last value.
-
-    Metrics of a user-defined module are included.
-    """
-    averages: Row = {}
-    for key in dict.fromkeys([*METRICS, *(key for row in rows for key in row)]):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if values:
-            mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
-            averages[key] = sum(values) / len(values) if mean else values[-1]
-    return averages
-
-
-def summary_metrics(summary: Mapping[str, Any]) -> Row:
-    """Values of a ``summary.json`` by W&B key."""
-    other = {key: value for key, value in summary.items() if key not in ("metrics", "notes")}
-    return {f"final/{key}": value for key, value in {**summary["metrics"], **other}.items()}
-
-
-def predicted_metrics(plan: Mapping[str, Any]) -> Row:
-    """Values of a ``plan.json`` by W&B key."""
-    return {key: value for key, value in plan.items() if key.startswith("plan/")}
 
 
 def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> NullSession:

@@ -23,8 +23,8 @@ from scalewise.run_files import (
     write_json,
 )
 from scalewise.tracking import tables
+from scalewise.tracking.tables import Row, average_window, predicted_metrics, summary_metrics
 from scalewise.tracking.wandb_api import WandbServer
-from scalewise.tracking.wandb_session import Row, average_window, predicted_metrics, summary_metrics
 from scalewise.tracking_config import ArtifactsKind
 
 PUBLISHED_FILE = "wandb/published.json"

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch
+from scalewise.lr_schedules import ScheduleConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, ObjectiveConfig
 from scalewise.objectives.losses import count_targets
@@ -23,6 +24,11 @@ from scalewise.training.rollout import Rollout
 
 BATCH_PROGRESS_KEY = "epoch_loop.batch_progress"
 """Key of Lightning's micro-batch counters in a checkpoint."""
+
+
+def build_lr_scheduler(schedule: ScheduleConfig, optimizer: Optimizer, steps: int) -> LambdaLR:
+    """Learning-rate scheduler of a training of ``steps`` steps, stepped once per optimizer step."""
+    return LambdaLR(optimizer, lambda step: schedule.lr_factor(step, steps))
 
 
 class TrainingModule(LightningModule):
@@ -117,7 +123,7 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer of the run, and its schedule, stepped once per optimizer step."""
         optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
-        schedule = self.run.schedule.build(optimizer, self.num_steps)
+        schedule = build_lr_scheduler(self.run.schedule, optimizer, self.num_steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},

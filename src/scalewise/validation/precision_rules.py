@@ -9,7 +9,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import Precision
-from scalewise.precision.fp8 import DIM_MULTIPLE, Float8
+from scalewise.precision.config import DIM_MULTIPLE, Float8
 from scalewise.run_config import RunConfig
 
 

@@ -13,7 +13,7 @@ from scalewise.measure.steptime import StepTimer
 from scalewise.metric_names import STEP_PHASES
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
-from scalewise.tracking import planned_vs_measured
+from scalewise.tracking import tables
 from scalewise.training.callbacks import metrics_recorder
 from scalewise.training.callbacks.metrics_recorder import (
     MetricsRecorder,
@@ -135,7 +135,7 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
 def test_what_was_measured_is_told_where_it_was_foreseen(
     metrics: dict[str, float | None], line: str
 ) -> None:
-    assert planned_vs_measured.comparison_text(metrics) == line
+    assert tables.comparison_text(metrics) == line
 
 
 def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:

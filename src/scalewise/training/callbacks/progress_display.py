@@ -11,7 +11,7 @@ from scalewise.metric_names import STEP_PHASES
 from scalewise.plain_console import PlainConsole
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
-from scalewise.tracking import planned_vs_measured
+from scalewise.tracking import tables
 
 Row = dict[str, Any]
 BAR_WIDTH = 12
@@ -47,7 +47,7 @@ class ProgressDisplay:
         """Print the status line of a log interval."""
         for row in rows:
             if peak := row.get("memory/peak_bytes"):
-                self._peak = planned_vs_measured.comparison_text(
+                self._peak = tables.comparison_text(
                     {**predicted_metrics(self._run), "memory/peak_bytes": peak}
                 )
         line = format_window(rows, self._run, self._steps, self._peak)
