@@ -23,9 +23,6 @@ PLUGINS = "hydra_plugins/"
 UNRESOLVED = (
     "scalewise/config/flags.py",
     "scalewise/config/schemas.py",
-    "scalewise/data/chat_templates.py",
-    "scalewise/data/chunked_encoding.py",
-    "scalewise/data/tokenization.py",
 )
 """Modules with local imports that break a cycle."""
 CONFIGS = "Configs import no torch and no builder"
