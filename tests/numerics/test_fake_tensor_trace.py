@@ -18,7 +18,7 @@ from scalewise.bench.memory_accuracy_runs import FULL, MIXED, fsdp_overrides, me
 from scalewise.planner import worst_rank
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
-from scalewise.training.fake_tensor_trace import rejection_reason, trace_run, with_cpu_operators
+from scalewise.tracing.step_trace import rejection_reason, trace_run, with_cpu_operators
 
 Compose = Callable[..., RunConfig]
 

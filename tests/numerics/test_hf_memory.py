@@ -19,7 +19,7 @@ from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.strategies.activation_offload import OffloadedStorages, Restore
 from scalewise.strategies.single import SingleDevice
-from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
+from scalewise.tracing.step_trace import rejection_reason, trace_run
 
 LONG = pytest.mark.exhaustive
 FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")

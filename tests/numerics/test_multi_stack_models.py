@@ -21,7 +21,7 @@ from scalewise.export import hf_export as exports
 from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.objectives.losses import sum_over_tokens
-from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
+from scalewise.tracing.step_trace import rejection_reason, trace_run
 
 LONG = pytest.mark.exhaustive
 ENCODER = "t5"

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer, seed_everything
 from scalewise import compose
 from scalewise.errors import ConfigError
 from scalewise.run_files import write_json
-from scalewise.training import user_module_trace
+from scalewise.tracing import user_module_trace
 
 LONG = pytest.mark.exhaustive
 STEPS, ROWS = 12, 8

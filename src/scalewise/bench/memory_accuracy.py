@@ -17,7 +17,7 @@ from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.launch.job import JobSpec, execute
 from scalewise.planner import worst_rank
 from scalewise.run_config import RunConfig
-from scalewise.training.fake_tensor_trace import trace_run, with_cpu_operators
+from scalewise.tracing.step_trace import trace_run, with_cpu_operators
 from scalewise.units import format_bytes
 
 

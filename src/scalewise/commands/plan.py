@@ -155,7 +155,7 @@ def _print_padding(run: RunConfig) -> None:
 
 def _plan_user_module(run: RunConfig) -> Plan:
     """Return the plan of a user-defined module."""
-    from scalewise.training import user_module_trace  # imports torch
+    from scalewise.tracing import user_module_trace  # imports torch
 
     with plain_console.get_console().status("tracing"):
         trace = user_module_trace.trace_user_module(run)
@@ -172,13 +172,13 @@ def _plan_stacks(run: RunConfig) -> Plan:
     Raises:
         ConfigError: A trace does not support the run.
     """
-    from scalewise.training import fake_tensor_trace  # imports torch
-    from scalewise.training.trace_fit_check import TraceFitCheck
+    from scalewise.tracing import step_trace  # imports torch
+    from scalewise.tracing.step_trace import TraceFitCheck
 
-    if (reason := fake_tensor_trace.rejection_reason(run)) is not None:
+    if (reason := step_trace.rejection_reason(run)) is not None:
         raise ConfigError.for_key("plan.method", "trace", reason, "set parallelism=fsdp, or single")
     with plain_console.get_console().status("tracing"):
-        trace = fake_tensor_trace.trace_run(run, full_depth=True)
+        trace = step_trace.trace_run(run, full_depth=True)
     plan = Plan(
         run,
         compare_with_hardware(run, trace.build_breakdown()),
@@ -194,16 +194,14 @@ def _with_trace(plan: Plan) -> Plan:
 
     A trace runs CPU operators. The analytic model adds the difference to CUDA operators.
     """
-    from scalewise.training import fake_tensor_trace  # imports torch
+    from scalewise.tracing import step_trace  # imports torch
 
-    if (reason := fake_tensor_trace.rejection_reason(plan.run)) is not None:
+    if (reason := step_trace.rejection_reason(plan.run)) is not None:
         print_lines(f"Analytic prediction only, no trace: {reason}")
         return plan
     with plain_console.get_console().status("tracing"):
-        trace = fake_tensor_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
-    predicted_peak = worst_rank.worst_rank_breakdown(
-        fake_tensor_trace.with_cpu_operators(plan.run)
-    ).peak
+        trace = step_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
+    predicted_peak = worst_rank.worst_rank_breakdown(step_trace.with_cpu_operators(plan.run)).peak
     show_plan.print_trace(trace, predicted_peak)
     traced_peak = plan.fit.breakdown.peak + trace.peak - predicted_peak
     return replace(plan, fit=replace(plan.fit, traced_peak=traced_peak))

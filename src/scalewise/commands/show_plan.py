@@ -25,7 +25,7 @@ from scalewise.typed_override import command_line
 from scalewise.units import GIGA, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:
-    from scalewise.training.fake_tensor_trace import StepTrace
+    from scalewise.tracing.step_trace import StepTrace
 
 STYLES = {
     FitStatus.fits: "green",

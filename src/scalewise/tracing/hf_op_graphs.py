@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import product
 from typing import cast
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters.build import apply_adapter
@@ -22,7 +20,6 @@ from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
-from scalewise.measure.storages import storage_bytes
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta, build_op_graphs
 from scalewise.models.hf.causal_lm import CausalLMModule
@@ -45,16 +42,16 @@ from scalewise.quantization.bitsandbytes_config import NF4Config
 from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
+from scalewise.tracing.fake_tensors import fake_tensor_mode, precision_plugin, replace_tensors
 from scalewise.tracing.op_recorder import OpRecorder
 from scalewise.tracing.part_memory import (
-    CountedLeaf,
     CountingBlock,
     NonBlockParts,
     Sizes,
     TensorKind,
     count_backward,
     drop_gradients,
-    gradient_bytes,
+    measure_part,
 )
 from scalewise.tracing.tensor_parallel_shard import shard_for_rank
 
@@ -94,11 +91,11 @@ def _measured_part(graph: OpGraph, measure: Callable[[BackwardMode], Sizes]) -> 
 
 
 class FakeTensorRunner:
-    """Runs parts of a model on the CPU under ``FakeTensorMode``, in the dtypes of the run."""
+    """Runs parts of a model on fake tensors, in the dtypes of the run."""
 
     def __init__(self, spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> None:
         self.spec, self.forward_spec = spec, forward_spec
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = fake_tensor_mode()
         self.uses_chunked_loss = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
         self.objective = CausalLM(
             loss_chunk=forward_spec.loss_chunk if self.uses_chunked_loss else None
@@ -126,13 +123,10 @@ class FakeTensorRunner:
         set_chunked_loss(self.objective, module, in_forward=in_forward)
         checkpointing = FixedCheckpointing(backward_mode.recompute, offload=backward_mode.offload)
         apply_checkpointing(checkpointing, module, ONE_LAYER)
-        with self.fake_mode, torch.no_grad():
-            for owner in module.modules():
-                for name, parameter in owner._parameters.items():
-                    if parameter is not None:
-                        owner._parameters[name] = self._materialize(parameter, backward_mode)
-                for name, buffer in owner._buffers.items():
-                    owner._buffers[name] = None if buffer is None else torch.empty_like(buffer)
+        with self.fake_mode:
+            replace_tensors(
+                module, partial(self._materialize, backward_mode=backward_mode), torch.empty_like
+            )
         return module
 
     def _convert_to_fp8(self, module: CausalLMModule) -> None:
@@ -182,8 +176,8 @@ class FakeTensorRunner:
 
     def _forward_context(self) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass."""
-        mixed = MixedPrecision("bf16-mixed", "cpu")
-        return mixed.forward_context() if self.forward_spec.autocast else nullcontext()
+        plugin = precision_plugin("bf16-mixed" if self.forward_spec.autocast else "32-true")
+        return plugin.forward_context()
 
     def _empty_batch(self) -> tuple[Tensor, Tensor]:
         """Return tokens and labels."""
@@ -199,17 +193,10 @@ class FakeTensorRunner:
         with self.fake_mode, LiveBytes() as live:
             x = leaf.clone()
             with self._forward_context():
-                y = block(x, *outer.arguments, **outer.keywords)
-            forward_peak = live.take_peak()
+                outputs = [block(x, *outer.arguments, **outer.keywords)]
             del x
-            saved_bytes = live.current_bytes - storage_bytes([y])
-            roots = [CountedLeaf.apply(y)]  # type: ignore[no-untyped-call]  # torch's own
-            del y
-            return (
-                saved_bytes,
-                forward_peak,
-                count_backward(roots, live),
-                gradient_bytes(module) * backward_mode.fresh_gradients,
+            return measure_part(
+                live, outputs, module, fresh_gradients=backward_mode.fresh_gradients
             )
 
     def build_loss_graph(self, recorded: OpGraph) -> OpGraph | None:
@@ -232,10 +219,10 @@ class FakeTensorRunner:
             )
         with self.fake_mode, LiveBytes() as live:
             logits = leaf.clone()
-            roots = [sum_over_tokens(self.objective, logits, labels)]
+            outputs = [sum_over_tokens(self.objective, logits, labels)]
             forward_peak = live.take_peak()
             del logits
-            return live.current_bytes, forward_peak, count_backward(roots, live), 0
+            return live.current_bytes, forward_peak, count_backward(outputs, live), 0
 
     def _run_non_block_parts(self, backward_mode: BackwardMode) -> NonBlockParts:
         """Run the operators before and after the blocks, with a block that computes nothing."""
@@ -248,16 +235,12 @@ class FakeTensorRunner:
             tokens, labels = self._empty_batch()
             before.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
             with self._forward_context():
-                out = module(tokens, labels if self.uses_chunked_loss else None)
-            logits = TensorKind.from_tensor(out)
-            forward_peak = after.take_peak()
-            saved_bytes = after.current_bytes - storage_bytes([out])
-            roots = [out if self.uses_chunked_loss else CountedLeaf.apply(out)]  # type: ignore[no-untyped-call]  # torch's own
-            del out
-            backward_peak = count_backward(roots, after)
+                outputs = [module(tokens, labels if self.uses_chunked_loss else None)]
+            logits = TensorKind.from_tensor(*outputs)
+            head = measure_part(
+                after, outputs, module, fresh_gradients=backward_mode.fresh_gradients
+            )
             after.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            final_gradients = gradient_bytes(module) * backward_mode.fresh_gradients
-            head = (saved_bytes, forward_peak, backward_peak, final_gradients)
             if backward_mode.fresh_gradients:
                 module.zero_grad()
             return between.build_parts(

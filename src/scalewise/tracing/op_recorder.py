@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from scalewise.measure.storages import storage_key
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
@@ -54,7 +55,7 @@ class OpRecorder(TorchDispatchMode):
 
         def after(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
             self._paused, self._linear_ops.graph = False, self.graph
-            self._indices[_tensor_key(out)] = add_ops(self._linear_ops, self._index(inputs[0]))
+            self._indices[storage_key(out)] = add_ops(self._linear_ops, self._index(inputs[0]))
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
@@ -63,9 +64,9 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         result = func(*args, **kwargs)
-        input_keys = {_tensor_key(tensor) for tensor in inputs}
+        input_keys = {storage_key(tensor) for tensor in inputs}
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        outputs = [each for each in outputs if _tensor_key(each) not in input_keys and each.nbytes]
+        outputs = [each for each in outputs if storage_key(each) not in input_keys and each.nbytes]
         if outputs and not self._paused:
             self._record(func, args, kwargs, inputs, result, outputs)
         return result
@@ -99,16 +100,12 @@ class OpRecorder(TorchDispatchMode):
             flops=flops,
             backward_flops=backward_flops,
         )
-        self._indices[_tensor_key(outputs[0])] = output
+        self._indices[storage_key(outputs[0])] = output
 
     def _index(self, tensor: Tensor) -> int:
         """Return the index of a tensor; a tensor from outside the part gets a new one."""
-        key = _tensor_key(tensor)
+        key = storage_key(tensor)
         if key not in self._indices:
             size, requires_grad = tensor.untyped_storage().nbytes(), tensor.requires_grad
             self._indices[key] = self.graph.add_tensor(size, requires_grad=requires_grad)
         return self._indices[key]
-
-
-def _tensor_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -90,10 +90,10 @@ class CountingBlock(nn.Module):
         shared = storage_bytes(others)
         embedding = (0, 0, 0, 0)
         if x.requires_grad:
-            roots = [CountedLeaf.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
+            outputs = [CountedLeaf.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
             del self.x
             before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-            backward_peak = count_backward(roots, before) - shared
+            backward_peak = count_backward(outputs, before) - shared
             before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             embedding = (0, 0, backward_peak, gradient_bytes(module) * fresh_gradients)
         return NonBlockParts(embedding, head, x, logits, self.arguments, self.keywords, shared)
@@ -114,10 +114,28 @@ class CountedLeaf(torch.autograd.Function):
         return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
 
 
-def count_backward(roots: list[Tensor], live: LiveBytes) -> int:
-    """Run backward from the only tensor in ``roots``, which is removed; returns the peak bytes."""
+def measure_part(
+    live: LiveBytes, outputs: list[Tensor], module: nn.Module, *, fresh_gradients: bool
+) -> Sizes:
+    """Sizes of a part whose forward pass has run; runs its backward.
+
+    Args:
+        live: Counter of the part's memory.
+        outputs: List with the only reference to the output, which is removed.
+        module: Module of the part.
+        fresh_gradients: Whether this backward allocates the gradients.
+    """
+    forward_peak, saved_bytes = live.take_peak(), live.current_bytes - storage_bytes(outputs)
+    backward_peak = count_backward(outputs, live)
+    return saved_bytes, forward_peak, backward_peak, gradient_bytes(module) * fresh_gradients
+
+
+def count_backward(outputs: list[Tensor], live: LiveBytes) -> int:
+    """Run backward from the only tensor in ``outputs``, which is removed; return the peak bytes."""
+    if outputs[0].dim():  # otherwise a loss
+        outputs[:] = [CountedLeaf.apply(*outputs)]  # type: ignore[no-untyped-call]  # torch's own
     live.take_peak()
-    root = roots.pop()
+    root = outputs.pop()
     if root.requires_grad:
         cast(Any, root).backward()
     return live.take_peak()

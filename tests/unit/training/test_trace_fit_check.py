@@ -11,9 +11,8 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.memory_breakdown import StepPhase
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
-from scalewise.training import fake_tensor_trace
-from scalewise.training.fake_tensor_trace import StepTrace
-from scalewise.training.trace_fit_check import MAX_TRACES, TraceFitCheck
+from scalewise.tracing import step_trace
+from scalewise.tracing.step_trace import MAX_TRACES, StepTrace, TraceFitCheck
 from scalewise.units import GIB
 
 Traced = list[RunConfig]
@@ -38,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
         runs.append(run)
         return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
 
-    monkeypatch.setattr(fake_tensor_trace, "trace_run", answer)
+    monkeypatch.setattr(step_trace, "trace_run", answer)
     return runs
 
 
@@ -57,7 +56,7 @@ def test_the_phases_of_a_trace_are_its_moments() -> None:
 
 def test_every_moment_of_a_step_has_a_phase() -> None:
     blocks = {"block 0", "block 1", "blocks", "block -2", "block -1"}
-    assert set(fake_tensor_trace.PHASES) == {"forward", "head", "optimizer", *blocks}
+    assert set(step_trace.PHASES) == {"forward", "head", "optimizer", *blocks}
 
 
 def test_the_cheapest_change_that_fits(compose: Callable[..., RunConfig], traced: Traced) -> None:
@@ -71,7 +70,7 @@ def test_what_lasts_too_long_is_traced_once(
     compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, judge = compose(*LINE), TraceFitCheck()
-    monkeypatch.setattr(fake_tensor_trace, "trace_run", lambda run, full_depth: held(2 * GIB, 0))
+    monkeypatch.setattr(step_trace, "trace_run", lambda run, full_depth: held(2 * GIB, 0))
     fit = judge(run)
     assert fit is not None
     assert fit.status is FitStatus.out_of_memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,10 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
-from scalewise.training import fake_distributed, fake_tensor_trace, import_class, user_module
+from scalewise.tracing.fake_tensors import FakeStageChannel, precision_plugin
+from scalewise.tracing.step_trace import with_cpu_operators
+from scalewise.tracing.training_step import fake_training, measure_step
+from scalewise.training import import_class, user_module
 from scalewise.training.trainer import silence_lightning
 
 
@@ -45,35 +47,27 @@ def trace_user_module(run: RunConfig) -> dict[str, int]:
         )
     is_ddp = isinstance(parallelism, DDPConfig)
     bucket_views = isinstance(parallelism, DDPConfig) and parallelism.gradient_as_bucket_view
-    run = fake_tensor_trace.with_cpu_operators(
-        replace(run, parallelism=SingleConfig()) if is_ddp else run
-    )
+    run = with_cpu_operators(replace(run, parallelism=SingleConfig()) if is_ddp else run)
     module, data = import_class.import_user_classes(run)
     objective = run.objective
     assert isinstance(objective, UserModule)
-    with ExitStack() as stack:
-        stack.enter_context(silence_lightning())
-        stack.enter_context(warnings.catch_warnings())
+    with silence_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*reference is not registered.*")  # of self.log
         batch = _first_batch(run, module, data)
-        stack.enter_context(
-            fake_distributed.fake_ranks(run.world_size, 0, fake_distributed.FakeStageChannel())
-        )
-        strategy = fake_tensor_trace.fake_strategy(run)  # before fake mode: a mesh reads its ranks
-        mode = stack.enter_context(fake_distributed.fake_tensor_mode())
-        fake_module = import_class.construct("objective.arguments", module, objective.arguments)
-        fake_batch = tree_map_only(Tensor, mode.from_tensor, batch)
-        try:
-            probe_metrics = _trace_step(
-                run, strategy, fake_module, fake_batch, bucket_views=bucket_views
-            )
-        except ConfigError:
-            raise
-        except Exception as error:  # user code that reads tensor data can raise anything
-            message = " ".join(str(error).split())[:200] or type(error).__name__
-            raise _trace_error(
-                f"cannot trace a training step: {message}", "train a few steps"
-            ) from error
+        with fake_training(run, 0, FakeStageChannel()) as (strategy, mode):
+            fake_module = import_class.construct("objective.arguments", module, objective.arguments)
+            fake_batch = tree_map_only(Tensor, mode.from_tensor, batch)
+            try:
+                probe_metrics = _trace_step(
+                    run, strategy, fake_module, fake_batch, bucket_views=bucket_views
+                )
+            except ConfigError:
+                raise
+            except Exception as error:  # user code that reads tensor data can raise anything
+                message = " ".join(str(error).split())[:200] or type(error).__name__
+                raise _trace_error(
+                    f"cannot trace a training step: {message}", "train a few steps"
+                ) from error
     if is_ddp and not bucket_views:
         probe_metrics["memory/peak_bytes"] += probe_metrics["memory/gradients_bytes"]
     return {**probe_metrics, "rows": user_module.batch_size(batch)}
@@ -104,7 +98,7 @@ def _trace_step(
     strategy.prepare_user_module(run, module)
     module.configure_model()
     strategy.model = module
-    precision: Any = fake_tensor_trace.precision_plugin(run)
+    precision: Any = precision_plugin(run.precision.lightning_precision())
     precision.convert_module(module)
     configured: Any = module.configure_optimizers()
     (optimizer, *others), _, _ = _configure_optimizers(configured)
@@ -127,14 +121,8 @@ def _trace_step(
         strategy.clip_grad_norm(module, run.trainer.clip_norm)
         optimizer.step()
 
-    for _ in range(fake_tensor_trace.WARM_UP_STEPS):
-        take_step(None)
-    averages = fake_tensor_trace.allocate_averages(run, module)
-    probe = MemoryProbe(
-        module, optimizer, strategy.root_device, strategy.strategy_buffers(), averages=averages
-    )
-    take_step(probe)
-    return probe.finish()
+    _, metrics = measure_step(run, strategy, module, optimizer, take_step)
+    return metrics
 
 
 def _trace_error(reason: str, fix: str) -> ConfigError:

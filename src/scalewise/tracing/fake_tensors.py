@@ -1,15 +1,19 @@
-"""Fake tensors and a fake process group, in which a training step is traced without memory."""
+"""Fake tensors and a fake process group, in which code of a training step runs without memory.
+
+All traces and operator graphs use this mode. Operators are those of the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +29,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+
+from scalewise.precision.config import LightningPrecision
 
 _mesh_init = DeviceMesh.__init__
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -106,6 +112,32 @@ def fake_tensor_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def replace_tensors(
+    module: nn.Module,
+    new_parameter: Callable[[nn.Parameter], nn.Parameter],
+    new_buffer: Callable[[Tensor], Tensor],
+) -> None:
+    """Replace the parameters and buffers of a module in place; tied weights stay tied."""
+    replaced: dict[int, nn.Parameter] = {}  # by id, so that tied weights stay tied
+    with torch.no_grad():
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in replaced:
+                        replaced[id(parameter)] = new_parameter(parameter)
+                    owner._parameters[name] = replaced[id(parameter)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = new_buffer(buffer)
+
+
+def precision_plugin(name: LightningPrecision) -> Precision:
+    """Lightning's precision plugin of a name such as ``bf16-mixed``, as its Trainer chooses it."""
+    if name == "bf16-mixed":
+        return MixedPrecision(name, "cpu")
+    return HalfPrecision(name) if name == "bf16-true" else Precision()
+
+
 def _real_device_mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
     """Build a mesh outside fake mode: it computes with the values of its rank tensor."""
     with unset_fake_temporarily():
@@ -124,16 +156,9 @@ def _to_empty_without_swap(
     """``to_empty`` without swapping tensors: a fake tensor cannot be swapped with a meta tensor."""
     if any(isinstance(part, FSDPModule) for part in self.modules()):
         return _to_empty(self, device=device, recurse=recurse)
-    empties: dict[int, Any] = {}  # by id, so that tied weights stay tied
-    with torch.no_grad():
-        for part in self.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in empties:
-                        empty = torch.empty_like(parameter, device=device)
-                        empties[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                    part._parameters[name] = empties[id(parameter)]
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = torch.empty_like(buffer, device=device)
+    replace_tensors(
+        self,
+        lambda it: nn.Parameter(torch.empty_like(it, device=device), it.requires_grad),
+        lambda buffer: torch.empty_like(buffer, device=device),
+    )
     return self

@@ -1,0 +1,226 @@
+"""Peak memory of a training step, traced on fake tensors, and the fit check by such traces.
+
+The code of a training step runs in a fake process group. Shallow copies of the model are
+sufficient: the memory of each phase of a step is linear in the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+from scalewise import plain_console
+from scalewise.checkpoints import adapter_resume
+from scalewise.hardware import DeviceKind
+from scalewise.models.base import ModelConfig
+from scalewise.parallelism.mesh import MeshConfig
+from scalewise.parallelism.single import SingleConfig
+from scalewise.planner.fit_check import FitReport, compare_with_hardware
+from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, StepPhase
+from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.planner.rank_partition import list_distinct_ranks
+from scalewise.precision import FloatFormat
+from scalewise.registry import option_name
+from scalewise.run_config import RunConfig
+from scalewise.torch_compile import CompileScope
+from scalewise.tracing.fake_tensors import FakeStageChannel, precision_plugin
+from scalewise.tracing.training_step import (
+    ManualStep,
+    PhaseBytes,
+    fake_training,
+    measure_step,
+    skip_call,
+)
+
+DEPTHS = (4, 6)
+"""Layers of the shallow copies; with fewer, the first and the last blocks coincide."""
+MAX_TRACES = 24
+"""Maximum number of traces of a fit check; each takes seconds."""
+MEMORY_CATEGORIES = ("parameters", "optimizer", "average", "activations", "gradients")
+"""Categories of memory that a trace measures; the first three persist between steps."""
+
+PHASES = {
+    "forward": StepPhase.forward,
+    "head": StepPhase.backward_loss,
+    "block -1": StepPhase.backward_last,
+    "block -2": StepPhase.backward_next,
+    "blocks": StepPhase.backward_next,
+    "block 1": StepPhase.backward_second,
+    "block 0": StepPhase.backward_first,
+    "optimizer": StepPhase.optimizer,
+}
+"""Phases of the memory breakdown by phases of a trace."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Memory of a training step on one rank."""
+
+    peak: int
+    """Peak memory, in bytes."""
+    phase_peaks: PhaseBytes
+    """Peak memory of each phase of the step, in bytes."""
+    probe_metrics: dict[str, int]
+    """Measurements of the memory probe, in bytes by ``memory/..._bytes`` key."""
+    traced_depths: tuple[int, ...]
+    """Numbers of layers that were traced; a single one is the number of layers of the rank."""
+    rank: int = 0
+    """Rank with the largest peak."""
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Memory that is allocated throughout the step, in bytes."""
+        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES[:3])
+
+    def build_breakdown(self) -> MemoryBreakdown:
+        """Memory breakdown by phase, for a step without pipeline parallelism."""
+        peaks: dict[StepPhase, int] = {}
+        for name, peak in self.phase_peaks.items():
+            peaks[PHASES[name]] = max(peak, peaks.get(PHASES[name], 0))
+        size = {name: self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES}
+        entries = [
+            MemoryEntry("parameters", dict.fromkeys(peaks, size["parameters"]), "", "and buffers"),
+            MemoryEntry(
+                "optimizer state", dict.fromkeys(peaks, size["optimizer"]), "", "between steps"
+            ),
+            MemoryEntry("average", dict.fromkeys(peaks, size["average"]), "", "of the weights"),
+            MemoryEntry(
+                "activations",
+                {StepPhase.backward_loss: size["activations"]},
+                "",
+                "saved for backward",
+            ),
+            MemoryEntry("gradients", {StepPhase.optimizer: size["gradients"]}, "", "all of them"),
+        ]
+        totals = MemoryBreakdown(tuple(entries)).phases
+        other = {phase: peak - totals[phase] for phase, peak in peaks.items()}
+        reason = "activations, gradients and temporary tensors of the phase"
+        return MemoryBreakdown((*entries, MemoryEntry("what else is alive", other, "", reason)))
+
+
+def rejection_reason(run: RunConfig) -> str | None:
+    """Reason why a run cannot be traced; None: it can."""
+    parallelism = run.parallelism
+    if not isinstance(parallelism, MeshConfig | SingleConfig):
+        return f"{option_name(parallelism)} requires real memory"
+    if run.memory.offload or (isinstance(parallelism, MeshConfig) and parallelism.cpu_offload):
+        return "offloading copies real memory"
+    if run.precision.compute is FloatFormat.fp16:
+        return "a trace runs CPU operators, which do not support fp16"
+    if run.compile.scope is not CompileScope.none:
+        return "a trace does not include the fusion of torch.compile"
+    return None
+
+
+def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
+    """Trace the rank with the largest peak memory.
+
+    Of a pipeline, one rank of each kind is traced. The trace runs CPU operators; their attention
+    saves the same tensors for backward as fused attention on CUDA.
+
+    Args:
+        run: Config of a run for which ``rejection_reason`` is None.
+        full_depth: Whether to trace all layers instead of extrapolating from shallow copies.
+    """
+    run, channel = with_cpu_operators(run), FakeStageChannel()
+    ranks = list_distinct_ranks(run.parallelism, run)
+    traces = [_trace_rank(run, rank, channel, full_depth=full_depth) for rank in ranks]
+    return max(traces, key=lambda trace: trace.peak)
+
+
+def _trace_rank(
+    run: RunConfig, rank: int, channel: FakeStageChannel, *, full_depth: bool
+) -> StepTrace:
+    stages = build_rank_memory(run.parallelism, run, rank).stages
+    stage_layers = [len(stage.layers) for stage in stages]
+    uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
+    if full_depth or not uniform or min(stage_layers) <= max(DEPTHS):
+        phase_peaks, metrics = _trace_step(run, rank, channel)
+        peak = max(phase_peaks.values())
+        return StepTrace(peak, phase_peaks, metrics, (sum(stage_layers),), rank)
+    (shallow_peaks, shallow_metrics), (deep_peaks, deep_metrics) = (
+        _trace_step(run, rank, channel, depth) for depth in DEPTHS
+    )
+    extra_layers = sum(stage_layers) / len(stages) - DEPTHS[1]
+    phase_peaks, metrics = (
+        _extrapolate_layers(shallow_peaks, deep_peaks, extra_layers),
+        _extrapolate_layers(shallow_metrics, deep_metrics, extra_layers),
+    )
+    return StepTrace(max(phase_peaks.values()), phase_peaks, metrics, DEPTHS, rank)
+
+
+def _extrapolate_layers(shallow: PhaseBytes, deep: PhaseBytes, extra_layers: float) -> PhaseBytes:
+    """Extrapolate bytes linearly to ``extra_layers`` more layers than the deeper copy has."""
+    slopes = {name: (deep[name] - shallow[name]) / (DEPTHS[1] - DEPTHS[0]) for name in shallow}
+    return {name: round(deep[name] + extra_layers * slope) for name, slope in slopes.items()}
+
+
+def with_cpu_operators(run: RunConfig) -> RunConfig:
+    """Run with CPU operators."""
+    return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
+
+
+def _trace_step(
+    run: RunConfig, rank: int, channel: FakeStageChannel, depth: int | None = None
+) -> tuple[PhaseBytes, dict[str, int]]:
+    """Peak bytes of each phase of one step after the warm-up steps, and the probe's metrics.
+
+    ``depth``: number of layers of the model, or of each pipeline stage; None: all.
+    """
+    with _with_depth(run, depth) as model:
+        run = replace(run, model=model)
+        with (
+            fake_training(run, rank, channel) as (strategy, _),
+            patch.object(adapter_resume, "init_parameters", skip_call),
+        ):
+            precision = precision_plugin(run.precision.lightning_precision())
+            with precision.module_init_context():
+                module = strategy.build(run)
+            strategy.model = module
+            step = ManualStep(run, strategy, module, precision)
+            return measure_step(run, strategy, module, step.optimizer, step.take_step)
+
+
+@contextmanager
+def _with_depth(run: RunConfig, depth: int | None) -> Iterator[ModelConfig]:
+    """Model with ``depth`` layers, or with ``depth`` layers in each pipeline stage."""
+    model, parallelism = run.model, run.parallelism
+    if depth is None:
+        yield model
+    elif not isinstance(parallelism, MeshConfig) or parallelism.num_stages == 1:
+        yield model.with_layers(depth)
+    else:
+        stages = model.split_stages(parallelism.num_stages, run.data.sequence)
+        shallow = tuple(replace(stage, layers=stage.layers[:depth]) for stage in stages)
+        with patch.object(type(model), "split_stages", lambda *_: shallow):
+            yield model
+
+
+class TraceFitCheck:
+    """Fit check that traces runs, except those that an earlier trace rules out."""
+
+    def __init__(self) -> None:
+        self._remaining_traces = MAX_TRACES
+        self._rejected_kinds: list[tuple[object, ...]] = []
+
+    def __call__(self, run: RunConfig) -> FitReport | None:
+        """Fit of ``run`` on its hardware; None: the run is not traced."""
+        kind = (run.parallelism, run.precision, run.optimizer, run.adapter)
+        if (
+            not self._remaining_traces
+            or kind in self._rejected_kinds
+            or rejection_reason(run) is not None
+        ):
+            return None
+        self._remaining_traces -= 1
+        with plain_console.get_console().status(
+            f"tracing configs that may fit, at most {self._remaining_traces} more"
+        ):
+            trace = trace_run(run, full_depth=True)
+        fit = compare_with_hardware(run, trace.build_breakdown())
+        # Micro-batch size and activation checkpointing do not change persistent memory.
+        if fit.capacity is not None and trace.persistent_bytes > fit.capacity:
+            self._rejected_kinds.append(kind)
+        return fit
