@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from scalewise.data.chat_forms import (
+from scalewise.data.message_forms import (
     Messages,
     choose_message_form,
     contains_text,
