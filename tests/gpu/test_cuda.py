@@ -29,7 +29,7 @@ SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate
     "precision",
     ["fp32", "bf16_mixed", "bf16_true", "fp16_mixed", pytest.param("fp8", marks=needs_fp8)],
 )
-def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
+def test_cuda_run_trains_and_records_metrics(precision: str, tmp_path: Path) -> None:
     run = scalewise.compose([*SMOKE, f"precision={precision}"])
     result = scalewise.train(run, tmp_path / "run")
     metrics = result.summary["metrics"]
@@ -40,7 +40,7 @@ def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
     assert metrics["time/step_s"] > 0
 
 
-def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
+def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
     """From weights on disk: the two kinds of device draw different random numbers."""
     run = scalewise.compose(SMOKE)
     state_dict_adapter.export_folder(
@@ -65,13 +65,13 @@ def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
         if (layout, compiled) != ("deepspeed_zero3", "block")  # which is refused everywhere
     ],
 )
-def test_a_layout_of_one_rank_trains(layout: str, compiled: str, tmp_path: Path) -> None:
+def test_strategy_trains_on_one_cuda_rank(layout: str, compiled: str, tmp_path: Path) -> None:
     parts = [*SMOKE, f"parallelism={layout}", f"compile={compiled}", "launch.isolation=process"]
     result = scalewise.train(scalewise.compose(parts), tmp_path / "run")
     assert result.status == "ok", result.reason
 
 
-def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:
+def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:
     run = scalewise.compose(SMOKE)
     metrics = scalewise.train(run, tmp_path / "run").summary["metrics"]
     weights = 4 * run.model.num_parameters
@@ -79,7 +79,7 @@ def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:
     assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * weights, rel=0.02)
 
 
-def test_activations_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> None:
+def test_activation_offload_changes_only_the_peak(tmp_path: Path) -> None:
     found = {}
     for memory in ("none", "offload_activations"):
         parts = [*SMOKE, "precision=fp32", f"memory={memory}"]
@@ -89,7 +89,7 @@ def test_activations_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) 
     assert sent["memory/peak_bytes"] < kept["memory/peak_bytes"]
 
 
-def test_moments_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> None:
+def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
     found = {}
     for offload in ("false", "true"):
         parts = [*SMOKE, "precision=fp32", f"optimizer.offload={offload}", "optimizer.fused=true"]
@@ -101,7 +101,7 @@ def test_moments_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> N
     )
 
 
-def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
+def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
     """And are paged again when a checkpoint is read."""
     parts = [*SMOKE, "precision=fp32", "checkpoint.every=2"]
     plain = scalewise.train(scalewise.compose(parts), tmp_path / "plain").summary["metrics"]
@@ -122,7 +122,7 @@ def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
     assert torch.equal(held, again)
 
 
-def test_the_clock_reads_the_device_and_not_the_host() -> None:
+def test_phase_timer_measures_device_time() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
     clock = StepTimer(device)
@@ -158,7 +158,7 @@ def test_the_clock_reads_the_device_and_not_the_host() -> None:
     ],
     ids=" ".join,
 )
-def test_the_peak_is_near_the_one_foreseen(parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_cuda_peak_memory_is_near_prediction(parts: tuple[str, ...], tmp_path: Path) -> None:
     """Kernels take workspace that no ledger has: the model is large enough to hide it."""
     size = ("model=llama_160m", "data=synthetic", "data.sequence=1024", "trainer.micro_batch=8")
     shape = ("trainer.global_batch=8", "trainer.max_steps=3", "schedule.warmup_steps=1")
@@ -167,7 +167,9 @@ def test_the_peak_is_near_the_one_foreseen(parts: tuple[str, ...], tmp_path: Pat
     assert metrics["plan/peak_bytes"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.1)
 
 
-def test_a_device_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_writes_a_profile_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = calibrate.calibrate(scalewise.compose(SMOKE), calibrate.CalibrateOptions(seconds=0.2))
     figures = profile.measured_figures(file)

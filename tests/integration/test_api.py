@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 @LONG
 @pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_a_script_trains_twice(layout: str, run_cli: CliRunner) -> None:
+def test_api_trains_twice_in_one_script(layout: str, run_cli: CliRunner) -> None:
     (run_cli.cwd / "script.py").write_text(SCRIPT)
     line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]
     door = run_cli.start_process(line)
@@ -45,7 +45,7 @@ def test_a_script_trains_twice(layout: str, run_cli: CliRunner) -> None:
     assert door.remaining_processes(within=3) == []
 
 
-def test_a_failure_is_a_result(run_cli: CliRunner) -> None:
+def test_api_returns_failed_runs_as_results(run_cli: CliRunner) -> None:
     (run_cli.cwd / "script.py").write_text(SCRIPT)
     ended = run_cli.start_process([sys.executable, "script.py", *UNTRACKED, "+inject=raise"]).wait()
     first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
@@ -60,7 +60,7 @@ def torchrun(*overrides: str) -> list[str]:
     return [sys.executable, *launcher, *parts]
 
 
-def test_torchrun_is_a_launcher_like_ours(
+def test_torchrun_trains_like_the_own_launcher(
     run_cli: CliRunner, cli_runner_in: Callable[[str], CliRunner]
 ) -> None:
     ended = (
@@ -79,7 +79,7 @@ def test_torchrun_is_a_launcher_like_ours(
     assert same_weights(resumed.newest.weights(8), ours.folder.weights(8))
 
 
-def test_a_failure_under_torchrun_is_told(run_cli: CliRunner) -> None:
+def test_torchrun_reports_a_failed_rank(run_cli: CliRunner) -> None:
     door = run_cli.start_process(torchrun("+inject=raise", "callbacks.inject.rank=1"))
     ended = door.wait()
     assert ended.code != 0
@@ -87,7 +87,7 @@ def test_a_failure_under_torchrun_is_told(run_cli: CliRunner) -> None:
     assert len(ended.folders) == 1
 
 
-def test_torchrun_with_another_number_of_ranks_is_refused(run_cli: CliRunner) -> None:
+def test_torchrun_with_wrong_world_size_is_rejected(run_cli: CliRunner) -> None:
     ended = run_cli.start_process(
         torchrun("parallelism.replicas=4", "trainer.micro_batch=2")
     ).wait()
@@ -97,7 +97,7 @@ def test_torchrun_with_another_number_of_ranks_is_refused(run_cli: CliRunner) ->
 
 
 @LONG
-def test_sigterm_to_torchrun_saves(run_cli: CliRunner) -> None:
+def test_torchrun_saves_a_checkpoint_on_sigterm(run_cli: CliRunner) -> None:
     endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
     door = run_cli.start_process(torchrun(*endless))
     door.wait_for_step(3)
@@ -154,7 +154,7 @@ SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "
 @pytest.mark.parametrize(
     ("experiment", "seed"), [pytest.param("mine", 1, marks=LONG), ("deep/mine", 7)]
 )
-def test_a_folder_of_ones_own_joins_the_tree(
+def test_user_config_folder_extends_the_config_tree(
     experiment: str, seed: int, own: Path, run_cli: CliRunner
 ) -> None:
     ended = run_cli("-cd", str(own), f"experiment={experiment}", *SMALL).assert_ok()
@@ -165,7 +165,7 @@ def test_a_folder_of_ones_own_joins_the_tree(
     assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
 
 
-def test_a_sweep_is_a_file_of_axes(own: Path, run_cli: CliRunner) -> None:
+def test_sweep_file_runs_without_the_multirun_flag(own: Path, run_cli: CliRunner) -> None:
     """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
     ended = run_cli("-cd", str(own), "experiment=mine", "sweep=seeds", *SMALL).assert_ok()
     assert ended.folder.path.parent.name == "mine-seeds"
@@ -177,7 +177,7 @@ def test_a_sweep_is_a_file_of_axes(own: Path, run_cli: CliRunner) -> None:
     assert ended.folder.json("sweep.json")["varying"] == {"seed": ["4", "5"]}
 
 
-def test_the_suites_own_sweep_runs(run_cli: CliRunner) -> None:
+def test_shipped_sweep_runs(run_cli: CliRunner) -> None:
     ended = run_cli(*UNTRACKED, "sweep=precision_by_layout").assert_ok()
     jobs = ended.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4

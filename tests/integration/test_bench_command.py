@@ -17,7 +17,7 @@ from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
 SMALL = ("collectives", "largest_kib=1024", "seconds=0.02")
 
 
-def test_collectives_leave_numbers_a_picture_and_a_profile(run_cli: CliRunner) -> None:
+def test_bench_collectives_writes_record_plot_and_profile(run_cli: CliRunner) -> None:
     ended = run_cli(*SMALL, command="bench").assert_ok()
     found = ended.folder.json("collectives.json")
     assert found["command"] == "scalewise bench collectives largest_kib=1024 seconds=0.02"
@@ -42,7 +42,7 @@ def test_collectives_leave_numbers_a_picture_and_a_profile(run_cli: CliRunner) -
     assert f"link_gb_per_s: {profile['link_gb_per_s']}" in used.out
 
 
-def test_ctrl_c_leaves_nothing(run_cli: CliRunner) -> None:
+def test_bench_leaves_nothing_after_ctrl_c(run_cli: CliRunner) -> None:
     door = run_cli.start("collectives", "seconds=5", command="bench")
     door.wait_for_file("runs/bench_collectives/*/.ranks/1.stack")
     door.signal(signal.SIGINT)
@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_nothing(run_cli: CliRunner) -> None:
     assert door.remaining_processes() == []
 
 
-def test_parallel_compares_equal_work(run_cli: CliRunner) -> None:
+def test_bench_parallel_compares_equal_work(run_cli: CliRunner) -> None:
     small = ("model.layers=1", "model.width=32", "model.vocabulary=512", "data.sequence=32")
     ended = run_cli("parallel", "pairs=3", *small, command="bench").assert_ok()
     found = ended.folder.json("parallel.json")
@@ -68,7 +68,7 @@ def test_parallel_compares_equal_work(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_step_costs_what_a_hand_written_one_does(run_cli: CliRunner) -> None:
+def test_step_overhead_is_small_compared_with_a_plain_loop(run_cli: CliRunner) -> None:
     ended = run_cli("parallel", command="bench", timeout=280).assert_ok()
     found = ended.folder.json("parallel.json")
     for layout, measured in found["layouts"].items():
@@ -95,7 +95,7 @@ else:
 
 
 @needs_a_cable
-def test_a_cable_is_as_slow_as_asked() -> None:
+def test_throttled_link_has_the_requested_bandwidth() -> None:
     with throttled_link.ThrottledLink() as cable:
         cable.limit_rate(40)
         line = ["ip", "netns", "exec"]
@@ -117,7 +117,7 @@ def test_a_cable_is_as_slow_as_asked() -> None:
 
 @needs_a_cable
 @pytest.mark.exhaustive
-def test_a_slow_link_slows_who_sends_most(run_cli: CliRunner) -> None:
+def test_slow_link_slows_the_strategy_that_sends_most(run_cli: CliRunner) -> None:
     ended = run_cli("slow_link", "mbit=100", command="bench", timeout=290).assert_ok()
     found = ended.folder.json("slow_link.json")["layouts"]
     ddp = found["ddp"]
@@ -127,7 +127,7 @@ def test_a_slow_link_slows_who_sends_most(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.timed
-def test_a_job_of_a_sweep_costs_a_tenth_of_a_process(run_cli: CliRunner) -> None:
+def test_sweep_job_costs_a_tenth_of_a_process(run_cli: CliRunner) -> None:
     ended = run_cli("sweep", "pairs=3", command="bench").assert_ok()
     found = ended.folder.json("sweep.json")
     ratio = found["ratio"]

@@ -25,7 +25,7 @@ def profile(cwd: Path, name: str) -> str:
     return (cwd / "conf" / "hardware" / f"{name}.yaml").read_text("utf-8")
 
 
-def test_a_profile_is_measured_and_planned_with(run_cli: CliRunner) -> None:
+def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None:
     ended = run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
     text = profile(run_cli.cwd, "mine")
     assert text.startswith("# Measured by `scalewise calibrate` on 20")
@@ -43,7 +43,7 @@ def test_a_profile_is_measured_and_planned_with(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.exhaustive
-def test_runs_teach_the_profile_how_long_steps_take(run_cli: CliRunner) -> None:
+def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
     few = ("learn=runs", "name=mine")
     (run_cli.cwd / "runs").mkdir()
@@ -75,7 +75,7 @@ def test_runs_teach_the_profile_how_long_steps_take(run_cli: CliRunner) -> None:
         (("--fast",), ["--fast is not supported: calibrate accepts overrides only"]),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_calibrate_rejects_invalid_arguments(
     line: tuple[str, ...], words: list[str], run_cli: CliRunner
 ) -> None:
     folder = run_cli.cwd / "conf" / "hardware"
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_refused(
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
 
 
-def test_where_nothing_can_be_written_nothing_is_measured(run_cli: CliRunner) -> None:
+def test_calibrate_measures_nothing_if_the_profile_cannot_be_written(run_cli: CliRunner) -> None:
     (run_cli.cwd / "conf").write_text("")
     ended = run_cli("seconds=0.05", "hardware=cpu", command="calibrate")
     ended.assert_rejected("conf/hardware cannot be written")

@@ -13,7 +13,7 @@ from scalewise.checkpoints import store
 from scalewise.commands import evaluate
 
 
-def test_early_stopping_ends_a_run_well(run_job: JobRunner) -> None:
+def test_early_stopping_ends_the_run_with_status_ok(run_job: JobRunner) -> None:
     stopping = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1")
     run = run_job(*stopping, "callbacks.early_stopping.min_delta=100", "trainer.validate_every=2")
     assert run.status["status"] == "ok"
@@ -31,7 +31,7 @@ def test_ema_is_validated_and_saved_next_to_the_weights(run_job: JobRunner) -> N
     assert not same_weights(average, averaged.weights())
 
 
-def test_evaluate_measures_the_average_that_was_validated(
+def test_evaluate_uses_the_ema_weights_of_validation(
     run_job: JobRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_job("callbacks=[ema]", "callbacks.ema.decay=0.5")
@@ -42,7 +42,7 @@ def test_evaluate_measures_the_average_that_was_validated(
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])
-def test_the_profiler_leaves_a_trace_a_rank(
+def test_profiler_writes_one_trace_per_rank(
     layout: str, ranks: int, run_job: JobRunner, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = run_job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
@@ -54,7 +54,7 @@ def test_the_profiler_leaves_a_trace_a_rank(
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_the_guard_stops_a_run_that_left(layout: str, run_job: JobRunner) -> None:
+def test_loss_guard_stops_a_diverged_run(layout: str, run_job: JobRunner) -> None:
     wild = ("optimizer=sgd", "optimizer.lr=1e6", "trainer.clip_norm=null")
     run = run_job(*wild, f"parallelism={layout}", "trainer.max_steps=40", status="failed")
     status = run.status
@@ -64,7 +64,7 @@ def test_the_guard_stops_a_run_that_left(layout: str, run_job: JobRunner) -> Non
     assert all(int(step) <= 10 for step in run.checkpoints)
 
 
-def test_the_guard_names_the_loss_that_was_logged(run_job: JobRunner) -> None:
+def test_loss_guard_reports_the_logged_loss(run_job: JobRunner) -> None:
     """Lightning's own number is divided by the accumulation."""
     wild = ("optimizer=sgd", "optimizer.lr=300", "trainer.clip_norm=null", "trainer.micro_batch=2")
     quick = ("callbacks.guard.patience=1", "callbacks.guard.factor=1.2")

@@ -37,7 +37,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_own_pictures_are_learnt_asked_and_exported(
+def test_captioning_run_trains_evaluates_and_exports_user_images(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = (
@@ -68,7 +68,7 @@ def test_own_pictures_are_learnt_asked_and_exported(
 
 
 @pytest.mark.exhaustive
-def test_captions_are_written_that_were_never_shown(run_cli: CliRunner) -> None:
+def test_captioning_run_captions_held_out_images(run_cli: CliRunner) -> None:
     ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]

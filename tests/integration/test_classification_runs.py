@@ -26,7 +26,7 @@ HEAD = ("adapter=lora", "adapter.trained=[head]")
 @pytest.mark.parametrize(
     "way", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
 )
-def test_an_evaluation_is_the_last_validation(
+def test_classification_evaluation_equals_last_validation(
     way: tuple[str, ...], run_cli: CliRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_cli(*SHORT, *way).assert_ok().folder
@@ -45,7 +45,7 @@ def test_an_evaluation_is_the_last_validation(
 
 
 @pytest.mark.exhaustive
-def test_the_experiment_beats_the_untrained_model(run_cli: CliRunner) -> None:
+def test_classification_experiment_beats_untrained_model(run_cli: CliRunner) -> None:
     ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]

@@ -75,14 +75,14 @@ def run(trapped: Trapped) -> str:
     return str(trapped("train", *line).folder.jobs[0].path)
 
 
-def test_packed_sweep_of_two_ranks_imports_nothing_from_the_folder(run: str) -> None:
+def test_packed_sweep_imports_nothing_from_the_current_folder(run: str) -> None:
     assert Path(run, "status.json").is_file()
 
 
 @pytest.mark.parametrize(
     "command", ["report", "export", pytest.param("evaluate", marks=pytest.mark.exhaustive)]
 )
-def test_commands_on_a_run_import_nothing_from_the_folder(
+def test_run_commands_import_nothing_from_the_current_folder(
     command: str, trapped: Trapped, run: str
 ) -> None:
     trapped(command, run)
@@ -98,12 +98,14 @@ def test_commands_on_a_run_import_nothing_from_the_folder(
         pytest.param(("doctor",), marks=pytest.mark.exhaustive),
     ],
 )
-def test_commands_import_nothing_from_the_folder(line: tuple[str, ...], trapped: Trapped) -> None:
+def test_commands_import_nothing_from_the_current_folder(
+    line: tuple[str, ...], trapped: Trapped
+) -> None:
     trapped(*line)
 
 
 @pytest.mark.exhaustive
-def test_publish_imports_nothing_from_the_folder(trapped: Trapped) -> None:
+def test_publish_imports_nothing_from_the_current_folder(trapped: Trapped) -> None:
     folder = trapped("train", *TINY, "name=published", WANDB_MODE="offline").newest
     with WandbServer(handlers=Views().handlers) as server:
         known = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
@@ -111,7 +113,7 @@ def test_publish_imports_nothing_from_the_folder(trapped: Trapped) -> None:
         assert server.runs, "the run was sent"
 
 
-def test_python_m_drops_the_folder_from_the_path(run_cli: CliRunner) -> None:
+def test_python_m_removes_the_current_folder_from_sys_path(run_cli: CliRunner) -> None:
     """What ``python -m`` itself imports before the package is Python's own to protect (-P)."""
     for name in ("random", "torch", "yaml", "dataclasses", "typing"):
         (run_cli.cwd / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")

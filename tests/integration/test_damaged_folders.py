@@ -139,7 +139,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("command", SAMPLES)
-def test_a_damaged_file_is_read_around_or_named(
+def test_commands_skip_or_name_a_damaged_file(
     command: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_read_around_or_named(
 @pytest.mark.parametrize(
     ("command", "part"), [(name, n) for name, (_, parts) in SAMPLES.items() for n in range(parts)]
 )
-def test_many_damaged_files(
+def test_commands_survive_many_damaged_files(
     command: str, part: int, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,7 +180,7 @@ def test_many_damaged_files(
         ),
     ],
 )
-def test_publish_withstands_a_damaged_file(
+def test_publish_survives_a_damaged_file(
     case: tuple[str, str], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

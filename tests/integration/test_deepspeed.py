@@ -76,7 +76,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 @pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("layout", OFFLOADS)
-def test_offload_takes_the_steps_of_one_device(layout: str, run_job: JobRunner) -> None:
+def test_deepspeed_offload_equals_one_device(layout: str, run_job: JobRunner) -> None:
     """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
 
     AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
@@ -98,7 +98,7 @@ def test_offload_takes_the_steps_of_one_device(layout: str, run_job: JobRunner) 
         *OFFLOADS,
     ],
 )
-def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
+def test_deepspeed_resume_is_bitwise_equal(
     kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
     larger = LARGER if "nvme" in kind else ()
@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
     assert_same_steps(resumed, run, kind)
 
 
-def test_hierarchical_partition_resumes_with_the_steps_of_plain_stage_3(run_job: JobRunner) -> None:
+def test_hierarchical_partition_resumes_like_plain_stage_3(run_job: JobRunner) -> None:
     """With a validation and a checkpoint after each step: both gather the same weights."""
     parts = (*ADAMW, *ZERO3_OF_FOUR, "trainer.validate_every=1", *EACH_CHECKPOINT)
     plain = run_job.without_defaults(*parts)
@@ -119,7 +119,7 @@ def test_hierarchical_partition_resumes_with_the_steps_of_plain_stage_3(run_job:
 
 
 @LONG
-def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(run_job: JobRunner) -> None:
+def test_hierarchical_partition_loads_frozen_weights(run_job: JobRunner) -> None:
     """Frozen weights other than those drawn, as a user's module without a seed has them."""
     parts = (*ADAMW, *ZERO3_OF_FOUR, "adapter=lora", *EACH_CHECKPOINT)
     path = run_job.without_defaults(*parts).checkpoint(2)
@@ -155,7 +155,7 @@ def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(run_job: 
         ),
     ],
 )
-def test_a_checkpoint_goes_from_any_layout_to_any_other(
+def test_deepspeed_checkpoint_resumes_under_other_strategies(
     before: str, after: str, run_job: JobRunner
 ) -> None:
     whole = run_job.without_defaults(
@@ -176,7 +176,7 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
-def test_masters_start_with_the_weights_of_any_layout(stage: int, run_job: JobRunner) -> None:
+def test_fp32_master_weights_equal_initial_weights(stage: int, run_job: JobRunner) -> None:
     parts = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
     run = run_job.without_defaults(
         *parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0"
@@ -187,7 +187,7 @@ def test_masters_start_with_the_weights_of_any_layout(stage: int, run_job: JobRu
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
-def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, run_job: JobRunner) -> None:
+def test_zero_partition_memory_is_exact(stage: int, run_job: JobRunner) -> None:
     run = run_job.without_defaults(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
     metrics, model = run.summary["metrics"], compose(ADAMW).model
     weights, share = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
@@ -202,7 +202,7 @@ def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, run_job: JobRun
 
 @LONG
 @pytest.mark.parametrize("kind", BF16)
-def test_bf16_learns_as_fp32_does(kind: str, run_job: JobRunner) -> None:
+def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None:
     """Within 2 % of the loss of the same steps in fp32."""
     steps = ("trainer.max_steps=40", "optimizer.lr=3e-3")
     exact = run_job.without_defaults(*ADAMW, *steps, "parallelism=single")

@@ -17,7 +17,7 @@ EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
-def test_shown_output_is_what_the_command_prints(block: Block, run_cli: CliRunner) -> None:
+def test_documented_output_equals_command_output(block: Block, run_cli: CliRunner) -> None:
     """``SCALEWISE_RECORD=1`` writes the output into the document anew."""
     (command,) = block.lines
     line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
@@ -33,7 +33,7 @@ def test_shown_output_is_what_the_command_prints(block: Block, run_cli: CliRunne
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(script: Path, run_cli: CliRunner) -> None:
+def test_documented_example_runs(script: Path, run_cli: CliRunner) -> None:
     assert len(script.read_text("utf-8").splitlines()) < 40
     overrides = () if script.stem == "plan_only" else UNTRACKED[1:]
     ended = run_cli.start_process([sys.executable, str(script), *overrides]).wait(280).assert_ok()

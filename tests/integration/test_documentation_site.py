@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_no_page_fetches_anything(site: Path) -> None:
+def test_site_pages_load_no_remote_resource(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
@@ -46,7 +46,7 @@ def test_no_page_fetches_anything(site: Path) -> None:
 
 
 @pytest.mark.browser
-def test_search_works_without_a_server(site: Path, tmp_path: Path) -> None:
+def test_site_search_works_offline(site: Path, tmp_path: Path) -> None:
     page = site / "index.html"
     page.write_text(page.read_text("utf-8").replace("</body>", SEARCH), "utf-8")
     done = subprocess.run(

@@ -60,7 +60,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=LONG if case in SELDOM else ()) for case in CASES]
 )
-def test_the_loss_is_that_of_the_last_validation(
+def test_evaluate_loss_equals_last_validation(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(tmp_path / "run", *CASES[case])
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_last_validation(
     assert run.summary["metrics"]["val/loss_first"] == pytest.approx(began, rel=near)
 
 
-def test_the_beginning_is_worse_and_both_are_kept(
+def test_evaluate_keeps_results_of_several_checkpoints(
     plain: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["step=0"], ["step=best"], ["rows=2"]):
@@ -91,7 +91,7 @@ def test_the_beginning_is_worse_and_both_are_kept(
     assert found["0"]["perplexity"] == pytest.approx(2.718281828 ** found["0"]["loss"], rel=1e-6)
 
 
-def test_transformers_foretells_and_writes_the_same(
+def test_evaluate_equals_transformers_loss_and_generation(
     plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
@@ -146,7 +146,7 @@ def draws(module: Fixed, temperature: float, count: int, seed: int = 1) -> list[
     return [next(found) for _ in range(count)]
 
 
-def test_temperature_is_what_logits_are_divided_by() -> None:
+def test_evaluate_temperature_divides_logits() -> None:
     module = Fixed(1.0, 2.0, 0.0)
     assert draws(module, 0, 3) == [1, 1, 1]
     assert draws(module, 0.7, 50) == draws(module, 0.7, 50) != draws(module, 0.7, 50, seed=2)
@@ -166,22 +166,20 @@ def test_temperature_is_what_logits_are_divided_by() -> None:
         (["temprature=1"], "did you mean temperature?"),
     ],
 )
-def test_what_cannot_be_asked(
+def test_evaluate_rejects_invalid_arguments(
     words: list[str], said: str, plain: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(plain.path), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_token_ids_have_no_text(tmp_path: Path) -> None:
+def test_evaluate_rejects_prompts_for_token_id_data(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", "data=synthetic", "data.sequence=32")
     with pytest.raises(ConfigError, match="were token ids, not text; leave out prompt"):
         evaluate.main([str(run.path), "prompt=The"])
 
 
-def test_data_that_have_changed_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     words = "one and the other go to the sea and see the ships there"
     text.write_text(f"{words}\n" * 400, "utf-8")
@@ -203,7 +201,7 @@ def test_data_that_have_changed_are_refused(
     assert (tmp_path / "there" / "tokenizer.json").read_bytes() == earlier
 
 
-def test_an_older_checkpoint_is_taken_aloud(
+def test_evaluate_reports_a_fallback_to_an_older_checkpoint(
     plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = RunDir(shutil.copytree(plain.path, tmp_path / "copy"))

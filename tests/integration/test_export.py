@@ -36,7 +36,7 @@ def trained(
     return run, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
 
 
-def test_the_export_gives_the_same_logits_in_transformers(
+def test_export_has_the_same_logits_in_transformers(
     trained: tuple[scalewise.Run, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     run, state = trained
@@ -51,7 +51,7 @@ def test_the_export_gives_the_same_logits_in_transformers(
         )
 
 
-def test_the_export_starts_a_new_run(
+def test_export_initializes_a_new_run(
     trained: tuple[scalewise.Run, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     run, state = trained
@@ -106,7 +106,7 @@ TOKENS_BT = torch.arange(64).reshape(2, 32)
     "case",
     [pytest.param(case, marks=pytest.mark.exhaustive if case in SELDOM else ()) for case in CASES],
 )
-def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> None:
+def test_export_writes_adapters_merged_and_separate(case: str, tmp_path: Path) -> None:
     run = scalewise.compose([*SMOKE, *CASES[case]])
     result = scalewise.train(run, tmp_path / "run")
     assert result.status == "ok", result.reason
@@ -145,7 +145,9 @@ def assert_close(theirs: Any, logits_BTV: Tensor) -> None:
         torch.testing.assert_close(theirs(TOKENS_BT).logits, logits_BTV, rtol=1e-4, atol=1e-4)
 
 
-def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_writes_a_folder_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = scalewise.train(scalewise.compose(SMOKE), tmp_path / "run")
     assert cli.main(["export", str(result.folder)]) == 0
     written = result.folder / "export"

@@ -44,7 +44,7 @@ def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProc
     return door.wait(), door
 
 
-def test_every_job_has_its_status(sweep: tuple[CliResult, CliProcess]) -> None:
+def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     for job, (status, code, reason) in zip(ended.folder.jobs, ACCIDENTS.values(), strict=True):
         said = job.status
@@ -54,7 +54,7 @@ def test_every_job_has_its_status(sweep: tuple[CliResult, CliProcess]) -> None:
         assert (job.path / "report.html").is_file()
 
 
-def test_the_sweep_says_so_too(sweep: tuple[CliResult, CliProcess]) -> None:
+def test_sweep_json_lists_job_statuses(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == [s for s, _, _ in ACCIDENTS.values()]
@@ -63,7 +63,7 @@ def test_the_sweep_says_so_too(sweep: tuple[CliResult, CliProcess]) -> None:
     assert ended.folder.path.joinpath("report.html").is_file()
 
 
-def test_the_door_closes_with_failure_and_without_a_traceback(
+def test_sweep_command_fails_without_a_traceback(
     sweep: tuple[CliResult, CliProcess],
 ) -> None:
     ended, _ = sweep
@@ -72,12 +72,12 @@ def test_the_door_closes_with_failure_and_without_a_traceback(
     assert "job 2 out_of_memory" in ended.out
 
 
-def test_no_process_is_left(sweep: tuple[CliResult, CliProcess]) -> None:
+def test_sweep_leaves_no_process(sweep: tuple[CliResult, CliProcess]) -> None:
     _, door = sweep
     assert door.remaining_processes(within=2) == []
 
 
-def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[CliResult, CliProcess]) -> None:
+def test_failed_rank_keeps_its_log_tail(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     assert any("fault_injection.py" in line for line in ended.folder.jobs[1].status["log_tail"])
 
@@ -110,9 +110,7 @@ def time_enough(undisturbed: RunDir) -> int:
         for usual in [(layout, accident) in USUAL]
     ],
 )
-def test_an_accident_of_one_rank_ends_the_others(
-    layout: str, accident: str, run_job: JobRunner
-) -> None:
+def test_fault_of_one_rank_ends_the_others(layout: str, accident: str, run_job: JobRunner) -> None:
     limit = time_enough(run_job(*LAYOUTS[layout]))
     began = time.monotonic()
     where = [*LAYOUTS[layout], f"+inject={accident}", "callbacks.inject.rank=1"]
@@ -128,7 +126,7 @@ def test_an_accident_of_one_rank_ends_the_others(
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
-def test_a_crash_in_foreign_code_says_where(run_cli: CliRunner) -> None:
+def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
     told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.faults.Segfault}")
     ended = run_cli(*UNTRACKED, *LAYOUTS["ddp"], *told)
     assert ended.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
@@ -136,7 +134,7 @@ def test_a_crash_in_foreign_code_says_where(run_cli: CliRunner) -> None:
     assert "in string_at" in ended.err
 
 
-def test_a_rank_that_answers_nothing_is_the_one_that_is_named(run_job: JobRunner) -> None:
+def test_frozen_rank_is_named(run_job: JobRunner) -> None:
     limit = time_enough(run_job(*LAYOUTS["fsdp"]))
     frozen = "{_target_:fixtures.faults.FreezeRank,rank:1,step:3}"
     told = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
@@ -160,7 +158,9 @@ def test_a_rank_that_answers_nothing_is_the_one_that_is_named(run_job: JobRunner
         pytest.param("pipeline", "raise", marks=LONG),
     ],
 )
-def test_a_restart_mends_what_happens_once(layout: str, accident: str, run_job: JobRunner) -> None:
+def test_restart_recovers_from_a_single_fault(
+    layout: str, accident: str, run_job: JobRunner
+) -> None:
     parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
     undisturbed = run_job(*parts)
     once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
@@ -188,7 +188,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "layout", ["ddp", *(pytest.param(n, marks=LONG) for n in ("fsdp", "pipeline"))]
 )
-def test_a_full_disk_costs_that_checkpoint_only(
+def test_full_disk_loses_only_the_checkpoint(
     layout: str, small_disk: Path, shared_cache: Path
 ) -> None:
     job = JobRunner(small_disk, shared_cache)
@@ -207,9 +207,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
     assert not list((failed.path / "checkpoints").glob(".partial-*"))
 
 
-def test_a_disk_that_is_full_soon_leaves_a_true_status_and_nothing_else(
-    small_disk: Path, shared_cache: Path
-) -> None:
+def test_full_disk_at_start_leaves_only_a_status(small_disk: Path, shared_cache: Path) -> None:
     job = JobRunner(small_disk, shared_cache)
     filler = small_disk / "filler"
     disk = os.statvfs(small_disk)
@@ -226,18 +224,18 @@ def test_a_disk_that_is_full_soon_leaves_a_true_status_and_nothing_else(
     assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
 
 
-def test_restarts_are_counted(run_job: JobRunner) -> None:
+def test_restarts_are_counted_in_the_status(run_job: JobRunner) -> None:
     said = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
     assert said["attempts"] == 3
 
 
-def test_a_limit_of_memory_that_is_too_small(run_job: JobRunner) -> None:
+def test_memory_limit_ends_the_run_out_of_memory(run_job: JobRunner) -> None:
     wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
     said = run_job(*wide, status="out_of_memory").status
     assert "launch.memory_limit_gib=null" in [fix["override"] for fix in said["cures"]]
 
 
-def test_a_callback_that_cannot_be_made_is_refused(run_job: JobRunner) -> None:
+def test_callback_with_invalid_arguments_is_rejected(run_job: JobRunner) -> None:
     """One of somebody else's, whose values only it can judge."""
     bad = (
         "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
@@ -248,7 +246,7 @@ def test_a_callback_that_cannot_be_made_is_refused(run_job: JobRunner) -> None:
     assert not list(run_job.path.glob("job/*"))
 
 
-def test_data_refused_within_a_sweep_stops_nobody(run_cli: CliRunner) -> None:
+def test_rejected_data_of_one_job_does_not_stop_the_sweep(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty.txt").write_text("")
     small = [part for part in UNTRACKED if "megabytes" not in part]
     for name in ("full.txt", "more.txt"):
@@ -262,7 +260,7 @@ def test_data_refused_within_a_sweep_stops_nobody(run_cli: CliRunner) -> None:
     assert ended.code == 2
 
 
-def test_what_the_plan_is_sure_of_is_refused_and_the_sweep_goes_on(run_cli: CliRunner) -> None:
+def test_job_that_cannot_fit_is_rejected_and_the_sweep_continues(run_cli: CliRunner) -> None:
     limits = ("launch.memory_limit_gib=0.001,4", "launch.refuse_unfit=true")
     ended = run_cli("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
     assert ended.code == 2, ended.failure_report

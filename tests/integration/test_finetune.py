@@ -9,7 +9,7 @@ from fixtures.cli_runner import CliRunner, RunDir
 
 
 @pytest.mark.exhaustive
-def test_a_packed_model_ends_better_than_it_began(run_cli: CliRunner) -> None:
+def test_finetuning_a_quantized_model_lowers_the_loss(run_cli: CliRunner) -> None:
     ended = run_cli("experiment=finetune/qlora_tiny", "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]
@@ -20,7 +20,7 @@ def test_a_packed_model_ends_better_than_it_began(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.exhaustive
-def test_each_rung_of_the_ladder_takes_what_is_foreseen(run_cli: CliRunner) -> None:
+def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
     small = ("model.layers=4", "model.vocabulary=4096", "trainer.max_steps=3", "tracking=none")
     ended = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small).assert_ok()
     jobs = [RunDir(folder) for folder in sorted(ended.folder.path.glob("[0-9]"))]

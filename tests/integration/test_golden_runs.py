@@ -83,7 +83,7 @@ def described(run: RunDir) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_has_the_golden_weights_and_files(name: str, run_job: JobRunner) -> None:
+def test_run_has_golden_weights_and_files(name: str, run_job: JobRunner) -> None:
     found = described(run_job.without_defaults(*SMALL, *RUNS[name]))
     golden = golden_record(f"run_{name.replace(' x ', '_')}", found)
     for key in ("tensors", "files", "status", "plan", "summary", "columns"):

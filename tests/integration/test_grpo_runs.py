@@ -24,7 +24,7 @@ SHORT = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
-def test_evaluation_says_what_validation_said(way: tuple[str, ...], run_cli: CliRunner) -> None:
+def test_grpo_evaluation_equals_last_validation(way: tuple[str, ...], run_cli: CliRunner) -> None:
     run = run_cli(*SHORT, *way).assert_ok().folder
     told = run.column("val/reward")
     metrics = run.summary["metrics"]
@@ -36,7 +36,7 @@ def test_evaluation_says_what_validation_said(way: tuple[str, ...], run_cli: Cli
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_answers_as_an_undisturbed_one(run_cli: CliRunner) -> None:
+def test_grpo_resume_draws_the_same_completions(run_cli: CliRunner) -> None:
     whole = run_cli(*SHORT, "checkpoint.every=2", "name=whole").assert_ok().folder
     rest = run_cli(*SHORT, f"resume={whole.checkpoint(2)}", "name=rest").assert_ok().newest
     for key in ("train/reward", "train/loss", "val/reward"):
@@ -44,7 +44,7 @@ def test_a_resumed_run_answers_as_an_undisturbed_one(run_cli: CliRunner) -> None
 
 
 @pytest.mark.exhaustive
-def test_digits_are_written_backwards_that_were_never_seen(run_cli: CliRunner) -> None:
+def test_grpo_experiment_reverses_held_out_digits(run_cli: CliRunner) -> None:
     ended = run_cli(TINY, "tracking=none").assert_ok()
     assert ended.seconds < 120
     metrics = ended.folder.summary["metrics"]

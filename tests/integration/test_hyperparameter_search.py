@@ -23,7 +23,7 @@ def statuses(folder: RunDir) -> list[str]:
     return [trial["status"] for trial in study(folder)["trials"]]
 
 
-class TestASearch:
+class TestSearch:
     """Four trials: one ends well, one runs out of memory, two cannot run at all."""
 
     @pytest.fixture(scope="class")
@@ -32,7 +32,7 @@ class TestASearch:
         axes = ("+inject=none,oom", "data.sequence=32,65536")
         return cli_runner_in("search")(*GRID, "hydra.sweeper.jobs=3", *axes)
 
-    def test_it_goes_on_past_failures(self, ended: CliResult) -> None:
+    def test_search_continues_after_failed_trials(self, ended: CliResult) -> None:
         assert ended.code == 1, ended.transcript  # its unsuccessful trials share none
         assert statuses(ended.folder) == ["ok", "out_of_memory", "refused", "refused"]
         states = [trial["state"] for trial in study(ended.folder)["trials"]]
@@ -42,29 +42,29 @@ class TestASearch:
             "out_of_memory",
         ]
 
-    def test_it_says_why(self, ended: CliResult) -> None:
+    def test_search_prints_why_trials_failed(self, ended: CliResult) -> None:
         assert "trial 2 rejected" in ended.out
         assert "data.sequence=65536" in ended.out
         assert "Traceback" not in ended.transcript
 
-    def test_the_best_is_told_with_the_line_that_trains_it(self, ended: CliResult) -> None:
+    def test_search_prints_overrides_of_the_best_trial(self, ended: CliResult) -> None:
         assert study(ended.folder)["best"] == [0]
         (line,) = [text for text in ended.out.splitlines() if text.startswith("scalewise train")]
         assert {"+inject=none", "data.sequence=32"} < set(line.split())
 
-    def test_a_value_is_what_the_job_measured(self, ended: CliResult) -> None:
+    def test_trial_value_equals_the_metric_of_its_job(self, ended: CliResult) -> None:
         (first, *_) = study(ended.folder)["trials"]
         measured = ended.folder.jobs[0].summary["metrics"]["val/loss"]
         assert first["values"] == [measured]
         assert first["folder"] == "0"
 
-    def test_each_job_says_what_varies(self, ended: CliResult) -> None:
+    def test_search_job_status_lists_varied_values(self, ended: CliResult) -> None:
         varied = ended.folder.jobs[0].status["varied"]
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_a_pruned_trial_trains_fewer_steps(layout: str, run_cli: CliRunner) -> None:
+def test_pruned_trial_trains_fewer_steps(layout: str, run_cli: CliRunner) -> None:
     axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
     ended = run_cli(*GRID, "hydra.sweeper.pruner=asha", *axes).assert_ok()
     good, pruned = ended.folder.jobs
@@ -79,7 +79,7 @@ def test_a_pruned_trial_trains_fewer_steps(layout: str, run_cli: CliRunner) -> N
     assert list(told[1]["reported"]) == ["4"]
 
 
-def test_a_killed_search_goes_on(run_cli: CliRunner) -> None:
+def test_killed_search_resumes(run_cli: CliRunner) -> None:
     """SIGKILL in the second trial of three: the first is not repeated, the second is."""
     line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
     slow = "trainer.max_steps=200"
@@ -103,7 +103,7 @@ def test_a_killed_search_goes_on(run_cli: CliRunner) -> None:
 
 
 @LONG
-def test_an_interrupted_search_goes_on_from_its_storage(run_cli: CliRunner) -> None:
+def test_interrupted_search_resumes_from_its_storage(run_cli: CliRunner) -> None:
     line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
     door = run_cli.start(*line, "trainer.max_steps=400", "trainer.validate_every=200")
     door.wait_for_file("runs/*/*/0/metrics.csv")
@@ -115,7 +115,7 @@ def test_an_interrupted_search_goes_on_from_its_storage(run_cli: CliRunner) -> N
     assert (run_cli.cwd / "kept" / "search.db").is_file()
 
 
-def test_a_plan_of_a_search_is_one_table(run_cli: CliRunner) -> None:
+def test_search_plan_is_one_table(run_cli: CliRunner) -> None:
     axes = ("hydra.sweeper.trials=3", "optimizer.lr=tag(log,interval(1e-5,1e-2))")
     ended = run_cli("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, command="plan").assert_ok()
     assert ended.out.count("fits") >= 3
@@ -135,7 +135,7 @@ def test_a_plan_of_a_search_is_one_table(run_cli: CliRunner) -> None:
         pytest.param(("precision=fp33,fp32",), ("fp33",), marks=LONG),
     ],
 )
-def test_what_cannot_be_searched_is_refused(
+def test_search_rejects_invalid_spaces(
     line: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
 ) -> None:
     searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
@@ -143,7 +143,7 @@ def test_what_cannot_be_searched_is_refused(
     assert not list(Path(run_cli.cwd).glob("runs/*/*"))
 
 
-def test_without_optuna_it_says_what_to_install(run_cli: CliRunner) -> None:
+def test_search_without_optuna_names_the_extra(run_cli: CliRunner) -> None:
     absent = run_cli.cwd / "absent"
     absent.mkdir()
     (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
@@ -153,7 +153,7 @@ def test_without_optuna_it_says_what_to_install(run_cli: CliRunner) -> None:
 
 
 @LONG
-def test_several_objectives_within_a_bound(run_cli: CliRunner) -> None:
+def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) -> None:
     """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
     objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
     bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
@@ -178,7 +178,7 @@ def test_several_objectives_within_a_bound(run_cli: CliRunner) -> None:
 
 
 @LONG
-def test_the_sweep_of_the_tree(run_cli: CliRunner) -> None:
+def test_shipped_search_sweep_runs(run_cli: CliRunner) -> None:
     ended = run_cli("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").assert_ok()
     assert len(study(ended.folder)["trials"]) == 3
     json.dumps(study(ended.folder)["importance"])

@@ -16,7 +16,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_slurm_without_its_extra(run_cli: CliRunner) -> None:
+def test_slurm_launcher_without_its_extra_is_rejected(run_cli: CliRunner) -> None:
     """Whatever is said of its options, which are not known then."""
     line = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
     door = run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line, "seed=1,2"])
@@ -24,21 +24,19 @@ def test_slurm_without_its_extra(run_cli: CliRunner) -> None:
     assert list(run_cli.cwd.iterdir()) == []
 
 
-def test_without_its_extra_everything_else_works(run_cli: CliRunner) -> None:
+def test_missing_launcher_extra_does_not_affect_other_launchers(run_cli: CliRunner) -> None:
     line = ("train", *UNTRACKED, "--cfg", "job")
     run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().assert_ok()
 
 
-def test_ray(run_cli: CliRunner) -> None:
+def test_ray_launcher_is_rejected(run_cli: CliRunner) -> None:
     ended = run_cli("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
     ended.assert_rejected("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
     assert list(run_cli.cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize("launcher", ["scalewise", "packed"])
-def test_ranks_with_an_adapter_are_born_with_what_it_imports(
-    run_cli: CliRunner, launcher: str
-) -> None:
+def test_forkserver_preloads_peft_for_adapter_runs(run_cli: CliRunner, launcher: str) -> None:
     tells = "+callbacks.born._target_=fixtures.faults.RecordImports"
     line = ("-m", *UNTRACKED, f"hydra/launcher={launcher}", "trusted_packages=[fixtures]", tells)
     ended = run_cli(*line, "adapter=none,lora").assert_ok()

@@ -13,7 +13,7 @@ SLOW = (
 )
 
 
-def test_two_sweeps_of_one_second_get_a_folder_each(run_cli: CliRunner) -> None:
+def test_simultaneous_sweeps_get_separate_folders(run_cli: CliRunner) -> None:
     line = ("-m", *UNTRACKED, "hydra.sweep.dir=runs/both/now", "trainer.max_steps=3")
     line = (*line, "trainer.validate_every=null")
     opened = [run_cli.start(*line, f"seed={seed}") for seed in (1, 2)]
@@ -25,7 +25,7 @@ def test_two_sweeps_of_one_second_get_a_folder_each(run_cli: CliRunner) -> None:
     assert not list(run_cli.cwd.rglob(".lock"))
 
 
-def test_a_sweep_has_one_driver_and_a_run_one_process(run_cli: CliRunner) -> None:
+def test_sweep_and_run_folders_are_locked(run_cli: CliRunner) -> None:
     sweep = ("-m", *UNTRACKED, *SLOW, "name=swept", "seed=1,2")
     run = (*UNTRACKED, *SLOW, "name=alone")
     living = {"resume_sweep": run_cli.start(*sweep), "resume": run_cli.start(*run)}

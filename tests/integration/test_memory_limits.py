@@ -41,7 +41,9 @@ LINES = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "single")
-def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, run_cli: CliRunner) -> None:
+def test_fit_status_agrees_with_enforced_memory_limit(
+    line: tuple[str, ...], compose: Compose, run_cli: CliRunner
+) -> None:
     run = compose(*WIDE, *line)
     free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
     least, _, most = free.reserved

@@ -33,9 +33,7 @@ LONG = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["single", "fsdp", "deepspeed_zero2"])
-def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
-    layout: str, compose: Compose
-) -> None:
+def test_micro_batch_trials_step_down_below_an_unknown_limit(layout: str, compose: Compose) -> None:
     run = compose(*LONG, f"parallelism={layout}")
     assert {way.fit.status for way in micro_batch_options(RunOption(run))} == {FitStatus.fits}
 
@@ -54,7 +52,7 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
 
 
 @pytest.mark.exhaustive
-def test_train_takes_what_it_has_tried_and_keeps_it_on_record(run_cli: CliRunner) -> None:
+def test_train_uses_and_records_the_tried_micro_batch(run_cli: CliRunner) -> None:
     ended = run_cli(*LONG, "launch.memory_limit_gib=0.75")
     ended.assert_ok()
     told = ended.folder.status["micro_batch"]

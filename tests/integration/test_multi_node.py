@@ -49,7 +49,7 @@ def agents(doors: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess]
     ]
 
 
-def test_two_agents_train_one_run(run_cli: CliRunner) -> None:
+def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
     for ended in [agent.wait() for agent in agents(run_cli)]:
         ended.assert_ok()
     folder = ended.folder
@@ -58,7 +58,7 @@ def test_two_agents_train_one_run(run_cli: CliRunner) -> None:
     assert folder.steps == list(range(1, 9))
 
 
-def test_a_lost_rank_is_started_again_and_both_resume(run_cli: CliRunner) -> None:
+def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     whole = run_cli(*TINY, *PARTS).assert_ok().folder
     slow = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
     nodes = agents(run_cli, "resume=auto", "name=nodes", *slow, restarts=1)
@@ -103,7 +103,7 @@ def tasks(doors: CliRunner, *parts: str) -> list[CliProcess]:
     ]
 
 
-def test_tasks_of_srun_are_ranks_and_no_thread_keeps_them(run_cli: CliRunner) -> None:
+def test_srun_tasks_are_ranks_and_exit_despite_threads(run_cli: CliRunner) -> None:
     lingering = "+callbacks.lingering._target_=fixtures.faults.LingeringThread"
     for ended in [task.wait() for task in tasks(run_cli, TRUSTED, lingering)]:
         ended.assert_ok()
@@ -126,7 +126,7 @@ def listening(doors: list[CliProcess]) -> set[str]:
 
 
 @pytest.mark.parametrize("start", [tasks, lambda doors, *parts: [doors.start(*TINY, *parts)]])
-def test_ranks_of_one_node_listen_on_loopback_only(
+def test_single_node_ranks_listen_on_loopback_only(
     start: Callable[..., list[CliProcess]], run_cli: CliRunner
 ) -> None:
     started = start(run_cli, *SLOW, *PARTS)
@@ -138,16 +138,14 @@ SWEEP_REFUSED = "a sweep is not supported with torchrun or srun"
 
 
 @pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])
-def test_srun_is_told_that_sweeps_start_their_own_ranks(
-    sweep: tuple[str, ...], run_cli: CliRunner
-) -> None:
+def test_srun_of_a_sweep_is_rejected(sweep: tuple[str, ...], run_cli: CliRunner) -> None:
     first, second = [task.wait(60) for task in tasks(run_cli, *sweep)]
     first.assert_rejected(SWEEP_REFUSED, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
     assert (second.code, second.out, second.err) == (2, "", "")
     assert list(run_cli.cwd.iterdir()) == []
 
 
-def test_torchrun_is_told_once_that_sweeps_start_their_own_ranks(run_cli: CliRunner) -> None:
+def test_torchrun_of_a_sweep_is_rejected_once(run_cli: CliRunner) -> None:
     first, second = [node.wait(60) for node in agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")]
     assert 0 not in (first.code, second.code)
     assert f"{first.transcript}{second.transcript}".count(SWEEP_REFUSED) == 1

@@ -25,7 +25,7 @@ from fixtures.cli_runner import TINY, UNTRACKED, CliRunner
         ),
     ],
 )
-def test_it_trains_on_when_nobody_reads(
+def test_training_continues_after_a_closed_pipe(
     line: tuple[str, ...], env: dict[str, str], run_cli: CliRunner
 ) -> None:
     command = shlex.join([sys.executable, "-m", "scalewise", "train", *line])

@@ -35,7 +35,7 @@ def cores(job: RunDir, rank: int = 0) -> set[int]:
 
 
 @several_cores
-def test_two_jobs_at_once_each_on_its_own_cores(run_cli: CliRunner) -> None:
+def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, SEAT, "trainer.max_steps=4")
     door = run_cli.start(*line, "seed=1,2,3,4")
     ended = door.wait().assert_ok()
@@ -57,7 +57,7 @@ def test_two_jobs_at_once_each_on_its_own_cores(run_cli: CliRunner) -> None:
 
 @several_cores
 @pytest.mark.exhaustive
-def test_whoever_dies_frees_the_place(run_cli: CliRunner) -> None:
+def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
     killed = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
     line = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.accident={killed}", SEAT)
@@ -81,7 +81,9 @@ def test_whoever_dies_frees_the_place(run_cli: CliRunner) -> None:
     ("number", "group"),
     [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.exhaustive)],
 )
-def test_a_signal_ends_all_and_saves_each(number: int, group: bool, run_cli: CliRunner) -> None:
+def test_signal_ends_packed_jobs_and_saves_each(
+    number: int, group: bool, run_cli: CliRunner
+) -> None:
     line = (*PACKED, *LONG_RUN, "hydra.launcher.slots=2")
     door = run_cli.start(*line, "seed=1,2,3")
 
@@ -104,7 +106,7 @@ def test_a_signal_ends_all_and_saves_each(number: int, group: bool, run_cli: Cli
     assert door.remaining_processes(within=2) == []
 
 
-def test_a_signal_before_anything_trains(run_cli: CliRunner) -> None:
+def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
     door = run_cli.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
     door.wait_for_file("runs/*/*/sweep.json")
     door.signal(signal.SIGINT, group=True)
@@ -117,7 +119,7 @@ def test_a_signal_before_anything_trains(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.exhaustive
-def test_jobs_save_themselves_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
+def test_packed_jobs_save_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
     door = run_cli.start(*line)
     folder = door.wait_for_step(2).parent

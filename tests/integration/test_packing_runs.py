@@ -52,7 +52,9 @@ def evaluated(run: RunDir, step: str) -> dict[str, float]:
 
 
 @pytest.mark.exhaustive
-def test_the_untrained_loss_is_the_same_in_fewer_rows(conversations: Path, tmp_path: Path) -> None:
+def test_packing_keeps_the_untrained_loss_in_fewer_sequences(
+    conversations: Path, tmp_path: Path
+) -> None:
     untrained = {}
     for packing in (False, True):
         parts = (*SHORT, f"data.paths=[{conversations}]", f"data.packing={packing}")

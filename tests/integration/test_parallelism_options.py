@@ -29,7 +29,7 @@ USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
         for option in paths.option_names("parallelism")
     ],
 )
-def test_an_option_trains(option: str, run_job: JobRunner) -> None:
+def test_parallelism_option_trains(option: str, run_job: JobRunner) -> None:
     try:
         compose([*SHORT, f"parallelism={option}"])
     except ConfigError as error:

@@ -9,7 +9,7 @@ from fixtures.strategies import LLAMA_8B
 from scalewise.units import GIB
 
 
-def test_what_does_not_fit_is_told_with_its_cure(run_cli: CliRunner) -> None:
+def test_plan_prints_a_fix_for_a_run_that_does_not_fit(run_cli: CliRunner) -> None:
     ended = run_cli(*LLAMA_8B, "trainer.micro_batch=8", command="plan")
     assert ended.code == 3, ended.failure_report
     assert "Out of memory: " in ended.out
@@ -20,7 +20,7 @@ def test_what_does_not_fit_is_told_with_its_cure(run_cli: CliRunner) -> None:
     assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_grid_is_one_table(run_cli: CliRunner) -> None:
+def test_plan_prints_a_grid_as_one_table(run_cli: CliRunner) -> None:
     axes = ("precision=fp32,bf16_mixed", "memory=none,checkpoint_full")
     rest = [part for part in LLAMA_8B if not part.startswith("precision")]
     ended = run_cli("-m", *rest, *axes, "trainer.micro_batch=1", command="plan")
@@ -37,7 +37,7 @@ def test_a_grid_is_one_table(run_cli: CliRunner) -> None:
     assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_trace_asks_the_code_itself(run_cli: CliRunner) -> None:
+def test_plan_traces_the_module(run_cli: CliRunner) -> None:
     line = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
     ended = run_cli(*line, command="plan").assert_ok()
     told = "Traced rank 0 with 4 and 6 layers: "
@@ -47,7 +47,7 @@ def test_a_trace_asks_the_code_itself(run_cli: CliRunner) -> None:
     assert "Analytic prediction only, no trace: ddp requires real memory" in ended.out
 
 
-def test_a_search_ends_in_a_line_that_trains(run_cli: CliRunner) -> None:
+def test_plan_search_prints_overrides_that_train(run_cli: CliRunner) -> None:
     line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
     ended = run_cli(*line, "plan.search=memory", command="plan").assert_ok()
     assert "Alternatives that differ in one choice" in ended.out
@@ -56,7 +56,7 @@ def test_a_search_ends_in_a_line_that_trains(run_cli: CliRunner) -> None:
     assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_search_that_finds_nothing_says_what_comes_nearest(run_cli: CliRunner) -> None:
+def test_plan_search_without_result_prints_the_nearest(run_cli: CliRunner) -> None:
     line = ("model=llama3_70b", "hardware=rtx4090", "data=synthetic", "plan.search=memory")
     ended = run_cli(*line, command="plan")
     assert ended.code == 3, ended.failure_report
@@ -64,7 +64,7 @@ def test_a_search_that_finds_nothing_says_what_comes_nearest(run_cli: CliRunner)
     assert "it needs" in ended.out
 
 
-def test_a_table_shows_the_best_of_each_job(run_cli: CliRunner) -> None:
+def test_plan_table_shows_the_best_strategy_of_each_job(run_cli: CliRunner) -> None:
     models = "model=llama_160m,tinyllama_1b"
     line = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
     head, *rows, blank, told = run_cli(*line, command="plan").assert_ok().out.splitlines()
@@ -78,7 +78,9 @@ def test_a_table_shows_the_best_of_each_job(run_cli: CliRunner) -> None:
 @pytest.mark.parametrize(
     "line", [(), pytest.param(("-m", "seed=1,2"), marks=pytest.mark.exhaustive)]
 )
-def test_train_makes_a_run_fit(line: tuple[str, ...], run_cli: CliRunner) -> None:
+def test_train_applies_a_fix_that_makes_the_run_fit(
+    line: tuple[str, ...], run_cli: CliRunner
+) -> None:
     small = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
     ended = run_cli(*line, *UNTRACKED, *small).assert_ok()
     assert "plan.fit=auto: trainer.micro_batch=" in ended.out
@@ -88,19 +90,19 @@ def test_train_makes_a_run_fit(line: tuple[str, ...], run_cli: CliRunner) -> Non
         assert job.json("plan.json")["plan/peak_bytes"] < 0.0025 * GIB
 
 
-def test_train_does_not_start_what_nothing_makes_fit(run_cli: CliRunner) -> None:
+def test_train_rejects_a_run_that_no_fix_makes_fit(run_cli: CliRunner) -> None:
     line = (*UNTRACKED, "hardware.memory_gib=0.0001", "plan.fit=auto")
     run_cli(*line).assert_rejected("plan.fit=auto", "of 104.86 KiB")
     run_cli("-m", "seed=1,2", *line).assert_rejected("plan.fit=auto", "job 0:", "job 1:")
     assert not (run_cli.cwd / "runs").exists()
 
 
-def test_a_table_in_which_nothing_fits_says_so_at_its_end(run_cli: CliRunner) -> None:
+def test_plan_table_states_that_nothing_fits(run_cli: CliRunner) -> None:
     line = ("-m", "experiment=smoke", "hardware.memory_gib=0.001,0.002")
     assert run_cli(*line, command="plan").code == 3
 
 
-def test_a_line_that_train_refuses_is_refused(run_cli: CliRunner) -> None:
+def test_plan_rejects_what_train_rejects(run_cli: CliRunner) -> None:
     run_cli("modle=x", command="plan").assert_rejected("did you mean model?")
     run_cli(*LLAMA_8B, "trainer.micro_batch=0", command="plan").assert_rejected(
         "trainer.micro_batch=0"

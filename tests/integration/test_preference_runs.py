@@ -40,7 +40,7 @@ def evaluated(run: RunDir, step: str = "last") -> dict[str, float]:
 @pytest.mark.parametrize(
     "case", ["plain", *(pytest.param(case, marks=LONG) for case in ("lora", "pissa"))]
 )
-def test_an_evaluation_is_the_last_validation(
+def test_dpo_evaluation_equals_last_validation(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = scalewise.train(scalewise.compose([*SHORT, *CASES[case]]), tmp_path / "run")
@@ -56,7 +56,7 @@ def test_an_evaluation_is_the_last_validation(
 
 
 @LONG
-def test_the_experiment_beats_the_untrained_model(run_cli: CliRunner) -> None:
+def test_dpo_experiment_beats_untrained_model(run_cli: CliRunner) -> None:
     run = run_cli(TINY, "tracking=none").assert_ok().folder
     trained, untrained = evaluated(run), evaluated(run, "0")
     print(f"untrained {untrained}, trained {trained}")

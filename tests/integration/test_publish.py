@@ -74,7 +74,7 @@ def sweep(offline: RunDir, tmp_path: Path) -> RunDir:
     return RunDir(place)
 
 
-class TestASweep:
+class TestPublishSweep:
     """A sweep that was tracked offline, published once and once more."""
 
     @pytest.fixture(scope="class")
@@ -96,7 +96,7 @@ class TestASweep:
 
     Told = tuple[WandbServer, RunDir, CliResult, CliResult]
 
-    def test_its_jobs_are_runs_of_one_group_in_order(self, told: Told) -> None:
+    def test_published_jobs_are_one_group_in_order(self, told: Told) -> None:
         server, sweep, *_ = told
         assert list(server.runs) == [job.status["wandb"]["id"] for job in sweep.jobs]
         group = f"{sweep.path.parent.name}/{sweep.path.name}"
@@ -105,13 +105,13 @@ class TestASweep:
         assert {run.state for run in server.runs.values()} == {"finished"}
         assert server.unexpected == []
 
-    def test_every_step_arrived_once(self, told: Told) -> None:
+    def test_published_history_has_every_step_once(self, told: Told) -> None:
         server, sweep, *_ = told
         for job in sweep.jobs:
             assert_rows_are_those_of(job, run_of(server, job))
             assert run_of(server, job).summary["status"] == "ok"
 
-    def test_the_config_says_where_the_run_is(self, told: Told) -> None:
+    def test_published_config_names_the_run_folder(self, told: Told) -> None:
         server, sweep, *_ = told
         for job in sweep.jobs:
             config = run_of(server, job).config
@@ -119,7 +119,7 @@ class TestASweep:
             assert config["host"]
             assert config["model"]["width"] == 32
 
-    def test_files_are_those_of_the_folder(self, told: Told) -> None:
+    def test_published_files_equal_the_folder(self, told: Told) -> None:
         server, sweep, *_ = told
         for job in sweep.jobs:
             files = run_of(server, job).files
@@ -127,7 +127,7 @@ class TestASweep:
             for name in FILES:
                 assert files[name] == (job.path / name).read_bytes(), name
 
-    def test_what_was_foreseen_stands_beside_what_was_measured(self, told: Told) -> None:
+    def test_published_summary_compares_planned_with_measured(self, told: Told) -> None:
         server, sweep, *_ = told
         plain, _ = sweep.jobs
         run, plan = run_of(server, plain), plain.json("plan.json")
@@ -146,7 +146,7 @@ class TestASweep:
         assert ratio == pytest.approx(said / found)
         assert dict(table_of(run, "memory/measured")["data"])["peak"] == found
 
-    def test_checkpoints_are_artifacts_that_say_where_they_lie(self, told: Told) -> None:
+    def test_published_checkpoints_are_reference_artifacts(self, told: Told) -> None:
         server, sweep, *_ = told
         plain, adapted = sweep.jobs
         last = plain.checkpoint(8)
@@ -159,7 +159,7 @@ class TestASweep:
         assert set(kinds) == {"checkpoint", "adapter"}
         assert set(kinds["adapter"].files) == {"adapter.safetensors"}
 
-    def test_the_folder_links_the_runs_and_the_report(self, told: Told) -> None:
+    def test_publish_records_links_in_the_folder(self, told: Told) -> None:
         _, sweep, first, _ = told
         urls = [job.status["wandb"]["url"] for job in sweep.jobs]
         assert all(f"/{ENTITY}/scalewise/runs/" in url for url in urls)
@@ -168,14 +168,14 @@ class TestASweep:
         assert first.out.count(report) == 1
         assert all(url in (sweep.path / "report.html").read_text("utf-8") for url in urls)
 
-    def test_again_sends_nothing(self, told: Told) -> None:
+    def test_publish_again_sends_nothing(self, told: Told) -> None:
         server, *_, again = told
         assert {
             name for name in writes(server) if "iew" not in name and "roject" not in name
         } == set()
         assert "not uploaded" not in again.out
 
-    def test_the_key_is_nowhere(self, told: Told) -> None:
+    def test_publish_writes_the_api_key_nowhere(self, told: Told) -> None:
         _, _, first, again = told
         for ended in (first, again):
             assert KEY not in ended.transcript
@@ -192,7 +192,7 @@ def assert_key_is_nowhere(*places: Path) -> None:
     assert [str(file) for file in files if KEY.encode() in file.read_bytes()] == []
 
 
-def test_weights_go_along_where_asked_for(sweep: RunDir, run_cli: CliRunner) -> None:
+def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -> None:
     whole, bare = sweep.jobs
     for job, asked in ((whole, "checkpoints"), (bare, "none")):
         text = (job.path / "resolved.yaml").read_text("utf-8")
@@ -209,7 +209,7 @@ def test_weights_go_along_where_asked_for(sweep: RunDir, run_cli: CliRunner) -> 
     assert not FILES & set(run_of(server, bare).files)
 
 
-def test_two_attempts_are_two_runs_of_one_group(run_cli: CliRunner) -> None:
+def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
     """Each has an id of its own, its own rows, and the second says which checkpoint it used."""
     run_cli(*TINY).assert_ok()
     run_cli(*TINY, "trainer.max_steps=12", "resume=last").assert_ok()
@@ -232,7 +232,7 @@ def test_two_attempts_are_two_runs_of_one_group(run_cli: CliRunner) -> None:
     "fault",
     [STREAM, pytest.param(UPLOAD, marks=LONG), pytest.param("CommitArtifact", marks=LONG)],
 )
-def test_what_the_server_drops_is_sent_the_next_time(
+def test_publish_resends_history_that_the_server_lost(
     fault: str, sweep: RunDir, run_cli: CliRunner
 ) -> None:
     """The client says that it sent, and marks the run so; the server is asked."""
@@ -249,9 +249,7 @@ def test_what_the_server_drops_is_sent_the_next_time(
     assert [artifact.state for artifact in server.artifacts].count("COMMITTED") == 1
 
 
-def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
-    sweep: RunDir, run_cli: CliRunner
-) -> None:
+def test_publish_continues_after_a_failed_job_or_report(sweep: RunDir, run_cli: CliRunner) -> None:
     broken, whole = sweep.jobs
     (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
@@ -274,7 +272,7 @@ def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
         pytest.param(500, 1, "failed (HTTP 500); try again later", marks=LONG),
     ],
 )
-def test_a_server_that_says_no_costs_one_line(
+def test_publish_prints_one_line_if_the_server_rejects(
     fault: int, code: int, words: str, sweep: RunDir, run_cli: CliRunner, cli_env: dict[str, str]
 ) -> None:
     before = sweep.content
@@ -288,7 +286,7 @@ def test_a_server_that_says_no_costs_one_line(
     assert_key_is_nowhere(run_cli.cwd, Path(cli_env["HOME"]))
 
 
-def test_a_damaged_job_does_not_stop_the_others(sweep: RunDir, run_cli: CliRunner) -> None:
+def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
     broken, whole = sweep.jobs
     (broken.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
     with serving() as server:
@@ -301,7 +299,7 @@ def test_a_damaged_job_does_not_stop_the_others(sweep: RunDir, run_cli: CliRunne
 
 
 @LONG
-def test_a_server_that_breaks_mid_run_gets_the_rest_later(run_cli: CliRunner) -> None:
+def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> None:
     """What had arrived comes no second time."""
     with serving(fail_after_rows=1) as server:
         seldom = ("trainer.log_every=20", "trainer.validate_every=null")
@@ -322,7 +320,7 @@ def test_a_server_that_breaks_mid_run_gets_the_rest_later(run_cli: CliRunner) ->
         assert run.summary["status"] == "interrupted"
 
 
-def test_a_run_that_was_killed_is_told_as_failed(run_cli: CliRunner) -> None:
+def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
     with serving() as server:
         line = (*TINY, *LONGER, "trainer.max_steps=20000")
         door = run_cli.start(*line, env=reaching(server))
@@ -343,7 +341,7 @@ def test_a_run_that_was_killed_is_told_as_failed(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_slow_server_costs_no_step_and_no_row(run_cli: CliRunner) -> None:
+def test_slow_server_loses_no_step_and_no_history_row(run_cli: CliRunner) -> None:
     with serving(delay=0.2) as server:
         ended = run_cli(*TINY, "parallelism=ddp", env=reaching(server)).assert_ok()
     folder = ended.folder
@@ -354,7 +352,7 @@ def test_a_slow_server_costs_no_step_and_no_row(run_cli: CliRunner) -> None:
     assert_rows_are_those_of(folder, run_of(server, folder))
 
 
-def test_the_variables_of_the_environment_are_honoured(run_cli: CliRunner) -> None:
+def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
     elsewhere = run_cli.cwd / "elsewhere"
     elsewhere.mkdir()
     names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}

@@ -10,7 +10,7 @@ from fixtures.run_folders import STRATEGY_GRID, make_run, make_sweep, strategy_j
 PAGE, SPEC = "report.html", "report_spec.json"
 
 
-def test_writes_what_the_service_will_have_runs_of(run_cli: CliRunner) -> None:
+def test_report_links_runs_that_wandb_has(run_cli: CliRunner) -> None:
     make_sweep(run_cli.cwd / "tracked", STRATEGY_GRID, strategy_job)
     make_run(run_cli.cwd / "own", steps=9, wandb={"mode": "disabled", "url": None})
     ended = run_cli("tracked", "own", command="report").assert_ok()
@@ -20,7 +20,7 @@ def test_writes_what_the_service_will_have_runs_of(run_cli: CliRunner) -> None:
     assert written(run_cli.cwd / "own") == {PAGE}
 
 
-def test_a_broken_package_of_the_service_costs_a_line(run_cli: CliRunner) -> None:
+def test_report_prints_one_line_for_a_broken_wandb_package(run_cli: CliRunner) -> None:
     make_run(run_cli.cwd / "run", steps=9)
     package = run_cli.cwd / "broken" / "wandb_workspaces"
     package.mkdir(parents=True)
@@ -31,14 +31,14 @@ def test_a_broken_package_of_the_service_costs_a_line(run_cli: CliRunner) -> Non
     assert written(run_cli.cwd / "run") == {PAGE}
 
 
-def test_refuses_what_is_no_folder_all_at_once(run_cli: CliRunner) -> None:
+def test_report_rejects_all_invalid_folders_at_once(run_cli: CliRunner) -> None:
     ended = run_cli("none", "nor", command="report").assert_rejected(
         "none is not a folder", "nor is not a folder"
     )
     assert ended.out == ""
 
 
-def test_says_what_holds_no_run(run_cli: CliRunner) -> None:
+def test_report_names_folders_without_runs(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty").mkdir()
     run_cli("empty", command="report").assert_rejected("neither a run")
 

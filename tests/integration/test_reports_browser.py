@@ -112,7 +112,7 @@ PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 10}
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize(("name", "pictures"), PICTURES.items())
-def test_page(
+def test_report_page_renders_in_the_browser(
     pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark: bool
 ) -> None:
     found = probe(pages[name], tmp_path, width, dark)
@@ -133,7 +133,7 @@ OPENED = """<script>addEventListener("load", () => {
 
 
 @pytest.mark.timed
-def test_two_hundred_jobs_open_at_once(tmp_path: Path) -> None:
+def test_report_page_of_two_hundred_jobs_opens(tmp_path: Path) -> None:
     path = files.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
     assert path.stat().st_size < 10e6
     path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")

@@ -76,7 +76,7 @@ def assert_same(run: RunDir, reference: RunDir) -> None:
 
 
 @pytest.mark.parametrize("kind", USUAL + SELDOM)
-def test_a_killed_run_resumes_to_the_same_weights(
+def test_killed_run_resumes_to_the_same_weights(
     kind: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
@@ -96,7 +96,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
         pytest.param("single", 7, marks=LONG),
     ],
 )
-def test_auto_goes_on_from_what_there_is(
+def test_resume_auto_continues_the_newest_run(
     kind: str, step: int, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY, "resume=auto")
@@ -119,7 +119,7 @@ def test_auto_goes_on_from_what_there_is(
         pytest.param("ddp", "_sync", marks=LONG),
     ],
 )
-def test_a_save_that_dies_midway_costs_that_checkpoint_only(
+def test_interrupted_save_loses_only_that_checkpoint(
     kind: str, function: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
@@ -141,7 +141,7 @@ def test_a_save_that_dies_midway_costs_that_checkpoint_only(
     ],
     ids=lambda parts: " ".join(parts) or "single",
 )
-def test_another_layout_goes_on_with_the_same_rows(
+def test_resume_under_another_strategy_keeps_the_data_order(
     wrote: tuple[str, ...], resumes: tuple[str, ...], run_job: JobRunner, undisturbed: Reference
 ) -> None:
     first = run_job(*wrote, "checkpoint.every=3", "checkpoint.keep=0")
@@ -154,7 +154,7 @@ def test_another_layout_goes_on_with_the_same_rows(
 
 
 @LONG
-def test_the_rate_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
+def test_resume_uses_the_new_learning_rate(run_job: JobRunner) -> None:
     first = run_job("optimizer.lr=1e-3", "checkpoint.every=4", "checkpoint.keep=0")
     slow, fast = run_job("optimizer.lr=1e-3"), run_job("optimizer.lr=2e-3")
     resumed = run_job("optimizer.lr=2e-3", resume=first.checkpoint(4))
@@ -167,7 +167,7 @@ def test_the_rate_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
 
 
 @LONG
-def test_the_decay_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
+def test_resume_uses_the_new_weight_decay(run_job: JobRunner) -> None:
     """One step on, two decays leave weights that differ by what AdamW says: lr x decay x weight."""
     plain = ("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01")
     first = run_job(*plain, "optimizer.weight_decay=0.1", "trainer.max_steps=4")
@@ -183,7 +183,7 @@ def test_the_decay_is_that_of_the_run_that_resumes(run_job: JobRunner) -> None:
 
 
 @LONG
-def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(
+def test_resume_uses_the_new_momentum(
     run_job: JobRunner,
 ) -> None:
     """SGD without momentum forgets what the momentum before had gathered."""
@@ -196,7 +196,7 @@ def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(
     assert without.column("train/loss")[5:] != first.column("train/loss")[5:]
 
 
-def test_a_run_may_die_twice(run_job: JobRunner, undisturbed: Reference) -> None:
+def test_run_killed_twice_resumes(run_job: JobRunner, undisturbed: Reference) -> None:
     for step in (3, 6):
         run_job(
             EVERY, "resume=auto", "+inject=kill", f"callbacks.inject.step={step}", status="failed"
@@ -205,7 +205,7 @@ def test_a_run_may_die_twice(run_job: JobRunner, undisturbed: Reference) -> None
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("ddp", marks=LONG)])
-def test_a_run_killed_after_its_last_step_takes_none_twice(
+def test_run_killed_after_its_last_step_repeats_none(
     kind: str, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     killed = run_job(*KINDS[kind], *AT_END, status="failed")
@@ -217,12 +217,14 @@ def test_a_run_killed_after_its_last_step_takes_none_twice(
     assert_same(restarted, undisturbed(kind))
 
 
-def test_auto_starts_anew_after_a_run_that_finished(run_job: JobRunner) -> None:
+def test_resume_auto_starts_from_scratch_after_a_finished_run(run_job: JobRunner) -> None:
     assert run_job("resume=auto").status["resumed_from"] is None
     assert run_job("resume=auto").status["resumed_from"] is None
 
 
-def test_a_path_may_be_a_run_or_a_checkpoint(run_job: JobRunner, undisturbed: Reference) -> None:
+def test_resume_accepts_a_run_or_checkpoint_path(
+    run_job: JobRunner, undisturbed: Reference
+) -> None:
     first = run_job("checkpoint.every=3", "checkpoint.keep=0", at="elsewhere")
     assert_same(run_job(resume=first.checkpoint(3)), undisturbed("single"))
     longer = run_job("trainer.max_steps=9", "schedule=constant", resume=first.path)
@@ -230,7 +232,7 @@ def test_a_path_may_be_a_run_or_a_checkpoint(run_job: JobRunner, undisturbed: Re
 
 
 @pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
-def test_a_whole_job_killed_from_outside_resumes(
+def test_job_killed_from_outside_resumes(
     kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     door = run_cli.start(*UNTRACKED, *KINDS[kind], EVERY, "trainer.log_every=1")
@@ -245,7 +247,7 @@ def test_a_whole_job_killed_from_outside_resumes(
 @LONG
 @pytest.mark.parametrize("kind", ["single", "ddp", "dropout", "ema"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_kill_at_any_moment(
+def test_run_killed_at_a_random_time_resumes(
     seed: int, kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
 ) -> None:
     parts = (*UNTRACKED, *KINDS[kind], "checkpoint.every=1", "resume=auto")
@@ -264,7 +266,7 @@ def test_a_kill_at_any_moment(
     assert_same(done.newest, undisturbed(kind))
 
 
-def test_what_another_layout_has_cost_is_not_its_own(run_job: JobRunner) -> None:
+def test_resume_under_another_strategy_records_its_own_costs(run_job: JobRunner) -> None:
     """Two steps are left: too few to measure memory anew."""
     first = run_job(EVERY)
     known = first.summary["metrics"]["memory/peak_bytes"]

@@ -70,7 +70,7 @@ def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
-def test_a_killed_run_ends_as_an_undisturbed_one(
+def test_killed_run_resumes_to_the_same_result(
     kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
     parts = (*SMALL, *KINDS[kind])

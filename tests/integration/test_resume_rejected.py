@@ -53,7 +53,7 @@ def disguise(run: RunDir) -> None:
         (disguise, "is not a scalewise checkpoint"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole(
+def test_resume_rejects_an_incomplete_checkpoint(
     harm: Callable[[RunDir], None],
     reason: str,
     copy: RunDir,
@@ -74,14 +74,14 @@ def test_a_checkpoint_that_is_not_whole(
         ([], "the checkpoint is at step 8 of 8"),
     ],
 )
-def test_a_checkpoint_of_another_run(
+def test_resume_rejects_a_checkpoint_of_another_run(
     overrides: list[str], reason: str, finished: RunDir, run_cli: CliRunner
 ) -> None:
     line = (*UNTRACKED, *overrides, f"resume={finished.checkpoint(8)}")
     assert run_cli(*line).assert_rejected(reason).folders == []
 
 
-def test_a_folder_that_holds_none(run_cli: CliRunner, tmp_path: Path) -> None:
+def test_resume_rejects_a_folder_without_checkpoints(run_cli: CliRunner, tmp_path: Path) -> None:
     line = (*UNTRACKED, f"resume={tmp_path}/nowhere")
     assert run_cli(*line).assert_rejected("no such checkpoint folder").folders == []
     assert (
@@ -89,6 +89,6 @@ def test_a_folder_that_holds_none(run_cli: CliRunner, tmp_path: Path) -> None:
     )
 
 
-def test_latest_passes_over_a_damaged_one(copy: RunDir, run_job: JobRunner) -> None:
+def test_resume_skips_a_damaged_checkpoint(copy: RunDir, run_job: JobRunner) -> None:
     (copy.checkpoint(8) / "training.pt").write_bytes(b"torn")
     assert run_job(resume=copy.path).status["resumed_from"] == str(copy.checkpoint(4))

@@ -39,7 +39,7 @@ def unchanged(before: dict[str, bytes], sweep: RunDir) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_a_sweep_whose_process_was_killed_goes_on(layout: str, run_cli: CliRunner) -> None:
+def test_killed_sweep_resumes(layout: str, run_cli: CliRunner) -> None:
     line = (*SWEEP, "seed=1,2,3", f"parallelism={layout}", *KILLED_IN_JOB_1)
     door = run_cli.start(*line)
     cut = door.wait()
@@ -100,7 +100,9 @@ cli.main(["train", *sys.argv[2:]])
         pytest.param(6, ["0", "1"], marks=LONG, id="before the record is closed"),
     ],
 )
-def test_no_finished_job_is_lost(write: int, finished: list[str], run_cli: CliRunner) -> None:
+def test_resumed_sweep_keeps_finished_jobs(
+    write: int, finished: list[str], run_cli: CliRunner
+) -> None:
     line = (*SWEEP, "seed=1,2")
     program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *line]
     cut = run_cli.start_process(program).wait()
@@ -115,7 +117,7 @@ def test_no_finished_job_is_lost(write: int, finished: list[str], run_cli: CliRu
     assert ended.folder.json("sweep.json")["ended"] is not None
 
 
-def test_an_edited_grid_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
+def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
     """A limit is no part of what a job is: the one that ran out of time gets more of it."""
     slow = (*SWEEP, SLOW)
     ended = run_cli(*slow, "seed=1,2", "launch.timeout=4")
@@ -153,7 +155,7 @@ def running(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
     assert door.wait(30).code == 130
 
 
-def test_a_sweep_that_runs_is_not_gone_on_with(running: tuple[CliRunner, Path]) -> None:
+def test_running_sweep_is_not_resumed(running: tuple[CliRunner, Path]) -> None:
     scalewise, folder = running
     record = (folder / "sweep.json").read_text("utf-8")
     pid = json.loads(record)["process"]["pid"]

@@ -11,7 +11,7 @@ FACTORS = (
 )
 
 
-def test_a_plan_of_the_screen_is_one_table(run_cli: CliRunner) -> None:
+def test_screening_plan_is_one_table(run_cli: CliRunner) -> None:
     ended = run_cli("sweep=screen", *UNTRACKED, command="plan").assert_ok()
     rows = [line for line in ended.out.splitlines() if "fits" in line]
     assert len(rows) == 16
@@ -25,7 +25,7 @@ def test_a_plan_of_the_screen_is_one_table(run_cli: CliRunner) -> None:
         (("model.layers=1,2", "seed=3"), ("is not a factor of the screening", "has its own seed")),
     ],
 )
-def test_what_is_no_screen_is_refused(
+def test_screening_rejects_invalid_designs(
     line: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
 ) -> None:
     run_cli("sweep=screen", *UNTRACKED, *line).assert_rejected(*words)
@@ -33,7 +33,7 @@ def test_what_is_no_screen_is_refused(
 
 
 @pytest.mark.exhaustive
-def test_its_report_has_the_effects(run_cli: CliRunner) -> None:
+def test_screening_report_lists_effects(run_cli: CliRunner) -> None:
     line = ("-m", "hydra/sweeper=screen", *UNTRACKED, FACTORS, "hydra.sweeper.repeats=1")
     ended = run_cli(*line, timeout=300).assert_ok()
     assert [job.status["status"] for job in ended.folder.jobs] == ["ok"] * 8

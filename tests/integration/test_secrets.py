@@ -53,7 +53,7 @@ def assert_nowhere(ended: Iterable[CliResult], server: WandbServer | None = None
     assert found == []
 
 
-def test_a_failing_run_that_tells_its_environment(run_cli: CliRunner) -> None:
+def test_failing_run_that_prints_its_environment_writes_no_secret(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         address = server.url.replace("://", "://user:KEYofBASEurl55@")
         env = {**PLANTED, "WANDB_BASE_URL": address}
@@ -70,7 +70,7 @@ def test_a_failing_run_that_tells_its_environment(run_cli: CliRunner) -> None:
 
 
 @LONG
-def test_every_command(run_cli: CliRunner) -> None:
+def test_commands_write_no_secret(run_cli: CliRunner) -> None:
     own = run_cli.cwd / "own" / "experiments"
     own.mkdir(parents=True)
     question = "${oc.${tracking.project}:PLANTED_DB_PASS}"

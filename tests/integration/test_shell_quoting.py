@@ -33,7 +33,7 @@ def values() -> list[object]:
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh"])
-def test_values_survive_a_shell(shell: str) -> None:
+def test_printed_overrides_survive_a_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
     words = [format_override("key", value) for value in values()]

@@ -45,7 +45,9 @@ def assert_interrupted(ended: CliResult, run: RunDir, number: int) -> None:
         pytest.param("ddp", SIGHUP, True, marks=LONG),
     ],
 )
-def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, run_cli: CliRunner) -> None:
+def test_signal_saves_a_checkpoint_and_ends_the_run(
+    layout: str, number: int, group: bool, run_cli: CliRunner
+) -> None:
     door = run_cli.start(*LONG_RUN, f"parallelism={layout}")
     door.wait_for_step(3)
     door.signal(number, group=group)
@@ -63,7 +65,7 @@ def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, run_cli:
 
 @LONG
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_nohup_is_obeyed(layout: str, run_cli: CliRunner) -> None:
+def test_sighup_is_ignored_under_nohup(layout: str, run_cli: CliRunner) -> None:
     line = [sys.executable, "-m", "scalewise", "train", *LONG_RUN, f"parallelism={layout}"]
     door = run_cli.start_process(["nohup", *line])
     door.wait_for_step(3)
@@ -77,7 +79,7 @@ def test_nohup_is_obeyed(layout: str, run_cli: CliRunner) -> None:
 @pytest.mark.parametrize(
     ("number", "group"), [(SIGINT, True), pytest.param(SIGTERM, False, marks=LONG)]
 )
-def test_a_signal_ends_a_sweep(number: int, group: bool, run_cli: CliRunner) -> None:
+def test_signal_ends_a_sweep(number: int, group: bool, run_cli: CliRunner) -> None:
     door = run_cli.start("-m", *LONG_RUN, "seed=1,2,3")
     door.wait_for_step(3)
     door.signal(number, group=group)
@@ -92,7 +94,7 @@ def test_a_signal_ends_a_sweep(number: int, group: bool, run_cli: CliRunner) -> 
 
 
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
-def test_the_tracker_hears_of_it(layout: str, run_cli: CliRunner) -> None:
+def test_signal_is_reported_to_the_tracker(layout: str, run_cli: CliRunner) -> None:
     tracked = [part for part in LONG_RUN if part != "tracking=none"]
     door = run_cli.start(*tracked, f"parallelism={layout}")
     door.wait_for_step(3)
@@ -109,7 +111,7 @@ def test_the_tracker_hears_of_it(layout: str, run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
-def test_a_second_ctrl_c_does_not_wait(layout: str, run_cli: CliRunner) -> None:
+def test_second_ctrl_c_ends_at_once(layout: str, run_cli: CliRunner) -> None:
     """The first one is never acted on here: the step does not end."""
     door = run_cli.start(*LONG_RUN, f"parallelism={layout}", *_stuck_at(3))
     run = RunDir(door.wait_for_file("runs/*/*/stuck").parent)
@@ -133,7 +135,7 @@ def _stuck_at(step: int) -> tuple[str, ...]:
 
 @LONG
 @pytest.mark.parametrize("accident", ["none", "hang"])
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, run_cli: CliRunner) -> None:
+def test_ranks_end_with_a_killed_launcher(accident: str, run_cli: CliRunner) -> None:
     hung = (f"+inject={accident}", *(["callbacks.inject.step=5"] if accident != "none" else []))
     door = run_cli.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
     run = RunDir(door.wait_for_step(4))
@@ -157,7 +159,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, run_cli:
         pytest.param("ddp", SIGTERM, marks=LONG),
     ],
 )
-def test_a_signal_before_training_began(layout: str, number: int, run_cli: CliRunner) -> None:
+def test_signal_before_training_ends_the_run(layout: str, number: int, run_cli: CliRunner) -> None:
     door = run_cli.start(*LONG_RUN, f"parallelism={layout}")
     door.wait_for_file("runs/*/*/status.json")
     door.signal(number, group=True)
@@ -171,7 +173,7 @@ def test_a_signal_before_training_began(layout: str, number: int, run_cli: CliRu
 @pytest.mark.parametrize(
     "delay", [0.3, 1.2, *(pytest.param(d, marks=LONG) for d in (0.1, 0.6, 2.0))]
 )
-def test_a_signal_while_starting_leaves_no_half_run(delay: float, run_cli: CliRunner) -> None:
+def test_signal_while_starting_leaves_no_partial_run(delay: float, run_cli: CliRunner) -> None:
     door = run_cli.start(*TINY, "trainer.max_steps=100000")
     time.sleep(delay)
     door.signal(SIGTERM)

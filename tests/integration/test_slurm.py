@@ -100,7 +100,7 @@ def submit(run_cli: CliRunner, slurm: SlurmCluster) -> Iterator[Callable[..., Sw
         slurm.wait_until_empty()
 
 
-def test_jobs_of_one_rank_and_of_two_on_two_nodes(submit: Callable[..., Sweep]) -> None:
+def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> None:
     """Jobs of like shape are one array, whose elements are numbered as the jobs of the sweep."""
     sweep = submit(*UNTRACKED, "parallelism=single,ddp,fsdp", "hydra.launcher.nodes=2")
     sweep.wait().assert_ok()
@@ -118,7 +118,7 @@ def test_jobs_of_one_rank_and_of_two_on_two_nodes(submit: Callable[..., Sweep]) 
         assert job.column("train/loss") == pytest.approx(single.column("train/loss"), abs=1e-5)
 
 
-def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep]) -> None:
+def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     """Nothing is left that could say so where the killed one is rank 0; Slurm has no accounting."""
     sweep = submit(
         *UNTRACKED, "parallelism=ddp", "+inject=kill", "callbacks.inject.rank=0,1", "seed=1"
@@ -135,7 +135,7 @@ def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep
     assert "job 0 failed" in ended.out
 
 
-def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
+def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) -> None:
     """By an administrator, by Slurm because the time is nearly up, and by the user."""
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2,3", "trainer.max_steps=12")
     requeued, warned, cancelled = (sweep.id(n) for n in sweep.submitted(3))
@@ -162,7 +162,7 @@ def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
 
 
 @pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=LONG)])
-def test_preempted(partition: str, submit: Callable[..., Sweep]) -> None:
+def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sweep]) -> None:
     """With time to save, and by an end as of a requeue."""
     parts = [part for part in TINY if "max_steps" not in part]
     sweep = submit(
@@ -195,7 +195,9 @@ def inspected(file: Path) -> dict[str, Any]:
     return {record["type"]: record[record["type"]] for record in records}
 
 
-def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], run_cli: CliRunner) -> None:
+def test_ctrl_c_while_watching_slurm_ends_no_job(
+    submit: Callable[..., Sweep], run_cli: CliRunner
+) -> None:
     """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
     sweep.wait_for_step(0, 2)
@@ -225,14 +227,16 @@ def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], run_cli: Cli
     assert (sweep.folder.path / "report.html").exists()
 
 
-def test_a_partition_that_is_not_there(submit: Callable[..., Sweep], run_cli: CliRunner) -> None:
+def test_slurm_unknown_partition_is_rejected(
+    submit: Callable[..., Sweep], run_cli: CliRunner
+) -> None:
     ended = submit(*UNTRACKED, "hydra.launcher.partition=nowhere", "seed=1,2").wait()
     ended.assert_rejected("hydra/launcher=slurm", "invalid partition specified: nowhere")
     assert not any(run_cli.cwd.glob("runs/*/*/sweep.json"))
 
 
 @LONG
-def test_time_runs_out(submit: Callable[..., Sweep]) -> None:
+def test_slurm_time_limit_requeues_once(submit: Callable[..., Sweep]) -> None:
     """A real limit of a minute: warned, requeued once as is allowed, then left as it is."""
     sweep = submit(
         *UNTRACKED, *WATCHED, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",

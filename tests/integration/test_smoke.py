@@ -51,7 +51,7 @@ def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record[kind] for record in records if record["type"] == kind]
 
 
-def test_files_are_laid_out_as_promised(folder: RunDir) -> None:
+def test_run_folder_has_the_documented_files(folder: RunDir) -> None:
     assert {path.name for path in folder.path.iterdir()} == {
         "resolved.yaml",
         "overrides.txt",
@@ -69,14 +69,14 @@ def test_files_are_laid_out_as_promised(folder: RunDir) -> None:
     assert folder.path.parent.name == "decoder_nano-single-fp32-adamw-lr3e-3"
 
 
-def test_a_checkpoint_is_as_large_as_foreseen(folder: RunDir) -> None:
+def test_checkpoint_size_equals_prediction(folder: RunDir) -> None:
     run = compose(folder.status["overrides"])
     files = (folder.checkpoint(20) / "model", folder.checkpoint(20) / "optimizer")
     size = sum(path.stat().st_size for part in files for path in part.rglob("*.safetensors"))
     assert size == pytest.approx(checkpoint_bytes(run), rel=0.02)
 
 
-def test_status_says_what_was_asked_and_how_it_ended(run: CliResult, folder: RunDir) -> None:
+def test_status_records_overrides_and_outcome(run: CliResult, folder: RunDir) -> None:
     status = folder.status
     assert (status["status"], status["exit_code"], status["reason"]) == ("ok", 0, "")
     assert status["command"].startswith("scalewise train experiment=smoke")
@@ -85,7 +85,7 @@ def test_status_says_what_was_asked_and_how_it_ended(run: CliResult, folder: Run
     assert (run.cwd / status["wandb"]["folder"]).is_dir()  # as `wandb sync` takes it
 
 
-def test_metrics_have_one_row_a_step_and_every_key(folder: RunDir) -> None:
+def test_metrics_have_one_row_per_window_and_every_key(folder: RunDir) -> None:
     assert folder.steps == list(range(1, 21))
     assert list(folder.metrics[0]) == list(METRICS)
     for key in METRICS:
@@ -96,18 +96,18 @@ def test_metrics_have_one_row_a_step_and_every_key(folder: RunDir) -> None:
         assert filled == 20 or (key in REASONS and filled), f"{key}: {filled} of 20 rows"
 
 
-def test_the_loss_falls(folder: RunDir) -> None:
+def test_smoke_loss_decreases(folder: RunDir) -> None:
     losses = folder.column("train/loss")
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_shares_of_a_step_make_the_whole(folder: RunDir) -> None:
+def test_step_phases_sum_to_the_step_time(folder: RunDir) -> None:
     for row in folder.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
         assert parts == pytest.approx(float(row["time/step_s"]))
 
 
-def test_summary_sums_up(folder: RunDir) -> None:
+def test_summary_has_the_final_metrics(folder: RunDir) -> None:
     metrics, losses = folder.summary["metrics"], folder.column("train/loss")
     assert folder.summary["steps"] == 20
     assert metrics["train/loss_first"] == pytest.approx(losses[0])
@@ -115,7 +115,7 @@ def test_summary_sums_up(folder: RunDir) -> None:
     assert metrics["memory/peak_bytes"] > metrics["memory/parameters_bytes"]
 
 
-def test_the_terminal_shows_each_window_and_the_report(run: CliResult) -> None:
+def test_terminal_prints_each_window_and_the_report_path(run: CliResult) -> None:
     lines = [line for line in run.out.splitlines() if "tok/s" in line]
     assert [line.split()[1] for line in lines] == ["4/20", "8/20", "12/20", "16/20", "20/20"]
     assert "report runs/" in run.out.splitlines()[-1]
@@ -124,7 +124,7 @@ def test_the_terminal_shows_each_window_and_the_report(run: CliResult) -> None:
     assert run.err.removeprefix("preparing corpus ...\n") == f"{note}\n"
 
 
-def test_the_offline_run_holds_history_config_and_labels(
+def test_offline_wandb_run_has_history_config_and_labels(
     records: list[dict[str, Any]], folder: RunDir
 ) -> None:
     rows = [entry["item"] for entry in of_kind(records, "history")]
@@ -143,10 +143,10 @@ def test_the_offline_run_holds_history_config_and_labels(
     assert config["git_commit"] == folder.status["git_commit"]
 
 
-def test_every_metric_is_drawn_over_steps(records: list[dict[str, Any]]) -> None:
+def test_offline_wandb_run_defines_step_axes(records: list[dict[str, Any]]) -> None:
     axes = {entry["name"]: entry.get("step_metric") for entry in of_kind(records, "metric")}
     assert axes == {key: None if key == "step" else "step" for key in METRICS}
 
 
-def test_the_offline_run_says_how_it_ended(records: list[dict[str, Any]]) -> None:
+def test_offline_wandb_run_records_the_exit_code(records: list[dict[str, Any]]) -> None:
     assert [entry.get("exit_code", 0) for entry in of_kind(records, "exit")] == [0]

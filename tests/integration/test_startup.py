@@ -27,7 +27,7 @@ print(json.dumps([code, sorted(name for name in {heavy} if name in sys.modules)]
 
 
 @pytest.mark.parametrize("line", LOOKING[:-1])
-def test_looking_around_imports_nothing_heavy(line: tuple[str, ...], run_cli: CliRunner) -> None:
+def test_light_commands_import_no_heavy_packages(line: tuple[str, ...], run_cli: CliRunner) -> None:
     watched = [sys.executable, "-c", WATCH.format(heavy=HEAVY), *line]
     ended = run_cli.start_process(watched).wait()
     assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.failure_report
@@ -72,7 +72,7 @@ def share_of_torch(doors: CliRunner, most: float, *line: str) -> float:
 
 @pytest.mark.timed
 @pytest.mark.parametrize("line", [("--help",), ("train", "--cfg", "job", "experiment=smoke")])
-def test_looking_around_costs_a_share_of_importing_torch(
+def test_light_commands_start_faster_than_importing_torch(
     line: tuple[str, ...], run_cli: CliRunner
 ) -> None:
     assert share_of_torch(run_cli, 0.4, *line) <= 0.4
@@ -87,25 +87,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_refusal_leaves_nothing(line: tuple[str, ...], run_cli: CliRunner) -> None:
+def test_rejected_run_leaves_no_folder(line: tuple[str, ...], run_cli: CliRunner) -> None:
     ended = run_cli(*line).assert_rejected(*REFUSED[line])
     assert not (run_cli.cwd / "runs").exists()
     assert ended.out == ""
 
 
 @pytest.mark.timed
-def test_a_refusal_is_quick(run_cli: CliRunner) -> None:
+def test_rejected_run_ends_quickly(run_cli: CliRunner) -> None:
     _, slowest, _ = REFUSED
     assert share_of_torch(run_cli, 1, "train", *slowest) <= 1
 
 
 @pytest.mark.timed
-def test_a_plan_costs_less_than_importing_torch(run_cli: CliRunner) -> None:
+def test_plan_is_faster_than_importing_torch(run_cli: CliRunner) -> None:
     line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
     assert share_of_torch(run_cli, 1, "plan", *line) <= 1
 
 
-def test_data_is_refused_before_there_is_a_folder(run_cli: CliRunner) -> None:
+def test_rejected_data_leaves_no_folder(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty.txt").write_text("")
     parts = [part for part in TINY if "megabytes" not in part]
     ended = run_cli(*parts, "data=text", "data.paths=[empty.txt]").assert_rejected("data.paths")

@@ -31,7 +31,7 @@ def door(run_cli: CliRunner) -> CliRunner:
     return run_cli
 
 
-def test_a_package_in_this_folder_is_trained(door: CliRunner) -> None:
+def test_user_module_of_the_current_folder_trains(door: CliRunner) -> None:
     ended = door(*LINE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
     run = ended.folder
     assert run.status["status"] == "ok"
@@ -51,7 +51,7 @@ def test_a_package_in_this_folder_is_trained(door: CliRunner) -> None:
     assert list((run.path / "wandb").glob("offline-run-*"))
 
 
-def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: CliRunner) -> None:
+def test_user_module_imports_in_dataloader_workers(door: CliRunner) -> None:
     streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
     ended = door(*LINE, *streamed, "parallelism=ddp", "tracking=none").assert_ok()
     assert ended.folder.steps == list(range(1, 9))
@@ -74,7 +74,7 @@ def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: Cli
         ),
     ],
 )
-def test_targets_that_lead_nowhere_are_one_line(
+def test_user_module_with_unknown_target_prints_one_line(
     more: tuple[str, ...], words: tuple[str, ...], door: CliRunner
 ) -> None:
     replaced = {line.partition("=")[0] for line in more}
@@ -83,7 +83,7 @@ def test_targets_that_lead_nowhere_are_one_line(
     assert not (door.cwd / "runs").exists()
 
 
-def test_another_module_of_the_folder_has_to_be_trusted_too(door: CliRunner) -> None:
+def test_user_module_imports_only_trusted_modules(door: CliRunner) -> None:
     package = door.cwd / "mypkg" / "__init__.py"
     package.write_text(package.read_text("utf-8") + "\nimport my_helpers\n", "utf-8")
     (door.cwd / "my_helpers.py").write_text("")

@@ -55,7 +55,7 @@ class TestOnline:
             env = {**reaching(server), **surroundings}
             return server, cli_runner_in("online")(*line, env=env).assert_ok()
 
-    def test_each_job_is_a_run_of_one_group(self, told: tuple[WandbServer, CliResult]) -> None:
+    def test_online_jobs_are_runs_of_one_group(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         assert len(server.inputs) == 2
         assert "job4711" not in server.inputs
@@ -67,7 +67,7 @@ class TestOnline:
             assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"])
             assert given["notes"] == "noted"
 
-    def test_the_config_stays_nested(self, told: tuple[WandbServer, CliResult]) -> None:
+    def test_online_config_is_nested(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         configs = [json.loads(given["config"]) for given in server.inputs.values()]
         assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
@@ -75,7 +75,9 @@ class TestOnline:
             assert config["model"]["value"]["width"] == 32
             assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"]
 
-    def test_rows_and_endings_arrive(self, told: tuple[WandbServer, CliResult]) -> None:
+    def test_online_history_and_exit_codes_arrive(
+        self, told: tuple[WandbServer, CliResult]
+    ) -> None:
         server, _ = told
         for run in server.inputs:
             rows = server.history(run)
@@ -83,7 +85,7 @@ class TestOnline:
             assert "val/loss" in rows[-1]
         assert set(server.exit_codes.values()) == {0}
 
-    def test_the_status_links_the_run(self, told: tuple[WandbServer, CliResult]) -> None:
+    def test_status_links_the_wandb_run(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         links = [job.status["wandb"] for job in ended.folder.jobs]
         assert {link["mode"] for link in links} == {"online"}
@@ -91,9 +93,7 @@ class TestOnline:
         for link in links:
             assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
 
-    def test_the_end_is_told_once_with_one_report(
-        self, told: tuple[WandbServer, CliResult]
-    ) -> None:
+    def test_sweep_end_prints_one_report_link(self, told: tuple[WandbServer, CliResult]) -> None:
         server, ended = told
         assert ended.out.count("W&B report") == 1
         assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
@@ -105,11 +105,13 @@ class TestOnline:
             assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files)
             assert "report" not in job.status["wandb"]
 
-    def test_the_key_is_nowhere(self, told: tuple[WandbServer, CliResult]) -> None:
+    def test_online_run_writes_the_api_key_nowhere(
+        self, told: tuple[WandbServer, CliResult]
+    ) -> None:
         assert_key_is_nowhere(told[1])
 
 
-def test_a_failure_is_one_at_the_server_too(run_cli: CliRunner) -> None:
+def test_failed_run_is_failed_on_the_server(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         ended = run_cli(*TINY, "+inject=raise", env=reaching(server))
     assert ended.code == 1
@@ -121,7 +123,7 @@ def test_a_failure_is_one_at_the_server_too(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=LONG) for n in (401, 429))])
-def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, run_cli: CliRunner) -> None:
+def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: CliRunner) -> None:
     with WandbServer(faults={"*": fault}) as server:
         ended = run_cli(*TINY, env=reaching(server)).assert_ok()
     assert ended.seconds < 60
@@ -132,7 +134,7 @@ def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, run_cli: 
 
 
 @pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=LONG)])
-def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, run_cli: CliRunner) -> None:
+def test_lost_server_does_not_stop_training(how: str, run_cli: CliRunner) -> None:
     with WandbServer() as server:
         door = run_cli.start(*TINY, *LONGER, env=reaching(server))
         door.wait_for_step(5)
@@ -156,7 +158,7 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, run_cli: CliRunne
 @pytest.mark.parametrize(
     "url", [pytest.param("http://127.0.0.1:9", marks=LONG), "http://nowhere.invalid"]
 )
-def test_a_key_without_a_server_means_offline(url: str, run_cli: CliRunner) -> None:
+def test_key_without_server_tracks_offline(url: str, run_cli: CliRunner) -> None:
     ended = run_cli(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).assert_ok()
     assert ended.folder.status["wandb"]["mode"] == "offline"
     assert_key_is_nowhere(ended)
@@ -166,15 +168,13 @@ def test_a_key_without_a_server_means_offline(url: str, run_cli: CliRunner) -> N
     ("asked", "variable"),
     [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=LONG)],
 )
-def test_either_says_that_nothing_is_tracked(
-    asked: tuple[str, ...], variable: str, run_cli: CliRunner
-) -> None:
+def test_untracked_run_says_so(asked: tuple[str, ...], variable: str, run_cli: CliRunner) -> None:
     folder = run_cli(*TINY, *asked, env={"WANDB_MODE": variable}).assert_ok().folder
     assert folder.status["wandb"]["mode"] == "disabled"
     assert not (folder.path / "wandb").exists()
 
 
-def test_no_key_means_no_prompt_even_on_a_terminal(run_cli: CliRunner) -> None:
+def test_missing_key_prompts_nothing_on_a_terminal(run_cli: CliRunner) -> None:
     """A person at a terminal without an account is asked nothing."""
     text, code = at_a_terminal(run_cli, *TINY)
     assert code == 0, text
@@ -186,7 +186,7 @@ def test_no_key_means_no_prompt_even_on_a_terminal(run_cli: CliRunner) -> None:
     assert text.count("\x1b[?25l") <= text.count("\x1b[?25h"), "the cursor stays hidden"
 
 
-def test_a_failure_gives_the_terminal_back(run_cli: CliRunner) -> None:
+def test_failed_tracker_restores_the_terminal(run_cli: CliRunner) -> None:
     text, code = at_a_terminal(run_cli, *TINY, "+inject=raise")
     assert code == 1
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -25,7 +25,7 @@ def reaching(server: SweepServer) -> dict[str, str]:
     return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "PATH": first}
 
 
-class TestAnAgent:
+class TestSweepAgent:
     """A sweep of two values of a group, created and then driven by the real agent."""
 
     @pytest.fixture(scope="class")
@@ -46,7 +46,7 @@ class TestAnAgent:
         plain = {run: json.loads(text) for run, text in texts.items()}
         return {run: {k: v["value"] for k, v in c.items()} for run, c in plain.items()}
 
-    def test_the_sweep_is_told_with_the_line_of_its_agents(
+    def test_wandb_sweep_prints_the_agent_command(
         self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, created, _ = driven
@@ -54,7 +54,7 @@ class TestAnAgent:
         assert created.out == f"sweep {ENTITY}/mine/sweep0\nwandb agent {ENTITY}/mine/sweep0\n"
         assert server.sweeps["sweep0"]["name"] == "smoke"
 
-    def test_every_run_ends_well_and_joins_the_sweep(
+    def test_agent_runs_succeed_and_join_the_sweep(
         self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
@@ -65,7 +65,7 @@ class TestAnAgent:
         assert [folder.status["status"] for folder in agent.folders] == ["ok", "ok"]
         assert {folder.status["wandb"]["id"] for folder in agent.folders} == set(server.inputs)
 
-    def test_a_value_of_a_group_is_the_option_that_ran(
+    def test_agent_value_of_a_group_selects_the_option(
         self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
@@ -74,7 +74,7 @@ class TestAnAgent:
         told = {config["precision"] for config in self.configs(server).values()}
         assert told == {"fp32", "bf16_mixed"}
 
-    def test_the_nested_config_is_whole(
+    def test_agent_run_config_is_complete(
         self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
@@ -84,7 +84,7 @@ class TestAnAgent:
             assert config["parts"]["precision"] == resolved[run]["precision"]
             assert config["choices"]["precision"] == config["precision"]
 
-    def test_the_metric_of_the_sweep_is_sent(
+    def test_agent_run_sends_the_sweep_metric(
         self, driven: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = driven
@@ -93,14 +93,16 @@ class TestAnAgent:
             summary = server.summary(folder.status["wandb"]["id"])
             assert summary[metric] == folder.summary["metrics"]["val/loss"]
 
-    def test_the_key_is_nowhere(self, driven: tuple[SweepServer, CliResult, CliResult]) -> None:
+    def test_agent_run_writes_the_api_key_nowhere(
+        self, driven: tuple[SweepServer, CliResult, CliResult]
+    ) -> None:
         _, created, agent = driven
         assert KEY not in created.transcript + agent.transcript
         texts = [text for folder in agent.folders for text in folder.content.values()]
         assert not any(KEY.encode() in text for text in texts)
 
 
-def test_offline_it_is_a_file_for_wandb_sweep(run_cli: CliRunner) -> None:
+def test_wandb_sweep_offline_writes_a_sweep_file(run_cli: CliRunner) -> None:
     line = ("sweep=search_learning_rate", *TINY, "hydra.sweeper.trials=7")
     ended = run_cli(*line, command="wandb-sweep").assert_ok()
     config = yaml.safe_load(ended.out)
@@ -126,7 +128,7 @@ def test_offline_it_is_a_file_for_wandb_sweep(run_cli: CliRunner) -> None:
     ],
     ids=["server", "key", "rights"],
 )
-def test_a_server_that_refuses_is_told_in_a_line(
+def test_wandb_sweep_prints_one_line_if_the_server_rejects(
     run_cli: CliRunner, faults: dict[str, int], code: int, told: str
 ) -> None:
     with SweepServer() as server:

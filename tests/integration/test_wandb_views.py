@@ -45,7 +45,7 @@ def publish(folder: Path, **where: str | None) -> str:
 
 
 class TestPublish:
-    def test_a_sweep_is_saved_with_its_runs(
+    def test_report_of_a_sweep_lists_its_runs(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         url = publish(folder)
@@ -61,12 +61,14 @@ class TestPublish:
             assert (runs["project"]["entityName"], runs["project"]["name"]) == (ENTITY, "trials")
         assert url.startswith(f"{server.url}/{ENTITY}/trials/reports/Which-layout-trains")
 
-    def test_the_address_opens_it(self, server: WandbServer, views: Views, folder: Path) -> None:
+    def test_report_url_opens_the_report(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
         report = wr.Report.from_url(publish(folder))
         assert report.title == next(iter(views.of_type("runs"))).variables["displayName"]
         assert next(b for b in report.blocks if isinstance(b, wr.PanelGrid)).runsets[0].filters
 
-    def test_the_folder_keeps_its_address(self, server: WandbServer, folder: Path) -> None:
+    def test_report_url_is_kept_in_the_folder(self, server: WandbServer, folder: Path) -> None:
         url = publish(folder)
         assert json.loads((folder / "sweep.json").read_text("utf-8"))["wandb"]["report"] == url
         job = folder / "0"
@@ -75,7 +77,7 @@ class TestPublish:
         assert facts["report"] == own != url
         assert facts["id"] == "id0"
 
-    def test_again_it_is_the_same_report(
+    def test_report_published_again_is_updated(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         first = publish(folder)
@@ -87,7 +89,7 @@ class TestPublish:
         assert view.variables["displayName"] == "What now?"
         assert first.rpartition("--")[2] == second.rpartition("--")[2]
 
-    def test_a_folder_that_forgot_finds_its_report(
+    def test_report_is_found_without_the_recorded_url(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         before = (folder / "sweep.json").read_bytes()
@@ -96,7 +98,7 @@ class TestPublish:
         assert publish(folder) == first
         assert len(views.of_type("runs")) == 1
 
-    def test_one_that_was_deleted_is_made_again(
+    def test_deleted_report_is_created_again(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         publish(folder)
@@ -104,7 +106,7 @@ class TestPublish:
         publish(folder)
         assert [view.saves for view in views.of_type("runs")] == [1]
 
-    def test_another_project_gets_its_own(
+    def test_report_in_another_project_is_separate(
         self, server: WandbServer, views: Views, folder: Path
     ) -> None:
         publish(folder)
@@ -112,14 +114,16 @@ class TestPublish:
         assert {view.project for view in views.of_type("runs")} == {"trials", "others"}
         assert views.projects == ["trials", "others"]
 
-    def test_two_sweeps_have_two(self, server: WandbServer, views: Views, tmp_path: Path) -> None:
+    def test_two_sweeps_have_two_reports(
+        self, server: WandbServer, views: Views, tmp_path: Path
+    ) -> None:
         for name in ("one", "two"):
             publish(make_run(tmp_path / name, steps=9))
         assert len(views.of_type("runs")) == 2
 
 
 class TestDashboard:
-    def test_is_made_with_its_sections(self, server: WandbServer, views: Views) -> None:
+    def test_dashboard_has_its_sections(self, server: WandbServer, views: Views) -> None:
         url = workspace.save_workspace("overview", entity=None, project="trials")
         (view,) = views.of_type("project-view")
         assert view.variables["displayName"] == "overview"
@@ -131,9 +135,7 @@ class TestDashboard:
         slug = view.variables["name"].removeprefix("nw-").removesuffix("-v")
         assert url == f"{server.url}/{ENTITY}/trials?nw={slug}"
 
-    def test_again_it_is_the_same_and_keeps_what_people_set(
-        self, server: WandbServer, views: Views
-    ) -> None:
+    def test_dashboard_update_keeps_user_settings(self, server: WandbServer, views: Views) -> None:
         first = workspace.save_workspace("overview", entity=None, project="trials")
         (view,) = views.of_type("project-view")
         spec = view.spec
@@ -146,12 +148,12 @@ class TestDashboard:
         assert view.spec["section"]["runSets"][0]["search"]["query"] == "mine"
         assert view.spec["section"]["panelBankConfig"]["sections"]
 
-    def test_another_name_is_another(self, server: WandbServer, views: Views) -> None:
+    def test_dashboard_of_another_name_is_separate(self, server: WandbServer, views: Views) -> None:
         for name in ("overview", "mine"):
             workspace.save_workspace(name, entity=None, project="trials")
         assert len(views.of_type("project-view")) == 2
 
-    def test_from_the_command_line(
+    def test_dashboard_command_creates_a_dashboard(
         self, server: WandbServer, views: Views, run_cli: CliRunner
     ) -> None:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
@@ -171,12 +173,16 @@ class TestDashboard:
             (("a",), "WANDB_API_KEY"),
         ],
     )
-    def test_refusals(self, line: tuple[str, ...], words: str, run_cli: CliRunner) -> None:
+    def test_dashboard_rejects_invalid_arguments(
+        self, line: tuple[str, ...], words: str, run_cli: CliRunner
+    ) -> None:
         run_cli(*line, command="dashboard").assert_rejected(words)
 
 
-class TestRefused:
-    def test_without_a_key(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestRejected:
+    def test_views_without_a_key_are_rejected(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(folder / "none"))
         with pytest.raises(
@@ -184,7 +190,9 @@ class TestRefused:
         ):
             publish(folder)
 
-    def test_without_a_server(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_views_without_a_server_are_rejected(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -193,7 +201,7 @@ class TestRefused:
             publish(folder)
 
     @pytest.mark.parametrize("code", [401, 403, 404, 429, 500])
-    def test_by_the_server(
+    def test_views_rejected_by_the_server_are_reported(
         self, server: WandbServer, folder: Path, code: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(

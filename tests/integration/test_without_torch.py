@@ -61,7 +61,7 @@ def plan(bare: Path, run_cli: CliRunner) -> Plan:
     return lambda *line: run_cli.start_process([str(bare), "-m", "scalewise", "plan", *line]).wait()
 
 
-def test_there_is_no_torch(bare: Path, run_cli: CliRunner) -> None:
+def test_environment_has_no_torch(bare: Path, run_cli: CliRunner) -> None:
     ended = run_cli.start_process([str(bare), "-c", "import hydra, torch"]).wait()
     assert "No module named 'torch'" in ended.err
 
@@ -71,12 +71,12 @@ OF_TRANSFORMERS = "finetune/captioning_tiny"
 OF_OURS = [name for name in paths.option_names("experiment") if name != OF_TRANSFORMERS]
 
 
-def test_a_model_of_transformers_wants_torch(plan: Plan) -> None:
+def test_plan_of_a_transformers_model_requires_torch(plan: Plan) -> None:
     plan(f"experiment={OF_TRANSFORMERS}").assert_rejected("model=hf", "torch", "pip install torch")
 
 
 @pytest.mark.parametrize("experiment", OF_OURS)
-def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
+def test_experiments_are_planned_without_torch(experiment: str, plan: Plan) -> None:
     said = plan(f"experiment={experiment}").assert_ok().out
     assert "memory breakdown" in said
     assert "block activations" in said
@@ -84,7 +84,7 @@ def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("experiment", OF_OURS)
-def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
+def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, plan: Plan) -> None:
     small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
     ended = plan(f"experiment={experiment}", *small)
     assert ended.code == 3, ended.failure_report
@@ -93,7 +93,7 @@ def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
 
 
 @pytest.mark.timed
-def test_a_plan_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
+def test_plan_without_torch_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
     """Where the machine is slow, three quarters of what importing torch takes there."""
     ours = torchs = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them

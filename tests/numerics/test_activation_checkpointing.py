@@ -37,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "option"), CASES)
-def test_recomputing_changes_no_step(
+def test_activation_checkpointing_changes_no_step(
     layout: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     job = JobRunner(tmp_path, shared_cache)
@@ -46,7 +46,7 @@ def test_recomputing_changes_no_step(
 
 
 @pytest.mark.exhaustive  # in CI the ledger's lines are measured
-def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -> None:
+def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Path) -> None:
     job = JobRunner(tmp_path, shared_cache)
     rows = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
     found = {

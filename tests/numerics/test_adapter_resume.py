@@ -50,7 +50,7 @@ TOKENS_BT = torch.arange(64).reshape(2, 32)
     [pytest.param(*case) for case in USUAL]
     + [pytest.param(*case, marks=(*marks(case[1]), pytest.mark.exhaustive)) for case in FURTHER],
 )
-def test_a_layout_goes_on_from_what_another_has_trained(
+def test_adapter_resumes_under_another_strategy(
     adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     earlier = reference_run("accumulated", *ADAPTERS[adapter])
@@ -65,7 +65,7 @@ def test_a_layout_goes_on_from_what_another_has_trained(
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_a_run_begins_with_the_weights_that_were_saved(
+def test_adapter_resume_starts_with_saved_weights(
     adapter: str, reference_run: ReferenceRun
 ) -> None:
     earlier = reference_run("accumulated", *ADAPTERS[adapter])
@@ -77,9 +77,7 @@ def test_a_run_begins_with_the_weights_that_were_saved(
             assert torch.equal(parameter, held[name.replace(".base_layer.", ".")]), name
 
 
-def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
-    tmp_path: Path, shared_cache: Path
-) -> None:
+def test_adapter_resume_uses_schedule_free_averages(tmp_path: Path, shared_cache: Path) -> None:
     free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
     earlier = JobRunner(tmp_path, shared_cache).without_defaults(
         *TINY_DECODER, *LLAMA, *LORA, *free
@@ -90,7 +88,7 @@ def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
 
-def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapter_off(
+def test_resumed_adapter_is_not_the_reference_with_adapter_disabled(
     reference_run: ReferenceRun,
 ) -> None:
     earlier = reference_run("accumulated", *LORA)
@@ -203,7 +201,7 @@ def written(tmp_path: Path) -> Written:
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_what_peft_has_written_computes_what_it_does_there(case: str, written: Written) -> None:
+def test_peft_adapter_import_equals_peft_outputs(case: str, written: Written) -> None:
     line, folder, logits_BTV = written(case)
     module = built(compose([*line, f"adapter.resume={folder}"]))
     with torch.no_grad():
@@ -217,7 +215,7 @@ def said(line: list[str]) -> list[str]:
     return [str(issue) for issue in refused.value.issues]
 
 
-def test_all_that_differs_from_an_earlier_run_is_told_at_once(reference_run: ReferenceRun) -> None:
+def test_adapter_resume_reports_all_differences_at_once(reference_run: ReferenceRun) -> None:
     earlier: RunDir = reference_run("accumulated", *LORA)
     line = [*TINY_DECODER, *LLAMA, f"adapter.resume={earlier.path}"]
     found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
@@ -231,7 +229,7 @@ def test_all_that_differs_from_an_earlier_run_is_told_at_once(reference_run: Ref
     assert "belongs to a run without adapter" in issue
 
 
-def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -> None:
+def test_peft_folder_import_rejects_unsupported_settings(written: Written) -> None:
     line, folder, _ = written("lora")
     line += [f"adapter.resume={folder}"]
     (issue,) = said([*line, "adapter=rslora"])
@@ -275,7 +273,7 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
     assert "pickles are not read" in issue
 
 
-def test_a_layer_that_is_one_with_others_there_is_covered_wholly(written: Written) -> None:
+def test_peft_fused_layer_requires_all_its_parts(written: Written) -> None:
     line, folder, _ = written("fused")
     targets = "adapter.targets=[attention.query,feedforward.down]"
     (issue,) = said([*line, targets, f"adapter.resume={folder}"])

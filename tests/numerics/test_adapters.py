@@ -65,7 +65,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("adapter", "layout"), CASES)
-def test_an_adapter_takes_the_steps_of_one_device(
+def test_adapter_training_equals_one_device(
     adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (ADAPTERS | WHOLE)[adapter]
@@ -83,7 +83,7 @@ def test_an_adapter_takes_the_steps_of_one_device(
     "adapter",
     [pytest.param(n, marks=() if usual else pytest.mark.exhaustive) for n, usual in USUAL.items()],
 )
-def test_what_is_frozen_stays_and_all_else_learns(
+def test_adapter_freezes_base_weights_and_trains_the_rest(
     adapter: str, reference_run: ReferenceRun
 ) -> None:
     run = reference_run("accumulated", *(ADAPTERS | WHOLE)[adapter])
@@ -101,7 +101,7 @@ def test_what_is_frozen_stays_and_all_else_learns(
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
+def test_adapter_starts_as_the_base_model(adapter: str) -> None:
     lines = [[*TINY_DECODER, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
     plain, adapted = (SingleDevice(DeviceKind.cpu).build(compose(line)) for line in lines)
     tokens_BT = torch.arange(64).reshape(2, 32)
@@ -109,7 +109,7 @@ def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_values_and_scales_are_those_of_peft(adapter: str) -> None:
+def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
     """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
     ours, theirs = both(adapter, LLAMA)
     drawn = ".lora_A." if adapter != "pissa" else None
@@ -127,7 +127,7 @@ def test_values_and_scales_are_those_of_peft(adapter: str) -> None:
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_an_adapter_computes_what_peft_does(adapter: str, shape: tuple[str, ...]) -> None:
+def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> None:
     ours, theirs = both(adapter, shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -173,7 +173,9 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize(
     "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), WHOLE["whole"]], ids=str
 )
-def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ...]) -> None:
+def test_adapter_parameter_shapes_equal_the_module(
+    adapter: tuple[str, ...], shape: tuple[str, ...]
+) -> None:
     spec = compose([*TINY_DECODER, *shape, *adapter])
     with torch.device("meta"):
         module = build_model(spec.model, 1)
@@ -186,7 +188,7 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
-def test_flops_are_those_torch_counts(adapter: str) -> None:
+def test_adapter_flops_equal_torch_counter(adapter: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
     module = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)

@@ -30,7 +30,7 @@ def stack(
     return multi_stack_model(request.param)
 
 
-def test_flops_are_those_that_torch_counts(stack: MultiStackModel) -> None:
+def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
     spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
     module = build_model(spec, 1)
@@ -47,7 +47,7 @@ def test_flops_are_those_that_torch_counts(stack: MultiStackModel) -> None:
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
 
 
-def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: MultiStackModel) -> None:
+def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackModel) -> None:
     run = stack.compose("adapter=lora", "model.init=random", "model.depth=8")
     module = SingleDevice(DeviceKind.cpu).build(run)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
@@ -65,7 +65,7 @@ def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: MultiStack
     assert 9 * run.flops_per_token - attention == pytest.approx(found, rel=0.02)
 
 
-def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=h100", "tracking=none")
     assert cli.main(["plan", *tiny]) == 0
     said = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not support models with several stacks of blocks" in capsys.readouterr().err
 
 
-def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_captioning_plan_that_does_not_fit_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=cpu", "tracking=none")
     small = "hardware.memory_gib=0.012"
     assert cli.main(["plan", *tiny, small]) == 3
@@ -88,13 +88,13 @@ def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[
     assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
 
 
-def test_fresh_query_tokens_are_drawn(stack: MultiStackModel) -> None:
+def test_captioning_query_tokens_are_initialized(stack: MultiStackModel) -> None:
     spec = HuggingFaceConfig(path=str(stack.folder), init=InitKind.random)
     drawn = dict(build_model(spec, 7).named_parameters())["head.query_tokens"]
     assert drawn.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-def test_captions_are_held_out_and_written_as_by_transformers(stack: MultiStackModel) -> None:
+def test_captioning_generation_equals_transformers(stack: MultiStackModel) -> None:
     run, peer = stack.compose(), stack.transformers_model()
     rows = prepare_splits(run.data, 32, run.seed).validation
     assert rows is not None

@@ -63,7 +63,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Wri
         pytest.param("pipeline_shard_zbv_zero_bubble", marks=pytest.mark.exhaustive),
     ],
 )
-def test_both_ends_of_a_folded_pipeline_are_read(
+def test_resharding_reads_both_ends_of_a_folded_pipeline(
     layout: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     """The first rank has the first and the last stage, which both hold the tied embedding."""
@@ -90,7 +90,7 @@ def test_both_ends_of_a_folded_pipeline_are_read(
         for other in KINDS
     ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(
+def test_checkpoint_resumes_under_another_strategy(
     wrote: str, reads: str, written: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
     start, reference = written(wrote), written(reads)
@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("single", "shard_tensor")]
     + ["fsdp"],
 )
-def test_a_thread_writes_what_training_would(
+def test_async_checkpoint_equals_sync_checkpoint(
     kind: str, written: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
     job = JobRunner(tmp_path, shared_cache)
@@ -139,7 +139,7 @@ def one_core() -> Iterator[None]:
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("one_core")
-def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
+def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> None:
     """Training stands still for at most 15 % of the time that it would take to write."""
     model = {f"w{number}": torch.randn(1 << 21) for number in range(8)}
     slots = {f"{slot}/{name}": w.clone() for slot in ("a", "b") for name, w in model.items()}

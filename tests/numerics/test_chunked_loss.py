@@ -75,7 +75,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.parametrize("chunk", [1, 24, 40, 1000])
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_pieces_give_the_gradients_of_the_whole(
+def test_chunked_loss_gradients_equal_full_loss(
     case: Callable[[int, int], Case], chunk: int, in_forward: bool, smoothing: float
 ) -> None:
     asked = case(50, 300)
@@ -85,7 +85,7 @@ def test_pieces_give_the_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("frozen", ["head", "x"])
-def test_what_is_not_trained_gets_no_gradient(
+def test_chunked_loss_leaves_frozen_parameters_without_gradient(
     case: Callable[[int, int], Case], frozen: str
 ) -> None:
     asked = case(50, 300)
@@ -95,7 +95,7 @@ def test_what_is_not_trained_gets_no_gradient(
     torch.testing.assert_close((asked.take(chunk=24), asked.taken()), (expected, gradients))
 
 
-def test_no_gradient_is_taken_where_none_is_asked(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_without_grad_computes_no_gradient(case: Callable[[int, int], Case]) -> None:
     asked = case(50, 300)
     objective, weights = CausalLM(24), asked.head.parameters
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_no_gradient_is_taken_where_none_is_asked(case: Callable[[int, int], Cas
     assert not loss.requires_grad
 
 
-def test_a_loss_goes_backward_once(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_rejects_a_second_backward(case: Callable[[int, int], Case]) -> None:
     """Backward scales what forward kept in place; a second time would do so twice."""
     asked = case(50, 300)
     weights = asked.head.parameters
@@ -114,7 +114,7 @@ def test_a_loss_goes_backward_once(case: Callable[[int, int], Case]) -> None:
         loss.backward()
 
 
-def test_gradients_in_mixed_precision_are_as_close(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_in_mixed_precision_is_close(case: Callable[[int, int], Case]) -> None:
     asked = case(50, 300)
     asked.take(chunk=None)
     exact = asked.taken()
@@ -132,7 +132,7 @@ def test_gradients_in_mixed_precision_are_as_close(case: Callable[[int, int], Ca
 TOKENS, VOCABULARY, CHUNK = 2048, 32_000, 128
 
 
-def test_logits_of_few_tokens_exist_at_a_time(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_stores_few_logits_at_a_time(case: Callable[[int, int], Case]) -> None:
     """Beside the gradients that any way ends with, at most a fifth of the logits."""
     asked = case(TOKENS, VOCABULARY)
     logits = ROWS * TOKENS * VOCABULARY * 4
@@ -149,7 +149,7 @@ def test_logits_of_few_tokens_exist_at_a_time(case: Callable[[int, int], Case]) 
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("one_core")
-def test_pieces_take_the_time_of_the_whole(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_is_as_fast_as_the_full_loss(case: Callable[[int, int], Case]) -> None:
     asked = case(TOKENS, VOCABULARY)
     ratios = []
     for _ in range(5):  # by turns

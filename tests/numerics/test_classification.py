@@ -43,7 +43,7 @@ USUAL = ("ddp", "fsdp")
         if not ("tensor" in n or "zero_bubble" in n)  # which is refused
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_classification_under_each_strategy_equals_one_device(
     layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
@@ -56,7 +56,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_logits_are_those_of_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
+def test_classification_logits_equal_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
     model = replace(spec, classes=3, tied=False)
     module, tokens_BT = build_model(model, 1).eval(), random_tokens(model)
     export_model(model, module.state_dict(), tmp_path)
@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(spec: DecoderConfig, tmp_path: Path) -
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
+def test_classification_adds_a_head_to_a_language_model(tmp_path: Path) -> None:
     spec = replace(LLAMA, tied=False)
     pretrained = build_model(spec, 1)
     export_model(spec, pretrained.state_dict(), tmp_path)
@@ -83,7 +83,7 @@ def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
         assert torch.equal(pretrained.state_dict()[name], tensor), name
 
 
-def test_the_head_costs_what_torch_counts() -> None:
+def test_classification_head_flops_equal_torch_counter() -> None:
     counted = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
         module, tokens_BT = build_model(spec, 1), random_tokens(spec)
@@ -95,7 +95,7 @@ def test_the_head_costs_what_torch_counts() -> None:
     assert of_tokens.flops(48) - of_classes.flops(48) == more - fewer > 0
 
 
-def test_an_adapter_trains_the_head_too(reference_run: ReferenceRun) -> None:
+def test_classification_adapter_trains_the_head(reference_run: ReferenceRun) -> None:
     lora = ("adapter=lora", "adapter.rank=4", "adapter.trained=[head]")
     run = reference_run("accumulated", *CLASSES, *lora)
     trained = {name.removeprefix("model.") for name in load_gradients(run, 2)}

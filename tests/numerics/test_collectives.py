@@ -112,7 +112,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
     ]
     + [pytest.param(layout, "llama", "muon", marks=pytest.mark.exhaustive) for layout in MUON],
 )
-def test_a_layout_sends_what_it_declares(
+def test_collectives_of_each_strategy_equal_prediction(
     layout: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     parts = (
@@ -135,7 +135,7 @@ def test_a_layout_sends_what_it_declares(
         for usual in [(family, layout, again) == ("qwen2", "tensor", "full")]
     ],
 )
-def test_a_model_of_transformers_sends_what_is_declared(
+def test_collectives_of_transformers_models_equal_prediction(
     family: str,
     layout: str,
     again: str,
@@ -177,7 +177,7 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("rank", [1, 4, 16])
-def test_powersgd_sends_as_many_numbers_as_torch_says(rank: int) -> None:
+def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
     """Its factors leave from a thread of the process group's, where no counter hears of them."""
     hook = ("parallelism.comm_hook=powersgd", f"parallelism.powersgd_rank={rank}")
     run = compose([*TINY_DECODER, *LLAMA, *STRATEGIES["ddp"], *hook])

@@ -46,7 +46,7 @@ def found() -> Iterator[dict[Cell, str]]:
 
 @pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_runs_or_is_refused(
+def test_matrix_cell_runs_or_is_rejected(
     cell: Cell, found: dict[Cell, str], tmp_path: Path, shared_cache: Path
 ) -> None:
     refusal = cell.rejection()

@@ -35,7 +35,7 @@ cuts = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 
 @settings(deadline=None, max_examples=60)
 @given(cuts, st.integers(1, 200), st.integers(0, 2**32))
-def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
+def test_ranks_and_micro_steps_form_the_global_batch(cut, rows, seed):
     held, order = numbered(rows), ShuffleOrder(rows, seed, cut[0])
     for step in (0, 1, 7):
         read = []
@@ -51,7 +51,7 @@ def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
 
 @settings(deadline=None, max_examples=60)
 @given(cuts)
-def test_a_share_has_no_more_micro_steps_than_it_needs(cut):
+def test_batch_share_has_the_fewest_micro_steps(cut):
     global_batch, micro_batch, ranks = cut
     needed = BatchShare(*cut[:2], 0, ranks).accumulation
     assert (needed - 1) * micro_batch * ranks < global_batch <= needed * micro_batch * ranks
@@ -64,7 +64,7 @@ def test_a_share_has_no_more_micro_steps_than_it_needs(cut):
 
 @settings(deadline=None, max_examples=60)
 @given(rows=st.integers(1, 60), seed=st.integers(0, 2**63), global_batch=st.integers(1, 80))
-def test_every_row_comes_once_per_epoch(rows, seed, global_batch):
+def test_shuffle_order_has_every_index_once_per_epoch(rows, seed, global_batch):
     order, epochs = ShuffleOrder(rows, seed, global_batch), 3
     steps = -(-rows * epochs // global_batch)
     read = np.concatenate([order.indices(s, 0, global_batch) for s in range(steps)])
@@ -74,21 +74,21 @@ def test_every_row_comes_once_per_epoch(rows, seed, global_batch):
         np.testing.assert_array_equal(one, epoch_permutation(rows, seed, epoch))
 
 
-def test_epochs_and_seeds_differ():
+def test_shuffle_order_differs_by_epoch_and_seed():
     orders = {tuple(epoch_permutation(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
 
 
-def test_the_order_is_what_it_was():
+def test_shuffle_order_is_stable_across_versions():
     assert epoch_permutation(8, 1234, 0).tolist() == [7, 3, 0, 1, 4, 2, 5, 6]
 
 
-def test_a_stored_order_wraps():
+def test_stored_shuffle_order_wraps_around():
     assert ShuffleOrder(3, None, 4).indices(0, 0, 4).tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("rows", "global_batch"), [(0, 4), (4, 0)])
-def test_an_order_of_nothing_is_refused(rows, global_batch):
+def test_shuffle_order_of_no_samples_is_rejected(rows, global_batch):
     with pytest.raises(ValueError, match="cannot fill a global batch"):
         ShuffleOrder(rows, 0, global_batch)
 
@@ -97,7 +97,7 @@ def test_an_order_of_nothing_is_refused(rows, global_batch):
     ("ranks", "micro_batch"),
     [(1, 8), (2, 4), (1, 2), (4, 1), (2, 1), (1, 3), (3, 1), (3, 2), (2, 16), (5, 3)],
 )
-def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
+def test_samples_of_a_step_do_not_depend_on_the_strategy(ranks, micro_batch):
     rows = numbered(21)
     whole = [indices(batch) for batch in TrainLoader(rows, BatchShare(8, 8), seed=3, steps=6)]
     loaders = [
@@ -112,7 +112,7 @@ def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5, 11])
-def test_a_resumed_loader_gives_the_batches_that_were_left(stop):
+def test_resumed_loader_yields_the_remaining_batches(stop):
     def loader(**more):
         return TrainLoader(numbered(13), BatchShare(4, 2), seed=0, steps=6, **more)
 
@@ -134,7 +134,7 @@ def test_a_resumed_loader_gives_the_batches_that_were_left(stop):
             assert torch.equal(batch["labels"], expected["labels"])
 
 
-def test_validation_reads_the_same_rows_in_every_layout_and_again():
+def test_validation_reads_the_same_samples_under_each_strategy():
     rows = numbered(19)
     alone = ValidationLoader(rows, BatchShare(16, 8))
     assert [indices(batch) for batch in alone] == [list(range(8)), list(range(8, 16))]
@@ -148,7 +148,7 @@ def test_validation_reads_the_same_rows_in_every_layout_and_again():
 @pytest.mark.parametrize("rows", [1, 3, 8, 19])
 @pytest.mark.parametrize("global_batch", [1, 4, 7, 8, 16, 64])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (1, 8), (2, 2), (3, 1), (4, 3), (7, 2)])
-def test_validation_reads_each_row_once_on_any_ranks(rows, global_batch, ranks, micro_batch):
+def test_validation_reads_each_sample_once(rows, global_batch, ranks, micro_batch):
     loaders = [
         ValidationLoader(numbered(rows), share)
         for share in shares(global_batch, micro_batch, ranks)
@@ -160,7 +160,7 @@ def test_validation_reads_each_row_once_on_any_ranks(rows, global_batch, ranks, 
     assert in_turn == list(range(min(rows, global_batch)))
 
 
-def test_rows_that_fill_up_are_tokens_and_no_labels():
+def test_padding_samples_have_tokens_but_no_labels():
     first, second = TrainLoader(numbered(9), BatchShare(3, 2), seed=0, steps=1)
     assert (first["labels"] != IGNORED).all()
     assert (second["labels"][1] == IGNORED).all()
@@ -174,7 +174,7 @@ MASKED = RandomDataset(3, 50, 0, 23, 16, masked_fraction=0.4)
 
 @settings(deadline=None, max_examples=60)
 @given(cuts)
-def test_the_first_micro_batch_of_a_step_counts_its_labels(cut):
+def test_first_micro_batch_has_the_label_count_of_the_step(cut):
     steps = 4
     alone = list(TrainLoader(MASKED, BatchShare(cut[0], cut[0]), seed=1, steps=steps))
     loaders = [TrainLoader(MASKED, share, seed=1, steps=steps) for share in shares(*cut)]
@@ -192,13 +192,13 @@ def test_the_first_micro_batch_of_a_step_counts_its_labels(cut):
 @pytest.mark.parametrize(
     "share", [BatchShare(8, 8), BatchShare(8, 4), BatchShare(8, 3), BatchShare(8, 3, 2, 3)]
 )
-def test_rows_without_masks_count_none(share):
+def test_unmasked_batches_have_no_label_count(share):
     assert all(
         "labels_of_step" not in batch for batch in TrainLoader(numbered(9), share, seed=0, steps=2)
     )
 
 
-def test_masked_tokens_are_inputs_and_no_labels():
+def test_masked_tokens_are_inputs_but_not_labels():
     plain = RandomDataset(3, 50, 0, 23, 16)
     masked, whole = (
         next(iter(TrainLoader(rows, BatchShare(8, 8), seed=1, steps=1))) for rows in (MASKED, plain)
@@ -211,7 +211,7 @@ def test_masked_tokens_are_inputs_and_no_labels():
 
 @pytest.mark.parametrize("share", [BatchShare(5, 2), BatchShare(5, 2, 1, 2), BatchShare(4, 2)])
 @pytest.mark.parametrize("rows", [numbered(13), MASKED], ids=["plain", "masked"])
-def test_a_resumed_uneven_loader_gives_the_batches_that_were_left(rows, share):
+def test_resumed_uneven_loader_yields_the_remaining_batches(rows, share):
     whole = list(TrainLoader(rows, share, seed=0, steps=5))
     stop = 2 * share.accumulation
     rest = list(TrainLoader(rows, share, seed=0, steps=5, start=stop))
@@ -221,7 +221,7 @@ def test_a_resumed_uneven_loader_gives_the_batches_that_were_left(rows, share):
         assert all(torch.equal(batch[key], expected[key]) for key in batch)
 
 
-def test_labels_are_the_inputs_one_place_on_and_share_their_memory():
+def test_labels_are_shifted_inputs_in_shared_memory():
     batch = next(iter(TrainLoader(numbered(5), BatchShare(2, 2), seed=0, steps=1)))
     assert batch["inputs"].dtype == batch["labels"].dtype == torch.int64
     assert batch["inputs"].shape == batch["labels"].shape == (2, SEQUENCE)

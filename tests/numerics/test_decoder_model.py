@@ -53,7 +53,7 @@ def read(name: str) -> DecoderConfig:
 
 
 @for_each_hf_decoder
-def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
+def test_decoder_logits_equal_transformers(spec: DecoderConfig) -> None:
     theirs = hf_model(spec)
     ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
@@ -62,7 +62,7 @@ def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
 
 @for_each_hf_decoder
 @pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one-file", "shards"])
-def test_saved_folder_gives_the_same_logits(
+def test_decoder_loads_a_transformers_folder(
     spec: DecoderConfig, shard: str, tmp_path: Path
 ) -> None:
     theirs = hf_model(spec)
@@ -72,7 +72,7 @@ def test_saved_folder_gives_the_same_logits(
 
 
 @for_each_hf_decoder
-def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Path) -> None:
+def test_decoder_export_loads_in_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
     ours = build_model(replace(spec, initial_std=0.3), 0)
     export_folder(ours.state_dict(), spec, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -80,7 +80,7 @@ def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Pa
     assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
 
 
-def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
+def test_decoder_loads_published_gpt2_names() -> None:
     theirs = hf_model(GPT2)
     bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
@@ -90,7 +90,9 @@ def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
 
 
 @pytest.mark.parametrize("spec", OTHER_DECODERS.values(), ids=OTHER_DECODERS.keys())
-def test_shape_without_a_home_is_not_exported(spec: DecoderConfig, tmp_path: Path) -> None:
+def test_decoder_without_transformers_architecture_is_not_exported(
+    spec: DecoderConfig, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="is not supported by Hugging Face's"):
         export_folder(build_model(spec, 0).state_dict(), spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -138,7 +140,7 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
         (partial(with_a_tensor, name="model.norm.weight", shape=(2,)), r"\(2,\), not"),
     ],
 )
-def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path: Path) -> None:
+def test_decoder_rejects_a_checkpoint_of_another_shape(harm, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, folder)
     harm(folder)
@@ -151,7 +153,7 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
         assert "\n" not in str(issue)
 
 
-def test_head_that_is_not_the_embedding_is_not_tied(tmp_path: Path) -> None:
+def test_decoder_rejects_an_untied_head_for_a_tied_model(tmp_path: Path) -> None:
     export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.tied=false"):
         load_state_dict(tmp_path, replace(LLAMA, tied=True))
@@ -162,7 +164,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @for_each_decoder
-def test_census_is_the_module(spec: DecoderConfig) -> None:
+def test_decoder_parameter_shapes_equal_the_module(spec: DecoderConfig) -> None:
     module = build_model(spec, 0)
     census = [(weight.name, weight.shape) for weight in spec.weight_census()]
     assert census == shapes(module)
@@ -171,7 +173,7 @@ def test_census_is_the_module(spec: DecoderConfig) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
-def test_census_of_every_file_is_the_module(name: str) -> None:
+def test_decoder_option_parameter_shapes_equal_the_module(name: str) -> None:
     if "/schema/model/decoder@_here_" not in (CONF / f"{name}.yaml").read_text():
         pytest.skip("another family")
     spec = read(name)
@@ -181,7 +183,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
 
 
 @for_each_decoder
-def test_flops_are_those_torch_counts(spec: DecoderConfig) -> None:
+def test_decoder_flops_equal_torch_counter(spec: DecoderConfig) -> None:
     # torch's counter knows flash attention on CUDA only: count the CPU's by the same formulas
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -203,7 +205,7 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
 
 
 @for_each_decoder
-def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
+def test_decoder_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
     module = build_model(spec, 0)
     loss(module, random_tokens(spec)).backward()
     for name, parameter in module.named_parameters():
@@ -212,7 +214,7 @@ def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
 
 
 @for_each_decoder
-def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
+def test_decoder_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 0), random_tokens(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = module(batch)
@@ -222,7 +224,7 @@ def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
 
 
 @for_each_decoder
-def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
+def test_decoder_attention_is_causal(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 0), random_tokens(spec)
     other = batch.clone()
     other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
@@ -234,7 +236,7 @@ def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
 @pytest.mark.parametrize(
     ("spec", "relative"), [(LLAMA, True), (GPT2, False)], ids=["rope", "learned"]
 )
-def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> None:
+def test_decoder_depends_on_positions(spec: DecoderConfig, relative: bool) -> None:
     module, batch = (
         build_model(replace(spec, initial_std=0.3), 0).eval(),
         random_tokens(spec, length=24),
@@ -252,7 +254,7 @@ def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> 
         assert not torch.allclose(at(2 * places), logits, atol=1e-2)
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_decoder_dropout_acts_in_training_only() -> None:
     module, batch = build_model(replace(LLAMA, dropout=0.5), 0), random_tokens(LLAMA)
     with torch.no_grad():
         assert not torch.equal(module.train()(batch), module(batch))
@@ -260,7 +262,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 @for_each_hf_decoder
-def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: DecoderConfig) -> None:
+def test_decoder_bf16_error_is_that_of_transformers(spec: DecoderConfig) -> None:
     batch, ours_off, theirs_off = random_tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
         theirs, ours = hf_model(spec, seed), build_model(spec, 0).eval()

@@ -95,7 +95,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, labels_BT: Tensor, beta: float
 
 
 @pytest.mark.parametrize("chunk", [None, 24])
-def test_loss_and_gradients_are_those_of_the_formula(
+def test_dpo_loss_and_gradients_equal_the_formula(
     chunk: int | None, run: RunConfig, module: ModelModule
 ) -> None:
     reference = build_model(run.model, run.seed)
@@ -121,7 +121,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule) -> None:
+def test_dpo_padding_pairs_add_nothing(run: RunConfig, module: ModelModule) -> None:
     objective = DPO()
     found = []
     for filled in (0, 3):
@@ -133,7 +133,7 @@ def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> None:
+def test_dpo_untrained_model_equals_its_reference(run: RunConfig) -> None:
     objective, given = DPO(), batch(run, 4)
     model = build_model(run.model, 1)
     given["reference"] = ScaledLoss(objective.reference_objective).compute(model, given).detach()
@@ -141,7 +141,7 @@ def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> No
     assert (loss, margin, right) == (pytest.approx(np.log(2)), 0.0, 0.5)
 
 
-def test_without_its_adapter_a_model_is_what_it_was(run: RunConfig, module: ModelModule) -> None:
+def test_dpo_reference_is_the_model_without_adapter(run: RunConfig, module: ModelModule) -> None:
     tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
     learnt, plain = module(tokens_BT), build_model(run.model, run.seed)(tokens_BT)
     with disable_adapter(run.adapter, module):
@@ -155,7 +155,7 @@ def _trained(module: ModelModule) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def test_flops_are_those_torch_counts() -> None:
+def test_dpo_flops_equal_torch_counter() -> None:
     run = compose([*TINY_DECODER, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
@@ -170,7 +170,7 @@ def test_flops_are_those_torch_counts() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (3, 2)])
-def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
+def test_dpo_reference_logprobs_are_computed_once(ranks: int, micro_batch: int) -> None:
     rows = RandomDataset(3, 50, 0, 11, 8, pairs=True)
     shares = [BatchShare(11, micro_batch, rank, ranks) for rank in range(ranks)]
     loaders = [ValidationLoader(rows, share) for share in shares]
@@ -188,7 +188,7 @@ def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
 
 
 @pytest.mark.parametrize(("way", "layout"), CASES)
-def test_a_layout_takes_the_steps_of_one_device(
+def test_dpo_under_each_strategy_equals_one_device(
     way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
@@ -199,7 +199,7 @@ def test_a_layout_takes_the_steps_of_one_device(
     assert_margins_equal(run, wanted)
 
 
-def test_accumulation_changes_nothing(
+def test_dpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy((), "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS["kept"])

@@ -33,7 +33,7 @@ def run_of(compose: Compose) -> Compose:
 @pytest.mark.parametrize(
     "line", [*TRACED, *(pytest.param(line, marks=LONG) for line in TRACED_SELDOM)], ids=" ".join
 )
-def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
+def test_memory_breakdown_equals_trace(line: tuple[str, ...], run_of: Compose) -> None:
     run = run_of(*line)
     assert rejection_reason(run) is None
     found, predicted = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
@@ -71,7 +71,7 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_shallow_copies_tell_of_the_whole(
+def test_trace_of_a_shallow_model_predicts_the_deep_one(
     layers: int, line: tuple[str, ...], run_of: Compose
 ) -> None:
     run = run_of(*line, f"model.layers={layers}")
@@ -88,7 +88,5 @@ def test_shallow_copies_tell_of_the_whole(
         ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "offloading copies real memory"),
     ],
 )
-def test_what_cannot_be_traced_says_why(
-    line: tuple[str, ...], reason: str, run_of: Compose
-) -> None:
+def test_untraceable_run_says_why(line: tuple[str, ...], reason: str, run_of: Compose) -> None:
     assert reason in (rejection_reason(run_of(*line)) or "")

@@ -44,7 +44,7 @@ SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> None:
+def test_fp8_converts_linear_layers_of_blocks(shape: tuple[str, ...]) -> None:
     run = compose([*TINY_DECODER, *shape, *FP8])
     module = SingleDevice(DeviceKind.cpu).build(run)
     converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
@@ -55,7 +55,7 @@ def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> Non
     assert held == {weight.name: weight.shape for weight in run.weight_census()}
 
 
-def test_a_layer_that_16_does_not_divide_stays() -> None:
+def test_fp8_skips_layers_not_divisible_by_16() -> None:
     run = compose([*TINY_DECODER, *LLAMA, *FP8, "model.feedforward=40"])
     block = SingleDevice(DeviceKind.cpu).build(run).get_submodule("blocks.0")
     assert not isinstance(block.get_submodule("feedforward.down"), Float8Linear)
@@ -64,7 +64,7 @@ def test_a_layer_that_16_does_not_divide_stays() -> None:
 
 @pytest.mark.parametrize("recipe", ScalingRecipe)
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_losses_and_gradients_are_those_of_torchaos_conversion(
+def test_fp8_losses_and_gradients_equal_torchao(
     recipe: ScalingRecipe, shape: tuple[str, ...]
 ) -> None:
     run = compose([*TINY_DECODER, *shape, *FP8, f"precision.recipe={recipe}"])
@@ -91,7 +91,7 @@ def largest_error(a: Tensor, b: Tensor, of_a: float, of_b: float) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", ScalingRecipe)
-def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
+def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
     generator = torch.Generator().manual_seed(7)
     x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
@@ -138,7 +138,7 @@ def micro_batched(
         ),
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_fp8_under_each_strategy_equals_one_device(
     layout: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
@@ -156,14 +156,14 @@ def test_a_layout_takes_the_steps_of_one_device(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scope", ["block", "whole"])
-def test_compiling_changes_nothing(scope: str, tmp_path: Path, shared_cache: Path) -> None:
+def test_fp8_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
     job = JobRunner(tmp_path, shared_cache)
     parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
     compiled = job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
     assert_same_training(compiled, job.without_defaults(*parts))
 
 
-def test_an_evaluation_tells_what_fp8_costs(
+def test_fp8_evaluation_reports_the_fp32_loss(
     tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that fill a micro batch up share the scales of whole tensors, not those of rows."""

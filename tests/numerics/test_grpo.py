@@ -105,7 +105,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, given: Batch, group: int, beta
     return torch.stack(losses).mean()
 
 
-def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule) -> None:
+def test_grpo_gradients_equal_the_formula(run: RunConfig, module: ModelModule) -> None:
     given = explored(run, module, prompts(run))
     assert given["advantage"].any()
     reference = build_model(run.model, run.seed)(given["inputs"]).detach()
@@ -128,7 +128,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def test_rows_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule) -> None:
+def test_grpo_padding_samples_add_nothing(run: RunConfig, module: ModelModule) -> None:
     objective = replace(run.objective, beta=0.0)
     found = []
     for filled in (0, 3):
@@ -138,9 +138,7 @@ def test_rows_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule)
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_what_is_drawn_knows_no_answer_and_no_neighbours(
-    run: RunConfig, module: ModelModule
-) -> None:
+def test_grpo_completions_depend_on_the_prompt_only(run: RunConfig, module: ModelModule) -> None:
     given = prompts(run)
     wanted = explored(run, module, given)["labels"]
     blind = {key: tensor.clone() for key, tensor in given.items()}
@@ -152,7 +150,7 @@ def test_what_is_drawn_knows_no_answer_and_no_neighbours(
     assert not torch.equal(explored(run, module, given, step=1)["labels"], wanted)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(run: RunConfig) -> None:
+def test_grpo_sampling_follows_token_probabilities(run: RunConfig) -> None:
     objective = GRPO(answers=20_000)
     shares_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     given = {key: tensor[:1] for key, tensor in prompts(run).items()}
@@ -164,7 +162,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(run: RunConfig) -> None:
         torch.testing.assert_close(drawn_V, shares_V, rtol=0, atol=0.02)
 
 
-def test_flops_are_those_torch_counts() -> None:
+def test_grpo_flops_equal_torch_counter() -> None:
     run = compose([*TINY_DECODER, *LLAMA, *REWARDS, "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     batch = prompts(run)
@@ -178,7 +176,7 @@ def test_flops_are_those_torch_counts() -> None:
 
 
 @pytest.mark.parametrize(("way", "layout"), CASES)
-def test_a_layout_takes_the_steps_of_one_device(
+def test_grpo_under_each_strategy_equals_one_device(
     way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
@@ -189,7 +187,7 @@ def test_a_layout_takes_the_steps_of_one_device(
     assert_rewards_equal(run, wanted)
 
 
-def test_accumulation_changes_nothing(
+def test_grpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     job = JobRunner(tmp_path, shared_cache)

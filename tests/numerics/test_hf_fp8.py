@@ -58,7 +58,7 @@ def model_of_transformers(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("recipe", ScalingRecipe)
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_gradients_are_those_of_torchaos_conversion(
+def test_hf_fp8_gradients_equal_torchao(
     family: str, recipe: ScalingRecipe, hf_checkpoint: HFCheckpoints
 ) -> None:
     run = compose(
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_torchaos_conversion(
         for case in [(family, layout, recipe)]
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_hf_fp8_under_each_strategy_equals_one_device(
     family: str,
     layout: str,
     recipe: tuple[str, ...],
@@ -120,7 +120,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 @LONG
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_what_changes_no_step_changes_none(
+def test_hf_fp8_memory_options_change_no_step(
     family: str, more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     parts = transformers_overrides(hf_checkpoint(family), *ROWWISE, "trainer.micro_batch=12")
@@ -137,7 +137,7 @@ def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> RunDir:
     )
 
 
-def test_an_evaluation_tells_what_fp8_costs(
+def test_hf_fp8_evaluation_reports_the_fp32_loss(
     trained: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(trained.path)]) == 0
@@ -150,7 +150,7 @@ def test_an_evaluation_tells_what_fp8_costs(
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_clock_tells_products_in_8_bits_apart(
+def test_hf_fp8_operator_graph_separates_8_bit_matmuls(
     family: str, hardware: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     """The others are the same, and so are the flops; a cast reads and writes besides."""

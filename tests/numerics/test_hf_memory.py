@@ -157,7 +157,7 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
     ],
     ids=str,
 )
-def test_the_peak_is_the_one_foreseen(
+def test_hf_peak_memory_equals_prediction(
     family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     overrides = small(hf_checkpoint(family), *line)
@@ -170,7 +170,7 @@ def test_the_peak_is_the_one_foreseen(
 
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_as_much_is_handed_over_as_foreseen(
+def test_hf_offloaded_bytes_equal_prediction(
     family: str, recompute: Recompute, hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And brought back: traffic counts it twice."""
@@ -201,7 +201,7 @@ def test_as_much_is_handed_over_as_foreseen(
         ),
     ],
 )
-def test_ledger_and_trace_agree(
+def test_hf_memory_breakdown_equals_trace(
     family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints
 ) -> None:
     run = compose(small(hf_checkpoint(family), *line, "model.init=random", "model.depth=8"))
@@ -212,7 +212,7 @@ def test_ledger_and_trace_agree(
 @needs_deepspeed
 @LONG
 @pytest.mark.parametrize("line", FEW)
-def test_the_peak_of_zero_is_near(
+def test_hf_zero_peak_is_near_prediction(
     line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     further = (each for each in line if not each.startswith("model."))

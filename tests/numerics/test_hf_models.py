@@ -30,7 +30,7 @@ def theirs(folder: Path) -> Any:
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 @pytest.mark.parametrize("family", [*DECODER_MODELS, "opt_narrow"])
 @torch.no_grad()
-def test_logits_are_those_of_transformers(
+def test_hf_logits_equal_transformers(
     family: str, shards: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     folder = hf_checkpoint(family, shards)
@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", MORE_ARCHITECTURES)
 @torch.no_grad()
-def test_further_architectures_give_their_logits_too(
+def test_hf_logits_of_more_architectures_equal_transformers(
     family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     folder = hf_checkpoint(family)
@@ -57,7 +57,7 @@ def test_further_architectures_give_their_logits_too(
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_fresh_weights_are_drawn_for_any_part_alike(
+def test_hf_initial_weights_do_not_depend_on_the_stage(
     family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random)
@@ -78,7 +78,7 @@ def eight_ranks() -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
-def test_no_rank_ever_holds_the_whole(
+def test_hf_rank_never_stores_all_weights(
     eight_ranks: DeviceMesh, hf_checkpoint: HFCheckpoints
 ) -> None:
     spec = HuggingFaceConfig(path=str(hf_checkpoint("llama")))
@@ -100,7 +100,7 @@ def test_no_rank_ever_holds_the_whole(
 
 @pytest.mark.parametrize("family", [*DECODER_MODELS, "opt_narrow"])
 @torch.no_grad()
-def test_an_export_is_loaded_by_transformers(
+def test_hf_export_loads_in_transformers(
     family: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random, depth=3)

@@ -147,7 +147,7 @@ LOADED: list[tuple[str, Change]] = [
 @pytest.mark.parametrize(
     ("family", "change"), LOADED, ids=[f"{family}-{it.__name__}" for family, it in LOADED]
 )
-def test_pretrained_weights_are_those_that_transformers_loads(
+def test_hf_pretrained_weights_equal_transformers(
     family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     assert_same_logits(changed(hf_checkpoint, family, change, tmp_path / family))
@@ -194,7 +194,7 @@ REJECTED: list[tuple[Change, str, str]] = [
 @pytest.mark.parametrize(
     ("change", "reason", "fix"), REJECTED, ids=[change.__name__ for change, *_ in REJECTED]
 )
-def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
+def test_hf_unusable_weight_files_are_rejected_before_the_start(
     change: Change, reason: str, fix: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     spec = HuggingFaceConfig(path=str(changed(hf_checkpoint, "llama", change, tmp_path / "llama")))
@@ -206,7 +206,7 @@ def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
         build_model(spec, 1)
 
 
-def test_a_buffer_with_other_values_is_rejected(
+def test_hf_checkpoint_with_other_buffers_is_rejected(
     hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     def change(folder: Path, held: Tensors) -> Tensors:
@@ -221,7 +221,7 @@ def test_a_buffer_with_other_values_is_rejected(
     ("family", "change"),
     [("gpt_neox", unchanged), ("qwen2", own_head), ("apertus", unchanged), ("gpt2", unchanged)],
 )
-def test_an_export_holds_what_transformers_saves(
+def test_hf_export_equals_transformers_save(
     family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     folder = changed(hf_checkpoint, family, change, tmp_path / family)
@@ -240,7 +240,7 @@ def test_an_export_holds_what_transformers_saves(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", RARE_ARCHITECTURES)
-def test_every_dense_architecture_gives_the_logits_of_transformers(
+def test_hf_dense_architectures_equal_transformers(
     family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     assert_same_logits(hf_checkpoint(family))
@@ -248,7 +248,7 @@ def test_every_dense_architecture_gives_the_logits_of_transformers(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [*MORE_ARCHITECTURES, *RARE_ARCHITECTURES])
-def test_a_head_in_the_checkpoint_of_a_tied_configuration_is_used(
+def test_hf_tied_config_uses_the_head_of_the_checkpoint(
     family: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     folder = changed(hf_checkpoint, family, tied_with_own_head, tmp_path / family)

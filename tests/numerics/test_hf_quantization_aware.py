@@ -60,7 +60,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 @pytest.mark.parametrize("name", QATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_are_those_of_torchaos_preparation(
+def test_hf_qat_logits_and_gradients_equal_torchao(
     family: str, name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     run = compose([*transformers_overrides(hf_checkpoint(family), *QATS[name])])
@@ -92,7 +92,7 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(
         for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_hf_qat_under_each_strategy_equals_one_device(
     name: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
@@ -107,7 +107,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 
 @LONG
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
-def test_what_changes_no_step_changes_none(
+def test_hf_qat_memory_options_change_no_step(
     more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     parts = transformers_overrides(
@@ -120,7 +120,7 @@ def test_what_changes_no_step_changes_none(
 
 
 @pytest.mark.parametrize("name", QATS)
-def test_the_clock_tells_products_of_what_is_rounded_apart(
+def test_hf_qat_operator_graph_separates_rounded_matmuls(
     name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     plain, rounded = (
@@ -149,14 +149,14 @@ def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> dict[str, RunDi
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_evaluation_tells_what_integers_save_and_cost(
+def test_hf_qat_evaluation_compares_with_fp32(
     name: str, trained: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_evaluation_compares_fp32(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_export_holds_integers_that_say_what_training_said(
+def test_hf_qat_export_has_the_validation_loss(
     name: str, trained: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
@@ -176,13 +176,15 @@ def test_an_export_holds_integers_that_say_what_training_said(
 
 @LONG
 @pytest.mark.parametrize("name", QATS)
-def test_transformers_multiplies_by_the_integers(
+def test_hf_qat_export_computes_in_transformers(
     name: str, trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
     assert_transformers_multiplies_integers(trained[name], name, tmp_path)
 
 
-def test_a_file_without_integers_is_refused(trained: dict[str, RunDir], tmp_path: Path) -> None:
+def test_hf_qat_import_rejects_a_file_without_integers(
+    trained: dict[str, RunDir], tmp_path: Path
+) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):

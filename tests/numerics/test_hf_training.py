@@ -76,7 +76,7 @@ def alone(run_job: JobRunner, folder: Path, *further: str) -> RunDir:
         for usual in [(family, layout) in USUAL]
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_hf_training_under_each_strategy_equals_one_device(
     family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -109,7 +109,7 @@ SAVING = {
         for usual in [(family, layout, way) == ("llama", "fsdp", "offload_all")]
     ],
 )
-def test_a_layout_saves_memory_in_the_same_steps(
+def test_hf_memory_options_under_strategies_change_no_step(
     family: str, layout: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -140,7 +140,7 @@ AT_ONCE = ("trainer.global_batch=12", "trainer.clip_norm=null")
         for layout in layouts
     ],
 )
-def test_a_layout_steps_in_backward(
+def test_hf_optimizer_in_backward_under_each_strategy(
     family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -180,7 +180,7 @@ WAYS = {
         for usual in [(family, way) == ("gpt2", "loss_chunk")]  # tied: the head has no matrix
     ],
 )
-def test_what_changes_no_step_changes_none(
+def test_hf_memory_options_change_no_step(
     family: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -190,7 +190,7 @@ def test_what_changes_no_step_changes_none(
 @pytest.mark.parametrize(
     "family", ["opt", *(pytest.param(f, marks=LONG) for f in DECODER_MODELS[:3])]
 )
-def test_steps_are_those_of_transformers_in_a_hand_loop(
+def test_hf_training_equals_a_plain_transformers_loop(
     family: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -234,7 +234,7 @@ SMALL = ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]")
         ),
     ],
 )
-def test_packed_weights_take_the_steps_of_one_device(
+def test_hf_quantized_training_equals_one_device(
     family: str, packed: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder, more = hf_checkpoint(family), (*SMALL, f"quantization={packed}")
@@ -253,9 +253,7 @@ def packed_by_transformers(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_packed_weights_are_those_that_transformers_packs(
-    family: str, hf_checkpoint: HFCheckpoints
-) -> None:
+def test_hf_quantized_weights_equal_transformers(family: str, hf_checkpoint: HFCheckpoints) -> None:
     folder = hf_checkpoint(family)
     theirs = packed_by_transformers(folder)
     run = compose([*line(folder, *SMALL, "quantization=nf4")])
@@ -278,7 +276,7 @@ LINES = ((), SMALL, ("adapter=ia3",), PISSA, (*SMALL, "quantization=nf4"))
 @pytest.mark.parametrize(
     "family", ["gpt2", *(pytest.param(f, marks=LONG) for f in ("llama", "opt"))]
 )
-def test_what_was_trained_is_asked_and_exported_and_goes_on(
+def test_hf_run_evaluates_exports_and_resumes(
     family: str, more: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
@@ -307,9 +305,7 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
 @pytest.mark.parametrize("family", DECODER_MODELS)
-def test_lora_is_what_peft_makes_of_the_architecture(
-    family: str, hf_checkpoint: HFCheckpoints
-) -> None:
+def test_hf_lora_modules_equal_peft(family: str, hf_checkpoint: HFCheckpoints) -> None:
     run = compose([*line(hf_checkpoint(family), "adapter=lora")])
     base = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
     theirs = get_peft_model(base, LoraConfig(r=8, fan_in_fan_out=family == "gpt2"))
@@ -324,7 +320,7 @@ def test_lora_is_what_peft_makes_of_the_architecture(
 
 
 @pytest.mark.parametrize("launched", ["none", "process"])
-def test_weights_that_cannot_be_read_are_told(
+def test_hf_unreadable_weights_are_reported(
     launched: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner, tmp_path: Path
 ) -> None:
     """Within a rank, whose callbacks hear of it before anything has begun.

@@ -20,7 +20,7 @@ from scalewise.models.decoder.state_dict_adapter import export_folder
 
 
 @for_each_decoder
-def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None:
+def test_init_after_meta_device_equals_direct_build(spec: DecoderConfig) -> None:
     with torch.device("meta"):
         late = build_model(spec, 0)
     assert {p.device.type for p in late.parameters()} == {"meta"}
@@ -34,7 +34,7 @@ def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None
 
 @for_each_decoder
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) -> None:
+def test_stages_have_the_weights_of_the_full_model(spec: DecoderConfig, count: int) -> None:
     whole, batch = build_model(spec, 5).eval(), random_tokens(spec)
     named, seen, x = dict(whole.named_parameters()), set(), batch
     for part in spec.split_stages(count, batch.shape[1]):
@@ -55,7 +55,7 @@ def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) ->
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_parts_of_given_weights_are_those_of_the_whole(spec: DecoderConfig, tmp_path: Path) -> None:
+def test_stages_of_loaded_weights_equal_the_full_model(spec: DecoderConfig, tmp_path: Path) -> None:
     export_folder(build_model(spec, 1).state_dict(), spec, tmp_path)
     given = replace(spec, weights=str(tmp_path))
     named = build_model(given, 0).state_dict()
@@ -66,7 +66,7 @@ def test_parts_of_given_weights_are_those_of_the_whole(spec: DecoderConfig, tmp_
             torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
 
 
-def test_every_matrix_and_every_seed_draws_its_own_numbers() -> None:
+def test_weights_differ_by_matrix_and_seed() -> None:
     one, again, other = build_model(LLAMA, 3), build_model(LLAMA, 3), build_model(LLAMA, 4)
     drawn = [name for name, parameter in one.named_parameters() if parameter.ndim == 2]
     heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
@@ -76,7 +76,7 @@ def test_every_matrix_and_every_seed_draws_its_own_numbers() -> None:
         assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
 
-def test_building_leaves_the_global_generator_alone() -> None:
+def test_build_does_not_advance_the_global_generator() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -85,14 +85,14 @@ def test_building_leaves_the_global_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
+def test_weights_are_drawn_in_fp32_for_every_dtype(dtype: torch.dtype) -> None:
     held = build_meta(LLAMA, StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
     init_weights(LLAMA, held, 3)
     for name, parameter in build_model(LLAMA, 3).named_parameters():
         assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
 
 
-def test_fresh_weights_have_the_spread_asked_for() -> None:
+def test_weights_have_the_configured_deviation() -> None:
     module = build_model(replace(LLAMA, width=256, feedforward=512), 0)
     block = module.blocks["0"]
     assert isinstance(module, DecoderModule)

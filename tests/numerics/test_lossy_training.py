@@ -53,7 +53,7 @@ def assert_near(run: RunDir, exact: RunDir) -> None:
 @pytest.mark.parametrize(
     "hook", [pytest.param(x, marks=() if x == "fp16" else LONG) for x in HOOKS]
 )
-def test_a_compressed_gradient_learns(
+def test_compressed_gradients_converge(
     hook: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     parts = (*STRATEGIES["ddp"], f"parallelism.comm_hook={hook}", *HOOKS[hook])
@@ -67,7 +67,7 @@ def test_a_compressed_gradient_learns(
     "layout",
     [pytest.param(x, marks=() if x in USUAL else LONG) for x in BF16],
 )
-def test_bf16_learns_in_every_layout(
+def test_bf16_converges_under_each_strategy(
     layout: str, precision: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     rows = "trainer.micro_batch=4" if "pipeline" in layout else "trainer.micro_batch=2"
@@ -79,7 +79,7 @@ def test_bf16_learns_in_every_layout(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_fp8_learns(
+def test_fp8_converges(
     layout: str, recipe: str, exact: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     fp8 = ("precision=fp8", "precision.compute=fp32", f"precision.recipe={recipe}")

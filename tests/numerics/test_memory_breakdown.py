@@ -27,7 +27,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     [*TRAINED, *(pytest.param(line, marks=LONG) for line in TRAINED_SELDOM)],
     ids=" ".join,
 )
-def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], run_job: JobRunner) -> None:
+def test_peak_memory_equals_prediction(line: tuple[str, ...], run_job: JobRunner) -> None:
     predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
     metrics = run_job.without_defaults(*SMALL, *line).summary["metrics"]
     assert metrics["plan/peak_bytes"] == predicted.peak
@@ -65,8 +65,10 @@ LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
     ],
     ids=" ".join,
 )
-def test_compiled_blocks_are_foreseen(line: tuple[str, ...], run_job: JobRunner) -> None:
-    test_the_peak_is_the_one_foreseen((*FULLEST, *line), run_job)
+def test_peak_memory_of_compiled_blocks_equals_prediction(
+    line: tuple[str, ...], run_job: JobRunner
+) -> None:
+    test_peak_memory_equals_prediction((*FULLEST, *line), run_job)
 
 
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
@@ -85,7 +87,9 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
     ],
 )
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
-def test_a_budget_is_reached(layout: tuple[str, ...], share: float, run_job: JobRunner) -> None:
+def test_auto_checkpointing_reaches_its_memory_budget(
+    layout: tuple[str, ...], share: float, run_job: JobRunner
+) -> None:
     most, least = (
         worst_rank.worst_rank_breakdown(compose((*BLOCKS, *layout, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
@@ -106,7 +110,7 @@ def test_a_budget_is_reached(layout: tuple[str, ...], share: float, run_job: Job
     ],
     ids=" ".join,
 )
-def test_the_peak_of_zero_is_near(line: tuple[str, ...], run_job: JobRunner) -> None:
+def test_zero_peak_memory_is_near_prediction(line: tuple[str, ...], run_job: JobRunner) -> None:
     predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
     found = run_job.without_defaults(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1

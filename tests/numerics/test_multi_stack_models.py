@@ -40,7 +40,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 @pytest.mark.parametrize("family", MULTI_STACK_MODELS)
-def test_loss_and_gradients_are_those_of_transformers(
+def test_multi_stack_loss_and_gradients_equal_transformers(
     family: str, multi_stack_model: Stack
 ) -> None:
     stack = multi_stack_model(family)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         (TOLD, 16, (0, 4, 8, 12)),
     ],
 )
-def test_fresh_weights_are_drawn_for_as_many_layers(
+def test_multi_stack_random_init_respects_depth(
     family: str, layers: int, starts: tuple[int, ...], multi_stack_model: Stack
 ) -> None:
     spec = HuggingFaceConfig(
@@ -91,7 +91,7 @@ def test_fresh_weights_are_drawn_for_as_many_layers(
 
 @LONG
 @EACH
-def test_steps_are_those_of_transformers_in_a_hand_loop(
+def test_multi_stack_training_equals_a_plain_transformers_loop(
     family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
@@ -119,7 +119,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
         for layout in TAKEN
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_multi_stack_under_each_strategy_equals_one_device(
     family: str, layout: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack, parts = multi_stack_model(family), STRATEGIES[layout]
@@ -143,7 +143,7 @@ WAYS = {
 @EACH
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 @pytest.mark.parametrize("way", [*WAYS])
-def test_what_changes_no_step_changes_none(
+def test_multi_stack_memory_options_change_no_step(
     way: str, layout: str, family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
@@ -160,7 +160,7 @@ def test_what_changes_no_step_changes_none(
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_an_adapter_takes_the_steps_of_one_device(
+def test_multi_stack_adapter_equals_one_device(
     layout: str, family: str, adapter: tuple[str, ...], multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
@@ -172,7 +172,7 @@ def test_an_adapter_takes_the_steps_of_one_device(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
 @pytest.mark.parametrize("family", MULTI_STACK_MODELS)
-def test_lora_is_what_peft_makes_of_the_architecture(family: str, multi_stack_model: Stack) -> None:
+def test_multi_stack_lora_modules_equal_peft(family: str, multi_stack_model: Stack) -> None:
     stack = multi_stack_model(family)
     run, peer = (
         stack.compose("adapter=lora"),
@@ -194,7 +194,7 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, multi_stack_mo
     [(), LORA, ("adapter=ia3",), ("adapter=dora",), (*LORA, "model.init=random")],
     ids=str,
 )
-def test_what_was_trained_is_asked_and_exported_and_goes_on(
+def test_multi_stack_run_evaluates_exports_and_resumes(
     more: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
@@ -239,7 +239,7 @@ PLANNED: tuple[tuple[str, ...], ...] = (
 @LONG
 @pytest.mark.parametrize("family", [ENCODER, "t5_gated", BLIP2, TOLD])
 @pytest.mark.parametrize("further", PLANNED, ids=str)
-def test_the_peak_is_the_one_traced(
+def test_multi_stack_peak_memory_equals_trace(
     further: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     overrides = (*multi_stack_model(family).memory_overrides, *further)

@@ -64,7 +64,7 @@ CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize(("family", "precision"), CASES)
-def test_a_block_keeps_and_peaks_as_the_tape_says(
+def test_block_memory_equals_the_operator_graph(
     family: str, precision: str, recompute: Recompute, fresh: bool
 ) -> None:
     spec, (stream, compute, held) = SPECS[family], FORMATS[precision]

@@ -38,7 +38,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
         if not (name.startswith(SUM_LATE) or "offload" in name)  # which is refused
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_optimizer_in_backward_under_each_strategy_equals_one_device(
     layout: str, reference_run: ReferenceRun, run_job: JobRunner
 ) -> None:
     run, reference = (
@@ -61,7 +61,7 @@ def test_a_layout_takes_the_steps_of_one_device(
         ),
     ],
 )
-def test_an_optimizer_steps_alike(name: str, run_job: JobRunner) -> None:
+def test_optimizer_in_backward_equals_a_separate_step(name: str, run_job: JobRunner) -> None:
     late, early = (
         run_job.without_defaults(*ADAMW, f"optimizer={name}", f"optimizer.in_backward={way}")
         for way in ("false", "true")
@@ -70,7 +70,7 @@ def test_an_optimizer_steps_alike(name: str, run_job: JobRunner) -> None:
     assert same_weights(early.weights(), late.weights())
 
 
-def test_a_checkpoint_of_one_way_goes_on_in_the_other(run_job: JobRunner) -> None:
+def test_optimizer_in_backward_checkpoints_are_interchangeable(run_job: JobRunner) -> None:
     whole = run_job.without_defaults(*ADAMW, "checkpoint.every=2")
     resumed = run_job.without_defaults(*ADAMW, IN_BACKWARD, resume=whole.checkpoint(2))
     assert resumed.column("train/loss") == whole.column("train/loss")

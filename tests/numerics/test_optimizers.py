@@ -61,7 +61,7 @@ def tensors_of(value: Tensor) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
-def test_state_is_what_is_counted(spec: OptimizerConfig) -> None:
+def test_optimizer_state_bytes_equal_prediction(spec: OptimizerConfig) -> None:
     held = held_by()
     optimizer = build_optimizer(spec, held)
     optimizer.step()
@@ -73,7 +73,7 @@ def test_state_is_what_is_counted(spec: OptimizerConfig) -> None:
         assert real == spec.state_bytes(weight, 1, 4), weight
 
 
-def test_lion_takes_the_paper_s_step() -> None:
+def test_lion_step_equals_the_paper() -> None:
     spec = LionConfig(lr=0.01, weight_decay=0.1)
     held = held_by()
     optimizer = build_optimizer(spec, held)
@@ -91,7 +91,7 @@ def test_lion_takes_the_paper_s_step() -> None:
         torch.testing.assert_close(parameter.detach(), x)
 
 
-def test_muon_is_torch_s_two_optimizers() -> None:
+def test_muon_equals_torch_muon_and_adamw() -> None:
     spec, held, peers = MuonConfig(lr=0.01), held_by(), held_by()
     ours = build_optimizer(spec, held)
     hidden = [p for w, p in peers if spec.is_hidden(w)]
@@ -137,7 +137,7 @@ REACHED = {
 """Held-out loss after 60 steps, nats, a little above what was measured; it begins at 9.0."""
 
 
-def test_every_optimizer_has_a_loss_to_reach() -> None:
+def test_optimizers_all_have_an_expected_loss() -> None:
     of_the_suite = set(paths.option_names("optimizer")) - {
         "module"
     }  # a module of the user's brings its own
@@ -152,7 +152,7 @@ TRAINED = ("lion",)
     "name",
     [pytest.param(n, marks=() if n in TRAINED else pytest.mark.exhaustive) for n in REACHED],
 )
-def test_an_optimizer_trains(name: str, run_job: JobRunner) -> None:
+def test_optimizer_reaches_its_expected_loss(name: str, run_job: JobRunner) -> None:
     run = run_job.without_defaults(*CORPUS, f"optimizer={name}")
     reached = run.column("val/loss")[-1]
     print(f"{name}: {reached:.3f}")
@@ -209,7 +209,9 @@ USUAL = {
         for layout in layouts
     ],
 )
-def test_layouts_step_alike(name: str, layout: str, run_job: JobRunner) -> None:
+def test_optimizer_under_each_strategy_equals_one_device(
+    name: str, layout: str, run_job: JobRunner
+) -> None:
     parts = (*STEPS, *(WIDE if name.endswith("bit") else ()), f"optimizer={name}")
     alone, run = (
         run_job.without_defaults(*parts),
@@ -231,7 +233,7 @@ RESUMED = ("lion", "adafactor", "muon", "schedule_free")
     "name",
     [pytest.param(n, marks=() if n == "muon" else pytest.mark.exhaustive) for n in RESUMED],
 )
-def test_an_optimizer_goes_on_from_a_checkpoint(name: str, run_job: JobRunner) -> None:
+def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> None:
     parts = (*STEPS, f"optimizer={name}", "checkpoint.every=2")
     whole = run_job.without_defaults(*parts)
     resumed = run_job.without_defaults(*parts, resume=whole.checkpoint(2))
@@ -241,7 +243,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint(name: str, run_job: JobRunner) -
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
-def test_moments_of_few_bits_go_on_under_another_layout(name: str, run_job: JobRunner) -> None:
+def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRunner) -> None:
     """A checkpoint holds them as numbers, which any layout can cut."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
     whole = run_job.without_defaults(*parts)
@@ -251,7 +253,7 @@ def test_moments_of_few_bits_go_on_under_another_layout(name: str, run_job: JobR
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spec", [AdamW8bitConfig(), AdamW4bitConfig()], ids=["8bit", "4bit"])
-def test_decoded_moments_get_the_same_codes_again(spec: OptimizerConfig, kind: torch.dtype) -> None:
+def test_low_bit_moments_round_trip(spec: OptimizerConfig, kind: torch.dtype) -> None:
     """Whatever the gradients were, and in every aligned slice of a weight."""
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(1)
@@ -281,7 +283,7 @@ def test_decoded_moments_get_the_same_codes_again(spec: OptimizerConfig, kind: t
             assert torch.equal(value, held[part] if held.shape == weight.shape else held), key
 
 
-def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
+def test_low_bit_moments_are_rounded_once() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256))
     numbers = torch.randn_like(weight)
@@ -311,7 +313,7 @@ def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
         ),
     ],
 )
-def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], run_job: JobRunner) -> None:
+def test_cpu_offload_step_equals_device_step(parts: tuple[str, ...], run_job: JobRunner) -> None:
     """On the CPU the two are one memory: what is asked here is the arithmetic."""
     plain = run_job.without_defaults(*STEPS, *parts, "checkpoint.every=2")
     whole = run_job.without_defaults(*STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2")
@@ -326,7 +328,7 @@ def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], run_job: 
 @pytest.mark.parametrize(
     "precision", ["fp32", pytest.param("bf16_true", marks=pytest.mark.exhaustive)]
 )
-def test_paged_moments_step_as_torch_does(precision: str, run_job: JobRunner) -> None:
+def test_paged_adamw_equals_torch(precision: str, run_job: JobRunner) -> None:
     """Of weights in bf16, moments are in fp32 all the same."""
     parts = (*STEPS, f"precision={precision}", "checkpoint.every=2")
     paged = (*parts, "optimizer=adamw_paged")
@@ -340,7 +342,7 @@ def test_paged_moments_step_as_torch_does(precision: str, run_job: JobRunner) ->
     assert same_weights(resumed.weights(), whole.weights())
 
 
-def test_rates_differ_by_name(run_job: JobRunner) -> None:
+def test_parameter_groups_have_separate_rates(run_job: JobRunner) -> None:
     """A factor of 0 leaves weights as they are, whatever else moves."""
     parts = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
     run = run_job.without_defaults(*parts, *STRATEGIES["fsdp"])

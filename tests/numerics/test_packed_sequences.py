@@ -79,7 +79,7 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
 
 
 @for_each_decoder
-def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
+def test_packed_texts_equal_separate_texts(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["positions"])
     ScaledLoss(CausalLM()).compute(module, batch).backward()
@@ -101,7 +101,7 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
 
 
 @for_each_hf_decoder
-def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfig) -> None:
+def test_packed_logits_equal_transformers_position_ids(spec: DecoderConfig) -> None:
     theirs, batch = hf_model(spec), packed(spec)
     ours = build_model(spec, 0)
     ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
@@ -111,7 +111,7 @@ def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfi
     torch.testing.assert_close(found, wanted, **EXACT)
 
 
-def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
+def test_packed_single_text_equals_unpacked() -> None:
     spec = HF_DECODERS["llama-gqa"]
     module, ids_S = build_model(spec, 3), texts(spec)[2]
     one = by_itself(ids_S)
@@ -121,7 +121,7 @@ def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
 
 @pytest.mark.parametrize("scope", ["block", "whole"])
 @pytest.mark.exhaustive
-def test_compiled_it_is_the_same(
+def test_packed_compiled_equals_eager(
     scope: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     compiled = (*PACKING, f"compile.scope={scope}", "compile.backend=aot_eager")
@@ -130,7 +130,7 @@ def test_compiled_it_is_the_same(
 
 
 @pytest.mark.parametrize(("batch", "layout"), CASES)
-def test_a_layout_takes_the_steps_of_one_device(
+def test_packed_training_under_each_strategy_equals_one_device(
     batch: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache), *PACKING)

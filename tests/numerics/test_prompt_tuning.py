@@ -85,7 +85,7 @@ def beside(tensors: Iterable[Tensor]) -> Tensor:
         for each in (*EACH, *(PIPED if kind == "prefix" else ()))
     ],
 )
-def test_what_is_learnt_takes_the_steps_of_one_device(
+def test_prompt_tuning_under_each_strategy_equals_one_device(
     kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
@@ -105,7 +105,7 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tensor"])
-def test_keys_stand_before_each_of_the_texts_of_a_row(
+def test_prefix_keys_precede_each_packed_text(
     layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     packed = (*KINDS["prefix"], "data.packing=true")
@@ -114,7 +114,7 @@ def test_keys_stand_before_each_of_the_texts_of_a_row(
     assert_same_training(run, reference_run("accumulated", *packed))
 
 
-def test_packed_texts_are_computed_as_each_alone() -> None:
+def test_prompt_tuning_of_packed_texts_equals_separate_texts() -> None:
     module = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA, *KINDS["prefix"]]))
     positions_BS = torch.arange(32).remainder(20).expand(2, -1)
     found = module(TOKENS_BT, positions_BS=positions_BS)
@@ -124,9 +124,7 @@ def test_packed_texts_are_computed_as_each_alone() -> None:
 
 @BOTH
 @SHAPES
-def test_what_is_learnt_computes_what_peft_does(
-    kind: str, shape: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_prompt_tuning_equals_peft(kind: str, shape: tuple[str, ...], tmp_path: Path) -> None:
     spec = compose([*TINY_DECODER, *shape, *KINDS[kind]])
     ours = SingleDevice(DeviceKind.cpu).build(spec)
     state_dict_adapter.export_folder(
@@ -157,7 +155,7 @@ def test_what_is_learnt_computes_what_peft_does(
 
 @BOTH
 @SHAPES
-def test_what_was_trained_goes_to_peft_and_back(
+def test_prompt_tuning_export_round_trips_through_peft(
     kind: str,
     shape: tuple[str, ...],
     reference_run: ReferenceRun,
@@ -192,7 +190,7 @@ def test_what_was_trained_goes_to_peft_and_back(
 
 @BOTH
 @pytest.mark.exhaustive
-def test_a_run_goes_on_from_another_and_is_evaluated(
+def test_prompt_tuning_resumes_and_evaluates(
     kind: str, reference_run: ReferenceRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier = reference_run("accumulated", *KINDS[kind])
@@ -207,7 +205,7 @@ def test_a_run_goes_on_from_another_and_is_evaluated(
 @pytest.mark.parametrize(
     "layout", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
 )
-def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
+def test_prompt_tuning_of_tensor_ranks_loads_elsewhere(
     kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     job = JobRunner(tmp_path, shared_cache)
@@ -226,7 +224,7 @@ def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
 
 
 @BOTH
-def test_flops_are_those_torch_counts(kind: str) -> None:
+def test_prompt_tuning_flops_equal_torch_counter(kind: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
@@ -238,7 +236,7 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
 
 
 @BOTH
-def test_the_census_is_the_module(kind: str) -> None:
+def test_prompt_tuning_parameter_shapes_equal_the_module(kind: str) -> None:
     run = compose([*TINY_DECODER, *GPT2, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     found = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]

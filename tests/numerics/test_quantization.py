@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_packed_model_takes_the_steps_of_one_device(
+def test_quantized_training_under_each_strategy_equals_one_device(
     name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (*LORA, *QUANTIZATIONS[name])
@@ -73,7 +73,7 @@ def test_a_packed_model_takes_the_steps_of_one_device(
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_what_is_packed_stays_and_the_adapter_learns(
+def test_quantized_weights_stay_and_the_adapter_trains(
     name: str, reference_run: ReferenceRun
 ) -> None:
     line = (*LORA, *QUANTIZATIONS[name])
@@ -90,7 +90,7 @@ def test_what_is_packed_stays_and_the_adapter_learns(
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_the_census_is_the_module(name: str, shape: tuple[str, ...]) -> None:
+def test_quantized_parameter_shapes_equal_the_module(name: str, shape: tuple[str, ...]) -> None:
     spec = compose([*TINY_DECODER, *shape, *LORA, *QUANTIZATIONS[name]])
     found = {
         key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
@@ -149,7 +149,7 @@ def whole() -> Tensor:
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
-def test_products_and_gradients_are_those_of_bitsandbytes(
+def test_quantized_matmuls_and_gradients_equal_bitsandbytes(
     packing: FourBitConfig | Int8Config, whole: Tensor
 ) -> None:
     bias, x = torch.randn(136), torch.randn(3, 5, 250)
@@ -165,7 +165,7 @@ def test_products_and_gradients_are_those_of_bitsandbytes(
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
-def test_bytes_are_those_of_bitsandbytes(
+def test_quantized_bytes_equal_bitsandbytes(
     packing: FourBitConfig | Int8Config, whole: Tensor
 ) -> None:
     layer = theirs(packing, whole, None)
@@ -180,7 +180,7 @@ def test_bytes_are_those_of_bitsandbytes(
     assert ours == sum(tensor.nbytes for tensor in held) + offset
 
 
-def test_more_bits_err_less(whole: Tensor) -> None:
+def test_quantization_error_decreases_with_bits(whole: Tensor) -> None:
     """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
     errors = {
         name: float((packed(packing, whole).unpack(torch.float32) - whole).norm() / whole.norm())
@@ -190,7 +190,7 @@ def test_more_bits_err_less(whole: Tensor) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tensor) -> None:
+def test_int8_matmul_equals_bitsandbytes(threshold: float, whole: Tensor) -> None:
     """What CUDA runs; here with the operators that stand for its kernels."""
     packing = Int8Config(threshold=threshold)
     ours, wanted = packed(packing, whole), theirs(packing, whole, None).eval()
@@ -204,7 +204,7 @@ def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tenso
     assert (error < 0.02) == (threshold > 0)
 
 
-def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
+def test_quantized_matmul_uses_the_autocast_dtype(whole: Tensor) -> None:
     layer, x = packed(NF4Config(), whole), torch.randn(4, 250, requires_grad=True)
     assert isinstance(layer, FourBitLinear)
     with torch.autocast("cpu", torch.bfloat16):
@@ -218,7 +218,7 @@ def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_evaluation_tells_what_packing_costs(
+def test_quantized_evaluation_reports_the_fp32_loss(
     name: str, reference_run: ReferenceRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = reference_run("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)

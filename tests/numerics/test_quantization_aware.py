@@ -69,7 +69,7 @@ def linear(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 @pytest.mark.parametrize("name", QATS)
-def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None:
+def test_qat_rounds_linear_layers_and_stores_fp32(name: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *QATS[name]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     assert {type(each) for each in linear(module).values()} == {FakeQuantizedLinear}
@@ -84,7 +84,7 @@ def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None
 
 
 @pytest.mark.parametrize("name", QATS)
-def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> None:
+def test_qat_logits_and_gradients_equal_torchao(name: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *QATS[name]])
     ours = SingleDevice(DeviceKind.cpu).build(run)
     theirs = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA]))
@@ -101,7 +101,7 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> No
         assert torch.equal(held.grad, wanted.grad), key
 
 
-def test_what_is_cut_off_learns_nothing() -> None:
+def test_qat_clipped_weights_get_no_gradient() -> None:
     """Of a group the largest number is one level above the highest where it is positive."""
     layer = FakeQuantizedLinear(16, 1, 8, rounds_inputs=False).to_empty(device="cpu")
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_what_is_cut_off_learns_nothing() -> None:
         if not any(never in layout for never in NEVER)
     ],
 )
-def test_a_layout_takes_the_steps_of_one_device(
+def test_qat_under_each_strategy_equals_one_device(
     name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
@@ -136,7 +136,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 @LONG
 @pytest.mark.parametrize("memory", ["checkpoint_full", "checkpoint_selective"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_what_is_forgotten_is_rounded_again(
+def test_qat_recomputation_rounds_again(
     layout: str, memory: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     line = (*QATS["qat_8da4w"], f"memory={memory}")
@@ -148,7 +148,7 @@ def test_what_is_forgotten_is_rounded_again(
 
 @LONG
 @pytest.mark.parametrize("scope", ["block", "whole"])
-def test_a_compiler_rounds_alike(scope: str, tmp_path: Path, shared_cache: Path) -> None:
+def test_qat_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
     job = JobRunner(tmp_path, shared_cache)
     parts = (
         *TINY_DECODER,
@@ -162,7 +162,7 @@ def test_a_compiler_rounds_alike(scope: str, tmp_path: Path, shared_cache: Path)
 
 
 @LONG
-def test_a_run_goes_on_to_the_bit(tmp_path: Path, shared_cache: Path) -> None:
+def test_qat_resume_is_bitwise_equal(tmp_path: Path, shared_cache: Path) -> None:
     job = JobRunner(tmp_path, shared_cache)
     parts = (
         *TINY_DECODER,
@@ -187,14 +187,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dic
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_evaluation_tells_what_integers_save_and_cost(
+def test_qat_evaluation_compares_with_fp32(
     name: str, trained: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_evaluation_compares_fp32(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_export_holds_integers_that_say_what_training_said(
+def test_qat_export_has_the_validation_loss(
     name: str, trained: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
@@ -235,13 +235,15 @@ def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
 
 @LONG
 @pytest.mark.parametrize("name", QATS)
-def test_transformers_multiplies_by_the_integers(
+def test_qat_export_computes_in_transformers(
     name: str, trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
     assert_transformers_multiplies_integers(trained[name], name, tmp_path)
 
 
-def test_a_file_without_integers_is_refused(trained: dict[str, RunDir], tmp_path: Path) -> None:
+def test_qat_import_rejects_a_file_without_integers(
+    trained: dict[str, RunDir], tmp_path: Path
+) -> None:
     told = load_trained(trained["qat_8da4w"].path)
     export_model(told.model, told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):
@@ -249,7 +251,7 @@ def test_a_file_without_integers_is_refused(trained: dict[str, RunDir], tmp_path
 
 
 @pytest.mark.parametrize("columns", [8, 24])
-def test_eight_integers_lie_in_one_word(columns: int) -> None:
+def test_qat_export_packs_eight_integers_per_word(columns: int) -> None:
     numbers = torch.randint(-8, 8, (5, columns), dtype=torch.int8)
     words = compressed_tensors.pack_int4(numbers)
     assert words.shape == (5, columns // 8)

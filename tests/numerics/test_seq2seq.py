@@ -22,7 +22,7 @@ Stack = Callable[[str], MultiStackModel]
 
 
 @pytest.mark.parametrize("sizes", [(24, 8), (64, 40)])
-def test_flops_are_those_that_torch_counts(
+def test_seq2seq_flops_equal_torch_counter(
     sizes: tuple[int, int], hf_checkpoint: HFCheckpoints
 ) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
@@ -38,7 +38,7 @@ def test_flops_are_those_that_torch_counts(
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs * width, rel=1e-9)
 
 
-def test_answers_are_held_out_and_written_as_by_transformers(multi_stack_model: Stack) -> None:
+def test_seq2seq_generation_equals_transformers(multi_stack_model: Stack) -> None:
     stack = multi_stack_model("t5_gated")
     run, peer = stack.compose(), stack.transformers_model()
     rows = prepare_splits(run.data, 256, run.seed).validation

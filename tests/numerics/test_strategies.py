@@ -35,7 +35,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "batch"), CASES)
-def test_a_layout_takes_the_steps_of_one_device(
+def test_strategy_equals_one_device(
     layout: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache))
@@ -48,7 +48,7 @@ PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("batch", ["all_at_once", "accumulated"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_products_of_axes_and_options_take_the_steps_of_one_device(
+def test_mesh_axes_and_options_equal_one_device(
     product: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(PRODUCTS[product], batch, JobRunner(tmp_path, shared_cache))

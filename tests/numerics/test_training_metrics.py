@@ -38,7 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDi
         *(pytest.param(*rest, marks=LONG) for rest in MORE),
     ],
 )
-def test_every_layout_of_a_global_batch_trains_the_same(
+def test_global_batch_trains_the_same_for_every_split(
     layout: str, micro_batch: int, alone: RunDir, run_job: JobRunner
 ) -> None:
     run = run_job(f"parallelism={layout}", f"trainer.micro_batch={micro_batch}")
@@ -50,7 +50,7 @@ def test_every_layout_of_a_global_batch_trains_the_same(
         torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_sgd_sees_the_scale_of_the_gradient(run_job: JobRunner) -> None:
+def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
     """AdamW would hide a gradient that is off by a factor."""
     sgd = ("optimizer=sgd", "optimizer.lr=0.5", "trainer.clip_norm=null")
     one, two = run_job(*sgd), run_job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
@@ -66,7 +66,7 @@ def test_sgd_sees_the_scale_of_the_gradient(run_job: JobRunner) -> None:
         ("ddp", "adamw", 2),
     ],
 )
-def test_memory_is_counted_to_the_byte(
+def test_state_memory_metrics_are_exact(
     layout: str, optimizer: str, slots: int, run_job: JobRunner
 ) -> None:
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
@@ -89,7 +89,7 @@ def test_memory_is_counted_to_the_byte(
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
 )
-def test_a_rank_holds_its_shards(layout: str, ranks: int, run_job: JobRunner) -> None:
+def test_sharded_rank_stores_its_shards_only(layout: str, ranks: int, run_job: JobRunner) -> None:
     small = (
         *TINY_DECODER,
         "trainer.max_steps=3",
@@ -104,7 +104,7 @@ def test_a_rank_holds_its_shards(layout: str, ranks: int, run_job: JobRunner) ->
     assert shard["memory/peak_bytes"] < whole["memory/peak_bytes"]
 
 
-def test_activations_grow_with_the_micro_batch(run_job: JobRunner) -> None:
+def test_activation_memory_grows_with_the_micro_batch(run_job: JobRunner) -> None:
     small, large = (
         run_job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
         for rows in (2, 8)
@@ -112,7 +112,7 @@ def test_activations_grow_with_the_micro_batch(run_job: JobRunner) -> None:
     assert large == pytest.approx(4 * small, rel=0.1)
 
 
-def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(run_job: JobRunner) -> None:
+def test_step_time_is_the_sum_of_its_phases(run_job: JobRunner) -> None:
     run = run_job("trainer.max_steps=30")
     for row in run.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
@@ -145,7 +145,7 @@ TURNS = (
         ),
     ],
 )
-def test_steps_of_several_ranks_add_up_to_the_wall_of_one(
+def test_step_phases_of_several_ranks_sum_to_the_wall_time(
     layout: str, rows: int, run_job: JobRunner
 ) -> None:
     """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
@@ -163,7 +163,7 @@ def test_steps_of_several_ranks_add_up_to_the_wall_of_one(
         assert float(row["time/step_s"]) == pytest.approx(parts)
 
 
-def test_a_pipeline_tells_what_it_can_tell_apart(run_job: JobRunner) -> None:
+def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRunner) -> None:
     run = run_job.without_defaults(
         *TURNS, *STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=8"
     )
@@ -178,7 +178,7 @@ def test_a_pipeline_tells_what_it_can_tell_apart(run_job: JobRunner) -> None:
     assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
 
 
-def test_memory_is_that_of_the_fullest_rank(run_job: JobRunner) -> None:
+def test_memory_metrics_are_those_of_the_fullest_rank(run_job: JobRunner) -> None:
     """The last stage holds the logits."""
     run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
     first, last = (run.json(f"turns-{rank}.json")["memory"] for rank in range(2))
@@ -187,7 +187,7 @@ def test_memory_is_that_of_the_fullest_rank(run_job: JobRunner) -> None:
     assert {key: metrics[key] for key in last} == last
 
 
-def test_the_stages_of_a_pipeline_keep_what_one_rank_keeps(run_job: JobRunner) -> None:
+def test_pipeline_stages_store_what_one_rank_stores(run_job: JobRunner) -> None:
     """GPipe takes every piece forward before it takes one backward, and keeps the logits too."""
     run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
     alone = run_job.without_defaults(*TURNS, "trainer.micro_batch=8").summary["metrics"]
@@ -197,7 +197,7 @@ def test_the_stages_of_a_pipeline_keep_what_one_rank_keeps(run_job: JobRunner) -
     assert kept == pytest.approx(alone[key] + logits, rel=0.02)
 
 
-def test_tokens_and_rates_follow_the_schedule(run_job: JobRunner) -> None:
+def test_token_counts_and_learning_rates_follow_the_schedule(run_job: JobRunner) -> None:
     run = run_job("schedule=linear", "schedule.warmup_steps=2", "optimizer.lr=1e-3")
     assert run.column("train/tokens") == [step * 8 * 32 for step in range(1, 9)]
     rates = run.column("train/lr")

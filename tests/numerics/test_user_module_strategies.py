@@ -51,7 +51,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDi
 
 @pytest.mark.filterwarnings("ignore:The `srun` command", "ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*Checkpoint directory")
-def test_it_equals_plain_lightning_to_the_bit(run_job: JobRunner, tmp_path: Path) -> None:
+def test_user_module_is_bitwise_equal_to_plain_lightning(
+    run_job: JobRunner, tmp_path: Path
+) -> None:
     drawn = (*SHUFFLED, "+objective.arguments.dropout=0.3")
     ours = run_job.without_defaults(
         *YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null"
@@ -94,7 +96,7 @@ def test_it_equals_plain_lightning_to_the_bit(run_job: JobRunner, tmp_path: Path
         ),
     ],
 )
-def test_layouts_learn_the_same(
+def test_user_module_under_each_strategy_equals_one_device(
     layout: tuple[str, ...], ranks: int, alone: RunDir, run_job: JobRunner
 ) -> None:
     """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
@@ -117,7 +119,7 @@ def test_layouts_learn_the_same(
         pytest.param(("parallelism=deepspeed_zero2",), 2, False, marks=(LONG, needs_deepspeed)),
     ],
 )
-def test_ranks_share_an_iterable_dataset(
+def test_user_module_ranks_share_an_iterable_dataset(
     layout: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
 ) -> None:
     """Shuffled anew each epoch, or in order."""
@@ -134,7 +136,7 @@ def test_ranks_share_an_iterable_dataset(
 
 
 @pytest.mark.parametrize("layout", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
-def test_held_out_samples_that_ranks_share_unevenly_count_once(
+def test_user_module_uneven_validation_samples_count_once(
     layout: tuple[str, ...], run_job: JobRunner
 ) -> None:
     """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
@@ -150,7 +152,7 @@ def test_held_out_samples_that_ranks_share_unevenly_count_once(
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
-def test_it_goes_on_bit_by_bit(step: int, run_job: JobRunner) -> None:
+def test_user_module_resume_is_bitwise_equal(step: int, run_job: JobRunner) -> None:
     """In the first epoch, at its end (8 batches), and in the second."""
     lines = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
     whole = run_job.without_defaults(*lines, f"checkpoint.every={step}", "checkpoint.keep=0")
@@ -160,7 +162,7 @@ def test_it_goes_on_bit_by_bit(step: int, run_job: JobRunner) -> None:
         assert torch.equal(rest.weights()[name], weight), name
 
 
-def test_a_run_stopped_after_its_last_step_takes_none_twice(run_job: JobRunner) -> None:
+def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner) -> None:
     whole = run_job.without_defaults(*YOURS)
     write_json(whole.path / "status.json", {**whole.status, "status": "running"})
     ended = run_job.without_defaults(*YOURS, "resume=auto")
@@ -179,7 +181,7 @@ def test_a_run_stopped_after_its_last_step_takes_none_twice(run_job: JobRunner) 
         ("Broken", (), "no such table"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
+def test_user_module_without_reported_loss_is_rejected(
     name: str, lines: tuple[str, ...], reason: str, run_job: JobRunner
 ) -> None:
     more = (f"objective.target=fixtures.user_module.{name}", "trainer.clip_norm=null")
@@ -189,7 +191,7 @@ def test_what_cannot_be_followed_is_refused(
     assert run.status["exit_code"] == 2
 
 
-def test_steps_of_its_own_are_followed(run_job: JobRunner) -> None:
+def test_user_module_with_manual_optimization_trains(run_job: JobRunner) -> None:
     given = [line for line in YOURS if not line.startswith("objective.target")]
     run = run_job.without_defaults(
         *given, "objective.target=fixtures.user_module.ManualOptimization", "trainer.clip_norm=null"
@@ -208,7 +210,7 @@ def test_steps_of_its_own_are_followed(run_job: JobRunner) -> None:
         pytest.param(("parallelism=hsdp",), marks=LONG),
     ],
 )
-def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], run_job: JobRunner) -> None:
+def test_user_module_trace_predicts_memory(layout: tuple[str, ...], run_job: JobRunner) -> None:
     lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
     measured = run_job.without_defaults(*lines).summary["metrics"]
     predicted = user_module_trace.trace_user_module(compose(lines))
@@ -232,7 +234,7 @@ def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], run_job: Job
         (("parallelism=deepspeed_zero1",), "requires real memory"),
     ],
 )
-def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: str) -> None:
+def test_user_module_that_cannot_be_traced_is_rejected(lines: tuple[str, ...], reason: str) -> None:
     replaced = {line.partition("=")[0] for line in lines}
     kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
     with pytest.raises(ConfigError, match=reason):

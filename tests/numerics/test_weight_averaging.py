@@ -68,14 +68,14 @@ def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.T
     return {name.replace("/", "."): it.detach() for name, it in averaged.module.items()}
 
 
-def test_one_device_averages_as_torch_does(plain: RunDir, single: RunDir) -> None:
+def test_ema_equals_torch_on_one_device(plain: RunDir, single: RunDir) -> None:
     raw = [plain.weights(step + 1) for step in range(STEPS)]
     assert same_weights(single.weights(), raw[-1])
     assert single.column("train/loss") == plain.column("train/loss")
     assert_tensors_close(average(single, STEPS), averaged_by_torch(raw), "average")
 
 
-def test_the_average_is_given_away(single: RunDir) -> None:
+def test_ema_weights_are_exported_and_evaluated(single: RunDir) -> None:
     told = load_trained(single.path)
     assert told.is_averaged
     given = {f"model.{name}": tensor for name, tensor in told.read_state_dict().items()}
@@ -96,7 +96,7 @@ def layout(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SELDOM)]
 )
-def test_every_strategy_averages_as_one_device(
+def test_ema_under_each_strategy_equals_one_device(
     name: str, tied: bool, run_job: JobRunner, single: RunDir
 ) -> None:
     """Each step trains from the weights, after the average has been validated."""
@@ -120,7 +120,7 @@ def test_every_strategy_averages_as_one_device(
         pytest.param("pipeline_one_f_one_b", "ddp", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_run_resumed_after_its_end_trains_from_the_weights(
+def test_ema_run_resumed_after_its_end_trains_from_the_weights(
     before: str | None, after: str | None, run_job: JobRunner, single: RunDir
 ) -> None:
     first = layout(before) if before else ("trainer.micro_batch=12",)
@@ -135,7 +135,7 @@ def test_a_run_resumed_after_its_end_trains_from_the_weights(
     assert resumed.column("val/loss") == pytest.approx(single.column("val/loss"), rel=TOLERANCE)
 
 
-def test_an_average_begins_where_it_is_told_to(run_job: JobRunner, plain: RunDir) -> None:
+def test_ema_starts_at_the_configured_step(run_job: JobRunner, plain: RunDir) -> None:
     late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
     run = run_job.without_defaults(*RUN, *EMA, *late, "trainer.micro_batch=12")
     has = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
