@@ -1,7 +1,7 @@
 """Every use of a private name of a library, one module per library.
 
 A name is private if it or its module starts with an underscore, or if scalewise replaces it. Its
-docstring names the public API that is missing. ``tests/unit/test_compat*.py`` fail if a library
+docstring names the public API that is missing. ``tests/unit/compat`` fails if a library
 changes a name, its signature or its behaviour.
 """
 
@@ -103,6 +103,14 @@ class PrivateNames:
         original: object = getattr_static(owner, name)
         setattr(owner, name, value)
         return original
+
+    def replace_attribute(self, owner: object, name: str, value: object) -> None:
+        """Set the attribute ``name`` of a library object."""
+        try:
+            getattr_static(owner, name)
+        except AttributeError:
+            raise self._error(f"{type(owner).__name__} has no {name}") from None
+        setattr(owner, name, value)
 
     def _owner(self, path: str) -> tuple[Any, str]:
         """Module or class that contains a path, and the last name of the path."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from scalewise.compat.torch import COLLECTIVE_NAMESPACES, TorchDispatchMode
+from scalewise.compat.torch_distributed import process_group
 from scalewise.parallelism.collective import CollectiveKind
 
 KINDS: dict[str, tuple[CollectiveKind, int]] = {
@@ -54,7 +54,7 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # DTensor calls again with plain tensors
         result = func(*args, **(kwargs or {}))
         namespace, _, name = str(func.name()).partition("::")
-        if namespace in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
+        if namespace in COLLECTIVE_NAMESPACES and name.split(".")[0] in KINDS:
             kind, tensor_index = KINDS[name.split(".")[0]]
             self.counts[
                 kind,
@@ -73,8 +73,7 @@ def _group_ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
                 continue
             return tuple(dist.get_process_group_ranks(group))
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
-            group = distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined,arg-type]  # private
-            return tuple(dist.get_process_group_ranks(group))
+            return tuple(dist.get_process_group_ranks(process_group(argument)))
     return ()
 
 

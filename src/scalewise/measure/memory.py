@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from scalewise.compat.torch import (
+    COLLECTIVE_NAMESPACES,
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+)
 from scalewise.measure.profiled import ProfiledAllocations
 from scalewise.measure.storages import iter_plain_tensors, storage_bytes, storage_key
 
 GLOO_RELEASE_S = 0.005
 """Time for a gloo thread to free a sent buffer after the collective returns, in seconds."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
-"""Namespaces of torch's collective operators."""
 
 
 class StrategyBuffers:
@@ -172,7 +174,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = tree_leaves((args, kwargs))
         input_keys = {storage_key(tensor) for tensor in iter_plain_tensors(inputs)}
-        input_keys |= {leaf._cdata for leaf in inputs if isinstance(leaf, torch.UntypedStorage)}
+        input_keys |= {
+            storage_id(leaf) for leaf in inputs if isinstance(leaf, torch.UntypedStorage)
+        }
         result = func(*args, **(kwargs or {}))
         for tensor in iter_plain_tensors(tree_leaves(result)):
             if storage_key(tensor) not in input_keys:
@@ -211,7 +215,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for key, (_, size) in self._live_storages.items() if key in keys)
 
     def _track_storage(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._live_storages or not storage.nbytes():
             return
         size = storage.nbytes()

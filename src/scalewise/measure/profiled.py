@@ -8,25 +8,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _EventType,
-    _ExperimentalConfig,
-)
 
+from scalewise.compat.torch import (
+    iter_allocations,
+    start_allocation_profiler,
+    stop_allocation_profiler,
+)
 from scalewise.measure.storages import iter_plain_tensors, storage_key
-
-CONFIG = ProfilerConfig(
-    ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
-)
-"""Profile memory only."""
-ACTIVITIES = {ProfilerActivity.CPU}
-SCOPES = {RecordScope.CUSTOM_CLASS}
-"""Excludes operators, whose records are large and may be incomplete in compiled code."""
 
 
 def silence_profiler() -> None:
@@ -99,16 +87,15 @@ class ProfiledAllocations:
 
     def _start_recording(self) -> None:
         self._base_bytes = self._preexisting_bytes()
-        _prepare_profiler(CONFIG, ACTIVITIES)
-        _enable_profiler(CONFIG, ACTIVITIES, SCOPES)  # type: ignore[call-arg]  # torch's stub lacks it
+        start_allocation_profiler()
         self._recording = True
 
     def _stop_recording(self) -> None:
         self._recording = False
-        events = _disable_profiler().experimental_event_tree()
+        events = stop_allocation_profiler()
         count = sum(self._live_allocations.values())
         self._peak = max(self._peak, count + self._base_bytes)
-        for address, size in _iter_allocations(events):
+        for address, size in _sorted_allocations(events):
             if size > 0:
                 self._live_allocations[address] = size
                 count += size
@@ -129,14 +116,6 @@ class ProfiledAllocations:
         return tracked_bytes + sum(storage.nbytes() for storage in resizable)
 
 
-def _iter_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+def _sorted_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yield address and size of each allocation, in order; the size of a free is negative."""
-    yield from ((address, size) for _, _, address, size in sorted(_tree_allocations(events)))
-
-
-def _tree_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
-    for number, event in enumerate(events):
-        if event.tag == _EventType.Allocation:
-            _, allocation = event.typed
-            yield event.start_time_ns, number, allocation.ptr, allocation.alloc_size
-        yield from _tree_allocations(event.children)
+    yield from ((address, size) for _, _, address, size in sorted(iter_allocations(events)))

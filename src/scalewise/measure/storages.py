@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from scalewise.compat.torch import is_traceable_wrapper_subclass, storage_id
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -35,4 +36,4 @@ def iter_plain_tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key of a tensor's storage; valid while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon, Optimizer
-from torch.optim._muon import _adjust_lr as adjust_lr
-from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
+from scalewise.compat.torch import adjust_lr, matrices_of_group, orthogonalize
 from scalewise.optimizers.adam import AdamWConfig
 from scalewise.optimizers.build import average_weights, build_from_groups
 from scalewise.optimizers.cpu_offload_adam import CPUOffloadAdamW
@@ -67,9 +66,7 @@ class ShardedMuon(Muon):
         """Update every matrix by its orthogonalized momentum."""
         loss = _with_closure(closure)
         for group in self.param_groups:
-            group_tensors: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-            self._init_group(group, *group_tensors)
-            for parameter, gradient, momentum in zip(*group_tensors, strict=True):
+            for parameter, gradient, momentum in matrices_of_group(self, group):
                 self._update_parameter(parameter, gradient, momentum, group)
         return loss
 

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from bitsandbytes import functional as packing
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from scalewise.compat.torch import unset_fake_temporarily
 from scalewise.lazy_dispatch import not_registered
 from scalewise.models import init
 from scalewise.models.base import ModelConfig, Weight

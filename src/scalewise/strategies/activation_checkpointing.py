@@ -16,26 +16,15 @@ from torch.utils.checkpoint import (
 )
 
 from scalewise.activation_checkpointing import ActivationCheckpointing, AutoCheckpointing
+from scalewise.compat.torch import ATTENTION_OPS
+from scalewise.compat.torch_distributed import SAVED_COLLECTIVES
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.op_graph import Recompute
 from scalewise.strategies.activation_offload import offload_block
 
-aten = torch.ops.aten
-SAVED_OPS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
-    }
-)
+MATMUL_OPS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+SAVED_OPS = frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS)) | SAVED_COLLECTIVES
 """Operators whose results selective checkpointing stores: costly to repeat."""
 
 

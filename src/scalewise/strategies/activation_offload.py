@@ -12,11 +12,15 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from scalewise.activation_checkpointing import OFFLOAD_MIN_BYTES
+from scalewise.compat.torch import (
+    is_traceable_wrapper_subclass,
+    storage_id,
+    tensor_version,
+    tree_leaves,
+)
+from scalewise.compat.torch_distributed import AsyncCollectiveTensor
 from scalewise.measure.storages import storage_keys
 
 Restore = Callable[[], Tensor]
@@ -59,9 +63,9 @@ class OffloadedStorages:
             inner = {n: self.pack(p) if isinstance(p, Tensor) else p for n, p in parts.items()}
             return _WrappedTensor(type(wrapper), inner, context, tensor.size(), wrapper.stride())
         storage = tensor.untyped_storage()
-        if storage.nbytes() < OFFLOAD_MIN_BYTES or storage._cdata in self._resident_storages():
+        if storage.nbytes() < OFFLOAD_MIN_BYTES or storage_id(storage) in self._resident_storages():
             return tensor
-        key = (storage._cdata, tensor._version)
+        key = (storage_id(storage), tensor_version(tensor))
         if key not in self._offloaded:
             self._offloaded[key] = _OffloadedStorage(self._offload(storage))
             weakref.finalize(storage, self._offloaded.pop, key, None)

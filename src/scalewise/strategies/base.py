@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume, store
 from scalewise.checkpoints.writer import BackgroundWriter
+from scalewise.compat.lightning import call_through_wrapper
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.build import build_meta
@@ -150,9 +151,7 @@ class ParallelStrategy(Strategy):
         with self.precision_plugin.forward_context():
             if self.model is self.lightning_module:
                 return method(*args)
-            redirection: Any = self._forward_redirection
-            output = redirection(self.model, self.lightning_module, method.__name__, *args)
-            return cast(Tensor, output)
+            return cast(Tensor, call_through_wrapper(self, method, *args))
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
         """Clip the gradient over all ranks to ``max_norm``, in place.

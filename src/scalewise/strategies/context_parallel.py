@@ -6,19 +6,14 @@ heads, K key heads, D features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from scalewise.compat.torch_distributed import all_gather, all_to_all
 from scalewise.parallelism.mesh import ContextAttention
-
-_GATHER_NAME = "all_gather_single_autograd"  # since torch 2.13, which deprecates the old name
-gather: Any = getattr(collectives, _GATHER_NAME, None) or collectives.all_gather_tensor_autograd
 
 Batch = dict[str, Tensor]
 
@@ -113,7 +108,7 @@ class AllGatherAttention(nn.Module):
         """``mixed_BTHD`` of this rank's tokens, one chunk of queries at a time."""
         sharding = self.sharding
         keys_values = torch.stack((key_BTKD, value_BTKD))
-        keys_values = gather(keys_values, 2, sharding.group)
+        keys_values = all_gather(keys_values, 2, sharding.group)
         keys_values = keys_values[:, :, sharding.inverse_T.to(keys_values.device)]
         outputs = []
         for index, query in enumerate(torch.split(query_BTHD, sharding.chunk_tokens, dim=1)):
@@ -150,5 +145,5 @@ def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: dist.Proc
     """
     ranks = group.size()
     send_buffer = torch.stack(x.chunk(ranks, split_dim)).flatten(0, 1)
-    receive_buffer = collectives.all_to_all_single_autograd(send_buffer, None, None, group)
+    receive_buffer = all_to_all(send_buffer, None, None, group)
     return torch.cat(receive_buffer.chunk(ranks), concat_dim)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -22,6 +21,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scalewise.compat.lightning import HookedDDPStrategy, ddp_arguments
 from scalewise.hardware import DeviceKind
 from scalewise.optimizers.build import build_from_groups, build_parameter_groups
 from scalewise.parallelism.ddp import CommHook, DDPConfig
@@ -37,11 +37,8 @@ CONSTANT_BUFFERS: dict[str, Any] = {_BUFFERS_NAME if _HAS_NEW_NAME else "broadca
 """Disables the broadcast of buffers at each forward pass: they depend on shapes alone."""
 
 
-class DataParallelStrategy(ParallelStrategy, DDPStrategy):
-    """Lightning's DDP strategy, with communication hooks on every device.
-
-    Lightning registers them on CUDA only.
-    """
+class DataParallelStrategy(ParallelStrategy, HookedDDPStrategy):
+    """Lightning's DDP strategy, with communication hooks on every device."""
 
     spec: DDPConfig
 
@@ -59,7 +56,7 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
         """Broadcast buffers at each forward pass, as torch's default: they may change."""
         super().prepare_user_module(run, module)
         for name in CONSTANT_BUFFERS:
-            del self._ddp_kwargs[name]
+            del ddp_arguments(self)[name]
 
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Optimizer of the run; ``optimizer.shard`` partitions its state over ranks (ZeRO-1)."""
@@ -74,7 +71,8 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
         optimizer_class: Any = partial(build_from_groups, run.optimizer)
         return ZeroRedundancyOptimizer(groups, optimizer_class)
 
-    def _register_ddp_hooks(self) -> None:
+    def register_hooks(self) -> None:
+        """Register the communication hook of the config with the DDP module."""
         hook = self.spec.comm_hook
         if hook is CommHook.none:
             return

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scalewise.checkpoints import store
+from scalewise.compat.deepspeed import disable_native_ops
+from scalewise.compat.lightning import init_optimizers, set_node_environment
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.optimizers import AdamWConfig
@@ -60,11 +62,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         import deepspeed
 
         super(DeepSpeedStrategy, self).setup_distributed()
-        self._set_node_environment_variables()
+        set_node_environment(self)
         if self._device is DeviceKind.cpu:
             # Gloo instead of DeepSpeed's shared-memory collectives, which need a compiler.
-            deepspeed.ops.__compatible_ops__ = {}
-        deepspeed.init_distributed(self._process_group_backend)
+            disable_native_ops()
+        deepspeed.init_distributed(self.process_group_backend)
         for name in self.spec.native_extensions:
             deepspeed_ops.load_extension(name, self._device)
 
@@ -124,7 +126,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.setup_precision_plugin()
-        optimizer, schedule = self._init_optimizers()
+        optimizer, schedule = init_optimizers(self)
         engine, zero, _, _ = deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=self.config, dist_init_required=False
         )

@@ -22,6 +22,7 @@ from threading import Thread
 
 import psutil
 
+from scalewise.compat.deepspeed import loaded_extensions
 from scalewise.console import print_lines
 from scalewise.data.build_cache import build_cached, is_cached
 from scalewise.errors import ConfigError
@@ -69,12 +70,10 @@ def build_extension(name: str, device: DeviceKind) -> Path:
 
 def load_extension(name: str, device: DeviceKind) -> None:
     """Register a compiled extension with DeepSpeed, so that it neither compiles nor locks."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
     libraries = {library.stem: library for library in build_extension(name, device).glob("*.so")}
     for part in sorted(libraries, key=name.__eq__):  # libraries that it links to come first
-        if part not in OpBuilder._loaded_ops:
-            OpBuilder._loaded_ops[part] = _import_library(part, libraries[part])
+        if part not in (extensions := loaded_extensions()):
+            extensions[part] = _import_library(part, libraries[part])
             if part == "pin_memory":
                 from deepspeed.ops.op_builder import PinMemoryBuilder
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from scalewise.compat.torch import multiply_all_
 from scalewise.models.init import local_tensor
 
 ROW_ELEMENTS = 1024
@@ -70,7 +71,7 @@ def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tens
         local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
     if local_gradients:
-        torch._foreach_mul_(local_gradients, factor.to(local_gradients[0].device))
+        multiply_all_(local_gradients, factor.to(local_gradients[0].device))
 
 
 def _num_shards(gradient: Tensor) -> int:

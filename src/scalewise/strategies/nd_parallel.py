@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from scalewise.compat.lightning import init_model_parallel
+from scalewise.compat.torch_distributed import fsdp_parameters, unsharded_gradients
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.parallelism.mesh import AXES, MeshConfig
@@ -42,19 +44,14 @@ class FSDPBuffers(StrategyBuffers):
 
     def gradients(self) -> list[Tensor]:
         """Unsharded gradients that wait for the last micro-batch to be reduced."""
-        gradients: list[Tensor | None] = []
-        for parameter in self._fsdp_parameters():
-            gradients.append(parameter.unsharded_accumulated_grad)
-            if hasattr(parameter, "_unsharded_param"):
-                gradients.append(parameter._unsharded_param.grad)
-        return [gradient for gradient in gradients if gradient is not None]
+        parameters = self._fsdp_parameters()
+        return [gradient for it in parameters for gradient in unsharded_gradients(it)]
 
     def _fsdp_parameters(self) -> list[Any]:
         fsdp_modules = [
             module for module in self._module.modules() if isinstance(module, FSDPModule)
         ]
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules]
-        return [parameter for group in groups if group for parameter in group.fsdp_params]
+        return [parameter for module in fsdp_modules for parameter in fsdp_parameters(module)]
 
 
 class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
@@ -71,7 +68,7 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialize the process group and the device mesh."""
-        self._setup_distributed()
+        init_model_parallel(self)
         sizes = self.spec.sizes
         # FSDP also shards over the context ranks: in the model's mesh both are one axis.
         shape = {**sizes, "shards": sizes["shards"] * sizes["context"]}

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from scalewise.compat.torch_distributed import schedule_stages
 from scalewise.models.init import local_tensor
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.strategies.base import Batch, ScaledLoss
@@ -139,8 +140,7 @@ class PipelineRunner:
         """Buffers in which stages receive activations and their gradients."""
         if True not in self._schedules:
             return []
-        schedule = self._schedules[True]
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        stages: list[Any] = schedule_stages(self._schedules[True])
         buffers = [
             info.buffer
             for stage in stages

@@ -10,6 +10,7 @@ from torch import nn
 
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume
+from scalewise.compat.deepspeed import parameter_group
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
 from scalewise.objectives.losses import set_chunked_loss
@@ -33,7 +34,6 @@ def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
 def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.device) -> nn.Module:
     """Build the model with this rank's partition of every parameter."""
     from deepspeed import zero
-    from deepspeed.utils import groups
 
     all_layers, swapper = StageSlice(range(run.model.layers)), None
     model = build_meta(run.model, all_layers)
@@ -46,7 +46,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
         swapper = zero.Init(
             module=layer_module,
             config_dict_or_path=config,
-            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
+            zero_param_parallel_group=parameter_group(),
             param_swapper=swapper,
         ).param_swapper
         for name, tensor in tensors.items():

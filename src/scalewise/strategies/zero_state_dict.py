@@ -17,6 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scalewise.compat.deepspeed import (
+    link_states,
+    partition_all,
+    swap_in,
+    swap_out,
+    swaps_group,
+    write_partitions,
+)
 from scalewise.measure.memory import StrategyBuffers
 
 Names = Mapping[nn.Parameter, str]
@@ -50,7 +58,7 @@ def iter_state(zero: Any, names: Names) -> Iterator[tuple[str, Tensor]]:
     """Optimizer state by name, as ``exp_avg/blocks.0.weight``; all ranks must iterate."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    _link_states(zero)
+    link_states(zero)
     state: dict[str, Any] = next((state for state in zero.optimizer.state.values() if state), {})
     slots = [slot for slot, value in state.items() if slot != STEP_SLOT and value is not None]
     for parameter, name in _trained_parameters(names):
@@ -165,7 +173,7 @@ def _allocate_state(zero: Any, slots: list[str], steps: float) -> None:
                 zero.optimizer.state[master][STEP_SLOT] = int(steps)
             elif steps:
                 zero.optimizer.state[master][STEP_SLOT] = torch.tensor(steps, device=master.device)
-    _link_states(zero)
+    link_states(zero)
 
 
 def _set_kernel_steps(optimizer: Any, steps: int) -> None:
@@ -181,22 +189,12 @@ def _set_kernel_steps(optimizer: Any, steps: int) -> None:
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *arguments)
 
 
-def _link_states(zero: Any) -> None:
-    """Link parameters to their optimizer state in stages 1 and 2.
-
-    DeepSpeed does so after the step of the first group, when later groups have no state yet.
-    """
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-        zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
-
-
 def _copy_masters_to_weights(zero: Any) -> None:
     """Copy the master weights of stage 3 to its parameters."""
-    zero._partition_all_parameters()
+    partition_all(zero)
     for group in range(len(zero.fp32_partitioned_groups_flat)):
         with _swapped_in(zero, group):
-            zero._reassign_or_swap_out_partitioned_parameters(group)
+            write_partitions(zero, group)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -215,17 +213,16 @@ class _swapped_in:  # noqa: N801 (a context manager)
     """Context in which master weights and state of a group are in memory, not on NVMe."""
 
     def __init__(self, zero: Any, group: int) -> None:
-        swaps = getattr(zero, "_swappable_optimizer_subgroup", None)
         self._zero, self._group = zero, group
-        self._on_disk = swaps is not None and swaps(group)
+        self._on_disk = swaps_group(zero, group)
 
     def __enter__(self) -> None:
         if self._on_disk:
-            self._zero._optimizer_states_and_gradient_swap_in(self._group)
+            swap_in(self._zero, self._group)
 
     def __exit__(self, *exception: object) -> None:
         if self._on_disk:
-            self._zero._optimizer_states_and_gradient_swap_out(self._group)
+            swap_out(self._zero, self._group)
 
 
 def _trained_parameters(names: Names) -> list[tuple[nn.Parameter, str]]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from scalewise.compat.lightning import replace_loader_preparation
 from scalewise.planner.padding import amount_text
 
 
@@ -136,16 +136,12 @@ def shard_dataloaders(
         List that receives a note on repeated or dropped samples when a loader is prepared.
     """
 
-    def resolve_sampler(loader: DataLoader[Any], shuffle: bool, mode: object = None) -> Any:
-        if connector._requires_distributed_sampler(loader):
-            return ShardedSampler(loader.sampler, rank, ranks, trainer.strategy.broadcast)
-        return loader.sampler
+    def build_sampler(loader: DataLoader[Any]) -> ShardedSampler:
+        return ShardedSampler(loader.sampler, rank, ranks, trainer.strategy.broadcast)
 
-    def prepare_dataloader(loader: Any, shuffle: bool, mode: Any) -> Any:
-        loader = lightning_prepare(loader, shuffle, mode)
+    def prepare_dataloader(loader: Any, is_validation: bool) -> Any:
         if split_iterable and ranks > 1:
             loader = _shard_iterable_loader(loader, rank, ranks)
-        is_validation = mode is not RunningStage.TRAINING
         if is_validation:
             _avoid_repeats(loader, ranks)
         new_notes = _iter_notes(loader, ranks, is_validation)
@@ -160,12 +156,9 @@ def shard_dataloaders(
         return lightning_reduce(tensor, group=group, reduce_op=reduce_op)
 
     notes = list[str]()
-    strategy, connector = trainer.strategy, trainer._data_connector
-    lightning_reduce, lightning_prepare = strategy.reduce, connector._prepare_dataloader
-    strategy.reduce = reduce_counts_as_float  # type: ignore[method-assign]  # Lightning #21859
-    # Lightning has no public API for these two.
-    connector._resolve_sampler = resolve_sampler  # type: ignore[method-assign,assignment]
-    connector._prepare_dataloader = prepare_dataloader  # type: ignore[method-assign,assignment]
+    lightning_reduce = trainer.strategy.reduce
+    trainer.strategy.reduce = reduce_counts_as_float  # type: ignore[method-assign]  # Lightning #21859
+    replace_loader_preparation(trainer, build_sampler, prepare_dataloader)
     return notes
 
 

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 
+from scalewise.compat.lightning import disable_signal_broadcast
 from scalewise.console import print_lines
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
@@ -114,8 +115,7 @@ def build_trainer(
     }
     trainer = Trainer(**{**defaults, **settings})
     # STOP handles signals. Lightning's own check is a blocking broadcast before every micro-batch.
-    loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # no public API
+    disable_signal_broadcast(trainer)
     return trainer
 
 

@@ -104,7 +104,7 @@ def test_no_operator_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(event.tag for event in events)
         yield from ()
 
-    monkeypatch.setattr(profiled, "_tree_allocations", of_tree)
+    monkeypatch.setattr(profiled, "iter_allocations", of_tree)
     with ProfiledAllocations():
         network = Network()
         network(torch.ones(ROWS, IN)).backward()

@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from scalewise.compat.lightning import data_fetcher
+
 STATE = "position"
 """Key of the state in a checkpoint."""
 
@@ -53,7 +55,7 @@ class DataLoaderState(Callback):
         if self._resume_rng_state is None:
             return
         loop = trainer.fit_loop
-        fetcher, done = loop._data_fetcher, loop.epoch_loop.batch_progress.current.ready
+        fetcher, done = data_fetcher(trainer), loop.epoch_loop.batch_progress.current.ready
         assert fetcher is not None
         if done >= loop.max_batches:  # the checkpoint was saved at the end of an epoch
             self._epoch_rng_state, done = self._resume_rng_state, 0

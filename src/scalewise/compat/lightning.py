@@ -1,0 +1,122 @@
+"""Private names of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader
+
+from scalewise.compat import PrivateNames
+
+__all__ = [
+    "HookedDDPStrategy",
+    "call_through_wrapper",
+    "data_fetcher",
+    "ddp_arguments",
+    "disable_signal_broadcast",
+    "init_model_parallel",
+    "init_optimizers",
+    "replace_loader_preparation",
+    "set_node_environment",
+]
+
+private = PrivateNames("lightning")
+
+
+class HookedDDPStrategy(DDPStrategy):
+    """Lightning's DDP strategy with hooks on every device; the public option is for CUDA only."""
+
+    def register_hooks(self) -> None:
+        """Register communication hooks with the DDP module; called when it is built."""
+
+    def _register_ddp_hooks(self) -> None:
+        self.register_hooks()
+
+
+@private.reads("_ddp_kwargs")
+def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
+    """Arguments of the DDP module that will be built; the public API sets them only."""
+    return strategy._ddp_kwargs
+
+
+def call_through_wrapper(strategy: Strategy, method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method of the Lightning module through the strategy's wrapper, such as DDP's.
+
+    The public API does so for the training, validation, test and prediction step only.
+    """
+    return _redirection(strategy)(strategy.model, strategy.lightning_module, method.__name__, *args)
+
+
+@private.reads("_forward_redirection")
+def _redirection(strategy: Strategy) -> Callable[..., Any]:
+    return strategy._forward_redirection
+
+
+@private.reads("_setup_distributed")
+def init_model_parallel(strategy: ModelParallelStrategy) -> None:
+    """Initialize the process group; the public method also builds a mesh of two axes."""
+    strategy._setup_distributed()
+
+
+@private.reads("_set_node_environment_variables")
+def set_node_environment(strategy: DeepSpeedStrategy) -> None:
+    """Set the variables that DeepSpeed reads; the public method also starts DeepSpeed."""
+    strategy._set_node_environment_variables()
+
+
+@private.reads("_init_optimizers")
+def init_optimizers(strategy: DeepSpeedStrategy) -> tuple[Any, Any]:
+    """Optimizer and schedule of the module; the public method also builds DeepSpeed's engine."""
+    return strategy._init_optimizers()
+
+
+def disable_signal_broadcast(trainer: Trainer) -> None:
+    """Omit the broadcast of received signals before each micro-batch, which has no option."""
+    private.replace_attribute(
+        trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None
+    )
+
+
+@private.reads("_data_fetcher")
+def data_fetcher(trainer: Trainer) -> Any:
+    """Iterator of the training batches; the public API offers none during an epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+@private.reads("_data_connector", "_prepare_dataloader", "_requires_distributed_sampler")
+def replace_loader_preparation(
+    trainer: Trainer,
+    build_sampler: Callable[[DataLoader[Any]], Any],
+    prepare: Callable[[Any, bool], Any],
+) -> None:
+    """Let a trainer prepare data loaders otherwise; its option only disables sharding.
+
+    Args:
+        trainer: Trainer before its loaders are prepared.
+        build_sampler: Sampler for a loader that is sharded.
+        prepare: Function of a loader prepared by Lightning, and of whether it is for validation.
+    """
+    connector: Any = trainer._data_connector
+    is_sharded, lightning_prepare = (
+        connector._requires_distributed_sampler,
+        connector._prepare_dataloader,
+    )
+
+    def resolve_sampler(loader: DataLoader[Any], shuffle: bool, mode: object = None) -> Any:
+        return build_sampler(loader) if is_sharded(loader) else loader.sampler
+
+    def prepare_dataloader(loader: Any, shuffle: bool, mode: Any) -> Any:
+        loader = lightning_prepare(loader, shuffle, mode)
+        return prepare(loader, mode is not RunningStage.TRAINING)
+
+    private.replace_attribute(connector, "_resolve_sampler", resolve_sampler)
+    private.replace_attribute(connector, "_prepare_dataloader", prepare_dataloader)

@@ -1,0 +1,145 @@
+"""Private names of torch, without its distributed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.optim import Muon
+
+from scalewise.compat import PrivateNames
+
+__all__ = [
+    "ATTENTION_OPS",
+    "COLLECTIVE_NAMESPACES",
+    "TorchDispatchMode",
+    "adjust_lr",
+    "is_traceable_wrapper_subclass",
+    "iter_allocations",
+    "matrices_of_group",
+    "multiply_all_",
+    "orthogonalize",
+    "start_allocation_profiler",
+    "stop_allocation_profiler",
+    "storage_id",
+    "tensor_version",
+    "tree_leaves",
+    "unset_fake_temporarily",
+]
+
+private = PrivateNames("torch")
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+"""Namespaces of torch's collective operators, which a dispatch mode sees; not documented."""
+
+with private:
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+    """Interception of operators, and test for subclasses such as DTensor; both lack a public API.
+    """
+
+with private:
+    from torch.utils._pytree import tree_leaves
+
+    """Leaves of nested containers; no public module traverses them."""
+
+with private:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    """Context without fake tensors within a fake mode; no public switch exists."""
+
+with private:
+    from torch.optim._muon import _adjust_lr as adjust_lr
+    from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
+
+    """Learning rate and orthogonalization of Muon, which the public class applies to plain tensors
+    only."""
+
+with private:
+    from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+    from torch._C._profiler import (
+        ProfilerActivity,
+        ProfilerConfig,
+        ProfilerState,
+        RecordScope,
+        _EventType,
+        _ExperimentalConfig,
+    )
+
+    _PROFILER = (
+        ProfilerConfig(
+            ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+        ),
+        {ProfilerActivity.CPU},
+    )
+    """Profile memory only."""
+
+with private:
+    ATTENTION_OPS = frozenset(
+        {
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+            torch.ops.aten._scaled_dot_product_flash_attention,
+            torch.ops.aten._scaled_dot_product_efficient_attention,
+            torch.ops.aten._scaled_dot_product_cudnn_attention,
+        }
+    )
+    """Operators of ``scaled_dot_product_attention``; their public function is not an operator."""
+
+if not TYPE_CHECKING:
+    __getattr__ = private.missing_name
+
+
+@private.reads("_cdata")
+def storage_id(storage: UntypedStorage) -> int:
+    """Identity of a storage while it lives; ``data_ptr`` is 0 for fake and meta tensors."""
+    return int(storage._cdata)
+
+
+@private.reads("_version")
+def tensor_version(tensor: Tensor) -> int:
+    """Number of in-place changes of a tensor; no public counter exists."""
+    return tensor._version
+
+
+@private.reads("_foreach_mul_")
+def multiply_all_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by one kernel; ``torch.nn.utils`` clips parameters only."""
+    torch._foreach_mul_(tensors, factor)
+
+
+@private.reads("_init_group")
+def matrices_of_group(
+    optimizer: Muon, group: dict[str, Any]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Parameter, gradient and momentum of each matrix; the public step also updates them."""
+    matrices: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    optimizer._init_group(group, *matrices)
+    return zip(*matrices, strict=True)
+
+
+def start_allocation_profiler() -> None:
+    """Record CPU allocations; ``torch.profiler`` also records operators, which are large.
+
+    In compiled code, records of operators may be incomplete.
+    """
+    config, activities = _PROFILER
+    _prepare_profiler(config, activities)
+    scopes = {RecordScope.CUSTOM_CLASS}  # excludes operators
+    _enable_profiler(config, activities, scopes)  # type: ignore[call-arg]  # torch's stub lacks it
+
+
+def stop_allocation_profiler() -> list[Any]:
+    """Events of the profiler since its start; the public profiler returns no event tree."""
+    events: list[Any] = _disable_profiler().experimental_event_tree()
+    return events
+
+
+def iter_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Time, index, address and bytes of each allocation; the bytes of a free are negative."""
+    for number, event in enumerate(events):
+        if event.tag == _EventType.Allocation:
+            _, allocation = event.typed
+            yield event.start_time_ns, number, allocation.ptr, allocation.alloc_size
+        yield from iter_allocations(event.children)

@@ -1,0 +1,92 @@
+"""Private names of DeepSpeed, in its source: importing it chooses an accelerator."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scalewise.compat import IncompatibleLibraryError, deepspeed
+
+
+def parse(module: str) -> ast.Module:
+    spec = find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(file.read_text("utf-8"))
+
+
+def parameters(module: str, function: str) -> list[str]:
+    """Parameters of a function or method without defaults."""
+    (node,) = (
+        node
+        for node in ast.walk(parse(module))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    names = [argument.arg for argument in node.args.args]
+    return names[: len(names) - len(node.args.defaults)]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("_partition_all_parameters", ["self"]),
+        ("_reassign_or_swap_out_partitioned_parameters", ["self", "sub_group_id"]),
+        ("_swappable_optimizer_subgroup", ["self", "sub_group_id"]),
+        ("_optimizer_states_and_gradient_swap_in", ["self", "sub_group_id"]),
+        ("_optimizer_states_and_gradient_swap_out", ["self", "sub_group_id"]),
+    ],
+)
+def test_stage_3_has_the_methods_of_partition_and_swap(function: str, expected: list[str]) -> None:
+    assert parameters("runtime.zero.stage3", function) == expected
+
+
+def test_stages_1_and_2_link_states_once() -> None:
+    module = "runtime.zero.stage_1_and_2"
+    assert parameters(module, "_lazy_init_hp_params_optimizer_state") == ["self"]
+    source = ast.unparse(parse(module))
+    assert "if not self._hp_optimizer_states_linked" in source
+
+
+def test_link_states_links_again_and_skips_other_stages() -> None:
+    linked: list[bool] = []
+    zero = SimpleNamespace(_hp_optimizer_states_linked=True)
+    zero._lazy_init_hp_params_optimizer_state = lambda: linked.append(
+        zero._hp_optimizer_states_linked
+    )
+    deepspeed.link_states(zero)
+    deepspeed.link_states(SimpleNamespace())
+    assert linked == [False]
+
+
+def test_extensions_are_read_before_they_are_compiled() -> None:
+    source = ast.unparse(parse("ops.op_builder.builder"))
+    assert "    _loaded_ops = {}" in source  # deepspeed.loaded_extensions
+    assert "if self.name in __class__._loaded_ops" in source
+
+
+def test_native_collectives_are_used_if_listed() -> None:
+    source = ast.unparse(parse("comm.torch"))
+    assert "deepspeed.ops.__compatible_ops__.get(" in source  # deepspeed.disable_native_ops
+
+
+def test_parameter_group_has_no_parameters() -> None:
+    assert parameters("utils.groups", "_get_zero_param_intra_parallel_group") == []
+    assert callable(deepspeed.parameter_group)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        deepspeed.partition_all,
+        lambda zero: deepspeed.write_partitions(zero, 0),
+        lambda zero: deepspeed.swap_in(zero, 0),
+        lambda zero: deepspeed.swap_out(zero, 0),
+    ],
+)
+def test_optimizer_without_a_method_names_the_version(function: object) -> None:
+    assert not deepspeed.swaps_group(SimpleNamespace(), 0)
+    with pytest.raises(IncompatibleLibraryError, match=r"deepspeed [\w.+]+ is not supported: .*_"):
+        function(SimpleNamespace())  # type: ignore[operator]

@@ -1,0 +1,241 @@
+"""Private names of torch: presence, signature and the behaviour that is relied on."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from inspect import getsource, signature
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
+from torch.optim import Muon
+from torch.utils.checkpoint import checkpoint
+
+from scalewise.compat import torch as compat_torch
+from scalewise.compat import torch_distributed
+
+
+class RecordOps(compat_torch.TorchDispatchMode):
+    """Note operators and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_dispatch_mode_sees_operators_also_of_the_backward_pass() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with RecordOps() as mode:
+        (x * x).sum().backward()
+    names = [op.name() for op in mode.ops]
+    assert names.count("aten::mul.Tensor") >= 3
+    assert mode.ops[0].namespace == "aten"
+
+
+def test_traceable_wrapper_subclass_is_a_dtensor_and_no_plain_tensor(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    wrapped = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    assert compat_torch.is_traceable_wrapper_subclass(wrapped)
+    names, _ = wrapped.__tensor_flatten__()
+    assert torch.equal(getattr(wrapped, names[0]), torch.ones(2))
+    assert not compat_torch.is_traceable_wrapper_subclass(torch.ones(2))
+    assert not compat_torch.is_traceable_wrapper_subclass("text")
+
+
+def test_tree_leaves_of_nested_containers() -> None:
+    assert compat_torch.tree_leaves(([1, (2,)], {"a": 3, "b": None})) == [1, 2, 3, None]
+
+
+def test_unset_fake_temporarily_makes_real_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with compat_torch.unset_fake_temporarily():
+            assert not isinstance(torch.ones(2), FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)
+
+
+def test_muon_steps_equal_those_of_the_public_class() -> None:
+    names = [*signature(compat_torch.orthogonalize).parameters]
+    assert names == ["grad", "ns_coefficients", "ns_steps", "eps"]
+    assert [*signature(compat_torch.adjust_lr).parameters] == ["lr", "adjust_lr_fn", "param_shape"]
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(6, 4))
+    copy = nn.Parameter(weight.detach().clone())
+    weight.grad = torch.randn(6, 4)
+    optimizer = Muon([weight], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0)
+    copied = Muon([copy], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0)
+    copy.grad = weight.grad.clone()
+    (group,) = copied.param_groups
+    ((parameter, gradient, momentum),) = compat_torch.matrices_of_group(copied, group)
+    assert parameter is copy
+    with torch.no_grad():
+        momentum.lerp_(gradient, 0.1)
+        update = compat_torch.orthogonalize(
+            gradient.lerp(momentum, 0.9),
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
+        )
+        rate = compat_torch.adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        parameter.add_(update, alpha=-rate)
+    optimizer.step()
+    assert torch.equal(weight, copy)
+
+
+def test_allocation_profiler_reports_allocations_and_frees() -> None:
+    compat_torch.start_allocation_profiler()
+    tensor = torch.empty(3001, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    del tensor
+    events = compat_torch.stop_allocation_profiler()
+    sizes = [
+        size
+        for _, _, place, size in sorted(compat_torch.iter_allocations(events))
+        if place == address
+    ]
+    assert sizes == [3001, -3001]
+
+
+def test_attention_runs_one_of_the_attention_operators() -> None:
+    query = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with RecordOps() as mode:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    used = {op.overloadpacket for op in mode.ops}
+    assert used & compat_torch.ATTENTION_OPS
+    assert all(packet.default for packet in compat_torch.ATTENTION_OPS)
+
+
+def test_storage_id_is_shared_by_views_and_ends_with_the_storage() -> None:
+    tensor = torch.ones(4, device="meta")
+    storage = tensor.untyped_storage()
+    assert compat_torch.storage_id(storage) == compat_torch.storage_id(tensor[1:].untyped_storage())
+    assert compat_torch.storage_id(storage) != compat_torch.storage_id(
+        torch.ones(4, device="meta").untyped_storage()
+    )
+    died: list[int] = []
+    weakref.finalize(storage, died.append, 1)
+    del tensor, storage
+    gc.collect()
+    assert died == [1]
+
+
+def test_tensor_version_counts_changes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = compat_torch.tensor_version(tensor)
+    tensor.add_(1)
+    assert compat_torch.tensor_version(tensor) == before + 1
+    assert compat_torch.tensor_version(tensor[:1]) == before + 1
+
+
+def test_multiply_all_changes_tensors_in_place() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    compat_torch.multiply_all_(tensors, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
+
+
+def test_collective_operators_are_in_the_known_namespaces(one_rank: None) -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    group = dist.group.WORLD
+    with RecordOps() as mode:
+        dist.all_reduce(torch.ones(2))
+        gathered = torch_distributed.all_gather(x, 0, group)
+        exchanged = torch_distributed.all_to_all(x, None, None, group)
+        assert torch.equal(gathered + 0, x)
+        assert torch.equal(exchanged + 0, x)
+        (gathered.sum() + exchanged.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    collectives = [op for op in mode.ops if op.namespace in compat_torch.COLLECTIVE_NAMESPACES]
+    assert len({op.namespace for op in collectives}) == 2
+    assert any(op in torch_distributed.SAVED_COLLECTIVES for op in collectives)
+    names = [
+        argument
+        for op in collectives
+        for argument in [it.name for it in op._schema.arguments]
+        if argument == "group_name"
+    ]
+    assert names
+    assert group is not None
+    assert torch_distributed.process_group(group.group_name) is group
+
+
+def test_async_collective_tensor_is_the_result_of_a_functional_collective(one_rank: None) -> None:
+    from torch.distributed._functional_collectives import all_reduce
+
+    result = all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    assert isinstance(result, torch_distributed.AsyncCollectiveTensor)
+    assert type(result.wait()) is Tensor
+
+
+def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> None:
+    module = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    module(torch.ones(1, 4)).sum().backward()
+    (parameter,) = torch_distributed.fsdp_parameters(module)
+    (gathered,) = parameter.all_gather_outputs
+    assert gathered.numel() == 16
+    (gradient,) = torch_distributed.unsharded_gradients(parameter)
+    assert gradient.tolist() == torch.ones(4, 4).tolist()
+    module.set_requires_gradient_sync(True)
+    module(torch.ones(1, 4)).sum().backward()
+    assert torch_distributed.unsharded_gradients(parameter) == []
+
+
+def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
+    module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
+    assert torch_distributed.fsdp_parameters(module) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        (schedules.PipelineScheduleSingle, "_stage"),
+        (schedules.PipelineScheduleMulti, "_stages"),
+    ],
+)
+def test_pipeline_schedules_keep_their_stages(schedule: type, name: str) -> None:
+    assert f"self.{name} = stage" in getsource(schedule.__init__)  # type: ignore[misc]
+
+
+def test_schedule_stages_of_one_or_several() -> None:
+    class Schedule:
+        def __init__(self, **attributes: object) -> None:
+            self.__dict__.update(attributes)
+
+    assert torch_distributed.schedule_stages(Schedule(_stage="a")) == ["a"]
+    assert torch_distributed.schedule_stages(Schedule(_stages=["a", "b"])) == ["a", "b"]
+
+
+def test_pipeline_stages_have_the_methods_that_are_extended() -> None:
+    assert [*signature(_PipelineStageBase.backward_maybe_with_nosync).parameters] == [
+        "self",
+        "backward_type",
+        "bwd_kwargs",
+        "last_backward",
+    ]
+    assert "args_recv_info" in getsource(_PipelineStageBase)
+    assert "grad_recv_info" in getsource(_PipelineStageBase)
+    assert callable(_PipelineStageBase.backward_one_chunk)
+    assert callable(checkpoint)
