@@ -1,4 +1,4 @@
-"""Overrides quoted for Hydra's grammar and for a POSIX shell.
+"""Overrides, quoted for Hydra's grammar and for a POSIX shell, and edits of a list of them.
 
 Messages show fixes as shell words. A word with ``=`` is an override, quoted by
 :func:`format_override` or :func:`shell_word`; numbers and option names need no quotes. Adjacent
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 
@@ -46,6 +46,33 @@ def shell_word(text: object) -> str:
 def command_line(subcommand: str, arguments: Sequence[object]) -> str:
     """Format a ``scalewise`` command for a POSIX shell."""
     return " ".join(["scalewise", subcommand, *map(shell_word, arguments)])
+
+
+def override_keys(overrides: Iterable[str]) -> frozenset[str]:
+    """Config keys of ``overrides``."""
+    return frozenset(_override_key(override) for override in overrides)
+
+
+def replace_overrides(overrides: Iterable[str], replacements: Iterable[str]) -> list[str]:
+    """Copy of ``overrides`` with ``replacements`` in place of the overrides of the same keys.
+
+    A replaced option of a group removes the overrides of its fields. ``plan.*`` overrides are
+    removed.
+    """
+    replacements = list(replacements)
+    keys = override_keys(replacements)
+    removed_prefixes = ("plan.", *(f"{key}." for key in keys if "." not in key))
+    unchanged = [
+        override
+        for override in overrides
+        if _override_key(override) not in keys
+        and not _override_key(override).startswith(removed_prefixes)
+    ]
+    return [*unchanged, *replacements]
+
+
+def _override_key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]
 
 
 def _for_printf(character: str) -> str:

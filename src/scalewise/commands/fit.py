@@ -61,7 +61,7 @@ def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoi
 
 
 def _with_overrides(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    from scalewise.planner.override_edit import replace_overrides
+    from scalewise.typed_override import replace_overrides
 
     return compose(replace_overrides(run.overrides, overrides)) if overrides else run
 

@@ -20,9 +20,8 @@ from scalewise.plan_config import MemoryMethod, PlanSearch
 from scalewise.planner import padding, worst_rank
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
-from scalewise.planner.plan import Plan, build_plan
+from scalewise.planner.plan import Plan, build_plan, sum_plans, training_tokens
 from scalewise.planner.search import search_runs
-from scalewise.planner.sweep_totals import sum_plans, training_tokens
 from scalewise.run_config import RunConfig
 
 

@@ -15,13 +15,11 @@ from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_transfer
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
-from scalewise.planner.override_edit import replace_overrides
-from scalewise.planner.plan import Plan
+from scalewise.planner.plan import Plan, SweepTotals
 from scalewise.planner.step_time import step_part_title
-from scalewise.planner.sweep_totals import SweepTotals
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE
-from scalewise.typed_override import command_line
+from scalewise.typed_override import command_line, replace_overrides
 from scalewise.units import GIGA, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from itertools import islice
 from scalewise.hardware import DeviceKind
 from scalewise.launch.outcomes import Outcome
 from scalewise.planner.fit_check import FitReport, check_fit
-from scalewise.planner.override_edit import override_keys
 from scalewise.planner.run_option import RunOption
 from scalewise.planner.suggested_fix import (
     SuggestedFix,
@@ -17,6 +16,7 @@ from scalewise.planner.suggested_fix import (
     suggest_fixes,
 )
 from scalewise.run_config import RunConfig
+from scalewise.typed_override import override_keys
 from scalewise.units import format_bytes
 
 MAX_PEAK_FRACTION = 0.8

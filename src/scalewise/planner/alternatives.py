@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalewise.plan_config import RankBy
 from scalewise.planner import layout_enumeration
@@ -12,12 +12,10 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.memory_breakdown import entry_title
 from scalewise.planner.search import SearchCandidate, SearchResult
 from scalewise.planner.step_time import step_part_title
+from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
 from scalewise.validation.parallelism_rules import parallelism_issues
 from scalewise.validation.run_issues import iter_issues
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 Choices = dict[str, Any]
 SEQUENCES, LAYOUT = "sequences per forward pass", "layout"

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigError
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.run_option import RunOption
 from scalewise.planner.suggested_fix import suggest_fix
+from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 OUT_OF_MEMORY = "out_of_memory"
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from scalewise.planner.device_memory import DeviceMemory
-from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryEntry, StepPhase
-from scalewise.planner.phases import AFTER_HEAD, BACKWARD, FORWARD_BACKWARD, constant_entry
-from scalewise.planner.pipeline_peaks import PipelinePeakPoint
+from scalewise.planner.memory_breakdown import (
+    AFTER_HEAD,
+    ALL_PHASES,
+    BACKWARD,
+    FORWARD_BACKWARD,
+    MemoryEntry,
+    StepPhase,
+    constant_entry,
+)
 from scalewise.planner.rank_memory import RankMemory, shard_elements
+from scalewise.planner.rank_step import PipelinePeakPoint
 from scalewise.precision import FloatFormat
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.run_config import RunConfig
 
 
 class DeepSpeedDeviceMemory(DeviceMemory):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.planner import host_memory, worst_rank
 from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 RESERVED_FACTORS = (1.0, 1.15, 1.2)
 """Reserved over allocated memory of the CUDA caching allocator: lowest, typical, highest.

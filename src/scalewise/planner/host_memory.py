@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
 from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 PROCESS_GIB = {DeviceKind.cpu: 0.4, DeviceKind.cuda: 3.0}
 """Main memory of a rank that trains a tiny model, in GiB.

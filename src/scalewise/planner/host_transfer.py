@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.planner.host_memory import ranks_per_node
 from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.worst_rank import breakdown_of
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)

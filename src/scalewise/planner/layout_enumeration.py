@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from scalewise.errors import ConfigIssue
 from scalewise.parallelism.base import ParallelismConfig
@@ -15,9 +15,7 @@ from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.plan_config import PlanSearch
 from scalewise.registry import option_name
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.run_config import RunConfig
 
 SINGLE_AXIS_OPTIONS = {
     "shards": "fsdp",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from scalewise.models.base import ModelConfig
 from scalewise.models.build import build_op_graphs
 from scalewise.models.compiler_fusion import fuse
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, Recompute
 from scalewise.planner.activation_liveness import PartLiveness, simulate_part
-
-if TYPE_CHECKING:
-    from scalewise.planner.rank_memory import RankMemory
-    from scalewise.run_config import RunConfig
+from scalewise.planner.rank_memory import RankMemory
+from scalewise.run_config import RunConfig
 
 EMPTY = PartLiveness(0, 0, 0, 0)
 """Memory of a part that the rank does not store."""

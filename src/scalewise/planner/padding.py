@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import TYPE_CHECKING
 
 from scalewise.data.prepare import DataSplits
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.run_config import RunConfig
 
 
 def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""Plan of a run: memory, step time, throughput and price, predicted before it starts."""
+"""Plan of a run before it starts: memory, step time, throughput and price; totals of a sweep."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
 from scalewise.planner.auto_micro_batch import resolve_auto_micro_batch
@@ -13,9 +13,7 @@ from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.run_option import RunOption
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.run_config import RunConfig
 
 HOUR = 3600.0
 
@@ -148,3 +146,46 @@ def predicted_metrics(run: RunConfig) -> dict[str, float | None]:
         "plan/peak_bytes": check_fit(run).breakdown.peak,
         "plan/step_s": None if step is None else step.seconds,
     }
+
+
+@dataclass(frozen=True)
+class SweepTotals:
+    """Totals over the jobs of a sweep."""
+
+    jobs: int
+    """Number of jobs."""
+    unfit: int
+    """Number of jobs that run out of memory; they count no time."""
+    seconds: float
+    """Summed time of the timed jobs, in seconds."""
+    dollars: float | None
+    """Summed price of the timed jobs, in US dollars; None without a price in the profile."""
+    untimed: int
+    """Number of jobs that may fit and have no predicted time."""
+    unrated: int
+    """Number of untimed jobs whose hardware profile lacks a rate."""
+
+
+def sum_plans(plans: Sequence[Plan]) -> SweepTotals:
+    """Totals over the plans of a sweep."""
+    fitting = [plan for plan in plans if not plan.fit.status.is_out_of_memory]
+    timed = [(plan, tokens) for plan in fitting if (tokens := training_tokens(plan)) is not None]
+    prices = [price for plan, tokens in timed if (price := plan.dollars_for(tokens)) is not None]
+    return SweepTotals(
+        len(plans),
+        len(plans) - len(fitting),
+        sum(plan.seconds_for(tokens) or 0.0 for plan, tokens in timed),
+        sum(prices) if prices else None,
+        len(fitting) - len(timed),
+        sum(plan.step_time is None and not plan.run.objective.trace_only for plan in fitting),
+    )
+
+
+def training_tokens(plan: Plan) -> int | None:
+    """Number of training tokens of a run.
+
+    None without a predicted step time, or with epochs of unknown length.
+    """
+    if plan.step_time is None or plan.run.trainer.max_epochs is not None:
+        return None
+    return plan.run.tokens_per_step * plan.run.num_steps(samples=0)

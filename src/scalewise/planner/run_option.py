@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.fit_check import FitReport, check_fit
+from scalewise.run_config import RunConfig
 from scalewise.validation.run_issues import iter_issues
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters import LoRAAdapterConfig
@@ -20,7 +19,6 @@ from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration
 from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.override_edit import override_keys
 from scalewise.planner.plan import Plan
 from scalewise.planner.run_option import RunOption
 from scalewise.planner.step_time import device_rates, predict_step_time
@@ -28,12 +26,11 @@ from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.bitsandbytes_config import NF4Config
+from scalewise.run_config import RunConfig
+from scalewise.typed_override import override_keys
 from scalewise.validation.model_rules import model_issues
 from scalewise.validation.parallelism_rules import parallelism_issues
 from scalewise.validation.quantization_rules import quantization_issues
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 Overrides = tuple[str, ...]
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
-from scalewise.hardware import DeviceKind
+from scalewise.hardware import DeviceKind, Hardware
 from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES
@@ -22,11 +21,8 @@ from scalewise.planner.communication import list_collectives
 from scalewise.planner.liveness_cache import model_op_graphs
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
+from scalewise.run_config import RunConfig
 from scalewise.units import GIGA, MICRO
-
-if TYPE_CHECKING:
-    from scalewise.hardware import Hardware
-    from scalewise.run_config import RunConfig
 
 OVERLAP_SHARE = 0.8
 """Share of the compute time that can overlap with collectives; the rest waits for the first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
@@ -18,10 +18,8 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.run_option import RunOption, checkpointing_overrides
 from scalewise.precision import FloatFormat, Precision
+from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
 
 SHARD_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Sharding sizes to try."""

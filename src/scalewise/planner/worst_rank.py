@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
-from scalewise.planner.pipeline_peaks import iter_peak_points
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
-
-if TYPE_CHECKING:
-    from scalewise.run_config import RunConfig
+from scalewise.planner.rank_step import iter_peak_points
+from scalewise.run_config import RunConfig
 
 
 def device_breakdown(run: RunConfig, rank: int = 0) -> MemoryBreakdown:

@@ -9,8 +9,7 @@ from fixtures.golden import golden_record
 
 from scalewise.config.compose import compose
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
-from scalewise.planner.plan import build_plan
-from scalewise.planner.sweep_totals import sum_plans
+from scalewise.planner.plan import build_plan, sum_plans
 
 CLUSTER = "hardware=h100_8x4 data=synthetic"
 DEVICE = "hardware=h100 data=synthetic"

@@ -21,11 +21,11 @@ from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
-from scalewise.planner.override_edit import replace_overrides
 from scalewise.planner.plan import build_plan, dollars_per_billion_tokens, plan_record
 from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.run_config import RunConfig
+from scalewise.typed_override import replace_overrides
 from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]

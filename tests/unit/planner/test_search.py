@@ -16,10 +16,10 @@ from scalewise.errors import ConfigError
 from scalewise.plan_config import RankBy
 from scalewise.planner.alternatives import neighbor_alternatives
 from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.override_edit import replace_overrides
 from scalewise.planner.plan import Plan, build_plan
 from scalewise.planner.search import SearchCandidate, SearchResult, search_runs
 from scalewise.run_config import RunConfig
+from scalewise.typed_override import replace_overrides
 
 Compose = Callable[..., RunConfig]
 Find = Callable[..., SearchResult]

@@ -10,8 +10,7 @@ from fixtures.strategies import LLAMA_8B
 from scalewise.commands.show_plan import NO_TIME, print_totals
 from scalewise.errors import ConfigError
 from scalewise.planner.fit_check import reject_unfit
-from scalewise.planner.plan import build_plan
-from scalewise.planner.sweep_totals import sum_plans
+from scalewise.planner.plan import build_plan, sum_plans
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]

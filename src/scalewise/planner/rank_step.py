@@ -1,0 +1,179 @@
+"""One rank at a point of a step at which its memory may peak: pipeline state and liveness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
+
+from scalewise.models.base import StageSlice
+from scalewise.models.op_graph import Recompute
+from scalewise.planner.activation_liveness import PartLiveness
+from scalewise.planner.liveness_cache import (
+    EMPTY,
+    block_liveness,
+    ends_liveness,
+    first_block_liveness,
+    model_op_graphs,
+)
+from scalewise.planner.memory_breakdown import blocks_by_phase
+from scalewise.planner.rank_memory import RankMemory, shard_elements
+from scalewise.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class PipelinePeakPoint:
+    """State of a rank right before a backward pass through one of its stages.
+
+    Forward passes are counted per stage.
+    """
+
+    waiting_passes: int = 0
+    """Forward passes that wait for their backward, without the one that runs next."""
+    finished_backwards: int = 0
+    """Backward passes that have ended."""
+    is_draining: bool = False
+    """Whether the last pass of the rank was a backward."""
+
+
+def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
+    """Yield the points of a step at which the memory of a rank may peak.
+
+    Without a pipeline this is the backward pass. In a pipeline there are up to three: the first
+    backward, the last backward that follows a forward (gradients exist by then), and the backward
+    after it, for which no parameters were resharded.
+    """
+    num_stages = len(rank_memory.stages)
+    waiting_passes, finished_backwards = (
+        rank_memory.in_flight - num_stages,
+        rank_memory.num_pipeline_micro_batches * num_stages - rank_memory.in_flight,
+    )
+    yield PipelinePeakPoint(waiting_passes)
+    if rank_memory.num_pipeline_micro_batches > 1 and finished_backwards:
+        yield PipelinePeakPoint(waiting_passes, finished_backwards, is_draining=num_stages > 1)
+    if rank_memory.num_pipeline_micro_batches > 1 and waiting_passes:
+        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, is_draining=True)
+
+
+def iter_waiting_parts(
+    rank_memory: RankMemory, peak_point: PipelinePeakPoint
+) -> Iterator[StageSlice]:
+    """Yield the stage of each waiting forward pass, except one pass per stage.
+
+    A rank runs as many forward passes through a stage as there are pipeline ranks, then
+    continues with its next stage.
+    """
+    stages, num_ranks = rank_memory.stages, rank_memory.pipeline_ranks
+    pass_indices = range(peak_point.waiting_passes + len(stages))
+    passes_by_stage = Counter(index // num_ranks % len(stages) for index in pass_indices)
+    for stage, count in passes_by_stage.items():
+        yield from repeat(stages[stage], count - 1)
+
+
+class RankStep:
+    """Gradients and liveness of one rank at one point of a step.
+
+    Args:
+        run: Run that trains.
+        rank_memory: Partition of the rank.
+        peak_point: Point of the pipeline schedule.
+    """
+
+    def __init__(
+        self, run: RunConfig, rank_memory: RankMemory, peak_point: PipelinePeakPoint
+    ) -> None:
+        self.run, self.rank_memory, self.peak_point = run, rank_memory, peak_point
+        fsdp = rank_memory.fsdp
+        accumulates = run.accumulation > 1 or peak_point.finished_backwards > 0
+        if fsdp is not None and peak_point.finished_backwards:
+            # FSDP2 reduces gradients only in the last pipeline micro-batch.
+            keeps_unsharded = fsdp.keeps_unsharded or peak_point.is_draining
+            fsdp = replace(fsdp, keeps_unsharded=keeps_unsharded, has_unsharded_gradients=True)
+        self.fsdp = fsdp
+        # Before the last micro-batch nothing is reduced, and parameters stay unsharded.
+        self.has_next_micro_batch = (
+            fsdp is not None
+            and rank_memory.num_pipeline_micro_batches > 1
+            and not peak_point.finished_backwards
+        )
+        has_unsharded_gradients = fsdp is not None and fsdp.has_unsharded_gradients
+        self.gradients_persist = (
+            accumulates and not has_unsharded_gradients
+        ) or rank_memory.has_persistent_buckets
+        adds_in_place = (
+            has_unsharded_gradients
+            and fsdp is not None
+            and fsdp.reduced_element_bytes == rank_memory.forward_spec.gradient_element_bytes
+        )
+        fresh_gradients = not adds_in_place if fsdp is not None else not self.gradients_persist
+        self.has_tied_weights = (
+            rank_memory.has_embedding and rank_memory.has_head and bool(run.model.tied_weights)
+        )
+        self.blocks_by_phase = blocks_by_phase(rank_memory.num_layers)
+        self.op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
+        self.fresh_gradients, self.step_scratch_ratio = (
+            fresh_gradients,
+            self._compute_step_scratch_ratio(),
+        )
+        self.block_liveness = block_liveness(
+            run.model, rank_memory.forward_spec, Recompute.nothing, fresh_gradients
+        )
+        self.liveness_by_block = self.simulate_blocks(rank_memory.stages)
+        saved_bytes = (each.saved_bytes for each in self.liveness_by_block)
+        self.cumulative_saved_bytes = tuple(accumulate(saved_bytes, initial=0))
+        embedding, head, loss = ends_liveness(
+            run.model, rank_memory.forward_spec, fresh_gradients, self.step_scratch_ratio
+        )
+        self.embedding_liveness = embedding if rank_memory.has_embedding else EMPTY
+        self.head_liveness, self.loss_liveness = (
+            (head, loss) if rank_memory.has_head else (EMPTY, EMPTY)
+        )
+
+    def simulate_blocks(self, stages: Sequence[StageSlice]) -> list[PartLiveness]:
+        """Simulate the blocks of ``stages``, in order."""
+        run, forward_spec = self.run, self.rank_memory.forward_spec
+        liveness: list[PartLiveness] = []
+        for stage in stages:
+            for index, recompute in enumerate(run.memory.recompute_per_layer((stage,))):
+                simulate = first_block_liveness if stage.is_first and not index else block_liveness
+                liveness.append(
+                    simulate(
+                        run.model,
+                        forward_spec,
+                        recompute,
+                        self.fresh_gradients,
+                        run.memory.offload,
+                        self.step_scratch_ratio,
+                    )
+                )
+        return liveness
+
+    def _compute_step_scratch_ratio(self) -> float:
+        """Return the temporary bytes of an optimizer step in backward per byte of gradient, or -1.
+
+        -1: the optimizer steps after backward, or steps shards, which are separate entries.
+        """
+        if not self.run.optimizer.in_backward or self.fsdp is not None:
+            return -1.0
+        optimizer, element_bytes = self.run.optimizer, self.gradient_element_bytes
+        weights = [
+            w
+            for w in (*self.rank_memory.block_weights, *self.rank_memory.other_weights)
+            if w.trainable
+        ]
+        largest = max(weights, key=lambda weight: weight.numel)
+        return optimizer.scratch_bytes(largest, 1, element_bytes) / (largest.numel * element_bytes)
+
+    @property
+    def head_numel(self) -> int:
+        """Trained parameter elements after the blocks."""
+        head_weights = [
+            w for w in self.rank_memory.other_weights if w.role not in ("embedding", "position")
+        ]
+        return shard_elements(head_weights, trained=True)
+
+    @property
+    def gradient_element_bytes(self) -> int:
+        """Bytes per element of a gradient that waits for the optimizer step."""
+        return self.run.precision.parameters.bytes
