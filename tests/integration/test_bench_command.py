@@ -11,7 +11,7 @@ import pytest
 import yaml
 from fixtures.cli_runner import TINY, CliRunner
 
-from scalewise.bench import throttled_link
+from scalewise.bench import slow_link
 from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
 
 SMALL = ("collectives", "largest_kib=1024", "seconds=0.02")
@@ -78,7 +78,7 @@ def test_step_overhead_is_small_compared_with_a_plain_loop(run_cli: CliRunner) -
 
 
 needs_a_cable = pytest.mark.skipif(
-    bool(throttled_link.missing_requirement()), reason=throttled_link.missing_requirement()
+    bool(slow_link.missing_requirement()), reason=slow_link.missing_requirement()
 )
 
 TALK = """
@@ -96,7 +96,7 @@ else:
 
 @needs_a_cable
 def test_throttled_link_has_the_requested_bandwidth() -> None:
-    with throttled_link.ThrottledLink() as cable:
+    with slow_link.ThrottledLink() as cable:
         cable.limit_rate(40)
         line = ["ip", "netns", "exec"]
         talk = [sys.executable, "-c", TALK]

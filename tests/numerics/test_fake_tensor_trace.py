@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from scalewise.bench.memory_accuracy_ranks import (
+from scalewise.bench.memory_accuracy import (
     ACCUMULATION,
     LARGE,
     TRACED,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from scalewise.bench import collectives, device_bench, link_fit, options, profile, step_scale
-from scalewise.bench.device_bench import MeasuredFigure
+from scalewise.bench import collectives, link_fit, options, profile
 from scalewise.console import print_lines
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
@@ -20,8 +21,137 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
 from scalewise.parallelism.collective import RingLink
 from scalewise.run_config import RunConfig
-from scalewise.units import GIB, GIGA, MIB, TERA
+from scalewise.units import GIB, GIGA, MIB, MICRO, TERA
 from scalewise.validation.run_issues import NAME_PATTERN
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_REPEATS = 5
+CHAIN_LENGTH = 200
+"""Number of operators that are launched in sequence."""
+
+
+@dataclass(frozen=True)
+class MeasuredFigure:
+    """Median of repeated measurements, and their spread."""
+
+    value: float
+    """Median."""
+    spread: float
+    """Difference of the 90th and the 10th percentile, relative to the median."""
+
+
+def matmul_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigure:
+    """Rate of a large square matmul in format ``kind``, in TFLOP/s."""
+    import torch
+
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = _dtype(kind)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    try:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        output = torch.empty_like(a)
+        times = _repeat_times(lambda: torch.mm(a, b, out=output), device, seconds)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return _rate(times, 2.0 * size**3 / TERA)
+
+
+def attention_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigure:
+    """Rate of causal attention in format ``kind``, in TFLOP/s without masked positions."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    dtype = _dtype(kind)
+    heads, tokens, width = (32, 4096, 128) if device.type == "cuda" else (8, 1024, 64)
+    query, key, value = (
+        torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3)
+    )
+    times = _repeat_times(
+        lambda: scaled_dot_product_attention(query, key, value, is_causal=True), device, seconds
+    )
+    return _rate(times, 2.0 * heads * tokens * tokens * width / TERA)
+
+
+def memory_bandwidth(device: torch.device, seconds: float) -> MeasuredFigure:
+    """Memory bandwidth of an addition, which reads two tensors and writes one, in GB/s."""
+    import torch
+
+    numel = 1 << (28 if device.type == "cuda" else 24)
+    a, b = (torch.zeros(numel, device=device) for _ in range(2))
+    output = torch.empty_like(a)
+    times = _repeat_times(lambda: torch.add(a, b, out=output), device, seconds)
+    return _rate(times, 3.0 * 4 * numel / GIGA)
+
+
+def host_link_bandwidth(device: torch.device, seconds: float) -> MeasuredFigure:
+    """Bandwidth of copies from pinned host memory to the device, in GB/s."""
+    import torch
+
+    source = torch.zeros(1 << 26, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    times = _repeat_times(lambda: target.copy_(source, non_blocking=True), device, seconds)
+    return _rate(times, source.nbytes / GIGA)
+
+
+def launch_latency(device: torch.device, seconds: float) -> MeasuredFigure:
+    """Launch time of one small operator, averaged over forward and backward, in microseconds."""
+    import torch
+
+    start = torch.ones(1, device=device, requires_grad=True)
+
+    def run_chain() -> None:
+        x = start
+        for _ in range(CHAIN_LENGTH):
+            x = x * 1.0
+        x.backward()
+
+    times = _repeat_times(run_chain, device, seconds)
+    return summarize([time_s / (2 * CHAIN_LENGTH) / MICRO for time_s in times])
+
+
+def _dtype(kind: str) -> torch.dtype:
+    """Data type of the operands of a format; TF32 matmuls have fp32 operands."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+
+
+def _repeat_times(
+    operation: Callable[[], object], device: torch.device, seconds: float
+) -> list[float]:
+    """Repeat an operation for ``seconds``; return the time of each repeat."""
+    import torch
+
+    times: list[float] = []
+    deadline = float("inf")
+    for index in range(-2, 10_000):
+        start = time.perf_counter()
+        operation()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        if index < 0:  # warm-up
+            deadline = now + seconds
+            continue
+        times.append(now - start)
+        if now > deadline and len(times) >= MIN_REPEATS:
+            break
+    return times
+
+
+def _rate(times: list[float], amount: float) -> MeasuredFigure:
+    return summarize([amount / time_s for time_s in times])
+
+
+def summarize(values: list[float]) -> MeasuredFigure:
+    """Median and spread of repeated measurements, at least two."""
+    deciles = quantiles(values, n=10)
+    center = median(values)
+    return MeasuredFigure(center, (deciles[-1] - deciles[0]) / center)
+
 
 PROFILE_FOLDER = Path("conf", "hardware")
 DISK_TEST_BYTES = 256 * MIB
@@ -64,7 +194,7 @@ class CalibrateOptions(options.BenchOptions):
             reason = f"{self.file} exists and was not written by a calibration"
             yield ConfigIssue("name", self.name, reason, "set name=my_machine")
         elif self.learn is not None:
-            yield from step_scale.input_issues(self.learn, self.file)
+            yield from profile.input_issues(self.learn, self.file)
 
     @property
     def file(self) -> Path:
@@ -136,26 +266,26 @@ def _measure_figures(
     for dtype in FLOAT_FORMATS[kind]:
         if getattr(hardware, f"{dtype}_tflops") == 0:  # the device does not support the format
             continue
-        matmul = device_bench.matmul_rate(dtype, device, seconds)
+        matmul = matmul_rate(dtype, device, seconds)
         yield f"{dtype}_reached_tflops", matmul
         peak = hardware.peak_flops(dtype)
         if peak is None:  # the peak rate is unknown
             yield f"{dtype}_tflops", matmul
         if dtype == MAIN_FORMAT[kind]:
             peak = peak or matmul.value * TERA
-            attention = device_bench.attention_rate(dtype, device, seconds)
+            attention = attention_rate(dtype, device, seconds)
             fraction = attention.value * TERA / peak
             yield "attention_share", MeasuredFigure(fraction, attention.spread)
-    rate = device_bench.memory_bandwidth(device, seconds)
+    rate = memory_bandwidth(device, seconds)
     if hardware.memory_gb_per_s is None:
         yield "memory_gb_per_s", rate
         yield "bandwidth_share", MeasuredFigure(1.0, 0.0)
     else:
         yield "bandwidth_share", MeasuredFigure(rate.value / hardware.memory_gb_per_s, rate.spread)
     if kind is DeviceKind.cuda:
-        yield "host_link_gb_per_s", device_bench.host_link_bandwidth(device, seconds)
-        yield "host_memory_gb_per_s", device_bench.memory_bandwidth(torch.device("cpu"), seconds)
-    yield "launch_us", device_bench.launch_latency(device, seconds)
+        yield "host_link_gb_per_s", host_link_bandwidth(device, seconds)
+        yield "host_memory_gb_per_s", memory_bandwidth(torch.device("cpu"), seconds)
+    yield "launch_us", launch_latency(device, seconds)
     yield "loader_tokens_per_s", _loader_rate(run, seconds)
     yield "disk_gb_per_s", _disk_rate(folder, seconds)
 
@@ -175,7 +305,7 @@ def _loader_rate(run: RunConfig, seconds: float) -> MeasuredFigure:
             window_start, tokens = now, 0
         if now - start > seconds and len(rates) > 1:
             break
-    return device_bench.summarize(rates)
+    return summarize(rates)
 
 
 def _disk_rate(folder: Path, seconds: float) -> MeasuredFigure:
@@ -183,14 +313,14 @@ def _disk_rate(folder: Path, seconds: float) -> MeasuredFigure:
     content, file = os.urandom(MIB) * (DISK_TEST_BYTES // MIB), folder / "disk_test"
     rates: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(rates) < device_bench.MIN_REPEATS - 2 or time.perf_counter() < deadline:
+    while len(rates) < MIN_REPEATS - 2 or time.perf_counter() < deadline:
         start = time.perf_counter()
         with file.open("wb") as out:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
         rates.append(DISK_TEST_BYTES / (time.perf_counter() - start) / GIGA)
-    return device_bench.summarize(rates)
+    return summarize(rates)
 
 
 def _device_link(hardware: Hardware, options: CalibrateOptions, folder: Path) -> RingLink | None:

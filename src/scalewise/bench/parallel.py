@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from scalewise.bench import options, paired_ratio, ranks
-from scalewise.bench.interleaved_loader import InterleavedLoader
+from scalewise.bench.baseline_loop import InterleavedLoader
 from scalewise.console import print_lines
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from scalewise.bench import readme_figures, record
+from scalewise.bench import record
 from scalewise.bench.options import Benchmark, split_options
 from scalewise.config.compose import compose
 from scalewise.config.new_folders import missing_folders, remove_empty
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str]) -> int:
             record.write_record(path, content)
             print_lines(f"result {path}")
         if record_file:
-            for document in readme_figures.documents(Path()):
-                readme_figures.update_figures(document, record.RECORDS)
+            for document in record.documents(Path()):
+                record.update_figures(document, record.RECORDS)
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from scalewise.bench import calibrate, step_scale
+from scalewise.bench import calibrate, profile
 from scalewise.bench.options import split_options
 from scalewise.config import paths
 from scalewise.config.compose import compose
@@ -47,7 +47,7 @@ def _learn_step_scale(folder: str, file: Path, overrides: Sequence[str]) -> None
         raise ConfigError.for_key(
             "", "", f"{overrides[0]} is not supported with learn={folder}, which composes no run"
         )
-    scale = step_scale.learn_step_scale(Path(folder), file)
+    scale = profile.learn_step_scale(Path(folder), file)
     print_lines(
         f"measured step time: {scale.median:.3g} times the predicted one "
         f"({scale.low * scale.median:.3g} to {scale.high * scale.median:.3g}, {scale.runs} runs)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.bench import collectives, collectives_plot, options, throttled_link
+from scalewise.bench import collectives, options, slow_link
 from scalewise.bench.link_fit import CollectiveSample
 from scalewise.cli import main
 from scalewise.errors import ConfigError
@@ -28,7 +28,7 @@ def test_an_option_is_meant() -> None:
 
 def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
     samples = [CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in (1024, 4096)]
-    drawn = collectives_plot.collectives_chart(samples, None).to_dict()
+    drawn = collectives.collectives_chart(samples, None).to_dict()
     (rows,) = drawn["datasets"].values()
     assert {row["source"] for row in rows} == {"measured"}
     assert "noise hides the link" in drawn["title"]["text"]
@@ -84,7 +84,7 @@ def test_refusals(
 
 def test_where_no_cable_can_be_laid_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert throttled_link.missing_requirement() == "network namespaces require root"
+    assert slow_link.missing_requirement() == "network namespaces require root"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert throttled_link.missing_requirement() == "ip is missing: apt-get install iproute2"
+    assert slow_link.missing_requirement() == "ip is missing: apt-get install iproute2"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fixtures.documentation import COMMAND, DOCUMENTS, FENCE, ROOT, Block, blocks
 
-from scalewise.bench import readme_figures
+from scalewise.bench import record
 from scalewise.bench.options import BenchOptions, split_options
 from scalewise.commands import explain
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
@@ -145,15 +145,15 @@ def test_figures_are_those_of_the_records(document: Path, tmp_path: Path) -> Non
     """``SCALEWISE_RECORD=1`` writes the figures into the document anew."""
     copy = document if os.environ.get("SCALEWISE_RECORD") else tmp_path / "copy.md"
     copy.write_text(document.read_text("utf-8"), "utf-8")
-    readme_figures.update_figures(copy, ROOT / "experiments" / "records")
+    record.update_figures(copy, ROOT / "experiments" / "records")
     assert copy.read_text("utf-8") == document.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", readme_figures.PARAGRAPHS)
+@pytest.mark.parametrize("name", record.PARAGRAPHS)
 def test_every_figure_is_quoted(name: str) -> None:
     quoted = [
         document
-        for document in readme_figures.documents(ROOT)
+        for document in record.documents(ROOT)
         if f"<!-- {name} -->\n" in document.read_text("utf-8")
     ]
     assert quoted

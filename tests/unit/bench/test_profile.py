@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scalewise.bench import profile, step_scale
+from scalewise.bench import profile
 from scalewise.errors import ConfigError
 from scalewise.hardware import Hardware
 from scalewise.launch.status import versions
@@ -41,7 +41,7 @@ def finished(folder: Path, took: float, foreseen: float = 0.1, **other: Any) -> 
 def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
     for place, took in enumerate((0.12, 0.15, 0.30)):
         finished(tmp_path / "runs" / "a" / str(place), took)
-    scale = step_scale.learn_step_scale(tmp_path / "runs", file)
+    scale = profile.learn_step_scale(tmp_path / "runs", file)
     assert (scale.median, scale.runs) == (pytest.approx(1.5), 3)
     assert scale.low == pytest.approx((1.2 + 0.2 * 0.3) / 1.5)  # the decile lies between two
     assert scale.high == pytest.approx((3.0 - 0.2 * 1.5) / 1.5)
@@ -50,7 +50,7 @@ def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
     held = yaml.safe_load(text)
     assert held["step_scale"] == 1.5
     assert held["launch_us"] == 3.0
-    again = step_scale.learn_step_scale(
+    again = profile.learn_step_scale(
         tmp_path / "runs", file
     )  # the figures that count are the others
     assert again == scale
@@ -60,17 +60,17 @@ def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
 def test_the_scale_of_then_is_taken_out(file: Path, tmp_path: Path) -> None:
     for place in range(3):
         finished(tmp_path / "runs" / str(place), 0.2, 0.1, used={"step_scale": 2.0})
-    assert step_scale.learn_step_scale(tmp_path / "runs", file).median == pytest.approx(4.0)
+    assert profile.learn_step_scale(tmp_path / "runs", file).median == pytest.approx(4.0)
 
 
 def test_calibrated_anew_the_scale_is_gone(file: Path, tmp_path: Path) -> None:
     for place in range(3):
         finished(tmp_path / "runs" / str(place), 0.2)
-    step_scale.learn_step_scale(tmp_path / "runs", file)
+    profile.learn_step_scale(tmp_path / "runs", file)
     profile.write_profile(Hardware(step_scale=2.0), {"launch_us": 4.0}, ["calibrate` again."], file)
     assert "step_scale" not in yaml.safe_load(file.read_text())
     with pytest.raises(ConfigError, match="0 runs in"):
-        step_scale.learn_step_scale(tmp_path / "runs", file)
+        profile.learn_step_scale(tmp_path / "runs", file)
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_runs_of_another_kind_tell_nothing(
     (tmp_path / "runs" / "torn").mkdir()
     (tmp_path / "runs" / "torn" / "plan.json").write_text("{")
     with pytest.raises(ConfigError, match=r"2 runs in .* at least 3 are required"):
-        step_scale.learn_step_scale(tmp_path / "runs", file)
+        profile.learn_step_scale(tmp_path / "runs", file)
     assert file.read_text() == before
