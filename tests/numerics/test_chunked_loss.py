@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scalewise.measure.memory import LiveBytes
-from scalewise.objectives.base import IGNORED
-from scalewise.objectives.causal_lm import CausalLM
+from scalewise.objectives.config import IGNORED, CausalLM
 from scalewise.objectives.losses import chunked_loss, sum_over_tokens
 
 ROWS, WIDTH = 2, 128

@@ -15,13 +15,18 @@ from torch.nn import functional as F
 
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base_module import ModelModule
-from scalewise.objectives.base import IGNORED, ObjectiveConfig
-from scalewise.objectives.causal_lm import CausalLM
 from scalewise.objectives.chunked_loss import chunked_loss_recomputed, chunked_loss_with_gradients
-from scalewise.objectives.classification import Classification
-from scalewise.objectives.dpo import DPO
-from scalewise.objectives.grpo import GRPO
-from scalewise.objectives.likelihood import LogProbabilities, NextToken, TokenLogProbabilities
+from scalewise.objectives.config import (
+    DPO,
+    GRPO,
+    IGNORED,
+    CausalLM,
+    Classification,
+    LogProbabilities,
+    NextToken,
+    ObjectiveConfig,
+    TokenLogProbabilities,
+)
 
 STD_EPSILON = 1e-4
 """Term added to the standard deviation of the rewards of a group, to avoid division by zero."""

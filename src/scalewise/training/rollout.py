@@ -14,9 +14,7 @@ from torch import Tensor
 
 from scalewise.data.base import DataConfig
 from scalewise.data.synthetic_datasets import splitmix64
-from scalewise.objectives.base import IGNORED, ObjectiveConfig
-from scalewise.objectives.grpo import GRPO
-from scalewise.objectives.likelihood import NextToken
+from scalewise.objectives.config import GRPO, IGNORED, NextToken, ObjectiveConfig
 from scalewise.objectives.losses import compute_advantages
 
 Batch = dict[str, Tensor]

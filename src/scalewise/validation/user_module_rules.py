@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from scalewise.adapters.config import NoAdapterConfig
 from scalewise.errors import ConfigIssue
 from scalewise.models.op_graph import Recompute
-from scalewise.objectives.module import ModuleDecides
+from scalewise.objectives.config import ModuleDecides
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
 from scalewise.run_config import RunConfig
