@@ -273,7 +273,7 @@ def test_peft_folder_import_rejects_unsupported_settings(written: Written) -> No
     assert "pickles are not read" in issue
 
 
-def test_peft_fused_layer_requires_all_its_parts(written: Written) -> None:
+def test_peft_fused_layer_requires_targets_of_all_its_parts(written: Written) -> None:
     line, folder, _ = written("fused")
     targets = "adapter.targets=[attention.query,feedforward.down]"
     (issue,) = said([*line, targets, f"adapter.resume={folder}"])

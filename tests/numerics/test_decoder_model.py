@@ -153,7 +153,7 @@ def test_decoder_rejects_a_checkpoint_of_another_shape(harm, reason: str, tmp_pa
         assert "\n" not in str(issue)
 
 
-def test_decoder_rejects_an_untied_head_for_a_tied_model(tmp_path: Path) -> None:
+def test_decoder_rejects_an_untied_head_as_tied(tmp_path: Path) -> None:
     export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.tied=false"):
         load_state_dict(tmp_path, replace(LLAMA, tied=True))

@@ -175,13 +175,13 @@ def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner
 @pytest.mark.parametrize(
     ("name", "lines", "reason"),
     [
-        ("Silent", (), "returns no loss"),
-        ("Pair", (), "has 2 optimizers"),
-        ("Stepping", ("+objective.arguments.steps=2",), "one optimizer step per batch"),
-        ("Broken", (), "no such table"),
+        ("WithoutLoss", (), "returns no loss"),
+        ("TwoOptimizers", (), "has 2 optimizers"),
+        ("ManualOptimization", ("+objective.arguments.steps=2",), "one optimizer step per batch"),
+        ("FailingConstructor", (), "no such table"),
     ],
 )
-def test_user_module_without_reported_loss_is_rejected(
+def test_user_module_that_cannot_be_trained_is_rejected(
     name: str, lines: tuple[str, ...], reason: str, run_job: JobRunner
 ) -> None:
     more = (f"objective.target=fixtures.user_module.{name}", "trainer.clip_norm=null")

@@ -75,7 +75,7 @@ def test_ema_equals_torch_on_one_device(plain: RunDir, single: RunDir) -> None:
     assert_tensors_close(average(single, STEPS), averaged_by_torch(raw), "average")
 
 
-def test_ema_weights_are_exported_and_evaluated(single: RunDir) -> None:
+def test_ema_weights_are_loaded_from_a_run(single: RunDir) -> None:
     told = load_trained(single.path)
     assert told.is_averaged
     given = {f"model.{name}": tensor for name, tensor in told.read_state_dict().items()}
