@@ -168,7 +168,9 @@ def test_key_without_server_tracks_offline(url: str, run_cli: CliRunner) -> None
     ("asked", "variable"),
     [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=LONG)],
 )
-def test_untracked_run_records_disabled_tracking(asked: tuple[str, ...], variable: str, run_cli: CliRunner) -> None:
+def test_untracked_run_records_disabled_tracking(
+    asked: tuple[str, ...], variable: str, run_cli: CliRunner
+) -> None:
     folder = run_cli(*TINY, *asked, env={"WANDB_MODE": variable}).assert_ok().folder
     assert folder.status["wandb"]["mode"] == "disabled"
     assert not (folder.path / "wandb").exists()

@@ -44,7 +44,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"fill"}
 
 
-def test_no_link_is_followed(tmp_path: Path) -> None:
+def test_atomic_write_follows_no_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("theirs")
     folder = tmp_path / "run"
@@ -63,7 +63,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     assert not (folder / "x").is_symlink()
 
 
-def test_rows_are_not_appended_through_a_link(tmp_path: Path) -> None:
+def test_append_follows_no_link(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.csv")
     (tmp_path / "metrics.csv").unlink()
     (tmp_path / "victim").write_text("theirs")
@@ -73,7 +73,7 @@ def test_rows_are_not_appended_through_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "theirs"
 
 
-def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+def test_atomic_write_respects_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         atomic.write_atomic(tmp_path / "x", b"")
@@ -82,7 +82,7 @@ def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> Non
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
 
 
-def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(disk: Path) -> None:
+def test_atomic_write_on_a_full_disk_keeps_the_old_file(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     fill(disk)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -92,7 +92,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(disk: Path) -> None:
     assert names(disk) == {"x"}
 
 
-def test_reserved_space_is_written_again_and_again(disk: Path) -> None:
+def test_reserved_space_allows_repeated_writes(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     atomic.reserve_space(disk / "x", 8 * BLOCK)
     fill(disk)
@@ -105,7 +105,7 @@ def test_reserved_space_is_written_again_and_again(disk: Path) -> None:
     assert names(disk) == {"x"}
 
 
-def test_what_is_larger_than_the_reserve_is_not_written_in_part(disk: Path) -> None:
+def test_write_larger_than_the_reserve_is_not_partial(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     atomic.reserve_space(disk / "x", BLOCK)
     fill(disk)
@@ -116,14 +116,14 @@ def test_what_is_larger_than_the_reserve_is_not_written_in_part(disk: Path) -> N
     assert (disk / "x").read_bytes() == b"new"
 
 
-def test_space_that_is_not_free_is_not_reserved(disk: Path) -> None:
+def test_reserve_fails_without_free_space(disk: Path) -> None:
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
         atomic.reserve_space(disk / "x", BLOCK)
     assert names(disk) == set()
 
 
-def test_reserve_is_used_wherever_new_blocks_are_refused(
+def test_reserve_is_used_if_new_blocks_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, without a file system of its own."""
@@ -140,7 +140,7 @@ def test_reserve_is_used_wherever_new_blocks_are_refused(
         write_json(tmp_path / "x", {})
 
 
-def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
+def test_exit_report_is_written_on_a_full_disk(disk: Path) -> None:
     exit_reports.prepare_reports(disk)
     exit_reports.reserve_report(disk, 3)
     fill(disk)
@@ -166,7 +166,7 @@ def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
         (ValueError("27"), None),
     ],
 )
-def test_a_lack_of_space_has_its_fix(error: Exception, fix: str | None) -> None:
+def test_full_disk_error_has_a_fix(error: Exception, fix: str | None) -> None:
     lacking = atomic.disk_full_reason(error)
     assert (lacking is None) == (fix is None)
     if fix is not None and lacking is not None:
@@ -185,7 +185,7 @@ def test_a_lack_of_space_has_its_fix(error: Exception, fix: str | None) -> None:
     ],
     ids=["write", "reserve", "copy", "metrics"],
 )
-def test_a_file_beyond_the_limit_on_sizes_is_named(
+def test_file_size_limit_error_names_the_file(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (tmp_path / "large").write_bytes(b"x" * 100_000)

@@ -34,7 +34,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_a_document_without_bounds_is_rejected(text: str) -> None:
+def test_bounded_yaml_rejects_unbounded_documents(text: str) -> None:
     with pytest.raises(yaml.YAMLError if text.endswith("nowhere") else YamlLimitError):
         bounded_yaml.load_yaml(text)
 
@@ -49,7 +49,7 @@ def test_a_document_without_bounds_is_rejected(text: str) -> None:
         "a: &x {y: 1}\nb: {<<: *x}",
     ],
 )
-def test_another_is_read_as_yaml_reads_it(text: str) -> None:
+def test_bounded_yaml_equals_safe_load(text: str) -> None:
     assert bounded_yaml.load_yaml(text) == yaml.safe_load(text)
 
 
@@ -63,7 +63,7 @@ def test_another_is_read_as_yaml_reads_it(text: str) -> None:
         ("hydra/launcher/bad.yaml", "hydra/launcher=bad"),
     ],
 )
-def test_files_of_a_users_folder(
+def test_bounded_yaml_checks_user_config_folders(
     text: str, file: str, choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_files_of_a_users_folder(
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_resolved_configs_of_runs(
+def test_bounded_yaml_checks_resolved_configs(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", steps=4)

@@ -34,7 +34,7 @@ def closed() -> TextIO:
 
 @pytest.mark.parametrize("stream", [left, full, closed, lambda: None])
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_what_cannot_be_printed_is_dropped(
+def test_console_drops_text_of_a_closed_stream(
     stream: Callable[[], TextIO | None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = stream()
@@ -48,7 +48,7 @@ def test_what_cannot_be_printed_is_dropped(
         given.close()
 
 
-def test_characters_that_an_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_replaces_unencodable_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     held = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
     with console.shield_streams():
@@ -66,7 +66,7 @@ os.write(opened, b"only this")
 """
 
 
-def test_files_do_not_take_the_place_of_closed_streams(tmp_path: Path) -> None:
+def test_console_does_not_reuse_closed_descriptors(tmp_path: Path) -> None:
     file = tmp_path / "file"
     shell = 'exec "$@" <&- >&- 2>&-'
     line = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(file)]

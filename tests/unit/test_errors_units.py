@@ -19,11 +19,11 @@ from scalewise.units import GIB, KIB, format_bytes, format_count, format_dollars
         ("x" * 500, "x" * 120 + "..."),
     ],
 )
-def test_values_are_spelled_as_they_are_typed(value: object, text: str) -> None:
+def test_issue_values_are_printed_as_typed(value: object, text: str) -> None:
     assert format_value(value) == text
 
 
-def test_complaints_are_counted() -> None:
+def test_config_error_counts_its_issues() -> None:
     one = ConfigIssue("a.b", None, "is wrong", "mend it")
     assert str(ConfigError([one])) == "config rejected, 1 issue:\n  - a.b=null: is wrong; mend it"
     assert str(ConfigError([one, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
@@ -58,5 +58,5 @@ def test_complaints_are_counted() -> None:
         (format_bytes(1023.9), "1.00 KiB"),
     ],
 )
-def test_quantities(text: str, expected: str) -> None:
+def test_quantities_are_formatted_with_units(text: str, expected: str) -> None:
     assert text == expected

@@ -36,7 +36,7 @@ def raise_too_many(*_: object, **__: object) -> None:
 
 
 class TestOneLine:
-    def test_names_the_file_and_line_of_user_code(self, tmp_path: Path) -> None:
+    def test_error_line_names_file_and_line_of_user_code(self, tmp_path: Path) -> None:
         file = tmp_path / "theirs.py"
         file.write_text("import json\n\ndef happen():\n    json.loads('{')\n")
         spec = importlib.util.spec_from_file_location("theirs", file)
@@ -52,15 +52,15 @@ class TestOneLine:
         assert describe_exception(caught.value).endswith(f" ({file}:4 in happen)")
         assert outcome_of_exception(caught.value, 1).reason == describe_exception(caught.value)
 
-    def test_names_no_place_in_installed_packages(self) -> None:
+    def test_error_line_omits_installed_packages(self) -> None:
         error = ZeroDivisionError("by\nzero")
         assert describe_exception(error) == "ZeroDivisionError: by zero"
 
-    def test_is_of_bounded_length(self) -> None:
+    def test_error_line_has_bounded_length(self) -> None:
         assert len(describe_exception(ValueError("x" * 10**6))) < failures.MAX_MESSAGE_LENGTH + 100
 
 
-def test_survived_prints_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_prints_the_error_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
     with report_errors("no report"):
         raise_too_many()
     with report_errors("no report"):
@@ -85,7 +85,7 @@ class Panic(BaseException):
         (PermissionError(errno.EACCES, "Permission denied", "runs"), 2, "runs: Permission denied"),
     ],
 )
-def test_a_command_ends_in_one_line(
+def test_unexpected_error_of_a_command_is_one_line(
     error: BaseException,
     code: int,
     said: str,
@@ -112,7 +112,7 @@ def order(compose: Compose) -> JobSpec:
     return JobSpec(compose("experiment=smoke", "tracking=none"))
 
 
-def test_a_launcher_that_fails_ends_the_status(
+def test_failed_launcher_ends_the_status(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_run_attempt", raise_too_many)
@@ -127,7 +127,7 @@ def test_a_launcher_that_fails_ends_the_status(
     assert left == made
 
 
-def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
+def test_full_disk_at_start_is_rejected_and_leaves_nothing(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -144,7 +144,7 @@ def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_a_signal_while_a_job_begins_leaves_nothing(
+def test_signal_while_a_job_starts_leaves_nothing(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -156,7 +156,7 @@ def test_a_signal_while_a_job_begins_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_cannot_begin_has_failed(
+def test_job_that_cannot_start_has_failed(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scalewise.launch.executor.execute", raise_too_many)
@@ -176,9 +176,7 @@ class Breaking:
         raise_too_many()
 
 
-def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(
-    order: JobSpec, tmp_path: Path
-) -> None:
+def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> None:
     tasks = [SweepTask(number, order, tmp_path / str(number)) for number in range(3)]
     results = execute_all(
         tasks,
@@ -221,7 +219,7 @@ class Crew:
         yield task, Result("ok", "", 0, task.folder, {})
 
 
-def test_a_packed_job_without_a_process_costs_no_other(order: JobSpec, tmp_path: Path) -> None:
+def test_packed_job_without_process_does_not_stop_others(order: JobSpec, tmp_path: Path) -> None:
     waiting = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
     room = SlotCapacity((0,), 1)
     found = packed_executor._run_jobs(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
@@ -236,7 +234,7 @@ class TestRenderer:
         yield own
         own.close()
 
-    def test_that_dies_is_tried_again_once(
+    def test_chart_renderer_restarts_once(
         self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         tries = tmp_path / "tries"
@@ -249,7 +247,9 @@ class TestRenderer:
                 own.svg({}, "6.1")
         assert tries.read_text().split() == ["x", "x"]
 
-    def test_that_is_missing_costs_charts_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_chart_renderer_omits_charts_only(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
 
         def draw(_: int) -> None:
@@ -258,7 +258,7 @@ class TestRenderer:
         text = ChartPicture(draw, "ident", "sentence").desktop_svg  # type: ignore[arg-type]
         assert text.startswith(f"<p>{NO_CHART}: RenderError: cannot start")
 
-    def test_tells_why_a_chart_is_none_and_draws_the_next(
+    def test_chart_renderer_reports_a_failed_chart_and_continues(
         self, own: renderer.ChartRenderer
     ) -> None:
         with pytest.raises(renderer.RenderError, match="conversion failed"):
@@ -266,7 +266,7 @@ class TestRenderer:
         chart = {"data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
         assert own.svg(chart, "6.1").startswith("<svg")
 
-    def test_has_no_answer_left_after_a_signal(
+    def test_chart_renderer_discards_answers_after_a_signal(
         self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         process = own._start_process()

@@ -12,7 +12,7 @@ from scalewise.metric_names import METRICS, STEP_PHASES
 ROOT = Path(__file__).parents[2]
 
 
-def test_verbs() -> None:
+def test_commands_are_frozen() -> None:
     assert list(cli.COMMANDS) == [
         "train",
         "plan",
@@ -30,7 +30,7 @@ def test_verbs() -> None:
     ]
 
 
-def test_groups_and_their_options() -> None:
+def test_groups_and_options_are_frozen() -> None:
     assert {group: paths.option_names(group) for group in paths.GROUPS} == {
         "model": [
             "decoder_10m",
@@ -124,12 +124,12 @@ def test_groups_and_their_options() -> None:
     }
 
 
-def test_every_group_has_its_specs() -> None:
+def test_groups_all_have_frozen_fields() -> None:
     registry.import_options()
     assert set(registry.OPTIONS) == set(paths.CLOSED_GROUPS)
 
 
-def test_metric_keys() -> None:
+def test_metric_keys_are_frozen() -> None:
     assert list(METRICS) == [
         "step",
         "train/loss",
@@ -168,7 +168,7 @@ def test_metric_keys() -> None:
     assert {f"time/{name}_s" for name in STEP_PHASES} < set(METRICS)
 
 
-def test_every_metric_says_its_unit() -> None:
+def test_metrics_name_their_unit() -> None:
     for metric in METRICS.values():
         assert metric.meaning
         suffixed = {"_s": "s", "_bytes": "B"}
@@ -177,7 +177,7 @@ def test_every_metric_says_its_unit() -> None:
                 assert metric.unit == unit
 
 
-def test_exit_codes() -> None:
+def test_exit_codes_are_frozen() -> None:
     assert errors.EXIT_CODES == {
         "ok": 0,
         "pruned": 0,
@@ -191,14 +191,14 @@ def test_exit_codes() -> None:
     assert errors.ConfigError([]).exit_code == 2
 
 
-def test_the_api() -> None:
+def test_api_is_frozen() -> None:
     errors = ["CheckpointError", "ConfigError", "DataError"]
     assert scalewise.__all__ == [*errors, "Result", "Run", "compose", "train"]
     for name in scalewise.__all__:
         assert getattr(scalewise, name).__doc__
 
 
-def test_the_command_and_the_extras() -> None:
+def test_entry_point_and_extras_are_frozen() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:command"}
     extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "hf", "images"}

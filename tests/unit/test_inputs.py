@@ -56,7 +56,7 @@ def paths_found(run, **given):
     return found["data"]["paths"]
 
 
-def test_held_out_files_depend_on_content_alone(tmp_path, monkeypatch):
+def test_validation_files_depend_on_content_only(tmp_path, monkeypatch):
     write_texts(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for file in (tmp_path / "two").iterdir():
@@ -82,7 +82,7 @@ def test_held_out_files_depend_on_content_alone(tmp_path, monkeypatch):
         assert found == expected, paths
 
 
-def test_the_same_files_elsewhere_are_cached_once(tmp_path):
+def test_moved_files_share_a_cache(tmp_path):
     write_texts(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     tokenizers = {
@@ -92,7 +92,7 @@ def test_the_same_files_elsewhere_are_cached_once(tmp_path):
     assert len(tokenizers) == 1
 
 
-def test_copies_of_one_file_fall_on_one_side(tmp_path):
+def test_copies_of_one_file_are_in_one_split(tmp_path):
     write_texts(tmp_path / "one")
     for number in range(12):
         copy = tmp_path / "one" / f"{number}-copy.txt"
@@ -106,7 +106,7 @@ def test_copies_of_one_file_fall_on_one_side(tmp_path):
         assert (line in train) != (line in held), number
 
 
-def test_files_that_are_all_the_same_are_split_within(tmp_path):
+def test_identical_files_are_split_within(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("".join(f"line {number}\n" for number in range(300)))
     train, held = both_splits(
@@ -115,22 +115,22 @@ def test_files_that_are_all_the_same_are_split_within(tmp_path):
     assert 0 < len(held) < len(train) / 3
 
 
-def test_relative_paths_are_those_of_the_launch_folder(project):
+def test_relative_paths_resolve_from_the_launch_folder(project):
     assert paths_found(project / "runs" / "a") == [f"{project}/texts/*.txt"]
 
 
-def test_a_project_that_moved_is_found_with_its_run(project, tmp_path):
+def test_moved_project_is_found_with_its_run(project, tmp_path):
     project.rename(tmp_path / "moved")
     run = tmp_path / "moved" / "runs" / "a"
     assert paths_found(run) == [f"{tmp_path}/moved/texts/*.txt"]
 
 
-def test_a_run_that_was_copied_alone_finds_its_launch_folder(project, tmp_path):
+def test_copied_run_finds_its_launch_folder(project, tmp_path):
     shutil.copytree(project / "runs" / "a", tmp_path / "copy")
     assert paths_found(tmp_path / "copy") == [f"{project}/texts/*.txt"]
 
 
-def test_the_place_with_the_known_content_is_taken(project, tmp_path, monkeypatch):
+def test_inputs_are_found_by_content(project, tmp_path, monkeypatch):
     shutil.copytree(project / "texts", tmp_path / "texts")
     (project / "texts" / "3.txt").write_text("other content")
     assert paths_found(project / "runs" / "a") == [f"{tmp_path}/texts/*.txt"]
@@ -158,7 +158,7 @@ def test_given_paths_are_checked_by_content(project, tmp_path):
         paths_found(run, **{"model.path": "x"})
 
 
-def test_data_of_other_content_are_rejected(project, monkeypatch):
+def test_inputs_with_other_content_are_rejected(project, monkeypatch):
     run, data = project / "runs" / "a", TextData(paths=(f"{project}/texts/*.txt",))
     inputs.check_data(data, run)
     (project / "texts" / "3.txt").write_text("other content")
@@ -168,7 +168,9 @@ def test_data_of_other_content_are_rejected(project, monkeypatch):
     inputs.check_data(data, run)
 
 
-def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeypatch):
+def test_inputs_of_earlier_versions_are_searched_in_the_current_folder(
+    project, tmp_path, monkeypatch
+):
     run = project / "runs" / "a"
     (run / inputs.INPUTS_FILE).unlink()
     assert paths_found(run) == ["texts/*.txt"]
@@ -176,7 +178,7 @@ def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeyp
     assert paths_found(run) == [f"{project}/texts/*.txt"]
 
 
-def test_names_of_the_hub_stay_as_they_are(tmp_path, monkeypatch):
+def test_hub_names_are_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = {"model": {"path": "gpt2"}, "data": {"path": "roneneldan/TinyStories"}}
     inputs.write_inputs(told, tmp_path)
@@ -184,7 +186,7 @@ def test_names_of_the_hub_stay_as_they_are(tmp_path, monkeypatch):
     assert inputs.relocate_inputs(told, tmp_path, {}) == told
 
 
-def test_shards_are_told_apart_by_their_order(tmp_path):
+def test_shard_order_distinguishes_inputs(tmp_path):
     for name, first in (("a.bin", 0), ("b.bin", 100)):
         np.arange(first, first + 50, dtype="<u2").tofile(tmp_path / name)
     one = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
@@ -194,7 +196,7 @@ def test_shards_are_told_apart_by_their_order(tmp_path):
     assert prepare_splits(PretokenizedData(paths=(f"{tmp_path}/*.bin",), sequence=8), 200, 0).train
 
 
-def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
+def test_model_weights_are_identified_by_content(tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "SAMPLED_BYTES", 1000)
     monkeypatch.setattr(input_files, "SAMPLE_BYTES", 16)
     weights = np.random.default_rng(0).bytes(5000)
@@ -214,7 +216,7 @@ def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
     )
 
 
-def test_options_of_commands_are_read_as_overrides():
+def test_command_options_are_read_as_overrides():
     options = {"data.paths": "['a b.txt',c.txt]", "data.tokenizer": "x/tokenizer.json", "step": "1"}
     found = trained._path_options(options)
     assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
@@ -223,7 +225,7 @@ def test_options_of_commands_are_read_as_overrides():
         trained._path_options({"data.paths": "[a"})
 
 
-def test_documents_of_earlier_versions_had_no_special_tokens():
+def test_documents_of_earlier_versions_have_no_special_tokens():
     told = values(paths=["x"], tokenizer="t.json")
     inputs.add_missing(told)
     assert told["data"]["special_tokens"] is False
@@ -235,7 +237,7 @@ def test_documents_of_earlier_versions_had_no_special_tokens():
     assert set(tokens["data"]) == {"_target_"}
 
 
-def test_the_record_is_json_that_names_the_launch_folder(project):
+def test_inputs_record_names_the_launch_folder(project):
     record = json.loads((project / "runs" / "a" / inputs.INPUTS_FILE).read_text())
     assert record["launch_folder"] == str(project)
     assert list(record["digests"]) == ["data.paths"]

@@ -28,7 +28,7 @@ def build(config: object, scale: int) -> int:
 """
 
 
-def test_the_first_call_imports_the_implementation(
+def test_dispatch_imports_the_implementation_at_the_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lazy_dispatch_base.py").write_text(BASE)
@@ -44,7 +44,7 @@ def test_the_first_call_imports_the_implementation(
     assert lazy_dispatch_base.build.__doc__ == "Docstring of the default."
 
 
-def test_subclasses_inherit_registered_functions_and_others_get_the_default() -> None:
+def test_dispatch_inherits_registrations_and_falls_back_to_the_default() -> None:
     @lazy_dispatch
     def name(config: object) -> str:
         return "default"
@@ -57,7 +57,7 @@ def test_subclasses_inherit_registered_functions_and_others_get_the_default() ->
     assert name("text") == "default"
 
 
-def test_the_error_of_an_unregistered_type_names_function_and_type() -> None:
+def test_dispatch_error_names_function_and_type() -> None:
     @lazy_dispatch
     def build(config: object) -> None:
         raise not_registered(build, config)

@@ -72,7 +72,7 @@ def test_only_one_module_makes_consoles() -> None:
 
 
 @pytest.mark.parametrize("stderr", [False, True])
-def test_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_lines("one", HOSTILE, "three", stderr=stderr)
     said = capsys.readouterr()
     printed = said.err if stderr else said.out
@@ -80,7 +80,7 @@ def test_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> No
     assert len(printed.splitlines()) == 3
 
 
-def test_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rich_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.table import Table
 
     table = Table(title=HOSTILE)
@@ -91,12 +91,12 @@ def test_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     assert_shown(capsys.readouterr().out)
 
 
-def test_scripts_and_emoji_stay_as_they_are() -> None:
+def test_printed_scripts_and_emoji_are_kept() -> None:
     kept = "naïve Ωμέγα 漢字 हिन्दी \u200c \N{MAN}\u200d\N{PERSONAL COMPUTER} \u00a0\u3000 e\u0301"
     assert console.printable(kept) == kept
 
 
-def test_an_error_of_several_issues_has_a_line_for_each(
+def test_error_prints_one_line_per_issue(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = ConfigError.for_key(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
@@ -106,7 +106,7 @@ def test_an_error_of_several_issues_has_a_line_for_each(
 
 
 @pytest.mark.parametrize("command", usage.COMMANDS)
-def test_every_command_rejects_hostile_arguments_in_plain_text(
+def test_commands_reject_hostile_arguments_in_plain_text(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_null = HOSTILE.replace("\x00", "")
@@ -118,7 +118,7 @@ def test_every_command_rejects_hostile_arguments_in_plain_text(
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_an_unknown_command_is_rejected_in_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_rejected_in_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([HOSTILE]) == 2
     assert_plain(capsys.readouterr().err)
 
@@ -142,7 +142,7 @@ KEPT = frozenset({"folder", "planned_folder", "started", "ended", "key", "host"}
 
 
 @pytest.mark.parametrize("kept", [KEPT, KEPT | {"status", "verb"}])
-def test_reading_commands_on_run_folders_with_hostile_strings(
+def test_commands_print_hostile_run_folders_in_plain_text(
     kept: frozenset[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -190,7 +190,9 @@ def task(compose: Callable[..., RunConfig], tmp_path: Path) -> SweepTask:
     return SweepTask(0, order, tmp_path)
 
 
-def test_what_train_prints_of_a_sweep(task: SweepTask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_prints_a_hostile_sweep_in_plain_text(
+    task: SweepTask, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = [Result(status, HOSTILE, 1, task.folder, {}) for status in ("failed", HOSTILE)]
     show.print_job_start(task, 2)
     for result in results:
@@ -200,7 +202,9 @@ def test_what_train_prints_of_a_sweep(task: SweepTask, capsys: pytest.CaptureFix
     assert_shown(capsys.readouterr().out)
 
 
-def test_what_a_study_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_search_prints_hostile_values_in_plain_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trial = {
         "number": 0,
         "state": HOSTILE,
@@ -223,7 +227,7 @@ def test_what_a_study_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert_shown(capsys.readouterr().out)
 
 
-def test_plans_show_lists_as_typed(
+def test_plan_shows_lists_as_typed(
     compose: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.txt"

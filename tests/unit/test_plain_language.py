@@ -146,7 +146,7 @@ def test_text_uses_the_terms_of_the_field(file: Path) -> None:
     assert not found, "\n".join(found)
 
 
-def test_a_private_word_is_found() -> None:
+def test_private_words_are_found() -> None:
     assert private_words("how a ledger is cured anew", is_name=False) == ["ledger", "anew"]
     assert private_words("suggested_cure", is_name=True) == ["cure"]
     assert private_words("MemoryLedger", is_name=True) == ["ledger"]

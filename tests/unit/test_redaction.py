@@ -69,7 +69,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("APP_SECRET", 'quote"<&\'back\\slash', ['quote"<&\'back\\slash']),
     ],
 )  # fmt: skip
-def test_a_secret_is_replaced_in_every_form(
+def test_redaction_replaces_secrets_in_every_form(
     name: str, value: str, secrets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -155,7 +155,7 @@ KEYS_OF_SERVICES = {
 
 
 @pytest.mark.parametrize("service", redaction.API_KEY_PATTERNS)
-def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None:
+def test_redaction_replaces_service_keys(service: str) -> None:
     for key in KEYS_OF_SERVICES[service]:
         for form in (key, f"x={key}", f"'{key}'", f"https://host/{key}?x", f'{{"a":"{key}"}}'):
             assert redact(form) == form.replace(key, HIDDEN), form
@@ -175,7 +175,7 @@ def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None
         (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{B62}\n", B62),
     ],
 )
-def test_secret_parts_of_addresses_and_blocks_are_replaced(text: str, secret: str) -> None:
+def test_redaction_replaces_secret_parts_of_urls_and_blocks(text: str, secret: str) -> None:
     assert secret not in redact(text)
     assert redact(redact(text)) == redact(text)
 
@@ -212,7 +212,7 @@ def test_secret_parts_of_addresses_and_blocks_are_replaced(text: str, secret: st
         "MNIST, CIFAR and NLP in 32 bits; ATTENTION is all you need",
     ],
 )
-def test_ordinary_texts_stay(text: str) -> None:
+def test_redaction_keeps_ordinary_texts(text: str) -> None:
     assert redact(text) == text
 
 
@@ -245,17 +245,19 @@ def test_ordinary_texts_stay(text: str) -> None:
         ("SERVER", "https://jane@host.example:8080/x?page=2"),
     ],
 )
-def test_ordinary_values_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redaction_keeps_ordinary_values(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     assert redact(f"x {value} y") == f"x {value} y"
 
 
-def test_a_short_secret_is_replaced_only_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redaction_of_a_short_secret_requires_a_full_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASS", "llama3")
     assert redact("llama3 llama3_8b xllama3 llama3.") == f"{HIDDEN} llama3_8b xllama3 {HIDDEN}."
 
 
-def test_names_of_user_and_home_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redaction_keeps_user_and_home_names(monkeypatch: pytest.MonkeyPatch) -> None:
     redaction._ordinary_names.cache_clear()
     monkeypatch.setattr("getpass.getuser", lambda: "jane42doe")
     monkeypatch.setenv("MY_KEY", "jane42doe")
@@ -274,7 +276,7 @@ def test_names_of_user_and_home_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["netrc", "netrc-lines", "hub", "wandb-home", "wandb-here"],
 )
-def test_key_files_are_read(file: str, content: str, secret: str, tmp_path: Path) -> None:
+def test_redaction_reads_key_files(file: str, content: str, secret: str, tmp_path: Path) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
     assert secret in redact(secret)
@@ -302,11 +304,11 @@ def test_key_files_are_read(file: str, content: str, secret: str, tmp_path: Path
         )),
     ],
 )  # fmt: skip
-def test_names(name: str, expected: bool) -> None:
+def test_redaction_detects_secret_names(name: str, expected: bool) -> None:
     assert is_secret_name(name) == expected
 
 
-def test_files_and_lines_hold_no_secret(
+def test_written_files_and_lines_have_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DB_PASS", "hunter2-prod-9931")
@@ -320,7 +322,7 @@ def test_files_and_lines_hold_no_secret(
     assert redact_tree({"hunter2-prod-9931": ("hunter2-prod-9931", 3)}) == {HIDDEN: [HIDDEN, 3]}
 
 
-def test_a_captured_console_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_console_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B captures the console by replacing ``write``."""
     import sys
 
@@ -370,7 +372,7 @@ class TestConfig:
         monkeypatch.setenv("LOG_KEY2", "plain")
 
     @pytest.mark.parametrize("line", LINES)
-    def test_a_line_with_a_secret_is_rejected(self, line: str) -> None:
+    def test_override_with_a_secret_is_rejected(self, line: str) -> None:
         with pytest.raises(ConfigError) as caught:
             run_command(Command(), [line])
         assert "secret" in str(caught.value)
@@ -389,7 +391,7 @@ class TestConfig:
             "${oc.dict.values:..callbacks}",
         ],
     )
-    def test_an_experiment_file_cannot_put_one_together(self, question: str) -> None:
+    def test_experiment_file_cannot_assemble_a_secret(self, question: str) -> None:
         Path("own/experiments").mkdir(parents=True)
         content = {"tracking": {"project": "env", "notes": "DB_PASS"}, "question": question}
         Path("own/experiments/x.yaml").write_text(yaml.safe_dump(content))
@@ -397,7 +399,7 @@ class TestConfig:
             run_command(Command(), ["-cd", "own", "experiment=x"])
         assert "hunter2" not in str(caught.value)
 
-    def test_what_is_no_secret_is_read(
+    def test_override_without_a_secret_is_accepted(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("CLUSTER", "north-2")
@@ -405,21 +407,21 @@ class TestConfig:
         lines = ["question='${oc.env:CLUSTER} ${oc.env:TOKEN_FOLDER} ${oc.env:ABSENT,none}'"]
         assert compose_lines(lines).question == f"north-2 {tmp_path} none"
 
-    def test_the_hash_does_not_depend_on_a_secret(
+    def test_config_hash_does_not_depend_on_a_secret(
         self, compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = config_hash(compose_lines(["seed=1"]))
         monkeypatch.setenv("DB_PASS", "another-0042")
         assert config_hash(compose_lines(["seed=1"])) == before
 
-    def test_what_was_hidden_is_not_trained_with(self, compose: Callable[..., RunConfig]) -> None:
+    def test_redacted_value_is_not_trained_with(self, compose: Callable[..., RunConfig]) -> None:
         recorded = dict(compose_lines(["seed=1"]).as_dict()["data"])  # type: ignore[call-overload]
         key = next(key for key, value in recorded.items() if key != "_target_")
         with pytest.raises(ConfigError, match="was a secret, which is not recorded"):
             parse_group("data", recorded | {key: f"https://{HIDDEN}@host"})
 
 
-def test_the_server_s_address_loses_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_url_is_shown_without_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://user:s3cr3tPW99@localhost:8080")
     connection.hide_credentials()
     assert os.environ["WANDB_BASE_URL"] == "http://localhost:8080"

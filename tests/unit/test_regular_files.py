@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
         manifest.fingerprint,
     ],
 )
-def test_what_is_no_file_is_named(
+def test_special_files_are_named(
     kind: str,
     read: Callable[[Path], object],
     tmp_path: Path,
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_named(
 @pytest.mark.parametrize("name", ["status.json", "plan.json", "summary.json", "metrics.csv"])
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
 @pytest.mark.parametrize("command", ["status", "report", "plan explain"])
-def test_commands_name_what_is_no_file_in_a_run(
+def test_commands_name_special_files_in_a_run(
     command: str, kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if (command, name) == ("status", "summary.json"):
@@ -77,7 +77,7 @@ def test_commands_name_what_is_no_file_in_a_run(
     assert f"{tmp_path / name} is {kind}, not a regular file" in capsys.readouterr().err
 
 
-def test_files_of_a_sweep_and_an_adapter_are_checked(tmp_path: Path) -> None:
+def test_sweep_and_adapter_files_are_checked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "sweep.json")
     for read in (records.read_record, job_progress.read_progress):
         with pytest.raises(IrregularFileError, match=r"sweep\.json"):
@@ -87,19 +87,19 @@ def test_files_of_a_sweep_and_an_adapter_are_checked(tmp_path: Path) -> None:
         adapter_resume.resolved_config(tmp_path / "checkpoints" / "step-1")
 
 
-def test_an_experiment_is_not_waited_for(tmp_path: Path) -> None:
+def test_experiment_pipe_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "experiments").mkdir()
     os.mkfifo(tmp_path / "experiments" / "x.yaml")
     with pytest.raises(IrregularFileError, match=r"x\.yaml is a FIFO"):
         run_command(Command(), ["-cd", str(tmp_path), "experiment=x"])
 
 
-def test_a_lock_is_not_waited_for(tmp_path: Path) -> None:
+def test_lock_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / locks.FILE)
     assert locks.lock_owner(tmp_path) is None
 
 
-def test_absent_and_whole_files_are_read_as_before(tmp_path: Path) -> None:
+def test_absent_and_regular_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         regular_files.read_text(tmp_path / "file")
     regular_files.check_regular(tmp_path / "file")

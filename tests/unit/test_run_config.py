@@ -42,7 +42,7 @@ Compose = Callable[..., RunConfig]
         (["parallelism=pipeline", "parallelism.shards=3"], 6, 1, 24, 24 * 256),
     ],
 )
-def test_the_arithmetic_of_a_step(
+def test_run_config_step_arithmetic(
     compose: Compose,
     overrides: list[str],
     world: int,
@@ -72,12 +72,12 @@ def test_the_arithmetic_of_a_step(
         ("max_epochs=2", 25),
     ],
 )
-def test_the_length_of_a_run(compose: Compose, length: str, steps: int) -> None:
+def test_run_config_length(compose: Compose, length: str, steps: int) -> None:
     run = compose("trainer.max_steps=null", f"trainer.{length}")
     assert run.num_steps(100) == steps
 
 
-def test_its_plain_form_survives_yaml(compose: Compose) -> None:
+def test_run_config_round_trips_through_yaml(compose: Compose) -> None:
     run = compose("experiment=smoke", "tracking.tags=[a,'null',\"1\"]", "data.sequence=64")
     plain = run.as_dict()
     again = yaml.safe_load(yaml.safe_dump(plain))
@@ -88,7 +88,7 @@ def test_its_plain_form_survives_yaml(compose: Compose) -> None:
     assert again["callbacks"]["guard"]["_target_"].endswith("LossGuard")
 
 
-def test_every_spec_in_it_can_be_built_again(compose: Compose) -> None:
+def test_run_config_rebuilds_from_its_record(compose: Compose) -> None:
     run = compose()
     for group, values in run.as_dict().items():
         spec = getattr(run, group)
@@ -97,20 +97,20 @@ def test_every_spec_in_it_can_be_built_again(compose: Compose) -> None:
             assert set(values) == {"_target_", *vars(spec)}
 
 
-def test_it_is_picklable_and_immutable(compose: Compose) -> None:
+def test_run_config_is_picklable_and_immutable(compose: Compose) -> None:
     run = compose("experiment=smoke", "callbacks=[guard,ema]")
     assert pickle.loads(pickle.dumps(run)) == run
     with pytest.raises(FrozenInstanceError):
         run.seed = 2
 
 
-def test_settling_twice_changes_nothing(compose: Compose) -> None:
+def test_resolve_is_idempotent(compose: Compose) -> None:
     run = compose("parallelism=ddp", check_machine=False)
     assert run.parallelism.world_size >= 1
     assert run.resolve() == run
 
 
-def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
+def test_nan_is_rejected_in_any_group(compose: Compose) -> None:
     from dataclasses import replace
 
     run = compose()
@@ -129,7 +129,7 @@ def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
         (["adapter=prefix", "data.sequence=64"], ()),
     ],
 )
-def test_a_fork_server_imports_what_ranks_need_where_no_device_is_asked(
+def test_forkserver_imports_match_rank_requirements(
     compose: Compose, overrides: list[str], imports: tuple[str, ...]
 ) -> None:
     run = compose(*overrides)

@@ -40,7 +40,9 @@ DEVICES = [name for name in paths.option_names("hardware") if name not in ("auto
 
 class TestHardware:
     @pytest.mark.parametrize("name", DEVICES)
-    def test_figures_hang_together(self, name: str, compose: Callable[..., RunConfig]) -> None:
+    def test_hardware_profiles_are_consistent(
+        self, name: str, compose: Callable[..., RunConfig]
+    ) -> None:
         spec = compose(f"hardware={name}", check_machine=False).hardware
         rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
         assert all(rate is not None for rate in rates)
@@ -53,7 +55,7 @@ class TestHardware:
         head = (paths.project_root() / "conf/hardware" / f"{name}.yaml").read_text().splitlines()[0]
         assert "Figures: NVIDIA" in head
 
-    def test_a_peak_that_is_not_there_is_none(self) -> None:
+    def test_hardware_without_peak_rate_has_none(self) -> None:
         spec = Hardware(bf16_tflops=0, fp32_tflops=15.7)
         assert spec.peak_flops("bf16") is None
         assert spec.peak_flops("fp16") is None
@@ -71,7 +73,7 @@ class TestHardware:
             ("", 0, 0),
         ],
     )
-    def test_the_peak_of_a_processor(self, flags: str, fp32: int, bf16: float) -> None:
+    def test_hardware_peak_rate_of_a_cpu(self, flags: str, fp32: int, bf16: float) -> None:
         found = processor_tflops({"flags": flags, "cpu MHz": "2500.0"}, cores=4)
         per_flop = 4 * 2.5e9 / 1e12
         expected = {"fp32_tflops": fp32 * per_flop, "bf16_tflops": bf16 * per_flop}
@@ -80,11 +82,11 @@ class TestHardware:
     @pytest.mark.skipif(
         "flags" not in hardware._cpu_info(), reason="the kernel names x86 instructions"
     )
-    def test_torch_knows_whether_bf16_is_emulated(self) -> None:
+    def test_hardware_bf16_emulation_agrees_with_torch(self) -> None:
         found = resolve_for_machine(Hardware(device=DeviceKind.cpu))
         assert found.emulates_bf16 != torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-    def test_a_processor_that_says_nothing(self) -> None:
+    def test_hardware_of_an_unknown_cpu(self) -> None:
         assert processor_tflops({}, 4) == {}
         assert processor_tflops({"flags": "avx2 fma"}, 4) == {}
 
@@ -103,7 +105,7 @@ class TestHardware:
             ("GPU-8932f937", ("A",)),
         ],
     )
-    def test_visible_devices(
+    def test_hardware_respects_visible_devices(
         self, visible: str | None, expected: tuple[str, ...], tmp_path: Path
     ) -> None:
         for number, name in enumerate("ABC"):
@@ -113,7 +115,7 @@ class TestHardware:
         environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         assert hardware._visible_gpus(environment, tmp_path) == expected
 
-    def test_auto_takes_what_is_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hardware_auto_takes_the_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 2, 8 * 1024**3)
         monkeypatch.setattr(hardware, "this_machine", lambda: machine)
         found = hardware.resolve_for_machine(Hardware())
@@ -122,7 +124,7 @@ class TestHardware:
         kept = hardware.resolve_for_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
         assert (kept.memory_gib, kept.fp32_tflops) == (4, 1.0)
 
-    def test_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hardware_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hardware, "this_machine", lambda: Machine(("H100",), "", 2, 1))
         assert hardware.resolve_for_machine(Hardware()).device == "cuda"
         assert (
@@ -140,13 +142,15 @@ class TestPrecision:
             ("fp32", "fp16", "16-mixed", "fp16"),
         ],
     )
-    def test_pairs_that_run(self, held: str, used: str, plugin: str, peak: str) -> None:
+    def test_precision_device_pairs_that_run(
+        self, held: str, used: str, plugin: str, peak: str
+    ) -> None:
         spec = Precision(FloatFormat(held), FloatFormat(used))
         assert list(spec.validate()) == []
         assert spec.lightning_precision() == plugin
         assert spec.peak_kind == peak
 
-    def test_pairs_that_do_not(self) -> None:
+    def test_precision_device_pairs_that_are_rejected(self) -> None:
         refused = [
             (held, used)
             for held in FloatFormat
@@ -155,16 +159,16 @@ class TestPrecision:
         ]
         assert len(refused) == len(FloatFormat) ** 2 - 4
 
-    def test_bytes_are_torch_s(self) -> None:
+    def test_precision_bytes_equal_torch(self) -> None:
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         for number in FloatFormat:
             assert number.bytes == kinds[number].itemsize
 
-    def test_tf32_is_only_for_fp32(self) -> None:
+    def test_precision_tf32_requires_fp32(self) -> None:
         assert Precision(tf32=True).peak_kind == "tf32"
         assert Precision(compute=FloatFormat.bf16, tf32=True).peak_kind == "bf16"
 
-    def test_matmul_is_set(self) -> None:
+    def test_precision_sets_float32_matmul(self) -> None:
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision(Precision(tf32=True).matmul_precision)
@@ -190,7 +194,7 @@ def held(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
 
 class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
-    def test_slots_are_torch_s_state(self, spec: FixedStateOptimizerConfig) -> None:
+    def test_optimizer_slots_equal_torch_state(self, spec: FixedStateOptimizerConfig) -> None:
         layer = torch.nn.Linear(5, 7)
         optimizer = build_optimizer(spec, held(layer))
         layer(torch.ones(2, 5)).sum().backward()
@@ -203,7 +207,7 @@ class TestOptimizers:
     @pytest.mark.parametrize(
         "spec", [AdamWConfig(weight_decay=0.3), SGDConfig(weight_decay=0.3)], ids=repr
     )
-    def test_matrices_decay_and_vectors_do_not(self, spec: OptimizerConfig) -> None:
+    def test_optimizer_decays_matrices_only(self, spec: OptimizerConfig) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
         groups = build_optimizer(spec, held(module)).param_groups
@@ -211,13 +215,13 @@ class TestOptimizers:
         assert found == {0.3: [2], 0.0: [1, 1, 1]}
         assert all(group["lr"] == spec.lr for group in groups)
 
-    def test_frozen_parameters_are_left_out(self) -> None:
+    def test_optimizer_omits_frozen_parameters(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
         (group,) = build_optimizer(AdamWConfig(), held(layer)).param_groups
         assert group["params"] == [layer.bias]
 
-    def test_every_field_reaches_torch(self) -> None:
+    def test_optimizer_fields_reach_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
         adamw = AdamWConfig(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
         defaults = build_optimizer(adamw, held(layer)).defaults
@@ -241,7 +245,7 @@ def rates(spec: ScheduleConfig, steps: int) -> list[float]:
 
 class TestSchedules:
     @pytest.mark.parametrize("spec", SCHEDULES, ids=lambda spec: type(spec).__name__)
-    def test_warm_up_rises_to_the_peak_and_the_end_is_final(self, spec: ScheduleConfig) -> None:
+    def test_schedule_warms_up_to_the_peak(self, spec: ScheduleConfig) -> None:
         found = rates(spec, 48)
         assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
         assert found[7] == max(found) == 1.0
@@ -249,7 +253,7 @@ class TestSchedules:
         assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
         assert spec.lr_factor(1000, 48) == found[-1]
 
-    def test_wsd_is_flat_until_it_decays(self) -> None:
+    def test_schedule_wsd_is_constant_until_decay(self) -> None:
         found = rates(WarmupStableDecayConfig(warmup_steps=0, decay=0.25, final=0.0), 41)
         assert found[:31] == [1.0] * 31
         assert found[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
@@ -269,7 +273,9 @@ class TestSchedules:
             ),
         ],
     )
-    def test_shapes_are_torch_s(self, spec: ScheduleConfig, usual: Callable[..., object]) -> None:
+    def test_schedule_shapes_equal_torch(
+        self, spec: ScheduleConfig, usual: Callable[..., object]
+    ) -> None:
         assert self._walk(lambda o: build_lr_scheduler(spec, o, 31), 30) == pytest.approx(
             self._walk(usual, 30)
         )
@@ -284,18 +290,18 @@ class TestSchedules:
             schedule.step()
         return [*found, optimizer.param_groups[0]["lr"]]
 
-    def test_a_warm_up_as_long_as_the_run(self) -> None:
+    def test_schedule_warmup_of_the_full_run(self) -> None:
         assert CosineConfig(warmup_steps=5).lr_factor(5, 5) == 1.0
 
 
 class TestCausalLM:
-    def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary_for_each_label(self) -> None:
+    def test_causal_lm_loss_of_uniform_logits_is_log_vocabulary(self) -> None:
         loss = sum_over_tokens(
             CausalLM(), torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long)
         )
         assert loss.item() == pytest.approx(6 * math.log(11))
 
-    def test_the_loss_of_a_batch_is_the_sum_over_its_pieces(self) -> None:
+    def test_causal_lm_loss_is_the_sum_over_chunks(self) -> None:
         logits = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.arange(24).reshape(4, 6) % 5
         labels[1, 2:] = IGNORED
@@ -303,7 +309,7 @@ class TestCausalLM:
         rows = sum(sum_over_tokens(smooth, logits[i : i + 1], labels[i : i + 1]) for i in range(4))
         torch.testing.assert_close(rows, sum_over_tokens(smooth, logits, labels))
 
-    def test_a_batch_without_a_label_adds_nothing(self) -> None:
+    def test_causal_lm_loss_without_labels_is_zero(self) -> None:
         logits = torch.randn(1, 3, 5).requires_grad_()
         loss = sum_over_tokens(CausalLM(label_smoothing=0.1), logits, torch.full((1, 3), IGNORED))
         loss.backward()
@@ -311,20 +317,20 @@ class TestCausalLM:
         assert logits.grad is not None
         assert not logits.grad.any()
 
-    def test_ignored_labels_take_no_part(self) -> None:
+    def test_causal_lm_loss_omits_ignored_labels(self) -> None:
         logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.tensor([[1, IGNORED, 2, IGNORED]])
         expected = sum_over_tokens(CausalLM(), logits[:, ::2], labels[:, ::2])
         torch.testing.assert_close(sum_over_tokens(CausalLM(), logits, labels), expected)
 
-    def test_half_precision_logits_are_summed_in_fp32(self) -> None:
+    def test_causal_lm_loss_sums_in_fp32(self) -> None:
         logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
         assert (
             sum_over_tokens(CausalLM(), logits, torch.zeros(1, 2, dtype=torch.long)).dtype
             is torch.float32
         )
 
-    def test_smoothing_reaches_torch(self) -> None:
+    def test_causal_lm_smoothing_equals_torch(self) -> None:
         logits = torch.tensor([[[2.0, 0.0, 0.0]]])
         labels = torch.zeros(1, 1, dtype=torch.long)
         smooth = sum_over_tokens(CausalLM(label_smoothing=0.3), logits, labels)

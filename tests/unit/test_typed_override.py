@@ -37,7 +37,7 @@ def read_back(line: str) -> object:
     ["</s>", "<|endoftext|>", "a b", "it's", "\\", "\\'", "[x]", "null", "12", "", "a,b", "x=y",
      "a/b*.txt", "-x", "é", "\"", None, True, 3, 2.5, ["a", "b c"], []],
 )  # fmt: skip
-def test_a_value_is_read_back(value: object) -> None:
+def test_typed_value_round_trips(value: object) -> None:
     assert read_back(format_override("data.end_of_text", value)) == value
 
 
@@ -49,19 +49,19 @@ TEXT = st.text(
 @given(TEXT.filter(lambda text: printable(text, spaces=False) == text))
 @example("~/a=b/c")
 @example("${name}")
-def test_any_text_is_read_back(value: str) -> None:
+def test_typed_text_round_trips(value: str) -> None:
     assert read_back(format_override("question", value)) == value
     assert read_back(format_override("data.paths", [value, "x"])) == [value, "x"]
     assert read_back(format_override("data.x", {"a b": value})) == {"a b": value}
 
 
 @given(TEXT)
-def test_messages_print_overrides_as_they_are_typed(value: str) -> None:
+def test_messages_print_overrides_as_typed(value: str) -> None:
     word = format_override("question", value)
     assert printable(word, spaces=False) == word
 
 
-def test_the_fix_of_an_empty_end_of_text_can_be_typed() -> None:
+def test_fix_of_an_empty_end_of_text_can_be_typed() -> None:
     (issue,) = TokenizerSource(512, end_of_text="").validate()
     assert read_back(issue.fix.removeprefix("set ")) == "<|endoftext|>"
 
@@ -94,7 +94,7 @@ def _inserted(part: ast.expr) -> str:
     return "key=value" if called in ("typed", "shell_word", "command_line") else "value"
 
 
-def test_every_fix_in_the_source_is_quoted_for_a_shell() -> None:
+def test_fixes_in_the_source_are_quoted_for_a_shell() -> None:
     fixes = [
         text
         for file in SOURCE.rglob("*.py")
@@ -117,19 +117,19 @@ def test_every_fix_in_the_source_is_quoted_for_a_shell() -> None:
         ("leave it out", []),
     ],
 )
-def test_alternatives_of_a_fix(fix: str, expected: list[list[str]]) -> None:
+def test_fix_alternatives_are_parsed(fix: str, expected: list[list[str]]) -> None:
     assert shown_alternatives(fix) == expected
 
 
 @pytest.mark.parametrize(
     "fix", ["set a=[b]", "set a={b: c}", "set a=$b", "set a=1 c=~/d", "set a=*"]
 )
-def test_a_fix_that_a_shell_would_change_is_found(fix: str) -> None:
+def test_unquoted_fix_is_found(fix: str) -> None:
     with pytest.raises(AssertionError):
         shown_alternatives(fix)
 
 
-def test_numbers_that_json_lacks_are_null() -> None:
+def test_json_of_nan_is_null() -> None:
     content = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5, "nan"), "e": Path("p")}
     text = json_text(content)
     assert json.loads(text, parse_constant=pytest.fail) == {

@@ -13,7 +13,7 @@ from scalewise.errors import ConfigError
 from scalewise.parallelism.collective import CollectiveKind
 
 
-def test_options_are_told_from_overrides() -> None:
+def test_bench_separates_options_from_overrides() -> None:
     chosen, rest = options.split_options(
         ["ranks=4", "hardware=cpu", "record=true", "seconds=0.5"], collectives.CollectivesOptions
     )
@@ -21,12 +21,12 @@ def test_options_are_told_from_overrides() -> None:
     assert rest == ["hardware=cpu"]
 
 
-def test_an_option_is_meant() -> None:
+def test_bench_suggests_a_similar_option() -> None:
     with pytest.raises(ConfigError, match="rank=2: no such key; did you mean ranks"):
         options.split_options(["rank=2", "seed=1"], collectives.CollectivesOptions)
 
 
-def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
+def test_bench_plots_times_without_a_fitted_link() -> None:
     samples = [CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in (1024, 4096)]
     drawn = collectives.collectives_chart(samples, None).to_dict()
     (rows,) = drawn["datasets"].values()
@@ -34,7 +34,7 @@ def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
     assert "noise hides the link" in drawn["title"]["text"]
 
 
-def test_all_options_that_are_wrong_are_named() -> None:
+def test_bench_reports_all_invalid_options() -> None:
     with pytest.raises(ConfigError) as refused:
         options.split_options(["ranks=x", "record=1"], collectives.CollectivesOptions)
     assert [str(issue) for issue in refused.value.issues] == [
@@ -43,7 +43,7 @@ def test_all_options_that_are_wrong_are_named() -> None:
     ]
 
 
-def test_sizes_go_up_to_the_largest() -> None:
+def test_bench_sizes_end_at_the_largest() -> None:
     assert list(collectives.message_sizes(64 * 2**20)) == [1024 * 4**power for power in range(9)]
     assert list(collectives.message_sizes(20_000)) == [1024, 4096, 16384]
 
@@ -69,7 +69,7 @@ def test_sizes_go_up_to_the_largest() -> None:
         ("slow_link mbit=-1", "mbit=-1.0: must be positive"),
     ],
 )
-def test_refusals(
+def test_bench_rejects_invalid_arguments(
     line: str,
     said: str,
     tmp_path: Path,
@@ -82,7 +82,7 @@ def test_refusals(
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def test_where_no_cable_can_be_laid_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_slow_link_reports_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert slow_link.missing_requirement() == "network namespaces require root"
     monkeypatch.setattr("os.geteuid", lambda: 0)

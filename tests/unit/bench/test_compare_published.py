@@ -50,7 +50,7 @@ ROW = {
 }
 
 
-def test_a_row_is_a_run_of_ours() -> None:
+def test_published_row_becomes_a_run() -> None:
     run = published_runs.build_run(ROW)
     assert run.model.num_parameters == 8_030_261_248
     assert (run.world_size, run.global_batch, run.accumulation) == (8, 16, 1)
@@ -59,7 +59,7 @@ def test_a_row_is_a_run_of_ours() -> None:
     assert list(iter_issues(run)) == []
 
 
-def test_a_framework_is_known_by_its_source() -> None:
+def test_published_framework_is_identified_by_source() -> None:
     kempner = published_runs.build_run(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
     assert kempner.precision.parameters is FloatFormat.bf16  # whatever its rows call it
     assert build_rank_memory(kempner.parallelism, kempner).forward_spec.loss_element_bytes == 2
@@ -71,7 +71,7 @@ def test_a_framework_is_known_by_its_source() -> None:
     assert other.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
 
 
-def test_an_unknown_device_is_refused() -> None:
+def test_published_unknown_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="gpu=TPU"):
         published_runs.build_run(ROW | {"gpu": "TPU"})
 
@@ -90,7 +90,7 @@ def test_an_unknown_device_is_refused() -> None:
         ("Tesla V100-SXM2-16GB", 16),
     ],
 )
-def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
+def test_published_device_aliases_are_known(name: str, gib: float) -> None:
     assert published_runs.device_profile(name, 8).memory_gib == gib
 
 
@@ -112,7 +112,7 @@ def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
         ({"seq": ""}, "seq is missing"),
     ],
 )
-def test_a_row_that_says_nonsense_is_left_out_and_told(
+def test_published_invalid_row_is_skipped_with_a_reason(
     cells: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     good, bad = (
@@ -137,19 +137,21 @@ def test_a_row_that_says_nonsense_is_left_out_and_told(
         (b"", "lacks the columns"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_published_file_without_table_is_rejected(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         published_rows.read_rows(tmp_path / "rows.csv")
 
 
-def test_a_device_that_ran_out_of_memory_has_no_peak(tmp_path: Path) -> None:
+def test_published_out_of_memory_row_has_no_peak(tmp_path: Path) -> None:
     oom = compare_published.predict_row(ROW | {"peak_mem_GiB": "OOM", "tokens_per_s_per_gpu": ""})
     assert oom.memory is None
     assert not oom.fit_in_memory
 
 
-def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
+def test_published_peak_includes_quantization_and_loading() -> None:
     row = ROW | {"source": "Lightning-AI/litgpt", "precision": "bf16-true", "quant": "bnb.nf4"}
     run = published_runs.build_run(row | {"fsdp": "1"})
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
@@ -174,7 +176,7 @@ def predictions(ratios: list[float], stack: str) -> list[RowPrediction]:
     ]
 
 
-def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
+def test_published_scale_per_framework_removes_common_bias() -> None:
     rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
     rates = compare_published._group_ratios(rows, lambda p: p.stack, lambda p: p.throughput)
     plain, scaled = (
@@ -187,7 +189,7 @@ def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
     assert (scaled["b"]["scale"], scaled["all"]["rows"]) == (0.5, 5)
 
 
-def test_the_scale_of_others_has_not_seen_the_rows_that_it_is_tried_on() -> None:
+def test_published_scale_is_cross_validated() -> None:
     rates = {"a": [2.0, 2.0], "b": [4.0], "c": [1.0, 1.0, 3.0]}
     assert compare_published._leave_one_group_out(rates) == {"a": 2.0, "b": 2.0, "c": 2.0}
     assert (
@@ -204,7 +206,7 @@ def test_the_scale_of_others_has_not_seen_the_rows_that_it_is_tried_on() -> None
     )
 
 
-def test_devices_without_runs_of_ours_take_the_scale_of_published_ones() -> None:
+def test_published_scale_is_used_for_unmeasured_devices() -> None:
     scale = json.loads((ROOT / "experiments/records/cpu/planner.json").read_text("utf-8"))[
         "step_scale"
     ]
@@ -216,7 +218,7 @@ def test_devices_without_runs_of_ours_take_the_scale_of_published_ones() -> None
             assert given == {key: round(scale[name], 2) for key, name in learnt.items()}, file
 
 
-def test_the_benchmark_reads_a_file_and_writes_its_tables(
+def test_bench_planner_reads_a_file_and_writes_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -53,16 +53,16 @@ def link_of(measured: list[CollectiveSample]) -> RingLink:
         (CollectiveKind.broadcast, 3, 1.0),
     ],
 )
-def test_four_ranks_on_a_ring(kind: CollectiveKind, messages: int, part: float) -> None:
+def test_ring_model_of_four_ranks(kind: CollectiveKind, messages: int, part: float) -> None:
     assert (num_hops(kind, 4), bytes_per_link_fraction(kind, 4)) == (messages, part)
 
 
-def test_an_all_reduce_of_a_megabyte() -> None:
+def test_ring_model_of_all_reduce() -> None:
     assert LINK.seconds(CollectiveKind.all_reduce, 2, 3_000_000) == pytest.approx(2 * 20e-6 + 1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_exact_times_give_the_link_back(ranks: int) -> None:
+def test_link_fit_recovers_exact_times(ranks: int) -> None:
     found = link_of(samples(LINK, ranks))
     assert found.latency_s == pytest.approx(LINK.latency_s, rel=1e-6)
     assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-6)
@@ -70,7 +70,7 @@ def test_exact_times_give_the_link_back(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_moves_it_little(seed: int) -> None:
+def test_link_fit_is_robust_to_noise(seed: int) -> None:
     noisy = samples(LINK, 4, spread=0.1, seed=seed)
     # Three measurements in ten were disturbed by other work.
     noisy = [
@@ -82,7 +82,7 @@ def test_noise_moves_it_little(seed: int) -> None:
     assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.15)
 
 
-def test_large_messages_alone_tell_no_latency() -> None:
+def test_link_fit_of_large_messages_has_no_latency() -> None:
     large = [
         CollectiveSample(CollectiveKind.send, 2, size, size / 1e9 * 0.999)
         for size in (2**24, 2**26)
@@ -92,7 +92,7 @@ def test_large_messages_alone_tell_no_latency() -> None:
     assert found.bytes_per_s == pytest.approx(1e9, rel=0.1)
 
 
-def test_times_that_do_not_grow_are_no_bandwidth() -> None:
+def test_link_fit_rejects_constant_times() -> None:
     assert (
         fit_link([CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in SIZES]) is None
     )

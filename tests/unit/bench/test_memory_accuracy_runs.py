@@ -39,7 +39,7 @@ def chosen() -> set[str]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_is_in_a_line_or_has_a_reason(group: str) -> None:
+def test_memory_accuracy_runs_cover_every_option(group: str) -> None:
     options = {f"{group}={name}" for name in paths.option_names(group)}
     elsewhere = {option for option in ELSEWHERE if option.startswith(f"{group}=")}
     assert options - chosen() == elsewhere

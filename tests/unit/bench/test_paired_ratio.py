@@ -7,7 +7,7 @@ import pytest
 from scalewise.bench.paired_ratio import neighbor_excess, paired_ratio
 
 
-def test_a_machine_that_slows_down_changes_nothing() -> None:
+def test_paired_ratio_is_robust_to_drift() -> None:
     hand = [1.0 + 0.01 * place for place in range(0, 82, 2)]
     suite = [1.02 * (1.0 + 0.01 * place) for place in range(1, 81, 2)]
     found = paired_ratio(suite, hand)
@@ -16,7 +16,7 @@ def test_a_machine_that_slows_down_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_interval_holds_the_truth_among_outliers(seed: int) -> None:
+def test_paired_ratio_interval_is_robust_to_outliers(seed: int) -> None:
     draw = random.Random(seed)
 
     def times(count: int, mean: float) -> list[float]:
@@ -29,10 +29,10 @@ def test_the_interval_holds_the_truth_among_outliers(seed: int) -> None:
     assert found.high - found.low < 0.06
 
 
-def test_few_pairs_give_their_whole_range() -> None:
+def test_paired_ratio_of_few_pairs_is_their_range() -> None:
     found = paired_ratio([2.0, 3.0], [1.0, 1.0, 1.0])
     assert (found.low, found.high, found.pairs) == (2.0, 3.0, 2)
 
 
-def test_the_extra_time_of_a_step() -> None:
+def test_paired_ratio_gives_the_extra_step_time() -> None:
     assert neighbor_excess([2.0, 5.0], [1.0, 2.0, 4.0]) == [0.5, 2.0]

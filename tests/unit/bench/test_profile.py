@@ -38,7 +38,7 @@ def finished(folder: Path, took: float, foreseen: float = 0.1, **other: Any) -> 
     (folder / "resolved.yaml").write_text(yaml.safe_dump({"hardware": used}))
 
 
-def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
+def test_step_scale_is_the_median_with_its_spread(file: Path, tmp_path: Path) -> None:
     for place, took in enumerate((0.12, 0.15, 0.30)):
         finished(tmp_path / "runs" / "a" / str(place), took)
     scale = profile.learn_step_scale(tmp_path / "runs", file)
@@ -57,13 +57,13 @@ def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
     assert file.read_text().count("Step scale fitted") == 1
 
 
-def test_the_scale_of_then_is_taken_out(file: Path, tmp_path: Path) -> None:
+def test_step_scale_removes_the_recorded_scale(file: Path, tmp_path: Path) -> None:
     for place in range(3):
         finished(tmp_path / "runs" / str(place), 0.2, 0.1, used={"step_scale": 2.0})
     assert profile.learn_step_scale(tmp_path / "runs", file).median == pytest.approx(4.0)
 
 
-def test_calibrated_anew_the_scale_is_gone(file: Path, tmp_path: Path) -> None:
+def test_step_scale_is_reset_by_calibration(file: Path, tmp_path: Path) -> None:
     for place in range(3):
         finished(tmp_path / "runs" / str(place), 0.2)
     profile.learn_step_scale(tmp_path / "runs", file)
@@ -84,9 +84,7 @@ def test_calibrated_anew_the_scale_is_gone(file: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_runs_of_another_kind_tell_nothing(
-    other: dict[str, Any], file: Path, tmp_path: Path
-) -> None:
+def test_step_scale_ignores_other_runs(other: dict[str, Any], file: Path, tmp_path: Path) -> None:
     before = file.read_text()
     for place in range(2):
         finished(tmp_path / "runs" / str(place), 0.2)

@@ -83,7 +83,7 @@ def sign(path: Path) -> None:
     (path / manifest.MANIFEST).write_text(json.dumps(content))
 
 
-def test_what_is_saved_comes_back(saved: Path) -> None:
+def test_checkpoint_round_trips(saved: Path) -> None:
     assert store.load_state(saved) == rest()
     for part, expected in tensors().items():
         loaded = store.full_tensors(saved, part)
@@ -94,7 +94,7 @@ def test_what_is_saved_comes_back(saved: Path) -> None:
             assert torch.equal(loaded[name], tensor)
 
 
-def test_a_reader_fills_what_it_asks_for(saved: Path) -> None:
+def test_checkpoint_reader_fills_requested_tensors(saved: Path) -> None:
     """The tensors a layout holds are filled in place, those it lacks are not read."""
     head = torch.zeros(6, 4)
     store.read_into(saved, "model", {"model.head": head})
@@ -109,7 +109,7 @@ def test_a_reader_fills_what_it_asks_for(saved: Path) -> None:
         ({"turned": torch.zeros(3, 5)}, "turned has shape (5, 3), the model has (3, 5)"),
     ],
 )
-def test_another_model_s_tensors_are_refused(
+def test_checkpoint_of_another_model_is_rejected(
     saved: Path, into: dict[str, torch.Tensor], reason: str
 ) -> None:
     before = {name: tensor.clone() for name, tensor in into.items()}
@@ -121,13 +121,13 @@ def test_another_model_s_tensors_are_refused(
     assert all(torch.equal(into[name], tensor) for name, tensor in before.items())
 
 
-def test_saving_again_replaces(saved: Path) -> None:
+def test_checkpoint_saved_again_is_replaced(saved: Path) -> None:
     save(saved, epoch=9)
     assert store.load_state(saved)["epoch"] == 9
 
 
 @every_file
-def test_a_truncated_file_is_refused(saved: Path, kind: str) -> None:
+def test_checkpoint_with_a_truncated_file_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     size = (saved / name).stat().st_size
     os.truncate(saved / name, size - 1)
@@ -135,7 +135,7 @@ def test_a_truncated_file_is_refused(saved: Path, kind: str) -> None:
 
 
 @every_file
-def test_a_flipped_bit_is_refused(saved: Path, kind: str) -> None:
+def test_checkpoint_with_a_flipped_bit_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -144,7 +144,7 @@ def test_a_flipped_bit_is_refused(saved: Path, kind: str) -> None:
 
 
 @every_file
-def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
+def test_checkpoint_with_a_missing_file_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     (saved / name).unlink()
     assert refused(saved) == f"is damaged ({name}: is missing)"
@@ -162,14 +162,16 @@ def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
         ('{"format": "scalewise-checkpoint", "version": 2}', "its manifest.json is damaged"),
     ],
 )
-def test_a_foreign_folder_is_refused(saved: Path, content: str | None, reason: str) -> None:
+def test_folder_that_is_no_checkpoint_is_rejected(
+    saved: Path, content: str | None, reason: str
+) -> None:
     (saved / manifest.MANIFEST).unlink()
     if content is not None:
         (saved / manifest.MANIFEST).write_text(content)
     assert reason in refused(saved)
 
 
-def test_no_folder_is_refused(tmp_path: Path) -> None:
+def test_absent_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
     assert refused(tmp_path / "none") == "there is no such checkpoint folder"
     (tmp_path / "file.ckpt").write_text("")
     assert refused(tmp_path / "file.ckpt") == "there is no such checkpoint folder"
@@ -183,7 +185,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("content", ["torch", "pickle"])
-def test_a_pickled_object_is_refused_and_not_run(
+def test_checkpoint_with_a_pickled_object_is_rejected(
     saved: Path, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -199,7 +201,7 @@ def test_a_pickled_object_is_refused_and_not_run(
 
 
 @pytest.mark.parametrize("content", [[], 3], ids=repr)
-def test_data_of_another_program_is_refused(saved: Path, content: object) -> None:
+def test_checkpoint_with_foreign_data_is_rejected(saved: Path, content: object) -> None:
     torch.save(content, saved / manifest.TRAINING)
     sign(saved)
     assert refused(saved) == f"{manifest.TRAINING} was not written by scalewise"
@@ -207,7 +209,7 @@ def test_data_of_another_program_is_refused(saved: Path, content: object) -> Non
 
 @pytest.mark.parametrize("part", store.TENSORS)
 @pytest.mark.parametrize("ask", [store.full_tensors, store.tensor_shapes])
-def test_tensors_that_are_no_safetensors_are_refused(
+def test_checkpoint_with_invalid_safetensors_is_rejected(
     saved: Path, part: str, ask: Callable[[Path, str], object]
 ) -> None:
     (saved / tensors_file(saved, part)).write_bytes(b"\xff" * 64)
@@ -230,7 +232,7 @@ class PanicException(BaseException):
         (ValueError("odd"), CheckpointError, "failed to save: odd"),
     ],
 )
-def test_a_rank_that_cannot_write_says_so(
+def test_checkpoint_write_error_of_a_rank_is_reported(
     raised: BaseException,
     expected: type[Exception],
     said: str,
@@ -246,7 +248,7 @@ def test_a_rank_that_cannot_write_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_dies_leaves_nothing_that_is_read(
+def test_killed_checkpoint_writer_leaves_nothing_readable(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: object) -> None:
@@ -259,7 +261,7 @@ def test_a_writer_that_dies_leaves_nothing_that_is_read(
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_a_partial_folder_of_a_killed_writer_is_not_read_and_goes(saved: Path) -> None:
+def test_partial_checkpoint_is_ignored_and_removed(saved: Path) -> None:
     partial = saved.parent / ".partial-step-00000009"
     partial.mkdir()
     (partial / manifest.MANIFEST).write_text((saved / manifest.MANIFEST).read_text())
@@ -268,7 +270,7 @@ def test_a_partial_folder_of_a_killed_writer_is_not_read_and_goes(saved: Path) -
     assert not partial.exists()
 
 
-def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
+def test_latest_checkpoint_skips_damaged_ones(saved: Path) -> None:
     later = [manifest.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
     for path in later:
         save(path)
@@ -280,7 +282,7 @@ def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_checkpoint_taken_over_outlives_the_first(
+def test_copied_checkpoint_outlives_the_original(
     saved: Path, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(source: str, target: str) -> None:
@@ -307,7 +309,7 @@ def test_a_checkpoint_taken_over_outlives_the_first(
         (9, 1, [1, 2, 3, 4]),
     ],
 )
-def test_pruning_keeps_the_newest_and_the_best(
+def test_pruning_keeps_the_newest_and_best_checkpoints(
     tmp_path: Path, keep: int, best: int | None, left: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -332,7 +334,7 @@ def empty(file: Path) -> None:
 @pytest.mark.parametrize("reads", [("model", "average"), ("model", "average", "optimizer")])
 @pytest.mark.parametrize("kind", [*FILES, store.AVERAGE])
 @pytest.mark.parametrize("step", ["last", "3"])
-def test_weights_are_read_where_the_training_state_alone_is_damaged(
+def test_weights_load_despite_a_damaged_training_state(
     tmp_path: Path,
     step: str,
     kind: str,
@@ -359,7 +361,7 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
     assert capsys.readouterr().out == ""
 
 
-def test_weights_of_an_earlier_step_take_the_place_of_damaged_ones(
+def test_weights_of_an_earlier_step_replace_damaged_ones(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(later := manifest.checkpoint_path(saved.parent, 4), 4)

@@ -33,7 +33,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_verbs_groups_and_examples(
+def test_help_lists_commands_groups_and_examples(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 0
@@ -47,7 +47,7 @@ def test_help_lists_verbs_groups_and_examples(
     assert max(map(len, said.splitlines())) <= 80
 
 
-def test_examples_in_help_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_examples_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out.replace("\\\n", " ")
     shown = [" ".join(line.split()) for line in said.splitlines()]
@@ -55,7 +55,7 @@ def test_examples_in_help_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_help_of_a_verb_says_how_it_is_typed(
+def test_help_of_a_command_shows_its_usage(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([command, "--help"]) == 0
@@ -70,7 +70,7 @@ def test_help_of_a_verb_says_how_it_is_typed(
     assert max(map(len, said.splitlines())) <= 80
 
 
-def test_help_of_train_lists_groups_in_the_order_of_the_config(
+def test_help_of_train_lists_groups_in_config_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["train", "--help"]) == 0
@@ -85,7 +85,7 @@ def test_help_of_train_lists_groups_in_the_order_of_the_config(
     assert lines.index(shown[-1]) < sections[0] < sections[1]
 
 
-def test_help_names_every_benchmark() -> None:
+def test_help_lists_every_benchmark() -> None:
     forms = " ".join(form for form, _ in usage.FORMS["bench"])
     assert all(f"bench {name}" in forms for name in BENCHMARKS)
 
@@ -97,7 +97,9 @@ def test_help_names_every_benchmark() -> None:
         ("zzz", f"commands: {', '.join(cli.COMMANDS)}"),
     ],
 )
-def test_an_unknown_verb(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_rejected_with_a_suggestion(
+    command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([command, "model=x"]) == 2
     assert capsys.readouterr().err == f"scalewise: unknown command {command!r}; {hint}\n"
 
@@ -117,7 +119,7 @@ def test_an_unknown_verb(command: str, hint: str, capsys: pytest.CaptureFixture[
         (KeyboardInterrupt(), 130, "scalewise: interrupted\n"),
     ],
 )
-def test_every_ending_is_an_exit_code(
+def test_outcomes_map_to_exit_codes(
     ending: BaseException | int,
     code: int,
     said: str,
@@ -130,7 +132,7 @@ def test_every_ending_is_an_exit_code(
 
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("line", [["--version"], ["train", "--version"]])
-def test_version(
+def test_version_is_printed(
     line: list[str],
     installed: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +160,7 @@ def test_version(
         ("scalewise explain optimizer=m", {"optimizer=muon"}, {"optimizer=sgd"}),
     ],
 )
-def test_completion(
+def test_completion_script_is_printed(
     line: str,
     offered: set[str],
     not_offered: set[str],
@@ -177,29 +179,29 @@ def test_completion(
 
 
 class TestDoctor:
-    def test_refuses_arguments(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_doctor_rejects_arguments(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor", "please"]) == 2
         assert "doctor accepts no arguments: please" in capsys.readouterr().err
 
-    def test_says_what_there_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_doctor_lists_versions_and_machine(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor"]) == 0
         said = capsys.readouterr().out
         for word in ("processor", "memory", "free disk", "torch", "wandb", "W&B", "extra hf"):
             assert word in said
 
     @pytest.mark.parametrize("memory", [4 * 1024**3, 512 * 1024**3])
-    def test_a_machine_without_a_device(self, memory: int) -> None:
+    def test_doctor_reports_a_machine_without_devices(self, memory: int) -> None:
         rows = self._rows(Machine((), "a processor", 3, memory))
         assert rows["CUDA"] == ("no device", "runs use the CPU with at most 12 ranks, without fp16")
         assert f"about {format_count(memory * 0.8 / 16)} parameters" in rows["memory"][1]
 
-    def test_a_machine_with_devices(self) -> None:
+    def test_doctor_reports_devices(self) -> None:
         rows = self._rows(Machine(("NVIDIA H100", "NVIDIA H100"), "a processor", 64, 2**40))
         assert rows["device 0"][0] == rows["device 1"][0] == "NVIDIA H100"
         assert "CUDA" not in rows
         assert rows["memory"] == ("1.00 TiB", "")
 
-    def test_says_how_runs_are_tracked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_reports_the_tracking_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 1, 2**33)
         assert "tracked offline; for online runs: wandb login" in self._rows(machine)["W&B"][1]
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -209,11 +211,11 @@ class TestDoctor:
         assert "k" * 40 not in state + meaning
         assert "not tracked" in meaning
 
-    def test_says_what_the_environment_has_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_reports_environment_errors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "nonsense")
         assert "WANDB_MODE=nonsense" in self._rows(Machine((), "", 1, 2**33))["W&B"][1]
 
-    def test_names_the_extra_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_names_missing_extras(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
         state, meaning = self._rows(Machine((), "", 1, 2**33))["extra hf"]
         assert state == "not installed"
@@ -226,7 +228,7 @@ class TestDoctor:
 LONG = "x" * 5000
 
 
-def test_a_long_prompt_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+def test_long_prompt_is_not_a_folder(tmp_path: Path) -> None:
     line = [str(tmp_path), f"prompt={LONG}"]
     assert trained.parse_options(line) == {"prompt": LONG}
     folder, options = trained.read_arguments("evaluate", line, {"prompt": ""}, [])
@@ -249,7 +251,7 @@ def test_a_long_prompt_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     ],
     ids=lambda line: line[0] + line[-1][:12],
 )
-def test_a_path_that_is_too_long_is_rejected(
+def test_too_long_path_is_rejected(
     line: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

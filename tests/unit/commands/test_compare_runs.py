@@ -47,7 +47,7 @@ def read(path: str) -> RunRecord:
     return run
 
 
-def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[str, str]) -> None:
+def test_compare_shows_defaults_of_unset_settings(pair: tuple[str, str]) -> None:
     found = run_diff.setting_pairs(read(pair[0]), read(pair[1]))
     assert [(it.name, it.first, it.second) for it in found] == [
         ("memory", "none", "checkpoint_full"),
@@ -56,14 +56,14 @@ def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[s
     assert run_diff.setting_pairs(read(pair[0]), read(pair[0])) == ()
 
 
-def test_what_differs_most_comes_first(pair: tuple[str, str]) -> None:
+def test_compare_sorts_by_difference(pair: tuple[str, str]) -> None:
     found = run_diff.predicted_pairs(read(pair[0]), read(pair[1]))
     assert [it.name for it in found] == ["activations of blocks", "optimizer state"]
     assert found[0].ratio == pytest.approx(1 / 3)
     assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].name == "recompute"
 
 
-def test_the_verb_says_what_came_and_what_was_foreseen(
+def test_compare_command_shows_measured_and_predicted(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "explain", *pair]) == 0
@@ -77,7 +77,7 @@ def test_the_verb_says_what_came_and_what_was_foreseen(
     assert rows["time/step_s"] == ["time/step_s", "200", "ms", "300", "ms", "+50%"]
 
 
-def test_a_run_that_left_little_is_compared_in_what_it_left(
+def test_compare_accepts_incomplete_runs(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("plan", "summary"):
@@ -95,7 +95,7 @@ def test_a_run_that_left_little_is_compared_in_what_it_left(
         (["nowhere", "either"], ["2 issues", "nowhere is not a run folder", "either is"]),
     ],
 )
-def test_what_is_no_run_is_refused(
+def test_compare_rejects_other_folders(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "explain", *arguments]) == 2
@@ -103,7 +103,7 @@ def test_what_is_no_run_is_refused(
     assert all(word in said for word in words)
 
 
-def test_names_that_differ_in_control_characters_alone_are_told_apart(
+def test_compare_distinguishes_names_with_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)

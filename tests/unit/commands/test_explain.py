@@ -27,7 +27,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_a_key_has_documentation_type_unit_default_and_example(
+def test_explain_key_shows_documentation_type_unit_and_example(
     explained: Callable[..., str],
 ) -> None:
     assert explained("trainer.max_steps").splitlines() == [
@@ -42,7 +42,7 @@ def test_a_key_has_documentation_type_unit_default_and_example(
     ]
 
 
-def test_a_key_shows_the_default_of_each_option_that_has_it(
+def test_explain_key_shows_the_default_of_each_option(
     explained: Callable[..., str],
 ) -> None:
     said = words(explained("parallelism.shards"))
@@ -51,7 +51,7 @@ def test_a_key_shows_the_default_of_each_option_that_has_it(
     assert "example scalewise train parallelism=fsdp parallelism.shards=2" in said
 
 
-def test_defaults_are_the_composed_ones(explained: Callable[..., str]) -> None:
+def test_explain_defaults_are_composed(explained: Callable[..., str]) -> None:
     said = words(explained("optimizer.lr"))
     for name in ("adamw", "sgd", "muon"):
         lr = compose([f"optimizer={name}"], check_machine=False).optimizer.lr
@@ -59,25 +59,25 @@ def test_defaults_are_the_composed_ones(explained: Callable[..., str]) -> None:
         assert name in listed.replace(",", " ").split(), name
 
 
-def test_a_choice_lists_its_values(explained: Callable[..., str]) -> None:
+def test_explain_choice_lists_its_values(explained: Callable[..., str]) -> None:
     said = words(explained("data.dtype"))
     assert "values uint16: 2 bytes per token. uint32: 4 bytes per token." in said
     assert "values true, false" in words(explained("optimizer.fused"))
 
 
-def test_options_that_document_a_key_differently_are_named(
+def test_explain_names_options_with_different_documentation(
     explained: Callable[..., str],
 ) -> None:
     said = words(explained("optimizer.lr"))
     assert "Peak learning rate. With optimizer=adafactor: Largest relative step." in said
 
 
-def test_a_key_of_the_run(explained: Callable[..., str]) -> None:
+def test_explain_shows_top_level_keys(explained: Callable[..., str]) -> None:
     assert "Seed of initial weights" in explained("seed")
     assert "default   ${scalewise.run_name:}" in explained("name")
 
 
-def test_a_group_lists_its_options_and_keys(explained: Callable[..., str]) -> None:
+def test_explain_group_lists_options_and_keys(explained: Callable[..., str]) -> None:
     said = words(explained("optimizer"))
     group = option_docs.group_doc("optimizer")
     for option in group.options:
@@ -86,19 +86,19 @@ def test_a_group_lists_its_options_and_keys(explained: Callable[..., str]) -> No
     assert "optimizer.lr Peak learning rate." in said
 
 
-def test_an_option_lists_its_keys_with_defaults(explained: Callable[..., str]) -> None:
+def test_explain_option_lists_keys_with_defaults(explained: Callable[..., str]) -> None:
     said = explained("optimizer=muon")
     assert "Jordan et al., 2024" in said
     assert "  optimizer.momentum=0.95" in said
 
 
-def test_several_arguments(explained: Callable[..., str]) -> None:
+def test_explain_accepts_several_arguments(explained: Callable[..., str]) -> None:
     said = explained("seed", "resume")
     assert said.startswith("seed\n")
     assert "\n\nresume\n" in said
 
 
-def test_every_key_is_explained_in_80_columns_with_a_valid_example() -> None:
+def test_explain_output_of_every_key_fits_80_columns() -> None:
     keys = [name for name in explain.completions("") if "." in name or name in ("seed", "resume")]
     assert len(keys) > 200
     for key in keys:
@@ -114,7 +114,7 @@ def test_every_key_is_explained_in_80_columns_with_a_valid_example() -> None:
 @pytest.mark.parametrize(
     "key", ["parallelism.shards", "optimizer.offload", "plan.search", "callbacks.ema.decay", "seed"]
 )
-def test_the_example_composes(key: str) -> None:
+def test_explain_example_composes(key: str) -> None:
     example = words("\n".join(explain.explain_lines(key))).split("example scalewise train ")[1]
     assert diagnose_overrides(shlex.split(example), check_machine=False) == []
 
@@ -139,24 +139,26 @@ def test_the_example_composes(key: str) -> None:
         ("--all", "unknown key, group or option '--all'"),
     ],
 )
-def test_an_unknown_argument_is_rejected_with_a_suggestion(
+def test_explain_unknown_argument_is_rejected_with_a_suggestion(
     argument: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", argument]) == 2
     assert f"  - {said}" in capsys.readouterr().err
 
 
-def test_a_shared_name_suggests_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shared_name_suggests_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "vocabulary"]) == 2
     assert "did you mean model.vocabulary or data.vocabulary?" in capsys.readouterr().err
 
 
-def test_no_argument_is_rejected_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_without_argument_is_rejected_with_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["explain"]) == 2
     assert "no key given; scalewise explain optimizer.lr" in capsys.readouterr().err
 
 
-def test_every_unknown_argument_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_reports_every_unknown_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "seed", "sead", "optimizer=x"]) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -43,7 +43,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("interrupted", WARNED, 0, 0, True),
     ],
 )
-def test_a_page_is_written_at_a_final_end(
+def test_slurm_task_writes_a_page_at_the_final_outcome(
     status: str,
     code: int,
     rank: int,

@@ -52,7 +52,7 @@ class Never(Command):
         (["-m", "seed=1,2", "question=${nowhere}"], ["question"]),
     ],
 )  # fmt: skip
-def test_a_command_is_refused_whole_and_leaves_nothing(
+def test_rejected_command_runs_no_job_and_leaves_nothing(
     arguments: list[str], keys: list[str], compose: Callable[..., RunConfig], tmp_path: object
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -65,7 +65,7 @@ def test_a_command_is_refused_whole_and_leaves_nothing(
     ("arguments", "reason"),
     [(["--foo"], "unrecognized arguments: --foo"), (["--cfg"], "--cfg/-c: expected one argument")],
 )
-def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
+def test_unknown_flag_is_rejected(arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
     (issue,) = caught.value.issues
@@ -86,7 +86,7 @@ def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
 @pytest.mark.parametrize(
     "command", [partial(run_command, Never()), preview_search], ids=["run", "sweep"]
 )
-def test_a_pickle_is_not_loaded(
+def test_pickled_config_is_not_loaded(
     command: Callable[[list[str]], object],
     arguments: list[str],
     tmp_path: Path,
@@ -107,7 +107,7 @@ def test_a_pickle_is_not_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["config.pickle"]
 
 
-def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
+def test_hydra_flags_are_all_accepted_or_rejected() -> None:
     known = {action.dest for action in get_args_parser()._actions} - {"overrides"}
     assert known == {*ACCEPTED} | {*REJECTED}
     assert not {*ACCEPTED} & {*REJECTED}
@@ -124,7 +124,7 @@ def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
     ],
     ids=str,
 )
-def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix: str) -> None:
+def test_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
     (issue,) = caught.value.issues
@@ -133,7 +133,7 @@ def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
-def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) -> None:
+def test_wandb_sweep_rejects_ignored_flags(flags: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         preview_search(["-m", "seed=1,2", *flags])
     (issue,) = caught.value.issues
@@ -141,7 +141,7 @@ def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) 
     assert issue.fix == "remove it"
 
 
-def test_the_help_of_flags_lists_those_that_are_accepted(
+def test_help_lists_accepted_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_command(Never(), ["--hydra-help"]) == 0
@@ -166,7 +166,7 @@ SWEPT = ("experiment=smoke", "seed=1,2")
     ],
     ids=" ".join,
 )
-def test_flags_stand_anywhere_among_the_overrides(
+def test_flags_are_accepted_among_overrides(
     line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_flags_stand_anywhere_among_the_overrides(
     ],
     ids=" ".join,
 )
-def test_flags_with_values_between_overrides(
+def test_flags_with_values_are_accepted_among_overrides(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(RecordingCommand(), line) == 0
@@ -195,17 +195,17 @@ def test_flags_with_values_between_overrides(
     assert "max_steps: 3" in shown
 
 
-def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_flag_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(RecordingCommand(), ["--info", "seed=7"]) == 0
     assert "seed: 7" in capsys.readouterr().out
 
 
-def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
+def test_fix_default_is_not_a_sweep_value() -> None:
     (issue,) = diagnose_overrides(["optimizer.lr=1e-3,fast"])
     assert issue.fix == "the default is optimizer.lr=0.0003"
 
 
-def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., RunConfig]) -> None:
+def test_error_of_a_command_is_not_wrapped(compose: Callable[..., RunConfig]) -> None:
     class Broken(Command):
         def run_single(self, *args: object) -> int:
             raise ZeroDivisionError("a bug")
@@ -218,7 +218,7 @@ def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., RunConfig
 
 
 @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
-def test_a_signal_leaves_nothing(
+def test_signal_while_composing_leaves_nothing(
     line: list[str], compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     class Signalled(BaseException):
@@ -256,7 +256,7 @@ def test_a_signal_leaves_nothing(
     ],
     ids=" ".join,
 )
-def test_a_rejected_command_leaves_folders_as_they_were(
+def test_rejected_command_leaves_folders_unchanged(
     line: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -292,7 +292,7 @@ def test_a_rejected_command_leaves_folders_as_they_were(
     ],
     ids=" ".join,
 )
-def test_a_rejected_name_makes_and_removes_no_folder(
+def test_rejected_name_creates_no_folder(
     name: str,
     line: list[str],
     tmp_path: Path,
@@ -313,7 +313,7 @@ def test_a_rejected_name_makes_and_removes_no_folder(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     command = Never()
@@ -323,7 +323,7 @@ def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("subdir", ["../..", "..", ".", "a/../..", "/tmp/elsewhere", "a/.."])
-def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> None:
+def test_job_folders_stay_in_the_sweep_folder(subdir: str, tmp_path: Path) -> None:
     line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
     with pytest.raises(ConfigError, match=r"is outside of the sweep folder.*job\.num") as caught:
         run_command(Never(), line)
@@ -332,7 +332,7 @@ def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_jobs_may_have_folders_within_folders() -> None:
+def test_job_folders_may_be_nested() -> None:
     noted = RecordingCommand()
     assert run_command(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
     assert [job.folder.name for job in noted.jobs] == ["0", "1"]
@@ -347,7 +347,7 @@ def test_jobs_may_have_folders_within_folders() -> None:
         ("${nowhere}", "'nowhere' not found"),
     ],
 )
-def test_an_interpolation_of_hydra_is_named_by_its_key(
+def test_hydra_interpolation_is_named_by_its_key(
     key: str,
     value: str,
     reason: str,
@@ -365,9 +365,7 @@ def test_an_interpolation_of_hydra_is_named_by_its_key(
 
 
 @pytest.mark.parametrize("more", [[], ["sweep=learning_rate"], ["objective=module"]])
-def test_a_resolved_config_has_its_name(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resolved_config_has_its_name(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Hydra shows the config without the node that says which options were chosen."""
     assert run_command(RecordingCommand(), ["--cfg", "job", "--resolve", *more]) == 0
     name = "module-single-fp32" if "objective=module" in more else "decoder_nano-single-fp32-"

@@ -72,7 +72,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
-def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str]]) -> None:
+def test_compose_accepts_every_option(group: str, name: str, inputs: dict[str, list[str]]) -> None:
     choice = f"{group}=[{name}]" if group == "callbacks" else f"{group}={name}"
     run = compose([choice, *inputs.get(name, inputs.get(choice, []))], check_machine=False)
     assert run.choices.get(group, name) == name
@@ -83,13 +83,13 @@ def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_every_accident_composes(name: str) -> None:
+def test_compose_accepts_every_fault(name: str) -> None:
     run = compose([f"+inject={name}"])
     assert ("inject" in run.callbacks) is (name != "none")
 
 
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
-def test_every_experiment_composes_and_asks_a_question(name: str) -> None:
+def test_compose_accepts_every_experiment_with_a_question(name: str) -> None:
     run = compose([f"experiment={name}"], check_machine=False)
     assert run.question.endswith("?")
     assert run.choices["experiment"] == name
@@ -103,7 +103,7 @@ SEARCHES = ("screen", "search_learning_rate")
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_corner_of_a_search_composes(name: str) -> None:
+def test_compose_accepts_the_bounds_of_each_search(name: str) -> None:
     found = preview_search([f"sweep={name}"])
     jobs = [point_overrides(first_point(found.space))]
     if factors := found.sweeper.get("factors"):
@@ -115,7 +115,7 @@ def test_every_corner_of_a_search_composes(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in paths.option_names("sweep") if name not in SEARCHES]
 )
-def test_every_job_of_every_sweep_composes(name: str) -> None:
+def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
     sweeper = content["hydra"]["sweeper"]
@@ -127,7 +127,7 @@ def test_every_job_of_every_sweep_composes(name: str) -> None:
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
 
-def test_a_line_wins_over_an_experiment_and_that_over_the_parts() -> None:
+def test_compose_precedence_is_line_experiment_defaults() -> None:
     experiment = yaml.safe_load((ROOT / "experiments" / "smoke.yaml").read_text())
     run = compose(["experiment=smoke", "trainer.micro_batch=2", "optimizer=sgd"])
     assert compose().trainer.micro_batch == 8
@@ -152,7 +152,7 @@ def test_a_line_wins_over_an_experiment_and_that_over_the_parts() -> None:
         (["name=mine-${seed}", "seed=4"], "mine-4"),
     ],
 )
-def test_names(overrides: list[str], name: str) -> None:
+def test_run_name_lists_the_choices(overrides: list[str], name: str) -> None:
     assert compose(overrides).name == name
 
 
@@ -164,7 +164,7 @@ def test_names(overrides: list[str], name: str) -> None:
         *((path, "hf") for path in ("", None, "..", "${nowhere}")),
     ],
 )
-def test_a_model_of_a_folder_is_named_by_it(path: str | None, name: str) -> None:
+def test_run_name_of_a_model_folder_is_the_folder(path: str | None, name: str) -> None:
     chosen = {"model": "hf", "parallelism": "ddp"}
     config = {"model": {"path": path}, "optimizer": {"lr": 1.0}}
     root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": chosen}}})
@@ -179,7 +179,7 @@ def test_a_model_of_a_folder_is_named_by_it(path: str | None, name: str) -> None
         ({"name": "${scalewise.run_name:}", "experiment": "a/b", "sweep": "c"}, "a-b-c"),
     ],
 )
-def test_the_name_of_a_sweep(given: dict[str, str], name: str) -> None:
+def test_sweep_name_is_composed(given: dict[str, str], name: str) -> None:
     chosen = {"model": "decoder_nano", **{k: v for k, v in given.items() if k != "name"}}
     config = {"name": given["name"], "hydra": {"runtime": {"choices": chosen}}}
     assert run_naming.build_sweep_name(_root_=OmegaConf.create(config)) == name
@@ -204,7 +204,7 @@ def test_the_name_of_a_sweep(given: dict[str, str], name: str) -> None:
         ),
     ],
 )
-def test_changed_is_what_differs_from_what_the_options_give(
+def test_changed_lists_values_that_differ_from_options(
     overrides: list[str], rows: list[tuple[str, object, object]], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.txt"
@@ -240,24 +240,24 @@ def test_changed_lists_options_alone_where_no_value_was_set() -> None:
     assert valid > 5
 
 
-def test_flat_keeps_sequences_and_empty_mappings() -> None:
+def test_flatten_keeps_sequences_and_empty_mappings() -> None:
     assert flatten({"a": {"b": [1], "c": {}}, "d": 1}) == {"a.b": [1], "a.c": {}, "d": 1}
 
 
-def test_the_choices_are_the_files() -> None:
+def test_choices_are_the_option_files() -> None:
     assert group_choices(["schedule"]) == {
         "schedule": ["constant", "cosine", "linear", "module", "wsd"]
     }
 
 
-def test_callbacks_add_up() -> None:
+def test_compose_merges_callbacks() -> None:
     own = "+callbacks.own._target_=lightning.pytorch.callbacks.Timer"
     run = compose(["callbacks=[guard,early_stopping]", own])
     assert list(run.callbacks) == ["guard", "early_stopping", "own"]
     assert compose(["callbacks=none"]).callbacks == {}
 
 
-def test_values_are_plain_python() -> None:
+def test_compose_returns_plain_python_values() -> None:
     run = compose(["tracking.tags=[a,b]", "trusted_packages=[mine]"])
     assert run.tracking.tags == ("a", "b")
     assert run.trusted_packages == ("mine",)
@@ -276,7 +276,7 @@ def test_values_are_plain_python() -> None:
         ("optimizer", "no_decay", [1]),
     ],
 )
-def test_a_recorded_value_of_another_type_is_rejected(group: str, key: str, value: object) -> None:
+def test_recorded_value_of_another_type_is_rejected(group: str, key: str, value: object) -> None:
     recorded = compose().as_dict()[group]
     assert isinstance(recorded, dict)
     assert parse_group(group, recorded) == getattr(compose(), group)
@@ -285,7 +285,7 @@ def test_a_recorded_value_of_another_type_is_rejected(group: str, key: str, valu
     assert key in str(rejected.value)
 
 
-def test_a_recorded_option_without_a_field_that_has_no_default_is_rejected() -> None:
+def test_recorded_option_without_a_required_field_is_rejected() -> None:
     recorded = compose().as_dict()["model"]
     assert isinstance(recorded, dict)
     del recorded["width"]
@@ -293,7 +293,7 @@ def test_a_recorded_option_without_a_field_that_has_no_default_is_rejected() -> 
         parse_group("model", recorded)
 
 
-def test_an_interpolation_reads_another_key_and_the_environment(
+def test_interpolation_reads_keys_and_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CLUSTER", "blue")
@@ -301,11 +301,11 @@ def test_an_interpolation_reads_another_key_and_the_environment(
     assert run.question == "blue 4 decoder_nano-single-fp32-adamw-lr3e-4?"
 
 
-def test_a_sweep_composed_alone_is_its_run_at_rest() -> None:
+def test_compose_of_a_sweep_alone_is_its_default_run() -> None:
     assert compose(["sweep=learning_rate"]).optimizer == compose().optimizer
 
 
-def test_composing_leaves_a_hydra_application_alone() -> None:
+def test_compose_does_not_affect_other_hydra_applications() -> None:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 

@@ -136,7 +136,7 @@ def a_run_or_a_refusal(line: list[str]) -> None:
 @example(["+callbacks.x._target_=[]"])
 @example(["model@x={}", "model@x={}", "é"])
 @example(["optimizer.lr=1\u2009e-3"])
-def test_a_run_or_a_refusal(line: list[str]) -> None:
+def test_random_overrides_compose_or_are_rejected(line: list[str]) -> None:
     a_run_or_a_refusal(line)
 
 
@@ -144,13 +144,13 @@ def test_a_run_or_a_refusal(line: list[str]) -> None:
 @pytest.mark.timeout(3600)
 @settings(max_examples=600, derandomize=False)
 @given(lines)
-def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
+def test_many_random_overrides_compose_or_are_rejected(line: list[str]) -> None:
     a_run_or_a_refusal(line)
 
 
 @settings(max_examples=10)
 @given(st.sampled_from(KEYS), values)
-def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) -> None:
+def test_rejected_value_is_reported_under_its_key(key: str, value: str) -> None:
     line = f"{key}={value}"
     try:
         compose([line], check_machine=False)
@@ -164,7 +164,7 @@ def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) 
 
 @settings(max_examples=10)
 @given(st.lists(overrides, max_size=3))
-def test_diagnosing_never_raises(line: list[str]) -> None:
+def test_diagnosis_never_raises(line: list[str]) -> None:
     registry.import_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

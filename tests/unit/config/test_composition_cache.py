@@ -145,7 +145,7 @@ CHOICES = (
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_options_that_refer_to_each_other_compose_as_each_alone(seed: int, tmp_path: Path) -> None:
+def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_path: Path) -> None:
     for name, text in FILES.items():
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ def test_options_that_refer_to_each_other_compose_as_each_alone(seed: int, tmp_p
     assert sum(len(found) == 3 for found in alone) > 10, alone[:9]
 
 
-def test_random_products_of_options_compose_as_each_alone() -> None:
+def test_shared_compositions_of_random_options_equal_each_alone() -> None:
     drawn = random.Random(3)
     groups = [group for group in paths.GROUPS if len(paths.option_names(group)) > 1]
     lines = []
@@ -193,7 +193,7 @@ def test_random_products_of_options_compose_as_each_alone() -> None:
     assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
 
 
-def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composition_cache_evicts_old_compositions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition_cache, "MAX_CACHED_NODES", 2)
     lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
     with hydra_session() as loader:
@@ -221,7 +221,7 @@ def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Reco
     return len(composed), noted
 
 
-def test_jobs_that_differ_in_values_are_composed_once(
+def test_composition_cache_composes_once_for_different_values(
     compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     few, _ = compositions(2, monkeypatch)
@@ -233,7 +233,7 @@ def test_jobs_that_differ_in_values_are_composed_once(
         assert run == compose(*run.overrides)
 
 
-def test_products_of_options_are_composed_once_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
     composed: list[object] = []
     compose = composition_cache.compose_defaults
 
@@ -284,7 +284,7 @@ class Hashed(RecordingCommand):
 
 @pytest.mark.timed
 @pytest.mark.parametrize("axes", SWEEPS)
-def test_a_job_of_a_sweep_costs_at_most_30_ms_before_the_first_starts(axes: str) -> None:
+def test_composition_of_a_sweep_job_takes_at_most_30_ms(axes: str) -> None:
     least = float("inf")
     for _ in range(4):
         noted = Hashed()
@@ -297,7 +297,7 @@ def test_a_job_of_a_sweep_costs_at_most_30_ms_before_the_first_starts(axes: str)
     assert least <= 0.03
 
 
-def test_jobs_that_choose_other_options_read_no_file_again(
+def test_composition_cache_reads_each_file_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from hydra._internal.config_repository import ConfigRepository
@@ -319,7 +319,7 @@ def test_jobs_that_choose_other_options_read_no_file_again(
     assert {"optimizer/sgd", "optimizer/lion", "optimizer/adamw"} <= set(loaded)
 
 
-def test_nothing_stays_replaced() -> None:
+def test_composition_cache_restores_hydra() -> None:
     from hydra._internal import config_loader_impl, defaults_list
 
     resolve_node = Node._dereference_node_impl

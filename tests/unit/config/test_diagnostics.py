@@ -158,7 +158,7 @@ PRESETS: list[RejectionCase] = [
 ]
 
 
-def test_what_goes_by_another_name_is_there() -> None:
+def test_suggested_names_exist() -> None:
     for choice in " ".join(EXPECTED_OPTIONS.values()).split():
         group, option = choice.split("=")
         assert option in (LAUNCHERS if group == "hydra/launcher" else paths.option_names(group))
@@ -169,13 +169,13 @@ def test_what_goes_by_another_name_is_there() -> None:
     [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *PRESETS],
     ids=overrides_id,
 )
-def test_one_complaint_names_key_reason_and_cure(
+def test_issue_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)
 
 
-def test_all_complaints_come_at_once() -> None:
+def test_issues_are_reported_at_once() -> None:
     lines = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
     keys = [issue.key for issue in rejection_issues([*lines, "data.vocabulary=9999"])]
     assert sorted(keys) == [
@@ -188,13 +188,13 @@ def test_all_complaints_come_at_once() -> None:
     ]
 
 
-def test_values_are_checked_beside_a_preset_that_does_not_fit() -> None:
+def test_values_are_checked_next_to_an_invalid_preset() -> None:
     lines = ["experiment=smoke", "model=hf", "model.path=ll", "model.widht=3", "data.sequence=a"]
     keys = [issue.key for issue in rejection_issues(lines)]
     assert sorted(keys) == ["data.sequence", "experiment", "model.widht"]
 
 
-def test_the_message_is_a_line_a_complaint() -> None:
+def test_message_has_one_line_per_issue() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["modle=x", "optimizer.fused=null"])
     assert str(caught.value) == (
@@ -205,31 +205,31 @@ def test_the_message_is_a_line_a_complaint() -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 5000, "[" + "x," * 3000 + "x]", "a\\nb\x1b[31m"])
-def test_a_message_stays_short_and_printable(value: str) -> None:
+def test_message_is_short_and_printable(value: str) -> None:
     for issue in rejection_issues([f"model.width='{value}'"]):
         assert len(str(issue)) < 400
         assert str(issue).isprintable()
 
 
-def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_omits_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
         assert "hunter2" not in " ".join(str(issue) for issue in rejection_issues([line]))
 
 
-def test_a_package_that_the_user_trusts() -> None:
+def test_trusted_package_is_accepted() -> None:
     line = "+callbacks.own._target_=mine.callbacks.Own"
     run = compose([line, "trusted_packages=[mine]"])
     assert run.callbacks["own"] == {"_target_": "mine.callbacks.Own"}
     assert re.search(r"set 'trusted_packages=\[mine\]'", rejection_issues([line])[0].fix)
 
 
-def test_overrides_are_a_list_of_texts() -> None:
+def test_overrides_must_be_a_list_of_strings() -> None:
     assert compose("seed=3").seed == 3
     (issue,) = rejection_issues([3])
     assert "an override is a string" in issue.reason
 
 
 @pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])
-def test_nothing_is_found_where_nothing_is_wrong(line: str) -> None:
+def test_valid_overrides_have_no_issues(line: str) -> None:
     assert diagnose_overrides([line]) == []

@@ -43,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
         ("NVIDIA T4", "", None),
     ],
 )
-def test_a_profile_is_known_by_the_device_s_name(
+def test_profile_is_detected_by_device_name(
     device: str, profile: str, memory: float | None, here: Here
 ) -> None:
     found = here(device, device)
@@ -57,7 +57,9 @@ def test_a_profile_is_known_by_the_device_s_name(
         assert (named.read_off, named.host_memory_gib) == ("", None)
 
 
-def test_the_longest_match_is_taken(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_detection_takes_the_longest_match(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = {"short": {"match": "H100"}, "long": {"match": "H100 NVL"}, "other": {"match": "NVL"}}
     known = {name: {**told, "memory_gib": 94.0} for name, told in known.items()}
     monkeypatch.setattr(
@@ -66,19 +68,19 @@ def test_the_longest_match_is_taken(here: Here, monkeypatch: pytest.MonkeyPatch)
     assert here("NVIDIA H100 NVL").match == "H100 NVL"
 
 
-def test_what_was_typed_stays(here: Here) -> None:
+def test_profile_detection_keeps_typed_values(here: Here) -> None:
     line = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
     found = here("NVIDIA H100 PCIe", line=line)
     assert (found.memory_gib, found.host_memory_gib, found.nodes) == (10, 64, 2)
     assert found.bf16_tflops == 989.5
 
 
-def test_a_processor_has_no_profile(here: Here) -> None:
+def test_cpu_has_no_profile(here: Here) -> None:
     found = here()
     assert (found.device, found.match, found.read_off) == ("cpu", "", "")
 
 
-def test_a_plan_of_auto_has_a_verdict_and_says_why(
+def test_plan_with_detected_hardware_has_a_fit_status(
     here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here("NVIDIA H100 80GB HBM3")
@@ -96,6 +98,6 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
     assert resolved["hardware"]["read_off"] == told
 
 
-def test_a_node_of_another_machine_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_of_another_machine_is_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan.print_plan(build_plan(compose(["hardware=h100"], check_machine=False)))
     assert "not checked: set hardware.host_memory_gib" in capsys.readouterr().out

@@ -32,7 +32,9 @@ def composed(line: list[str]) -> DictConfig:
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-def test_what_is_composed_stays_the_same(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composed_config_equals_plain_hydra(
+    line: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = composed(line)
     monkeypatch.setattr(PartSearchPath, "manipulate_search_path", lambda self, search_path: None)
     plain = composed(line)
@@ -51,7 +53,7 @@ def test_what_is_composed_stays_the_same(line: list[str], monkeypatch: pytest.Mo
         ("", True),
     ],
 )
-def test_a_file_that_contradicts_its_schema_is_left_to_hydra(
+def test_file_with_a_schema_error_is_composed_by_hydra(
     text: str, laid: bool, tmp_path: Path
 ) -> None:
     app.prepare()
@@ -67,14 +69,14 @@ def test_a_file_that_contradicts_its_schema_is_left_to_hydra(
     "defaults",
     ["[/optimizer/adamw@_here_, _self_]", "[/schema/optimizer/none@_here_, _self_]", "[_self_]"],
 )
-def test_what_stands_on_anything_else_is_left_to_hydra(defaults: str, tmp_path: Path) -> None:
+def test_file_with_other_defaults_is_composed_by_hydra(defaults: str, tmp_path: Path) -> None:
     app.prepare()
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nlr: 1.0\n", "utf-8")
     config = PartSource("main", str(tmp_path)).load_config("mine").config
     assert set(config) == {"defaults", "lr"}
 
 
-def test_a_file_that_was_edited_is_read_again(tmp_path: Path) -> None:
+def test_edited_file_is_read_again(tmp_path: Path) -> None:
     app.prepare()
     source, file = PartSource("main", str(tmp_path)), tmp_path / "mine.yaml"
     head = "defaults: [/schema/optimizer/adamw@_here_, _self_]"

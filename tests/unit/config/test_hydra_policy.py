@@ -90,7 +90,7 @@ NODES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["run", "multirun"])
 @pytest.mark.parametrize("node", NODES.values(), ids=NODES)
-def test_an_experiment_file_cannot_run_code_by_hydra(
+def test_experiment_file_cannot_run_code(
     node: dict[str, object], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -106,7 +106,7 @@ def test_an_experiment_file_cannot_run_code_by_hydra(
 
 @pytest.mark.parametrize("group", ["callbacks", "launcher", "sweeper", "job_logging"])
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["run", "multirun"])
-def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
+def test_config_group_file_cannot_run_code(
     group: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
         "hydra.searchpath=[pkg:///json]",
     ],
 )
-def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
+def test_override_cannot_run_code(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([line])
     (issue,) = caught.value.issues
@@ -149,7 +149,7 @@ def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
-def test_a_package_is_not_imported_for_its_configs(
+def test_config_search_path_imports_no_package(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,11 +178,11 @@ def test_a_package_is_not_imported_for_its_configs(
         "hydra.searchpath=[pkg://scalewise.config]",
     ],
 )
-def test_what_the_suite_and_hydra_offer_is_accepted(line: str) -> None:
+def test_policy_accepts_hydra_plugins_of_scalewise(line: str) -> None:
     compose([line])
 
 
-def test_other_applications_compose_as_before() -> None:
+def test_policy_does_not_affect_other_applications() -> None:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
@@ -234,11 +234,11 @@ PLACES = (
     place=st.sampled_from(PLACES),
     value=WRAPPED,
 )
-def test_a_target_anywhere_is_found(hydra_node: DictConfig, place: str, value: object) -> None:
+def test_policy_finds_nested_targets(hydra_node: DictConfig, place: str, value: object) -> None:
     config = copy.deepcopy(hydra_node)
     OmegaConf.update(config, f"hydra.{place}", value, merge=False, force_add=True)
     assert list(hydra_policy.policy_issues(config))
 
 
-def test_the_defaults_name_no_foreign_target(hydra_node: DictConfig) -> None:
+def test_defaults_have_no_foreign_targets(hydra_node: DictConfig) -> None:
     assert list(hydra_policy.policy_issues(hydra_node)) == []

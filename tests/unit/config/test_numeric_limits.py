@@ -55,9 +55,7 @@ def runs(group: str, compose: Callable[..., RunConfig]) -> Iterator[RunConfig]:
 
 
 @pytest.mark.parametrize("group", paths.CLOSED_GROUPS)
-def test_every_number_of_every_option_is_bounded(
-    group: str, compose: Callable[..., RunConfig]
-) -> None:
+def test_numeric_options_are_all_bounded(group: str, compose: Callable[..., RunConfig]) -> None:
     tried = 0
     for run in runs(group, compose):
         spec = getattr(run, group)
@@ -113,7 +111,7 @@ def check(run: RunConfig, key: str, value: float) -> None:
         "callbacks.guard.factor=1e400",
     ],
 )
-def test_a_number_beyond_its_limit_is_rejected_by_its_key(
+def test_number_beyond_its_limit_is_rejected_under_its_key(
     override: str, compose: Callable[..., RunConfig]
 ) -> None:
     lines = override.split()
@@ -122,6 +120,6 @@ def test_a_number_beyond_its_limit_is_rejected_by_its_key(
     assert lines[-1].partition("=")[0] in [issue.key for issue in caught.value.issues]
 
 
-def test_every_class_of_options_is_tried() -> None:
+def test_numeric_limit_cases_cover_every_config_class() -> None:
     registry.import_options()
     assert set(registry.OPTIONS) >= set(paths.CLOSED_GROUPS)

@@ -63,7 +63,7 @@ def fields_of_classes() -> Iterator[tuple[type, FieldDoc]]:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_field_is_documented_in_plain_words(cls: type) -> None:
+def test_option_fields_are_documented(cls: type) -> None:
     for entry in option_docs.class_fields(cls, "", {}):
         name = f"{cls.__name__}.{entry.key}"
         assert entry.text.endswith("."), f"{name} has no documentation below it: {entry.text!r}"
@@ -72,7 +72,7 @@ def test_every_field_is_documented_in_plain_words(cls: type) -> None:
         assert not PRIVATE_WORDS.findall(words), f"{name}: {entry.text}"
 
 
-def test_every_size_and_time_names_its_unit() -> None:
+def test_option_sizes_and_times_name_their_unit() -> None:
     for cls, entry in fields_of_classes():
         if not re.search(r"\b(int|float)\b", entry.type):
             assert not entry.unit, f"{cls.__name__}.{entry.key} is no number"
@@ -82,7 +82,7 @@ def test_every_size_and_time_names_its_unit() -> None:
             assert entry.unit, f"{cls.__name__}.{entry.key}: {entry.text}"
 
 
-def test_a_unit_agrees_with_the_name_of_the_field() -> None:
+def test_option_units_agree_with_field_names() -> None:
     for cls, entry in fields_of_classes():
         for suffix in sorted(SUFFIX_UNITS, key=len, reverse=True):
             if entry.key.endswith(suffix):
@@ -90,25 +90,25 @@ def test_a_unit_agrees_with_the_name_of_the_field() -> None:
                 break
 
 
-def test_no_name_is_listed_as_dimensionless_in_vain() -> None:
+def test_dimensionless_fields_all_exist() -> None:
     names = {entry.key for _, entry in fields_of_classes()}
     assert set() == DIMENSIONLESS - names
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}-{option.name}")
-def test_every_option_has_a_head_comment_in_plain_words(option: OptionDoc) -> None:
+def test_options_have_a_head_comment(option: OptionDoc) -> None:
     assert option.summary.rstrip("`")[-1:] in (".", "?", *"0123456789") or "`" in option.summary
     words = re.sub(r"`.*?`", "", f"{option.summary} {option.details.replace('``', '`')}")
     assert not PRIVATE_WORDS.findall(words), option.summary
 
 
-def test_every_choice_says_what_it_does() -> None:
+def test_option_choices_are_documented() -> None:
     for cls, entry in fields_of_classes():
         if entry.type == "choice":
             assert all(entry.choices.values()), f"{cls.__name__}.{entry.key}: {entry.choices}"
 
 
-def test_every_group_has_a_summary_of_one_line() -> None:
+def test_groups_have_a_one_line_summary() -> None:
     summaries = option_docs.group_summaries()
     assert tuple(summaries) == option_docs.GROUP_NAMES
     for group, summary in summaries.items():
@@ -116,13 +116,13 @@ def test_every_group_has_a_summary_of_one_line() -> None:
         assert len(summary) <= 64, group
 
 
-def test_a_field_that_takes_a_number_or_a_word_documents_the_word() -> None:
+def test_fields_of_number_or_word_document_the_word() -> None:
     for cls, entry in fields_of_classes():
         assert ("int or auto" in entry.type) <= ("auto: " in entry.text), (cls, entry.key)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}-{option.name}")
-def test_examples_are_overrides_that_the_schema_accepts(option: OptionDoc) -> None:
+def test_option_examples_are_valid_overrides(option: OptionDoc) -> None:
     cls = registry.OPTIONS.get(option.group, {}).get(option.schema)
     if cls is None:
         return
@@ -135,7 +135,7 @@ def test_examples_are_overrides_that_the_schema_accepts(option: OptionDoc) -> No
         OmegaConf.update(config, entry.key.partition(".")[2], parsed.value())
 
 
-def test_defaults_are_those_of_a_composed_run() -> None:
+def test_documented_defaults_equal_a_composed_run() -> None:
     run = compose(["optimizer=muon", "parallelism=fsdp", "hardware=h100_8x4"], check_machine=False)
     for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
         option = next(it for it in option_docs.group_doc(group).options if it.name == name)
@@ -146,13 +146,13 @@ def test_defaults_are_those_of_a_composed_run() -> None:
             assert value == entry.default, entry.key
 
 
-def test_an_option_based_on_another_has_its_values() -> None:
+def test_option_inherits_values_of_its_base() -> None:
     node = next(it for it in option_docs.group_doc("hardware").options if it.name == "h100_8x4")
     assert node.schema == "device"
     assert (node.sets["memory_gib"], node.sets["nodes"]) == (80, 4)
 
 
-def test_default_options_are_those_of_a_composed_run() -> None:
+def test_default_options_equal_a_composed_run() -> None:
     choices = compose([], check_machine=False).choices
     groups = {group: choices[group] for group in paths.CLOSED_GROUPS}
     assert groups.items() <= dict(option_docs.default_options()).items()
@@ -167,7 +167,7 @@ def test_default_options_are_those_of_a_composed_run() -> None:
         (tuple[str, ...], "list of str"),
     ],
 )
-def test_types_in_words(hint: type, text: str) -> None:
+def test_types_are_described_in_words(hint: type, text: str) -> None:
     assert option_docs.type_text(hint) == text
 
 
@@ -181,10 +181,10 @@ def test_types_in_words(hint: type, text: str) -> None:
         ("Stored in tokens or bytes.", ""),
     ],
 )
-def test_the_unit_is_read_from_the_text(text: str, unit: str) -> None:
+def test_unit_is_parsed_from_the_documentation(text: str, unit: str) -> None:
     assert FieldDoc("key", "int", text, 1).unit == unit
 
 
-def test_head_comment_leaves_out_hydra_directives() -> None:
+def test_head_comment_omits_hydra_directives() -> None:
     text = "# @package callbacks\n# One line.\n# Another.\n\n# No head.\nkey: 1\n"
     assert option_docs.head_comment(text) == ["One line.", "Another."]

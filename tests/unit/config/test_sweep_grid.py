@@ -42,7 +42,7 @@ def varied(jobs: Sequence[SweepJob], *keys: str) -> list[tuple[str, ...]]:
 ZIP = {"model.layers": "2,4", "optimizer.lr": "1e-3,5e-4"}
 
 
-def test_params_are_crossed_and_the_last_varies_fastest(jobs: Jobs) -> None:
+def test_grid_varies_the_last_parameter_fastest(jobs: Jobs) -> None:
     found = jobs(params={"seed": "choice(1,2)", "question": "same"})
     assert varied(found, "seed") == [("1",), ("2",)]
     found = jobs(params={"seed": "1,2", "model.layers": "range(2,7,2)"})
@@ -55,32 +55,32 @@ def test_params_are_crossed_and_the_last_varies_fastest(jobs: Jobs) -> None:
     assert [job.folder.name for job in found] == [*"012345"]
 
 
-def test_zip_is_paired(jobs: Jobs) -> None:
+def test_grid_pairs_zipped_parameters(jobs: Jobs) -> None:
     found = jobs(zip=ZIP)
     assert varied(found, *ZIP) == [("2", "0.001"), ("4", "0.0005")]
 
 
-def test_zip_is_crossed_with_params_and_with_the_line(jobs: Jobs) -> None:
+def test_grid_crosses_zipped_with_other_parameters(jobs: Jobs) -> None:
     found = jobs("precision=fp32,bf16_mixed", zip=ZIP, params={"seed": "1,2,3"})
     assert len(found) == 2 * 3 * 2
     pairs = {(job.run.model.layers, job.run.optimizer.lr) for job in found}
     assert pairs == {(2, 1e-3), (4, 5e-4)}
 
 
-def test_the_line_replaces_an_axis(jobs: Jobs) -> None:
+def test_override_replaces_a_sweep_axis(jobs: Jobs) -> None:
     (alone,) = jobs("seed=7", params={"seed": "1,2,3"})
     assert alone.run.seed == 7
     others = jobs("seed=7,8", params={"seed": "1,2,3"})
     assert [job.run.seed for job in others] == [7, 8]
 
 
-def test_the_line_takes_a_key_out_of_a_zip(jobs: Jobs) -> None:
+def test_override_removes_a_key_from_a_zip(jobs: Jobs) -> None:
     found = jobs("optimizer.lr=1e-5,1e-4,1e-3", zip={**ZIP, "seed": "5,6"})
     assert len(found) == 6
     assert {(job.run.model.layers, job.run.seed) for job in found} == {(2, 5), (4, 6)}
 
 
-def test_experiments_run_in_the_order_that_names_them(jobs: Jobs) -> None:
+def test_grid_keeps_the_order_of_experiments(jobs: Jobs) -> None:
     found = jobs(params={"experiment": "smoke,demo,communication/slow_link"})
     names = [job.run.choices["experiment"] for job in found]
     assert names == ["smoke", "demo", "communication/slow_link"]
@@ -88,7 +88,7 @@ def test_experiments_run_in_the_order_that_names_them(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("-m",)])
-def test_with_and_without_the_flag(flags: tuple[str, ...], jobs: Jobs) -> None:
+def test_grid_runs_with_and_without_the_multirun_flag(flags: tuple[str, ...], jobs: Jobs) -> None:
     assert [job.run.seed for job in jobs(*flags, params={"seed": "1,2"})] == [1, 2]
 
 
@@ -114,7 +114,7 @@ def test_with_and_without_the_flag(flags: tuple[str, ...], jobs: Jobs) -> None:
         ({"params": {"optimizer.lr": "1e-3,-1"}}, "optimizer.lr=-1"),
     ],
 )
-def test_a_sweep_is_refused_in_our_words_and_leaves_nothing(
+def test_invalid_sweep_is_rejected_and_leaves_nothing(
     sweeper: dict[str, object], complaint: str, jobs: Jobs, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -146,7 +146,7 @@ HUGE = "range(1,1000000000)"
     ],
 )
 @pytest.mark.parametrize("command", ["train", "wandb", "optuna"])
-def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
+def test_sweep_of_too_many_jobs_is_rejected_without_listing(
     line: list[str], key: str, reason: str, command: str
 ) -> None:
     if command == "optuna":
@@ -170,7 +170,7 @@ def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
         (["hydra/sweeper=screen", "hydra.sweeper.repeats=1000000000"], "hydra.sweeper.repeats"),
     ],
 )
-def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> None:
+def test_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> None:
     factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
     axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
     with pytest.raises(ConfigError, match="jobs, and the maximum is 10,000") as caught:
@@ -178,7 +178,7 @@ def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> Non
     assert key in [issue.key for issue in caught.value.issues]
 
 
-def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
+def test_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
     with pytest.raises(ConfigError, match=r"seed=range.*maximum is 10,000"):
         jobs(params={"seed": HUGE})
     with pytest.raises(ConfigError, match="results in 1,000,000 jobs"):
@@ -187,7 +187,7 @@ def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
         jobs(zip={"seed": HUGE, "model.layers": "1,2"})
 
 
-def test_a_range_is_an_interval_of_a_search_without_being_listed() -> None:
+def test_range_is_a_search_interval_without_listing() -> None:
     found = preview_search(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
     assert found.space == [IntervalAxis("seed", 1, 999_999_999, step=1)]
     found = preview_search(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])

@@ -44,17 +44,17 @@ def runs(folder: str, *lines: str) -> list[RunConfig]:
 
 
 @pytest.mark.parametrize("name", ["copy", "deep/copy", "headed", "as_in_the_tree", "smoke"])
-def test_an_experiment(name: str, folder: str) -> None:
+def test_user_folder_experiment_composes(name: str, folder: str) -> None:
     (run,) = runs(folder, f"experiment={name}", "optimizer.lr=1e-2")
     assert (run.trainer.max_steps, run.optimizer.lr) == (30, 1e-2)
     assert run.choices["experiment"] == name
 
 
-def test_a_sweep_runs_its_axes(folder: str) -> None:
+def test_user_folder_sweep_runs_its_axes(folder: str) -> None:
     assert [run.optimizer.lr for run in runs(folder, "sweep=copy")] == [3e-4, 1e-3, 3e-3]
 
 
-def test_a_package_of_its_own(folder: str) -> None:
+def test_user_folder_package_is_imported(folder: str) -> None:
     (run,) = runs(folder, "experiment=model_only")
     assert run.as_dict()["model"]["width"] == 64
 
@@ -72,14 +72,14 @@ def test_a_package_of_its_own(folder: str) -> None:
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],
 )
-def test_a_refusal_knows_it(lines: list[str], complaint: str, folder: str) -> None:
+def test_user_folder_is_named_in_rejections(lines: list[str], complaint: str, folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(folder, *lines)
     (found,) = caught.value.issues
     assert complaint in str(found)
 
 
-def test_it_is_forgotten(folder: str) -> None:
+def test_user_folder_is_removed_after_the_command(folder: str) -> None:
     runs(folder, "experiment=copy")
     with pytest.raises(ConfigError, match="no such option"):
         run_command(RecordingCommand(), ["experiment=copy"])
@@ -122,7 +122,7 @@ def trusting(folder: str) -> str:
         ["experiment=trusting", "seed=1", "hydra.mode=MULTIRUN"],
     ],
 )
-def test_no_file_trusts_a_package(lines: list[str], trusting: str) -> None:
+def test_user_folder_file_cannot_trust_a_package(lines: list[str], trusting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(trusting, *lines)
     said = [str(it) for it in caught.value.issues if it.key == "trusted_packages"]
@@ -131,7 +131,7 @@ def test_no_file_trusts_a_package(lines: list[str], trusting: str) -> None:
     assert "add 'trusted_packages=[foreign]'" in said[0]
 
 
-def test_no_sweep_of_wandb_trusts_a_package(trusting: str) -> None:
+def test_wandb_sweep_cannot_trust_a_package(trusting: str) -> None:
     more = ",".join(map(str, range(300)))  # more jobs than are validated one by one
     for line in ((), (f"seed={more}",)):
         with pytest.raises(ConfigError, match="is set by a file"):
@@ -148,7 +148,7 @@ def test_no_sweep_of_wandb_trusts_a_package(trusting: str) -> None:
         (["sweep=trusting", "trusted_packages=[mine]"], [("mine",)]),
     ],
 )
-def test_the_command_line_trusts_packages(
+def test_command_line_trusts_packages(
     lines: list[str], trusted: list[tuple[str, ...]], trusting: str
 ) -> None:
     assert [run.trusted_packages for run in runs(trusting, *lines)] == trusted

@@ -50,7 +50,7 @@ def digests(folder):
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(folder).iterdir()}
 
 
-def test_two_processes_build_one_cache():
+def test_cache_is_built_once_by_two_processes():
     together = [start(PREPARE), start(PREPARE)]
     answers = [process.communicate(timeout=60) for process in together]
     assert [process.returncode for process in together] == [0, 0]
@@ -58,7 +58,7 @@ def test_two_processes_build_one_cache():
     assert sorted(error for _, error in answers) == ["", "preparing corpus ...\n"]
 
 
-def test_a_killed_builder_leaves_nothing_that_is_read(cache, tmp_path, monkeypatch):
+def test_killed_cache_build_leaves_nothing_readable(cache, tmp_path, monkeypatch):
     killed = start(KILLED + PREPARE)
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
@@ -78,7 +78,7 @@ def test_a_killed_builder_leaves_nothing_that_is_read(cache, tmp_path, monkeypat
     }
 
 
-def test_a_builder_that_fails_leaves_nothing(cache):
+def test_failed_cache_build_leaves_nothing(cache):
     def fails(folder):
         (folder / "half").write_text("half")
         raise RuntimeError("half-way")
@@ -88,14 +88,14 @@ def test_a_builder_that_fails_leaves_nothing(cache):
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_the_second_call_does_not_build_and_another_key_does():
+def test_cache_is_reused_for_the_same_key():
     built = []
     for key in ({"a": 1}, {"a": 1}, {"a": 2}):
         build_cached("thing", key, built.append)
     assert len(built) == 2
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SCALEWISE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -105,14 +105,14 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "scalewise"
 
 
-def test_a_cache_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+def test_cache_that_cannot_be_written_is_rejected(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match="the cache cannot be written: Not a directory"):
         build_cached("thing", {}, lambda folder: None)
 
 
-def test_a_shortened_cache_is_refused(capfd):
+def test_truncated_cache_is_rejected(capfd):
     corpus = StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8)
     folder = prepare_splits(corpus, 300, 0).tokenizer.parent
     os.truncate(folder / "train.bin", 100)
@@ -121,14 +121,14 @@ def test_a_shortened_cache_is_refused(capfd):
     assert capfd.readouterr().err == "preparing corpus ...\n"
 
 
-def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
+def test_cache_progress_is_one_terminal_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     prepare_splits(StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8), 300, 0)
     said = capsys.readouterr().err
     assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)
 
 
-def test_a_library_in_rust_that_finds_no_space_is_told_with_the_fix(
+def test_cache_reports_a_full_disk_of_a_rust_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))

@@ -79,7 +79,7 @@ def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
     return splits.train.gather_pixels(rows)
 
 
-def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
+def test_image_formats_decode_equally(pictures: Path) -> None:
     wanted_CHW = drawn().transpose(2, 0, 1)
     for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
         assert np.array_equal(image_io.read_image(pictures / name), wanted_CHW)
@@ -88,7 +88,7 @@ def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
     assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
 
 
-def test_a_photograph_stands_as_its_camera_did(tmp_path: Path) -> None:
+def test_image_orientation_is_applied(tmp_path: Path) -> None:
     bright_HW3 = np.zeros((16, 32, 3), np.uint8)
     bright_HW3[:, :16] = 200  # the left half
     turned = Image.Exif()
@@ -101,13 +101,13 @@ def test_a_photograph_stands_as_its_camera_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_colours_of_any_kind_are_three(mode: str, tmp_path: Path) -> None:
+def test_image_modes_convert_to_rgb(mode: str, tmp_path: Path) -> None:
     white, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
     white.convert(mode).save(tmp_path / name)
     assert (image_io.read_image(tmp_path / name) == np.full((3, 2, 4), 255)).all()
 
 
-def test_pictures_without_pillow_say_what_to_install(
+def test_image_without_pillow_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -117,7 +117,7 @@ def test_pictures_without_pillow_say_what_to_install(
         image_io.read_image(tmp_path / "a.jpg")
 
 
-def test_of_pillows_formats_none_starts_a_program(tmp_path: Path) -> None:
+def test_image_formats_start_no_program(tmp_path: Path) -> None:
     (tmp_path / "a.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n")
     with pytest.raises(ValueError, match="cannot identify"):
         image_io.read_image(tmp_path / "a.eps")
@@ -146,7 +146,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_picture_says_so(name: str, tmp_path: Path) -> None:
+def test_file_that_is_no_image_is_rejected(name: str, tmp_path: Path) -> None:
     held, reason = BAD[name]
     if isinstance(held, bytes):
         (tmp_path / name).write_bytes(held)
@@ -157,7 +157,7 @@ def test_what_is_no_picture_says_so(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [9_500, 13_304, 20_000])
-def test_pictures_of_too_many_pixels_are_rejected(side: int, tmp_path: Path) -> None:
+def test_image_with_too_many_pixels_is_rejected(side: int, tmp_path: Path) -> None:
     Image.new("1", (side, side)).save(tmp_path / "a.png")
     open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(side, side, 3))
     for name in ("a.png", "a.npy"):
@@ -165,7 +165,7 @@ def test_pictures_of_too_many_pixels_are_rejected(side: int, tmp_path: Path) -> 
             image_io.read_image(tmp_path / name)
 
 
-def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
+def test_array_archive_is_rejected_as_image(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", one=drawn())
     (tmp_path / "a.npz").rename(tmp_path / "a.NPY")
     with pytest.raises(
@@ -174,7 +174,7 @@ def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
         image_io.read_image(tmp_path / "a.NPY")
 
 
-def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
+def test_caption_sample_has_tokens_and_image(pictures: Path) -> None:
     records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
     splits = prepare_splits(told(pictures, *records), 300, 0)
     assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
@@ -184,21 +184,21 @@ def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
     assert splits.note == ""
 
 
-def test_a_longer_caption_is_cut_and_told(pictures: Path) -> None:
+def test_caption_longer_than_the_sequence_is_truncated_with_a_note(pictures: Path) -> None:
     splits = prepare_splits(told(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0)
     (ids_T,) = splits.train.gather([0])
     assert (ids_T >= 0).all()
     assert "of 1 captions, data.sequence=24: 1 truncated" in splits.note
 
 
-def test_another_picture_under_the_same_name_is_read_anew(pictures: Path) -> None:
+def test_caption_cache_detects_a_changed_image(pictures: Path) -> None:
     spec = told(pictures, {"image": "a.npy", "caption": "it"})
     before_BCHW = seen(prepare_splits(spec, 300, 0), 0).copy()
     np.save(pictures / "a.npy", drawn(5, 2))
     assert not np.array_equal(seen(prepare_splits(spec, 300, 0), 0), before_BCHW)
 
 
-def test_bad_records_are_counted_and_named(
+def test_caption_bad_records_are_counted_and_named(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = (
@@ -219,7 +219,7 @@ def test_bad_records_are_counted_and_named(
     assert "skipped 4 records" in capsys.readouterr().err
 
 
-def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
+def test_caption_validation_split_is_by_image(pictures: Path) -> None:
     for number in range(8):
         np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
@@ -230,7 +230,7 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
     assert caption(splits, 3) == f"4{END}"
 
 
-def test_batches_hold_pictures_and_labels() -> None:
+def test_caption_batches_have_images_and_labels() -> None:
     splits = prepare_splits(SyntheticShapes(rows=20, sequence=9), len(WORDS), 1)
     first, second = TrainLoader(splits.train, BatchShare(5, 2, 0, 2), seed=1, steps=1)
     for batch in (first, second):
@@ -243,7 +243,7 @@ def test_batches_hold_pictures_and_labels() -> None:
     assert (second["inputs"][1] == 0).all()
 
 
-def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
+def test_synthetic_shapes_depend_on_the_seed() -> None:
     spec = SyntheticShapes(rows=300)
     one, again, other = (prepare_splits(spec, len(WORDS), seed) for seed in (1, 1, 2))
     rows = range(5)
@@ -257,7 +257,7 @@ def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
     assert len(held) <= len(CAPTIONS) // 10
 
 
-def test_the_shape_is_where_its_caption_says() -> None:
+def test_synthetic_shapes_match_their_captions() -> None:
     splits = prepare_splits(SyntheticShapes(rows=200), len(WORDS), 1)
     for row in range(20):
         *_, vertical, horizontal, _ = caption(splits, row).split()
@@ -267,7 +267,7 @@ def test_the_shape_is_where_its_caption_says() -> None:
         assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal)
 
 
-def test_what_captions_cannot_be(pictures: Path) -> None:
+def test_caption_data_rejects_invalid_settings(pictures: Path) -> None:
     spec = told(pictures, image_size=0, packing=True)
     first, second = map(str, spec.validate())
     assert first == "data.image_size=0: must be positive; set data.image_size=224"
@@ -402,7 +402,7 @@ WITH: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
-def test_what_does_not_go_with_captions_says_so(
+def test_caption_data_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)

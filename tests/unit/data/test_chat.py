@@ -85,7 +85,7 @@ def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str
     ],
     ids=["alpaca", "messages", "sharegpt"],
 )
-def test_formats_are_told_apart_and_answers_alone_are_labels(
+def test_chat_formats_are_detected_and_only_answers_are_labels(
     record: object, whole: str, answers: str, tmp_path: Path
 ) -> None:
     splits = prepare_splits(ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL), 300, 0)
@@ -96,7 +96,7 @@ def test_formats_are_told_apart_and_answers_alone_are_labels(
     assert learnt == answers + END_OF_TEXT
 
 
-def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
+def test_chat_truncated_tokens_are_counted(tmp_path: Path) -> None:
     asked, said = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
     path = lines(tmp_path / "a.jsonl", ALPACA, asked, said, ALPACA)
     small = {**SMALL, "sequence": 64}
@@ -111,7 +111,7 @@ def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
-def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
+def test_chat_reads_every_file_type(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"
     records = [MESSAGES, {"messages": SHAREGPT_AS_MESSAGES}]
     if suffix == "json":
@@ -149,7 +149,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("messages", [MESSAGES["messages"], SHAREGPT_AS_MESSAGES], ids=["1", "2"])
-def test_a_template_writes_what_transformers_does(
+def test_chat_template_equals_transformers(
     messages: list[dict[str, str]], tokenizer: Path, tmp_path: Path
 ) -> None:
     theirs = PreTrainedTokenizerFast(
@@ -168,7 +168,7 @@ def test_a_template_writes_what_transformers_does(
     assert read(splits, splits.train)[1] == "".join(f"{it}<|im_end|>\n" for it in answers)
 
 
-def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
+def test_chat_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
     config = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
@@ -176,7 +176,7 @@ def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
         prepare_splits(chat, 512, 0)
 
 
-def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> None:
+def test_chat_template_exception_marks_bad_records(tokenizer: Path, tmp_path: Path) -> None:
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     config = {"chat_template": refuses + CHATML}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
@@ -186,9 +186,7 @@ def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> 
         prepare_splits(chat, 512, 0)
 
 
-def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
-    tokenizer: Path, tmp_path: Path
-) -> None:
+def test_chat_template_is_read_from_a_file_or_list(tokenizer: Path, tmp_path: Path) -> None:
     config = tokenizer.with_name("tokenizer_config.json")
     chat = ChatData(
         paths=(lines(tmp_path / "a.jsonl", MESSAGES),),
@@ -215,7 +213,7 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
     )
 
 
-def test_the_plain_template_is_the_one_that_is_exported() -> None:
+def test_chat_default_template_is_exported() -> None:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     theirs = environment.from_string(PLAIN_TEMPLATE)
     developer = [{"role": "developer", "content": "Be brief."}, *MESSAGES["messages"]]
@@ -228,7 +226,7 @@ def test_the_plain_template_is_the_one_that_is_exported() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(9999999) | list }}", "hello"])
-def test_a_template_that_breaks_is_told(source: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_chat_template_error_is_reported(source: str, tokenizer: Path, tmp_path: Path) -> None:
     config = {"chat_template": source}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
@@ -236,7 +234,7 @@ def test_a_template_that_breaks_is_told(source: str, tokenizer: Path, tmp_path: 
         prepare_splits(chat, 512, 0)
 
 
-def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Path) -> None:
+def test_chat_reads_bom_parts_and_empty_columns(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": " and 2."}]
     union = {"messages": None, "instruction": "Add 2 and 2.", "output": "4"}
     record = {"messages": [{"role": "user", "content": parts}, MESSAGES["messages"][1]]}
@@ -261,7 +259,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_rows_are_named_and_counted(
+def test_chat_bad_records_are_named_and_counted(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -277,7 +275,7 @@ def test_bad_rows_are_named_and_counted(
     assert "skipped 1 record, first: a.jsonl:3" in capsys.readouterr().err
 
 
-def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
+def test_chat_splits_truncates_and_pads(tmp_path: Path) -> None:
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * 40} for n in range(40)]
     chat = ChatData(
         paths=(lines(tmp_path / "a.jsonl", *records),),
@@ -293,7 +291,7 @@ def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
     assert (tokens_BS[:, -1] >= 0).all()
 
 
-def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
+def test_chat_sequence_too_short_for_answers_is_rejected(tmp_path: Path) -> None:
     record = {"instruction": "why " * 200, "output": "so"}
     path = lines(tmp_path / "a.jsonl", record)
     with pytest.raises(
@@ -307,7 +305,7 @@ def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
     assert len(kept.train) == 1
 
 
-def test_a_change_is_seen(tmp_path: Path) -> None:
+def test_chat_cache_detects_changed_files(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", MESSAGES)
     first = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)
     again = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)

@@ -148,22 +148,22 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_records_are_read(name: str) -> None:
+def test_chat_records_are_read(name: str) -> None:
     record, expected = READ[name]
     assert tables(record) == expected
 
 
 @pytest.mark.parametrize("tools", [[WRAPPED], [TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
 @pytest.mark.parametrize("said", [{"messages": [USER, ANSWER]}, {"conversations": TALK}])
-def test_tools_are_read_in_every_form(tools: object, said: dict[str, Any]) -> None:
+def test_chat_tools_are_read_in_every_form(tools: object, said: dict[str, Any]) -> None:
     assert read(said | {"tools": tools}).tools == [WRAPPED]
 
 
-def test_old_functions_are_tools() -> None:
+def test_chat_functions_are_read_as_tools() -> None:
     assert read({"messages": [USER, ANSWER], "functions": [TOOL]}).tools == [WRAPPED]
 
 
-def test_documents_and_template_variables_are_read() -> None:
+def test_chat_documents_and_template_variables_are_read() -> None:
     more = {"documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"thinking": True}}
     found = read({"messages": [USER, ANSWER]} | more)
     assert found.documents == more["documents"]
@@ -183,7 +183,7 @@ def test_documents_and_template_variables_are_read() -> None:
         ({}, True),
     ],
 )
-def test_switches_of_answers(switch: dict[str, Any], train: bool) -> None:
+def test_chat_answer_flags_are_read(switch: dict[str, Any], train: bool) -> None:
     messages = read({"messages": [USER, ANSWER | switch, USER, ANSWER]}).messages
     assert [message.train for message in messages if message.role == "assistant"] == [train, True]
 
@@ -271,13 +271,13 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_records_are_rejected(name: str) -> None:
+def test_chat_records_with_unknown_keys_are_rejected(name: str) -> None:
     record, reason = REJECTED[name]
     with pytest.raises(ValueError, match=reason):
         read(record)
 
 
-def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
+def test_chat_metadata_is_counted_and_ignored_on_request() -> None:
     notes: Counter[str] = Counter()
     keys = RecordKeys(["persona", "history"], notes)
     told = {"messages": [USER | {"id": 7}, ANSWER], "source": "web", "toxic": False, "id": "x"}
@@ -290,7 +290,7 @@ def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
     }
 
 
-def test_a_text_that_repeats_the_conversation_is_no_content_of_its_own() -> None:
+def test_chat_text_that_repeats_the_messages_is_ignored() -> None:
     assert tables({"messages": [USER, ANSWER], "prompt": "hello"}) == [USER, ANSWER]
     whole = (
         "Below is an instruction that describes a task. Write a response that appropriately "
@@ -313,7 +313,7 @@ def test_a_text_that_repeats_the_conversation_is_no_content_of_its_own() -> None
         {"custom_instructions": "hello"[:4]},
     ],
 )
-def test_a_text_that_shares_words_with_the_conversation_is_content(more: dict[str, Any]) -> None:
+def test_chat_text_that_differs_from_the_messages_is_rejected(more: dict[str, Any]) -> None:
     (key,) = more
     for record in (
         {"messages": [USER, ANSWER]},
@@ -341,7 +341,7 @@ def test_a_text_that_shares_words_with_the_conversation_is_content(more: dict[st
         {"trainIndex": 1},
     ],
 )
-def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]) -> None:
+def test_chat_unknown_flags_and_numbers_are_rejected(switch: dict[str, Any]) -> None:
     (key,) = switch
     fix = re.escape(f"(set 'data.ignore_keys=[{key}]' to ignore it)")
     for record in (
@@ -365,7 +365,7 @@ def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]
     ["id", "turn_index", "created_at", "timestamp", "score_chosen", "num_tokens", "answerScore",
      "n_words", "rank", "messageId", "token_count", "time-ms", "seed"],
 )  # fmt: skip
-def test_numbers_that_describe_a_record_are_noted(key: str) -> None:
+def test_chat_numeric_metadata_is_noted(key: str) -> None:
     notes: Counter[str] = Counter()
     record = {"messages": [USER, ANSWER | {key: 0.5}], key: 3}
     parse_conversation(record, RecordKeys((), notes))
@@ -373,7 +373,7 @@ def test_numbers_that_describe_a_record_are_noted(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_name_of_a_role_is_read(name: str) -> None:
+def test_chat_role_aliases_are_read(name: str) -> None:
     text = json.dumps(FUNCTION) if name == "function_call" else "text"
     messages = read({"conversations": [{"from": name, "value": text}, *TALK]}).messages
     assert messages[0].role == ROLES[name]
@@ -405,7 +405,7 @@ def text_of(splits: DataSplits, row: int = 0) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_history_is_trained_on_before_the_last_answer(tmp_path: Path) -> None:
+def test_chat_history_is_trained_on(tmp_path: Path) -> None:
     record = {"instruction": "And Malta?", "output": "Second.", "history": [["Sicily?", "First."]]}
     splits = prepare_splits(
         ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL), 300, 0
@@ -435,7 +435,7 @@ OF_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "chatml"])
-def test_what_a_template_does_not_write_is_rejected(plain: bool, tmp_path: Path) -> None:
+def test_chat_content_that_the_template_omits_is_rejected(plain: bool, tmp_path: Path) -> None:
     template = PlainTemplate("</s>")
     if not plain:
         file = write_tokenizer(tmp_path, TOKENIZERS["byte_level"](), CHATML)
@@ -447,7 +447,7 @@ def test_what_a_template_does_not_write_is_rejected(plain: bool, tmp_path: Path)
     template.close()
 
 
-def test_a_system_text_that_the_template_does_not_write_is_rejected(tmp_path: Path) -> None:
+def test_chat_system_text_that_the_template_omits_is_rejected(tmp_path: Path) -> None:
     silent = CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
     )
@@ -461,7 +461,7 @@ def test_a_system_text_that_the_template_does_not_write_is_rejected(tmp_path: Pa
         prepare_splits(chat, 1000, 0)
 
 
-def test_contents_are_parts_where_the_template_needs_them(tmp_path: Path) -> None:
+def test_chat_contents_are_parts_if_the_template_requires_it(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, PARTS)}
     splits = prepare_splits(
         ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options), 1000, 0
@@ -470,7 +470,7 @@ def test_contents_are_parts_where_the_template_needs_them(tmp_path: Path) -> Non
     assert text_of(splits).startswith(expected)
 
 
-def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
+def test_chat_parquet_nulls_are_absent_keys(tmp_path: Path) -> None:
     records = [
         {"messages": [USER, ANSWER | {"weight": 1}], "tools": None},
         {"messages": [USER, {"role": "assistant", "content": "no"}], "tools": None},
@@ -481,7 +481,7 @@ def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
     assert len(splits.train) == 2
 
 
-def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
+def test_chat_notes_are_printed_at_every_start(tmp_path: Path) -> None:
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
     assert (
         prepare_splits(chat, 300, 0).note
@@ -490,7 +490,7 @@ def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
     )
 
 
-def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
+def test_chat_ignored_keys_are_an_option(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "persona": "pirate"}
     chat = ChatData(paths=lines(tmp_path, record), **SMALL)
     with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
@@ -499,7 +499,7 @@ def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
     assert prepare_splits(allowed, 300, 0).note == "ignored key persona, occurrences: 1"
 
 
-def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
+def test_chat_deeply_nested_records_are_rejected(tmp_path: Path) -> None:
     deep: dict[str, Any] = {}
     for _ in range(600):
         deep = {"a": deep}
@@ -545,19 +545,19 @@ ULTRAFEEDBACK = {
 }
 
 
-def test_preferences_may_repeat_what_they_chose() -> None:
+def test_preference_may_repeat_the_chosen_answer() -> None:
     asked = "### User:\nhello\n\n### Assistant:\n"
     assert sides(ULTRAFEEDBACK) == [f"{asked}fine.", f"{asked}bad."]
     assert sides({**ULTRAFEEDBACK, "prompt": None}) == sides(ULTRAFEEDBACK)
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_preferences_are_read_with_what_comes_before(name: str) -> None:
+def test_preference_is_read_with_its_prompt(name: str) -> None:
     asked = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
     assert sides(PREFERENCES[name]) == [f"{asked}fine.", f"{asked}bad."]
 
 
-def test_a_preference_has_its_history() -> None:
+def test_preference_has_its_history() -> None:
     begin = "### User:\na\n\n### Assistant:\nb.### User:\nhello"
     for name in ("alpaca", "system"):
         record = PREFERENCES[name] | {"history": [["a", "b"]]}
@@ -582,13 +582,13 @@ def test_a_preference_has_its_history() -> None:
         ),
     ],
 )
-def test_preferences_drop_nothing(more: dict[str, Any], reason: str) -> None:
+def test_preference_with_unread_keys_is_rejected(more: dict[str, Any], reason: str) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad"} | more
     with pytest.raises(ValueError, match=reason):
         sides(record)
 
 
-def test_preferences_note_metadata(tmp_path: Path) -> None:
+def test_preference_metadata_is_noted(tmp_path: Path) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
     splits = prepare_splits(PreferenceData(paths=lines(tmp_path, record), **SMALL), 300, 0)
     assert splits.note == "ignored key score_chosen, occurrences: 1"
@@ -608,7 +608,7 @@ def test_preferences_note_metadata(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_questions_with_answers_drop_nothing(
+def test_seq2seq_record_with_unread_keys_is_rejected(
     record: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     data = Seq2SeqData(paths=lines(tmp_path, record), **SMALL)
@@ -616,7 +616,7 @@ def test_questions_with_answers_drop_nothing(
         prepare_splits(data, 300, 0)
 
 
-def test_a_system_text_is_part_of_a_question(tmp_path: Path) -> None:
+def test_seq2seq_system_text_is_part_of_the_question(tmp_path: Path) -> None:
     record = {"instruction": "hello", "output": "fine", "system": "Arr."}
     splits = prepare_splits(Seq2SeqData(paths=lines(tmp_path, record), **SMALL), 300, 0)
     ids = [~token for token in splits.train.gather([0])[0].tolist() if token < 0]
@@ -638,7 +638,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_template_is_named_with_its_record(
+def test_endless_chat_template_is_named_with_its_record(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_templates, "CPU_SECONDS", 0.5)
@@ -653,7 +653,7 @@ def test_an_endless_template_is_named_with_its_record(
     assert name == "constant" or issue.reason.endswith(" at a.jsonl:1")
 
 
-def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
+def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, "{% for %}")}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
@@ -661,7 +661,7 @@ def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
-def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path) -> None:
+def test_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a{suffix}"
     record = {"messages": [USER, {"role": "assistant", "content": "fi\0ne"}]}
     if suffix == ".parquet":
@@ -672,14 +672,14 @@ def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path
         prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
 
 
-def test_json_lists_are_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
+def test_json_list_is_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
     record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
     (tmp_path / "a.json").write_text(f"[{record}]")
     with pytest.raises(DataError, match="NaN is not a JSON value"):
         prepare_splits(ChatData(paths=(str(tmp_path / "a.json"),), **SMALL), 300, 0)
 
 
-def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
+def test_duplicate_columns_are_rejected(tmp_path: Path) -> None:
     column = pyarrow.array([[USER, ANSWER]])
     table = pyarrow.Table.from_arrays([column, column], ["messages", "messages"])
     parquet.write_table(table, tmp_path / "a.parquet")

@@ -77,7 +77,7 @@ def learnt(splits: DataSplits, row: int = 0) -> str:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_ids_are_those_of_apply_chat_template(tokenizer: str, tmp_path: Path) -> None:
+def test_token_ids_equal_apply_chat_template(tokenizer: str, tmp_path: Path) -> None:
     names = TEMPLATES if tokenizer == "prepending" else ("llama2", "thinking")
     for name in names:
         template = TEMPLATES[name]
@@ -93,7 +93,7 @@ def test_ids_are_those_of_apply_chat_template(tokenizer: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer"])
-def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path: Path) -> None:
+def test_token_ids_equal_the_transformers_tokenizer_class(kind: str, tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["prepending"](), TEMPLATES["llama2"])
     config = json.loads(file.with_name("tokenizer_config.json").read_text())
     config |= {"tokenizer_class": kind, "pad_token": "<pad>"}  # which the file lacks
@@ -138,7 +138,7 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("configured", [True, False], ids=["configured", "alone"])
 @pytest.mark.parametrize("files", BESIDE.values(), ids=BESIDE)
-def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
+def test_token_ids_of_declared_tokens_equal_transformers(
     files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
 ) -> None:
     own = train_tokenizer(
@@ -178,9 +178,7 @@ BARE_MARKED = CHATML_MARKED.replace(
 
 @pytest.mark.parametrize("template", [CHATML_MARKED, END_MARKED, BARE_MARKED], ids=list("abc"))
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_labels_are_the_assistant_mask_of_a_template_with_generation_marks(
-    tokenizer: str, template: str, tmp_path: Path
-) -> None:
+def test_labels_equal_the_assistant_mask(tokenizer: str, template: str, tmp_path: Path) -> None:
     splits = prepared(tmp_path, template, tokenizer, {"messages": TURNS})
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     expected = theirs.apply_chat_template(
@@ -192,7 +190,7 @@ def test_labels_are_the_assistant_mask_of_a_template_with_generation_marks(
     assert any(labels)
 
 
-def test_answers_end_as_the_template_ends_them() -> None:
+def test_labels_end_as_the_template_ends_answers() -> None:
     expected = {
         "chatml": "fine thanks<|im_end|>\n4 degrees, naïve 🙂<|im_end|>\n",
         "chatml_marked": "fine thanks<|im_end|>4 degrees, naïve 🙂<|im_end|>",
@@ -212,7 +210,7 @@ def test_answers_end_as_the_template_ends_them() -> None:
         assert found == expected[name], name
 
 
-def test_a_template_that_rewrites_earlier_answers_trains_on_the_last_and_says_so(
+def test_rewriting_template_trains_on_the_last_answer_with_a_note(
     tmp_path: Path,
 ) -> None:
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
@@ -224,13 +222,13 @@ def test_a_template_that_rewrites_earlier_answers_trains_on_the_last_and_says_so
     assert again.note == splits.note  # of the cache
 
 
-def test_messages_after_the_last_answer_are_left_out_where_they_rewrite_it(tmp_path: Path) -> None:
+def test_messages_that_rewrite_the_last_answer_are_left_out(tmp_path: Path) -> None:
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": [*TURNS, TURNS[0]]})
     assert learnt(splits).endswith("4 degrees, naïve 🙂<|im_end|>\n")
     assert "messages after the last answer omitted: 1" in splits.note
 
 
-def test_an_answer_that_the_template_shortens_is_counted(tmp_path: Path) -> None:
+def test_shortened_answers_are_counted(tmp_path: Path) -> None:
     thought = {"role": "assistant", "content": "<think>hm</think>fine"}
     splits = prepared(tmp_path, STRIPPING, "byte_level", {"messages": [TURNS[0], thought]})
     assert learnt(splits) == "fine</s>"
@@ -241,7 +239,7 @@ def test_an_answer_that_the_template_shortens_is_counted(tmp_path: Path) -> None
     "arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["object", "text"]
 )
 @pytest.mark.parametrize("template", [THINKING, RAW_ARGUMENTS], ids=["json", "raw"])
-def test_tool_calls_are_trained_on(template: str, arguments: object, tmp_path: Path) -> None:
+def test_labels_include_tool_calls(template: str, arguments: object, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     splits = prepared(tmp_path, template, "byte_level", {"messages": messages, "tools": TOOLS})
@@ -249,7 +247,7 @@ def test_tool_calls_are_trained_on(template: str, arguments: object, tmp_path: P
     assert "\\" not in learnt(splits)
 
 
-def test_tools_and_calls_give_the_ids_of_transformers(tmp_path: Path) -> None:
+def test_token_ids_of_tools_equal_transformers(tmp_path: Path) -> None:
     thought = {**CALLS[3], "reasoning_content": "cold"}
     messages = [*CALLS[:3], thought]
     splits = prepared(tmp_path, THINKING, "prepending", {"messages": messages, "tools": TOOLS})
@@ -262,7 +260,7 @@ def test_tools_and_calls_give_the_ids_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
 @pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"training": False}])
-def test_answers_are_switched_off_one_by_one(
+def test_labels_exclude_disabled_answers(
     template: str, off: dict[str, object], tmp_path: Path
 ) -> None:
     messages = [TURNS[0], TURNS[1] | off, TURNS[2], TURNS[3] | {"weight": 1}]
@@ -273,7 +271,7 @@ def test_answers_are_switched_off_one_by_one(
     assert learnt(splits).strip() == "fine thanks<|im_end|>"
 
 
-def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
+def test_tool_template_is_selected_for_tools(tmp_path: Path) -> None:
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]
     file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["byte_level"](), CHATML)
     config = json.loads(file.with_name("tokenizer_config.json").read_text())
@@ -312,7 +310,7 @@ def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("template", [RAW_ARGUMENTS, THINKING])
-def test_records_that_a_template_cannot_take_are_named(
+def test_records_rejected_by_the_template_are_named(
     template: str, record: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     """A call without arguments is an error of transformers too."""

@@ -113,7 +113,7 @@ DOCUMENTS = {
 @pytest.mark.usefixtures("_small_windows")
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("make", [byte_level, llama2, llama3, metaspace, unigram])
-def test_windows_give_the_ids_of_the_whole_document(
+def test_windows_have_the_ids_of_the_full_document(
     make: Callable[[], Tokenizer], documents: list[str]
 ) -> None:
     tokenizer = make()
@@ -189,7 +189,7 @@ LONG = {
 @pytest.mark.usefixtures("_small_windows")
 @pytest.mark.parametrize("stages", PRE_TOKENIZERS.values(), ids=PRE_TOKENIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_windows_are_aligned_with_the_pre_tokenization_of_the_whole_document(
+def test_windows_align_with_pre_tokenization(
     model: str, stages: list[pre_tokenizers.PreTokenizer]
 ) -> None:
     made, trainer = MODELS[model]
@@ -224,7 +224,7 @@ def test_windows_are_aligned_with_the_pre_tokenization_of_the_whole_document(
         (llama3, mixed(DIGITS, 30_000, 1), 2.5),
     ],
 )
-def test_windows_are_joined_without_encoding_the_document_again(
+def test_windows_join_without_a_second_encoding(
     make: Callable[[], Tokenizer], document: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of grouped digits are encoded twice, in step with those before."""
@@ -244,7 +244,7 @@ def test_windows_are_joined_without_encoding_the_document_again(
     assert sum(calls) < most * len(document)
 
 
-def test_a_document_of_over_250000_characters_is_encoded_as_a_whole() -> None:
+def test_long_document_is_encoded_in_full() -> None:
     tokenizer = llama2()
     document = text(90_000, 3)
     assert len(document) > 2 * chunked_encoding.WINDOW_CHARACTERS
@@ -253,7 +253,7 @@ def test_a_document_of_over_250000_characters_is_encoded_as_a_whole() -> None:
 
 
 @pytest.mark.usefixtures("_small_windows")
-def test_a_document_too_long_to_be_encoded_whole_is_named(
+def test_document_too_long_to_encode_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = byte_level()
@@ -268,7 +268,7 @@ def test_a_document_too_long_to_be_encoded_whole_is_named(
     assert "digits.txt is encoded in parts of up to 5,000 characters" in capsys.readouterr().err
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_not_applied(tmp_path: Path) -> None:
+def test_tokenizer_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=12)

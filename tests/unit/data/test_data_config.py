@@ -48,7 +48,7 @@ def said(data):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_yaml_fits_the_spec(name):
+def test_data_yaml_matches_its_config(name):
     body = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert body.pop("defaults") == [f"/schema/data/{name}@_here_", "_self_"]
     values = OmegaConf.to_container(
@@ -59,11 +59,11 @@ def test_yaml_fits_the_spec(name):
     assert (CONF / f"{name}.yaml").read_text().startswith("# ")
 
 
-def test_there_is_a_yaml_for_every_spec():
+def test_data_configs_all_have_a_yaml():
     assert {path.stem for path in CONF.glob("*.yaml")} == set(SPECS)
 
 
-def test_preparing_imports_no_torch(tmp_path):
+def test_data_preparation_imports_no_torch(tmp_path):
     code = (
         "import sys, scalewise.data.chat, scalewise.data.stdlib_corpus, scalewise.data.text\n"
         "import scalewise.data.synthetic, scalewise.data.user_datamodule\n"
@@ -137,18 +137,18 @@ def test_preparing_imports_no_torch(tmp_path):
         (RandomTokens(masked=-0.1), "data.masked=-0.1: must be at least 0 and below 1"),
     ],
 )
-def test_complaints_name_key_value_and_cure(data, line):
+def test_data_issues_name_key_value_and_fix(data, line):
     assert said(data) == [line]
 
 
-def test_held_out_shards_are_looked_for_too(tmp_path):
+def test_data_validation_shards_are_checked(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = PretokenizedData(paths=(f"{tmp_path}/*.bin",), validation_paths=("nowhere.bin",))
     expected = "data.validation_paths=nowhere.bin: no such file; "
     assert said(data) == [expected + "set 'data.validation_paths=[held/*.bin]'"]
 
 
-def test_sound_specs_have_no_complaint(tmp_path):
+def test_valid_data_configs_have_no_issues(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
     good = (
         StdlibCorpus(),
@@ -159,7 +159,7 @@ def test_sound_specs_have_no_complaint(tmp_path):
         assert said(data) == []
 
 
-def test_vocabulary_needed():
+def test_data_requires_a_vocabulary():
     assert StdlibCorpus().required_vocabulary == 4096
     assert TextData(vocabulary=300).required_vocabulary == 300
     assert HFDatasetData(vocabulary=300).required_vocabulary == 300
@@ -173,7 +173,7 @@ def test_vocabulary_needed():
         assert data.required_vocabulary is None
 
 
-def test_held_out_names_stay_when_others_come():
+def test_validation_split_is_stable_when_files_are_added():
     names = [f"file{index}" for index in range(1000)]
     held = held_out_names(names, 0.05)
     assert 30 < len(held) < 70
@@ -181,11 +181,11 @@ def test_held_out_names_stay_when_others_come():
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_both_sides_get_a_file(fraction):
+def test_validation_split_has_files_on_both_sides(fraction):
     assert len(held_out_names(["a", "b"], fraction)) == 1
 
 
-def test_packed_rows_cross_no_shard():
+def test_token_sequences_do_not_cross_shards():
     rows = PackedDataset([np.arange(9), np.arange(3), np.arange(100, 109)], 4)
     assert len(rows) == 4
     gathered = rows.gather([3, 0, 2])
@@ -194,7 +194,7 @@ def test_packed_rows_cross_no_shard():
     assert gathered[0].tolist() == [104, 105, 106, 107, 108]
 
 
-def test_synthetic_rows_are_a_function_of_seed_and_index():
+def test_random_tokens_depend_on_seed_and_index():
     splits = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 3)
     assert (len(splits.train), len(splits.validation)) == (40, 2)
     rows = splits.train.gather([5, 0, 5])
@@ -210,7 +210,7 @@ def test_synthetic_rows_are_a_function_of_seed_and_index():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
-def test_synthetic_masks_its_share_of_the_same_tokens(share):
+def test_random_tokens_mask_the_configured_fraction(share):
     whole = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50), 50, 3)
     masked = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50, masked=share), 50, 3)
     for plain, some in ((whole.train, masked.train), (whole.validation, masked.validation)):
@@ -224,7 +224,7 @@ def test_synthetic_masks_its_share_of_the_same_tokens(share):
             assert (tokens < 0).mean() == pytest.approx(share, abs=0.02)
 
 
-def test_synthetic_takes_the_models_vocabulary_and_refuses_a_larger_one():
+def test_random_tokens_reject_a_larger_vocabulary_than_the_model():
     assert prepare_splits(RandomTokens(sequence=64), 3, 0).train.gather(range(9)).max() == 2
     with pytest.raises(DataError, match=r"data\.vocabulary=9: has ids up to 8, but the model's"):
         prepare_splits(RandomTokens(vocabulary=9), 8, 0)

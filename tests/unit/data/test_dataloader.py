@@ -62,7 +62,7 @@ def fit(folder, callbacks=(), checkpoint=None):
     return module.seen
 
 
-def test_lightning_saves_and_resumes_it_exactly(tmp_path):
+def test_dataloader_state_resumes_under_lightning(tmp_path):
     path = tmp_path / "stopped.ckpt"
     whole = fit(tmp_path, [SaveAfter(path, 4)])
     state = torch.load(path, weights_only=False)
@@ -93,7 +93,7 @@ def seconds(batches, count):
     return time.process_time() - started
 
 
-def test_is_three_times_as_fast_as_a_map_style_dataloader(tmp_path):
+def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
     sequence, micro_batch, count, pairs = 1024, 8, 40, 15
     path = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(0, 4096, 2**23, dtype=np.uint16).tofile(path)
@@ -118,13 +118,13 @@ def test_is_three_times_as_fast_as_a_map_style_dataloader(tmp_path):
     assert ratio >= 3
 
 
-def test_a_validation_loader_keeps_no_state():
+def test_validation_dataloader_has_no_state():
     loader = ValidationLoader(PackedDataset([np.arange(41, dtype=np.uint16)], 4), BatchShare(2, 2))
     assert not hasattr(loader, "state_dict")
 
 
 @pytest.mark.gpu
-def test_pinned_batches_are_whole():
+def test_dataloader_pins_complete_batches():
     rows = PackedDataset([np.arange(41, dtype=np.uint16)], 4)
     for batch in ValidationLoader(rows, BatchShare(2, 2), pin_memory=True):
         assert all(x_BT.is_pinned() and x_BT.is_contiguous() for x_BT in batch.values())

@@ -58,23 +58,23 @@ def ids(tokenizer, documents, end="</s>", **options):
         ),
     ],
 )
-def test_documents_get_the_special_tokens_of_the_post_processor(post_processor, end, expected):
+def test_encoding_adds_special_tokens_of_the_post_processor(post_processor, end, expected):
     tokenizer = words(post_processor)
     assert ids(tokenizer, ["a b", "", "c"], end) == expected.split()
     bare = f"a b {end} c {end}".split()
     assert ids(tokenizer, ["a b", "", "c"], end, special_tokens=False) == bare
 
 
-def test_a_document_that_ends_in_end_of_text_is_not_ended_twice():
+def test_encoding_does_not_repeat_end_of_text():
     expected = "a </s> b </s> </s> c </s>"
     assert " ".join(ids(words(), ["a </s>", "b", "</s>", "c"])) == expected
 
 
-def test_special_tokens_are_found_where_some_words_cannot_be_encoded():
+def test_encoding_finds_special_tokens_with_unencodable_words():
     assert special_ids(words(template("<s> $A </s>"), unknown="none")) == ([0], [1])
 
 
-def test_special_tokens_stand_once_around_a_document_of_several_windows(monkeypatch):
+def test_encoding_adds_special_tokens_once_per_document(monkeypatch):
     for name, value in (("WINDOW", 60), ("OVERLAP", 30), ("BATCH", 200)):
         monkeypatch.setattr(chunked, f"{name}_CHARACTERS", value)
     monkeypatch.setattr(chunked, "SHARED_TOKENS", 2)
@@ -83,7 +83,7 @@ def test_special_tokens_stand_once_around_a_document_of_several_windows(monkeypa
     assert ids(words(template("<s> $A")), [document, document]) == expected * 2
 
 
-def test_ids_are_those_of_the_library_with_special_tokens():
+def test_encoding_equals_tokenizers_library():
     tokenizer = words(template("<s> $A [SEP]"))
     expected = [*tokenizer.encode("a b c").tokens, "</s>"]
     assert ids(tokenizer, ["a b c"]) == expected
@@ -106,7 +106,7 @@ def no_unknown_unigram():
 
 @pytest.mark.parametrize("make", [bad_regex, no_unknown, no_unknown_unigram])
 @pytest.mark.parametrize("others", [0, 5])
-def test_a_document_that_cannot_be_encoded_is_named(make, others, capfd):
+def test_encoding_names_an_unencodable_document(make, others, capfd):
     tokenizer, text, reason = make()
     documents = [Document(("a",), f"a.jsonl line {number}") for number in range(others)]
     documents.append(Document((text,), "b.jsonl line 7"))
@@ -124,7 +124,7 @@ def story(seed, words=4000):
 
 
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
-def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
+def test_tokenizer_training_in_chunks_gives_the_same_tokenizer(monkeypatch, chunk):
     whole = train_tokenizer(TokenizerSource(400), lambda: iter([story(1), story(2)]))
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
 
@@ -135,7 +135,7 @@ def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
     assert train_tokenizer(TokenizerSource(400), documents).to_str() == whole.to_str()
 
 
-def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
+def test_tokenizer_training_chunks_are_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(encoding, "MAX_WORD_CHARACTERS", 200)
     text = story(1) + "x" * 1000 + story(2)
@@ -145,7 +145,7 @@ def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
     assert [*itertools.islice(iter_training_text(["ab", "cd", "ef"], 3), 9)] == ["ab", "c"]
 
 
-def test_parts_are_bounded(monkeypatch):
+def test_encoding_batches_are_bounded(monkeypatch):
     monkeypatch.setattr(chunked, "PART_TOKENS", 10)
     parts = [*encode_documents(words(), TokenizerSource(0, None, "</s>"), ["a b c d"] * 20)]
     assert len(parts) == 10

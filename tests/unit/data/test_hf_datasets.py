@@ -46,7 +46,7 @@ def everything(rows):
     return rows.gather(range(len(rows)))
 
 
-def test_streamed_and_cached_rows_are_the_same(folder):
+def test_hf_streamed_and_cached_sequences_are_equal(folder):
     options = {"path": str(folder), "validation_split": "test", **SMALL}
     cached = prepare_splits(HFDatasetData(**options), 300, 0)
     streamed = prepare_splits(HFDatasetData(**options, streaming=True), 300, 0)
@@ -59,7 +59,7 @@ def test_streamed_and_cached_rows_are_the_same(folder):
     np.testing.assert_array_equal(everything(cached.validation), everything(streamed.validation))
 
 
-def test_a_folder_of_parquet_and_a_slice(folder, tmp_path):
+def test_hf_reads_parquet_folders_and_slices(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
     whole = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **SMALL), 300, 0)
     jsonl = prepare_splits(HFDatasetData(path=str(folder), **SMALL), 300, 0)
@@ -75,7 +75,7 @@ def test_a_folder_of_parquet_and_a_slice(folder, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_saved_datasets(folder, tmp_path, streaming):
+def test_hf_reads_saved_datasets(folder, tmp_path, streaming):
     one = datasets.Dataset.from_dict({"text": TEXTS})
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "held": one}).save_to_disk(tmp_path / "both")
@@ -87,7 +87,7 @@ def test_saved_datasets(folder, tmp_path, streaming):
     np.testing.assert_array_equal(splits.validation.gather([3]), splits.train.gather([0, 3])[1:])
 
 
-def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
+def test_hf_stream_resumes_and_is_split_by_rank(folder):
     def batches(**share):
         rows = prepare_splits(
             HFDatasetData(path=str(folder), streaming=True, **SMALL), 300, 0
@@ -104,7 +104,7 @@ def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind, capfd):
+def test_hf_reads_arrow_string_types_and_nulls(tmp_path, streaming, kind, capfd):
     text_files.print_note_once.cache_clear()
     types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
     column = pyarrow.array([*TEXTS, None]).cast(types.get(kind) or getattr(pyarrow, kind)())
@@ -118,7 +118,7 @@ def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind,
     assert note + f"{tmp_path / 'pq'} train row {len(TEXTS) + 1}\n" in capfd.readouterr().err
 
 
-def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
+def test_hf_column_of_another_type_is_rejected(tmp_path):
     table = {"id": [1], "parts": [["a"]], "raw": [b"a"], "text": ["a"]}
     (tmp_path / "pq").mkdir()
     parquet.write_table(pyarrow.table(table), tmp_path / "pq" / "train.parquet")
@@ -130,7 +130,7 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
             prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL), 300, 0)
 
 
-def test_a_stream_repeats_itself_and_goes_back():
+def test_hf_stream_repeats_and_rewinds():
     starts = []
 
     def start():
@@ -145,7 +145,7 @@ def test_a_stream_repeats_itself_and_goes_back():
     assert len(starts) == 3
 
 
-def test_a_given_tokenizer(folder, tmp_path):
+def test_hf_uses_a_given_tokenizer(folder, tmp_path):
     made = train_tokenizer(TokenizerSource(320), lambda: iter(TEXTS))
     made.save(str(tmp_path / "own.json"))
     data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
@@ -167,13 +167,13 @@ def test_a_given_tokenizer(folder, tmp_path):
         (r"data\.vocabulary=301: has ids up to 300", {"vocabulary": 301}),
     ],
 )
-def test_what_is_refused(folder, match, options, streaming):
+def test_hf_rejects_invalid_settings(folder, match, options, streaming):
     data = HFDatasetData(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
     with pytest.raises(DataError, match=match):
         prepare_splits(data, 300, 0)
 
 
-def test_a_dataset_that_cannot_be_had(tmp_path):
+def test_hf_unavailable_dataset_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"data\.path='': is empty"):
         prepare_splits(HFDatasetData(), 4096, 0)
     with pytest.raises(DataError, match=r"data\.path=nobody/nothing: split 'train' cannot be read"):
@@ -183,7 +183,7 @@ def test_a_dataset_that_cannot_be_had(tmp_path):
         prepare_splits(HFDatasetData(path=str(tmp_path / "one"), split="text"), 4096, 0)
 
 
-def test_the_extra_is_named(monkeypatch):
+def test_hf_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[hf\]'"):
         prepare_splits(HFDatasetData(path="a/b"), 4096, 0)

@@ -38,7 +38,7 @@ def read(splits: DataSplits, row: int) -> tuple[str, int]:
     return tokenizer.decode((~ids_S[:place]).tolist()), int(ids_S[place])
 
 
-def test_a_class_stands_behind_its_text(tmp_path: Path) -> None:
+def test_label_follows_its_text(tmp_path: Path) -> None:
     texts = (
         {"text": "fine", "label": "yes"},
         {"text": "bad", "label": 0},
@@ -48,7 +48,7 @@ def test_a_class_stands_behind_its_text(tmp_path: Path) -> None:
     assert [read(splits, row) for row in range(3)] == [("fine", 1), ("bad", 0), ("w", 1)]
 
 
-def test_of_a_longer_text_the_end_is_left_out(tmp_path: Path) -> None:
+def test_labeled_text_is_truncated_at_its_end(tmp_path: Path) -> None:
     text = " ".join(map(str, range(50)))
     splits = prepare_splits(labelled(tmp_path / "a.jsonl", {"text": text, "label": "yes"}), 300, 0)
     (ids_S,) = splits.train.gather([0])
@@ -58,7 +58,7 @@ def test_of_a_longer_text_the_end_is_left_out(tmp_path: Path) -> None:
     assert "1 truncated" in splits.note
 
 
-def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
+def test_labeled_text_cache_depends_on_keys_and_classes(tmp_path: Path) -> None:
     record = {"text": "fine", "label": "yes", "body": "well", "stars": "no"}
     first = labelled(tmp_path / "a.jsonl", record)
     second = replace(first, text="body", label="stars")
@@ -85,7 +85,7 @@ def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_records_are_named_and_may_be_left_out(
+def test_labeled_text_bad_records_are_named_or_skipped(
     record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = labelled(tmp_path / "a.jsonl", {"text": "fine", "label": "yes"}, record)
@@ -99,17 +99,17 @@ def test_bad_records_are_named_and_may_be_left_out(
 
 
 @pytest.mark.parametrize("classes", [(), ("one",), ("no", "no")])
-def test_classes_are_two_or_more(classes: tuple[str, ...], tmp_path: Path) -> None:
+def test_labeled_text_requires_two_classes(classes: tuple[str, ...], tmp_path: Path) -> None:
     spec = replace(labelled(tmp_path / "a.jsonl"), classes=classes)
     assert [found.key for found in spec.validate()] == ["data.classes"]
 
 
-def test_a_row_is_one_text(tmp_path: Path) -> None:
+def test_labeled_text_sample_is_one_text(tmp_path: Path) -> None:
     spec = replace(labelled(tmp_path / "a.jsonl"), packing=True)
     assert [found.key for found in spec.validate()] == ["data.packing"]
 
 
-def test_embedded_texts_are_of_either_class_as_often() -> None:
+def test_embedded_classes_are_balanced() -> None:
     splits = prepare_splits(StdlibCorpusClasses(vocabulary=300, megabytes=1.0), 300, 0)
     assert splits.validation is not None
     rows_BS = splits.train.gather(range(len(splits.train)))
@@ -119,7 +119,7 @@ def test_embedded_texts_are_of_either_class_as_often() -> None:
     assert len(splits.train) > 5 * len(splits.validation) > 0
 
 
-def test_texts_get_the_special_tokens_of_their_tokenizer(tmp_path: Path) -> None:
+def test_labeled_text_gets_special_tokens(tmp_path: Path) -> None:
     words = {word: number for number, word in enumerate(["[CLS]", "[SEP]", "[UNK]", "a", "b"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -30,14 +30,12 @@ SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction
         ([], []),
     ],
 )
-def test_a_text_goes_where_it_leaves_the_least_room(
-    lengths: list[int], rows: list[list[int]]
-) -> None:
+def test_packing_is_best_fit(lengths: list[int], rows: list[list[int]]) -> None:
     assert best_fit_pack(np.array(lengths, dtype=np.int64), 10) == rows
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_row_is_too_full_and_few_are_needed(seed: int) -> None:
+def test_packing_fills_few_sequences(seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 101, 500)
     rows = best_fit_pack(lengths, 100)
@@ -53,7 +51,7 @@ def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(texts).astype(np.int32), starts, np.arange(len(texts))
 
 
-def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
+def test_packed_texts_are_complete_without_first_labels() -> None:
     rows = PackedTextDataset(
         *stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end_token=0
     )
@@ -64,7 +62,7 @@ def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
     assert rows.gather([0, 1]).tolist() == [*rows.gather([0]).tolist(), *rows.gather([1]).tolist()]
 
 
-def test_a_text_that_fits_is_whole_and_a_longer_one_is_cut() -> None:
+def test_packing_truncates_only_longer_texts() -> None:
     texts = [list(range(1, length + 1)) for length in (9, 6, 5, 1)]
     rows = PackedTextDataset(*stored(*texts), sequence=5, end_token=0)
     assert (len(rows), rows.truncated_texts) == (3, 1)
@@ -73,7 +71,7 @@ def test_a_text_that_fits_is_whole_and_a_longer_one_is_cut() -> None:
     assert batch["labels"].tolist()[2] == [2, 3, 4, 5, IGNORED]
 
 
-def test_places_begin_anew_with_each_text() -> None:
+def test_packed_positions_restart_with_each_text() -> None:
     rows = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end_token=0)
     (batch,) = ValidationLoader(rows, BatchShare(1, 2))
     assert batch["inputs"].tolist()[0] == [1, 2, 3, 4, 5, 6, 0]
@@ -81,7 +79,7 @@ def test_places_begin_anew_with_each_text() -> None:
     assert batch["positions"].tolist()[0] == [0, 1, 2, 0, 1, 0, 1]
 
 
-def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
+def test_padding_sequence_is_one_text() -> None:
     rows = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end_token=0)
     share = BatchShare(2, 2, ranks=2)
     batches = [next(iter(ValidationLoader(rows, BatchShare(1, 1, rank, 2)))) for rank in range(2)]
@@ -90,13 +88,13 @@ def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
     assert (batches[1]["labels"] == IGNORED).all()
 
 
-def test_rows_of_one_text_have_no_places() -> None:
+def test_sequences_of_one_text_have_no_positions() -> None:
     rows = PaddedDataset(*stored([1, 2, 3]), sequence=4, end_token=0)
     (batch,) = ValidationLoader(rows, BatchShare(1, 1))
     assert batch.keys() == {"inputs", "labels"}
 
 
-def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
+def test_packing_reports_the_fraction_without_padding() -> None:
     texts = stored([1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7])
     assert PaddedDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 15)
     assert PackedTextDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 10)
@@ -106,7 +104,7 @@ def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
     assert answered.fill_ratio == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
-def test_random_rows_hold_several_texts() -> None:
+def test_random_tokens_pack_several_texts() -> None:
     rows = RandomDataset(3, 50, 0, 20, 128, masked_fraction=0.3, packing=True)
     plain = RandomDataset(3, 50, 0, 20, 128)
     batch, wanted = (
@@ -120,7 +118,7 @@ def test_random_rows_hold_several_texts() -> None:
     assert masked[:, :-1][batch["positions"][:, 1:] == 0].all()
 
 
-def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_note_reports_the_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "a.jsonl"
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9)} for n in range(1, 40)]

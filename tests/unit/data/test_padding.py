@@ -68,7 +68,7 @@ def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
     validation=st.integers(1, 24),
     epochs=st.sampled_from([0.5, 1.0, 2.0, 2.5]),
 )
-def test_notes_have_the_numbers_that_loaders_read(
+def test_padding_notes_equal_loader_counts(
     rows: int,
     held_out: int,
     ranks: int,
@@ -97,26 +97,26 @@ def test_notes_have_the_numbers_that_loaders_read(
     assert amounts(run, splits) == expected
 
 
-def test_nothing_is_said_where_nothing_is_padded() -> None:
+def test_padding_has_no_note_without_padding() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=12, validation=6, epochs=1)
     assert list(padding_notes(run, DataSplits(numbered(24), numbered(6)))) == []
     assert list(padding_notes(run)) == []
 
 
-def test_a_plan_tells_of_steps_and_validations() -> None:
+def test_padding_notes_of_a_plan_cover_steps_and_validation() -> None:
     """Its data are not read: how many samples an epoch has is not known."""
     run = of(ranks=2, micro_batch=3, global_batch=10, validation=16, epochs=1)
     assert list(amounts(run, None)) == ["each step", "each validation"]
 
 
-def test_the_global_batch_of_the_note_pads_nothing() -> None:
+def test_padding_note_suggests_a_batch_without_padding() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=10, validation=6, epochs=1)
     (note,) = padding_notes(run)
     better = int(note.partition("trainer.global_batch=")[2].split()[0])
     assert list(padding_notes(of(2, 3, better, 6, 1))) == []
 
 
-def test_no_validation_is_not_padded() -> None:
+def test_padding_note_omits_absent_validation() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=6, validation=16, epochs=1)
     never = replace(run, trainer=replace(run.trainer, validate_every=None))
     assert list(padding_notes(never)) == []

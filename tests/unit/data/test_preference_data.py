@@ -58,14 +58,16 @@ def read(splits: DataSplits, row: int = 0) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_are_told_apart_and_answers_alone_are_labels(shape: str, tmp_path: Path) -> None:
+def test_preference_formats_are_detected_and_only_answers_are_labels(
+    shape: str, tmp_path: Path
+) -> None:
     path = lines(tmp_path / "a.jsonl", SHAPES[shape])
     splits = prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
     asked = "### User:\nAdd 2 and 2.\n\n### Assistant:\n"
     assert read(splits) == [(f"{asked}4", "4"), (f"{asked}five", "five")]
 
 
-def test_what_both_begin_with_is_no_answer(tmp_path: Path) -> None:
+def test_preference_common_prefix_is_the_prompt(tmp_path: Path) -> None:
     last = {"role": "assistant", "content": "No."}
     record = {"chosen": [ASKED, GOOD, *MORE], "rejected": [ASKED, GOOD, MORE[0], last]}
     path = lines(tmp_path / "a.jsonl", record)
@@ -74,7 +76,7 @@ def test_what_both_begin_with_is_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet"])
-def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
+def test_preference_reads_every_file_type(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"
     records = [SHAPES["whole"], SHAPES["whole"]]
     if suffix == "json":
@@ -103,7 +105,7 @@ def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
         ([TEXTS], "is not an object"),
     ],
 )
-def test_bad_records_are_named_and_may_be_left_out(
+def test_preference_bad_records_are_named_or_skipped(
     record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS, record)
@@ -115,7 +117,7 @@ def test_bad_records_are_named_and_may_be_left_out(
     assert "skipped 1 record" in capsys.readouterr().err
 
 
-def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
+def test_preference_answers_must_begin_within_the_sequence(tmp_path: Path) -> None:
     long = " ".join(map(str, range(100)))
     path = lines(tmp_path / "a.jsonl", TEXTS, {**TEXTS, "prompt": long}, {**TEXTS, "chosen": long})
     splits = prepare_splits(PreferenceData(paths=(path,), **{**SMALL, "sequence": 40}), 300, 0)
@@ -123,7 +125,7 @@ def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
     assert long.startswith(read(splits, 1)[0][1])
 
 
-def test_too_little_text_has_no_pairs() -> None:
+def test_preference_requires_enough_embedded_text() -> None:
     with pytest.raises(DataError, match=r"split has no pair; increase data\.megabytes"):
         prepare_splits(StdlibCorpusPairs(vocabulary=300, megabytes=0.001), 300, 0)
 

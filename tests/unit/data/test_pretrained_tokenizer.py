@@ -84,7 +84,7 @@ REASON = "trains a new tokenizer, which does not match the weights of weights"
 
 
 @pytest.mark.parametrize("data", LINES)
-def test_no_tokenizer_is_trained_for_weights_that_are_there(data: str, files: Path) -> None:
+def test_pretrained_weights_reject_a_trained_tokenizer(data: str, files: Path) -> None:
     line = named(LINES[data])
     assert_rejected([*BEGUN, *line], "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*BEGUN, *line, *GIVEN])
@@ -92,12 +92,12 @@ def test_no_tokenizer_is_trained_for_weights_that_are_there(data: str, files: Pa
 
 
 @pytest.mark.parametrize("data", READY)
-def test_ids_that_are_ready_go_with_weights(data: str, files: Path) -> None:
+def test_pretrained_weights_accept_token_ids(data: str, files: Path) -> None:
     compose([*BEGUN, *named(READY[data])])
 
 
 @pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
-def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> None:
+def test_hf_model_keeps_its_tokenizer(data: str, files: Path) -> None:
     line = [*OF_TRANSFORMERS, *named(LINES[data])]
     assert_rejected(line, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*line, "model.init=random"])
@@ -113,7 +113,7 @@ def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> 
 @pytest.mark.parametrize(
     "begun", [BEGUN, [*DECODER, "model.weights=weights/model.safetensors"], OF_TRANSFORMERS]
 )
-def test_the_cure_says_what_lies_beside_the_weights(
+def test_tokenizer_fix_names_the_files_of_the_weights(
     begun: list[str], gone: list[str], fix: str, files: Path
 ) -> None:
     for name in gone:
@@ -121,7 +121,7 @@ def test_the_cure_says_what_lies_beside_the_weights(
     assert_rejected([*begun, "data=corpus"], "data.tokenizer", "trains a new tokenizer", fix)
 
 
-def test_a_name_of_the_hub_is_cured_by_its_cache(
+def test_tokenizer_fix_of_a_hub_name_is_its_cache(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = files / "models--somebody--taught"
@@ -140,9 +140,7 @@ def test_a_name_of_the_hub_is_cured_by_its_cache(
 
 
 @pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])
-def test_the_embedded_text_is_read_by_a_tokenizer_that_is_given(
-    kind: type[StdlibCorpus], files: Path
-) -> None:
+def test_embedded_text_uses_a_given_tokenizer(kind: type[StdlibCorpus], files: Path) -> None:
     path = files / "weights" / "tokenizer.json"
     spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)
     assert spec.required_vocabulary is None

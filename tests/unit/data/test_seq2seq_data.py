@@ -59,7 +59,7 @@ LONG = {
 }
 
 
-def test_a_question_stands_apart_from_its_answer(tmp_path: Path) -> None:
+def test_seq2seq_question_and_answer_are_separate(tmp_path: Path) -> None:
     splits = prepare_splits(asked(tmp_path / "a.jsonl", ALPACA, SHORT, LONG, sequence=96), 300, 0)
     assert splits.note == ""
     assert read(splits, 0) == ("Reverse.\n\nabc" + END, "cba" + END)
@@ -68,7 +68,7 @@ def test_a_question_stands_apart_from_its_answer(tmp_path: Path) -> None:
     assert read(splits, 2) == (before, "d" + END)
 
 
-def test_both_are_cut_where_they_are_longer(tmp_path: Path) -> None:
+def test_seq2seq_question_and_answer_are_truncated(tmp_path: Path) -> None:
     long = {"instruction": "why " * 90, "output": "so " * 90}
     splits = prepare_splits(asked(tmp_path / "a.jsonl", long, SHORT), 300, 0)
     (ids_S,) = splits.train.gather([0])
@@ -79,7 +79,7 @@ def test_both_are_cut_where_they_are_longer(tmp_path: Path) -> None:
     assert "of 2 conversations, data.sequence=48: 1 truncated" in splits.note
 
 
-def test_records_without_a_question_are_named(tmp_path: Path) -> None:
+def test_seq2seq_records_without_question_are_named(tmp_path: Path) -> None:
     alone = {"messages": [{"role": "assistant", "content": "2"}]}
     with pytest.raises(
         DataError, match=r"not a valid question with an answer: a.jsonl:2 has no question"
@@ -87,7 +87,7 @@ def test_records_without_a_question_are_named(tmp_path: Path) -> None:
         prepare_splits(asked(tmp_path / "a.jsonl", SHORT, alone), 300, 0)
 
 
-def test_batches_say_where_there_is_no_token() -> None:
+def test_seq2seq_batches_mark_padding() -> None:
     splits = prepare_splits(
         RandomTokens(sequence=24, vocabulary=50, masked=0.3, target_length=8), 50, 1
     )
@@ -201,7 +201,7 @@ WITH: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
-def test_what_does_not_go_with_it_says_so(
+def test_seq2seq_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)

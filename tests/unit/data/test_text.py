@@ -38,7 +38,7 @@ def write_parquet(path, **columns):
     parquet.write_table(pyarrow.table(columns), path)
 
 
-def test_the_corpus_is_python_and_holds_files_out():
+def test_corpus_is_python_source_with_validation_files():
     splits = prepare_splits(StdlibCorpus(vocabulary=400, megabytes=0.4, sequence=16), 400, 0)
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert "def " in train
@@ -47,21 +47,21 @@ def test_the_corpus_is_python_and_holds_files_out():
     assert all(part not in train for part in validation.split(END_OF_TEXT) if len(part) > 400)
 
 
-def test_the_corpus_is_cut_at_its_size():
+def test_corpus_is_truncated_to_its_size():
     sizes = [
         len(prepare_splits(StdlibCorpus(megabytes=mb, **SMALL), 300, 0).train) for mb in (0.1, 0.3)
     ]
     assert 2 < sizes[1] / sizes[0] < 4.5
 
 
-def test_a_corpus_without_files_is_refused():
+def test_corpus_without_files_is_rejected():
     with pytest.raises(
         DataError, match=r"data\.megabytes=1e-06: .* has fewer than two Python sources"
     ):
         prepare_splits(StdlibCorpus(megabytes=1e-6), 4096, 0)
 
 
-def test_rows_follow_each_other(tmp_path):
+def test_text_sequences_are_contiguous(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
     splits = prepare_splits(
         TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL), 300, 0
@@ -72,7 +72,7 @@ def test_rows_follow_each_other(tmp_path):
     assert rows[0, -1] == rows[1, 0]
 
 
-def test_one_plain_file_holds_out_its_end(tmp_path):
+def test_text_single_file_validates_on_its_end(tmp_path):
     (tmp_path / "a.md").write_text(STORY)
     splits = prepare_splits(
         TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL), 300, 0
@@ -85,7 +85,7 @@ def test_one_plain_file_holds_out_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_one_file_of_records_holds_out_records(tmp_path, suffix):
+def test_text_single_record_file_validates_on_records(tmp_path, suffix):
     texts = [f"record {number:03d} says nothing at all" for number in range(100)]
     if suffix == "jsonl":
         lines = "\n\n".join(json.dumps({"body": text}) for text in texts)
@@ -99,7 +99,7 @@ def test_one_file_of_records_holds_out_records(tmp_path, suffix):
     assert texts[4] not in read(splits, splits.train)
 
 
-def test_files_are_held_out_whole(tmp_path):
+def test_text_files_are_held_out_entirely(tmp_path):
     for number in range(30):
         (tmp_path / f"{number}.py").write_text(f"# file {number:02d}\n" * 30)
     data = TextData(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
@@ -110,7 +110,7 @@ def test_files_are_held_out_whole(tmp_path):
         assert (line in train) != (line in held)
 
 
-def test_a_changed_file_is_read_again(tmp_path):
+def test_text_cache_detects_changed_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(STORY)
     data = TextData(paths=(str(path),), **SMALL)
@@ -120,7 +120,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert prepare_splits(data, 300, 0).tokenizer != first
 
 
-def test_a_given_tokenizer_is_used(tmp_path):
+def test_text_uses_a_given_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
     made = train_tokenizer(TokenizerSource(320), lambda: iter([STORY]))
     made.save(str(tmp_path / "own.json"))
@@ -130,7 +130,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "corpus"])
-def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
+def test_text_notes_special_tokens_of_a_given_tokenizer(tmp_path, kind):
     (tmp_path / "a.txt").write_text(STORY)
     made = train_tokenizer(TokenizerSource(300, end_of_text="<bos>"), lambda: iter([STORY]))
     made.add_special_tokens(["</s>"])
@@ -153,7 +153,7 @@ def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
     assert plain.train.gather([0])[0].tolist() == made.encode(STORY).ids[1:10]
 
 
-def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
+def test_text_stores_large_vocabularies_in_four_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(STORY + "rare")
     made = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
     made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
@@ -163,13 +163,13 @@ def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
     assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
 
 
-def test_a_trained_tokenizer_ends_texts_as_asked():
+def test_text_trained_tokenizer_ends_texts_as_configured():
     made = train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([STORY]))
     assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None
     assert made.token_to_id(END_OF_TEXT) is None
 
 
-def test_training_reads_no_more_than_its_share(monkeypatch):
+def test_tokenizer_training_reads_a_bounded_part(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_CHARACTERS", 100)
     read = []
 
@@ -182,7 +182,7 @@ def test_training_reads_no_more_than_its_share(monkeypatch):
     assert read == [0, 1]
 
 
-def test_forking_after_tokenizing_is_silent(capfd):
+def test_fork_after_tokenization_prints_no_warning(capfd):
     tokenizer = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
     list(encode_documents(tokenizer, TokenizerSource(300), [STORY, STORY]))
     child = os.fork()
@@ -200,24 +200,24 @@ def refused(tmp_path, match, content=STORY, name="a.txt", **options):
     assert not list((tmp_path / "cache" / "data").glob(".*"))
 
 
-def test_too_large_a_tokenizer(tmp_path):
+def test_tokenizer_larger_than_the_model_is_rejected(tmp_path):
     match = r"data\.vocabulary=301: has ids up to 300, but the model's vocabulary is 300; set "
     refused(tmp_path, match + r"model\.vocabulary=301", vocabulary=301)
 
 
-def test_too_large_a_given_tokenizer(tmp_path):
+def test_given_tokenizer_larger_than_the_model_is_rejected(tmp_path):
     own = tmp_path / "own.json"
     train_tokenizer(TokenizerSource(320), lambda: iter([STORY])).save(str(own))
     refused(tmp_path, r"data\.tokenizer=.*: has ids up to 319, but", tokenizer=str(own))
 
 
-def test_what_is_no_tokenizer(tmp_path):
+def test_file_that_is_no_tokenizer_is_rejected(tmp_path):
     own = tmp_path / "own.json"
     own.write_text("{}")
     refused(tmp_path, r"data\.tokenizer=.* is not a tokenizer\.json", tokenizer=str(own))
 
 
-def test_an_unknown_end_of_text(tmp_path):
+def test_unknown_end_of_text_is_rejected(tmp_path):
     own = tmp_path / "own.json"
     train_tokenizer(TokenizerSource(300), lambda: iter([STORY])).save(str(own))
     match = (
@@ -226,44 +226,44 @@ def test_an_unknown_end_of_text(tmp_path):
     refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
 
 
-def test_no_text(tmp_path):
+def test_empty_text_is_rejected(tmp_path):
     refused(tmp_path, r"data\.paths=.*: the train split has no text; add files", content="")
 
 
-def test_less_than_a_row(tmp_path):
+def test_text_shorter_than_a_sequence_is_rejected(tmp_path):
     match = (
         r"data\.sequence=99: the train split has 2 tokens, fewer than the 100 of one sequence; add"
     )
     refused(tmp_path, match, content="ab", sequence=99, validation_fraction=0)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_text_file_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"data\.paths=nowhere\.txt: no such file"):
         prepare_splits(TextData(paths=("nowhere.txt",)), 300, 0)
 
 
-def test_an_unknown_suffix(tmp_path):
+def test_unknown_suffix_is_rejected(tmp_path):
     refused(tmp_path, r"data\.paths=.*: unknown suffix '\.zip'; use one of \.c ", name="a.zip")
 
 
-def test_records_need_a_field(tmp_path):
+def test_text_records_require_a_field(tmp_path):
     match = r"data\.field=null: .* contains records, whose text field .*; set data\.field=text"
     refused(tmp_path, match, name="a.jsonl")
 
 
-def test_a_record_without_the_field(tmp_path):
+def test_text_record_without_the_field_is_rejected(tmp_path):
     match = r"data\.field=text: line 2 of .* has no text in this field; its fields: body"
     lines = '{"text": "one"}\n{"body": "two"}'
     refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
 
 
-def test_a_line_that_is_not_json(tmp_path):
+def test_text_line_that_is_not_json_is_rejected(tmp_path):
     match = r"data\.paths=.*a\.jsonl: line 2 is not JSON"
     lines = '{"text": "one"}\n{"text": "tw'
     refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
 
 
-def test_a_column_without_text(tmp_path):
+def test_text_column_without_text_is_rejected(tmp_path):
     write_parquet(tmp_path / "a.parquet", body=["one"], id=[1])
     for field in ("text", "id"):
         data = TextData(paths=(f"{tmp_path}/a.parquet",), field=field)
@@ -271,7 +271,7 @@ def test_a_column_without_text(tmp_path):
             prepare_splits(data, 4096, 0)
 
 
-def test_a_shortened_parquet(tmp_path):
+def test_truncated_parquet_is_rejected(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, text=[STORY])
     path.write_bytes(path.read_bytes()[:-20])
@@ -279,6 +279,6 @@ def test_a_shortened_parquet(tmp_path):
         prepare_splits(TextData(paths=(str(path),), field="text"), 4096, 0)
 
 
-def test_a_file_that_goes_away(tmp_path):
+def test_text_file_that_disappears_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"data\.paths=.*gone\.txt: cannot be read: No such file"):
         list(iter_documents(tmp_path / "gone.txt", None))

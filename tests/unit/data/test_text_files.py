@@ -63,7 +63,7 @@ def test_byte_order_mark_decides_the_encoding(tmp_path, monkeypatch, encoding, c
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
-def test_line_ends_are_one_character(tmp_path, monkeypatch, end, chunk):
+def test_line_ends_are_normalized(tmp_path, monkeypatch, end, chunk):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     (tmp_path / "a.txt").write_bytes(f"one{end}{end}two{end}".encode())
     assert texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
@@ -121,7 +121,7 @@ CONVERTED = {
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_conversion_of_an_encoding_works_as_printed(tmp_path, name):
+def test_encoding_fix_works_as_printed(tmp_path, name):
     text, encoding = CONVERTED[name]
     path = tmp_path / "it's.txt"
     path.write_bytes(text.encode(encoding))
@@ -144,7 +144,7 @@ def test_conversion_of_an_encoding_works_as_printed(tmp_path, name):
         (RUSSIAN, "koi8_r", "KOI8-R"),
     ],
 )
-def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, encoding, named):
+def test_ambiguous_encoding_is_among_the_suggestions(tmp_path, text, encoding, named):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
@@ -172,7 +172,7 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
         (b"\xff\x81\x8d\x8f\x90", "line 1 is not UTF-8 (byte 0xff)", "KOI8-R, and"),
     ],
 )
-def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, fix):
+def test_binary_files_are_named_with_a_fix(tmp_path, content, reason, fix):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
@@ -180,7 +180,7 @@ def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, 
     assert fix in caught.value.issues[0].fix
 
 
-def test_control_characters_are_removed_as_printed(tmp_path):
+def test_control_character_fix_works_as_printed(tmp_path):
     path = tmp_path / "a b.txt"
     path.write_bytes(bytes(range(128)))
     with pytest.raises(DataError) as caught:
@@ -192,7 +192,7 @@ def test_control_characters_are_removed_as_printed(tmp_path):
 
 @pytest.mark.parametrize("text", [TEXT, RUSSIAN, CHINESE])
 @pytest.mark.parametrize(("mark", "actual"), [("le", "be"), ("be", "le")])
-def test_a_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
+def test_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
     path = tmp_path / "it's.txt"
     path.write_bytes(MARKS[f"utf-16-{mark}"] + text.encode(f"utf-16-{actual}"))
     for read in (texts, lambda path: [*iter_json_lines(path)]):
@@ -207,7 +207,7 @@ def test_a_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
     "text", [RUSSIAN, CHINESE, "привет" * 300, "中文文本没有空格" * 90, "a", "", "\n", "日"]
 )
 @pytest.mark.parametrize("encoding", MARKS)
-def test_a_right_byte_order_mark_is_believed(tmp_path, encoding, text):
+def test_correct_byte_order_mark_is_accepted(tmp_path, encoding, text):
     (tmp_path / "a.txt").write_bytes(MARKS[encoding] + text.encode(encoding))
     assert texts(tmp_path / "a.txt") == [text]
 
@@ -221,7 +221,7 @@ def test_a_right_byte_order_mark_is_believed(tmp_path, encoding, text):
     ],
 )
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_compressed_files_are_unpacked_as_printed(tmp_path, pack, name, program, suffix):
+def test_compressed_file_fix_works_as_printed(tmp_path, pack, name, program, suffix):
     if not shutil.which(program):
         pytest.skip(f"{program} is not installed")
     path = tmp_path / f"it's{suffix}"
@@ -232,7 +232,7 @@ def test_compressed_files_are_unpacked_as_printed(tmp_path, pack, name, program,
     assert texts(tmp_path / f"it's-unpacked{suffix}", "x")
 
 
-def test_other_archives_are_named(tmp_path):
+def test_other_archives_are_rejected(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.txt", "w") as file:
         file.writestr("b.txt", "one")
     with pytest.raises(DataError, match=r"is zip data; unpack it: unzip -p \S+a\.txt > "):
@@ -254,7 +254,7 @@ def test_many_replacement_characters_are_noted(tmp_path, capsys):
     assert "few.txt" not in told
 
 
-def test_a_nul_in_a_record_is_rejected_as_in_a_text(tmp_path):
+def test_nul_in_a_record_is_rejected(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": "one"}\n{"x": "t\\u0000wo"}\n')
     parquet.write_table(pyarrow.table({"x": ["one", "t\0wo"]}), tmp_path / "a.parquet")
     for name, place in (("a.jsonl", "line 2"), ("a.parquet", "row 2")):
@@ -262,7 +262,7 @@ def test_a_nul_in_a_record_is_rejected_as_in_a_text(tmp_path):
             texts(tmp_path / name, "x")
 
 
-def test_two_columns_of_one_name_are_rejected(tmp_path):
+def test_duplicate_columns_are_rejected(tmp_path):
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["x", "x"])
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has more than one column x"):
@@ -296,11 +296,11 @@ def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
     assert others == [{"x": "one"}, {"x": "two"}]
 
 
-def test_a_pair_of_surrogates_is_a_character():
+def test_surrogate_pair_is_one_character():
     assert parse_json('"\\ud83d\\ude00 \\\\ud800"') == "😀 \\ud800"
 
 
-def test_null_is_left_out_with_a_note(tmp_path, capsys):
+def test_null_record_is_skipped_with_a_note(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"x": "one"}\n{"x": null}\n{"x": "two"}\n{"x": null}\n')
     parquet.write_table(pyarrow.table({"x": ["one", None, "two"]}), tmp_path / "a.parquet")
     for suffix, count, first in (
@@ -323,13 +323,13 @@ ARROW_TYPES = {
 
 
 @pytest.mark.parametrize("kind", ARROW_TYPES)
-def test_columns_of_every_arrow_string_type_are_text(tmp_path, kind):
+def test_arrow_string_types_are_text(tmp_path, kind):
     column = pyarrow.array(["one", "two", None, "one"]).cast(ARROW_TYPES[kind])
     parquet.write_table(pyarrow.table({"x": column}), tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet", "x") == ["one", "two", "one"]
 
 
-def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
+def test_column_of_another_type_is_rejected(tmp_path):
     table = {"id": [1], "parts": [["a"]], "raw": [b"a"], "body": ["a"]}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     for field, kind in (("id", "int64"), ("parts", r"list<.*>"), ("raw", "binary")):
@@ -339,7 +339,7 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
             texts(tmp_path / "a.parquet", field)
 
 
-def test_an_existing_path_is_taken_literally(tmp_path):
+def test_existing_path_is_taken_literally(tmp_path):
     write_files(tmp_path, "part-[0].txt", "part-0.txt", "run [2024]/x.txt", "a*b.txt", "acb.txt")
     assert names(tmp_path, "part-[0].txt") == ["part-[0].txt"]
     assert names(tmp_path, "run [2024]/x.txt") == ["run [2024]/x.txt"]
@@ -374,7 +374,7 @@ def test_patterns_match_as_in_glob(tmp_path, monkeypatch):
         assert found == {it for it in expected if os.path.isfile(it)}, pattern
 
 
-def test_links_that_disappear_are_passed_over(tmp_path, monkeypatch):
+def test_broken_links_are_skipped(tmp_path, monkeypatch):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "x.txt").write_text("x", "utf-8")
     (tmp_path / "d" / "gone").symlink_to(tmp_path)
@@ -414,7 +414,7 @@ def complaints(pattern):
     ]
 
 
-def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
+def test_suffixes_are_case_insensitive(tmp_path):
     (tmp_path / "A.TXT").write_text("text")
     (tmp_path / "B.JSONL").write_text('{"x": "record"}')
     assert not complaints(tmp_path / "A.TXT") + complaints(tmp_path / "*.JSONL")
@@ -433,7 +433,7 @@ def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
         ("absent.txt", "no such file"),
     ],
 )
-def test_what_is_not_read_is_rejected_with_the_reason(tmp_path, name, reason):
+def test_unreadable_paths_are_rejected_with_a_reason(tmp_path, name, reason):
     write_files(tmp_path, "x.txt.gz", "x.log", "noext")
     (tmp_path / "dangling.txt").symlink_to("missing.txt")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -442,7 +442,7 @@ def test_what_is_not_read_is_rejected_with_the_reason(tmp_path, name, reason):
 
 
 @pytest.mark.parametrize("folder", ["plain", "run [2024]", "it's"])
-def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
+def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
     (issue,) = complaints(tmp_path / folder)
     assert issue.reason == "is a folder"
@@ -453,7 +453,7 @@ def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
     assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
 
 
-def test_a_large_file_is_read_in_chunks(tmp_path, monkeypatch):
+def test_large_file_is_read_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 10)
     (tmp_path / "a.txt").write_text("ä" * 100)
     chunks = list(text_chunks(tmp_path / "a.txt"))

@@ -43,7 +43,7 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
-def test_a_folder_is_the_tokenizer_in_it(tmp_path, name):
+def test_tokenizer_folder_is_read(tmp_path, name):
     trained().save(str(tmp_path / "tokenizer.json"))
     assert not [*TokenizerSource(0, str(tmp_path / name)).validate()]
     assert loaded(tmp_path / name).to_str() == trained().to_str()
@@ -51,7 +51,7 @@ def test_a_folder_is_the_tokenizer_in_it(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
-def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path, name):
+def test_tokenizer_vocabulary_and_merges_are_converted(tmp_path, name):
     from transformers import AutoTokenizer
 
     write_vocabulary(tmp_path / "bpe")
@@ -62,7 +62,7 @@ def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path, name):
     assert loaded(tmp_path / "bpe" / name).encode(TEXT).ids == expected
 
 
-def test_conversion_is_made_once_for_the_same_content(tmp_path, monkeypatch):
+def test_tokenizer_conversion_is_cached_by_content(tmp_path, monkeypatch):
     for name in ("one", "two"):
         write_vocabulary(tmp_path / name)
         (tmp_path / name / "tokenizer_config.json").write_text(
@@ -75,7 +75,7 @@ def test_conversion_is_made_once_for_the_same_content(tmp_path, monkeypatch):
     assert len(digests) == 1
 
 
-def test_a_class_that_is_not_named_can_be_named_as_printed(tmp_path):
+def test_tokenizer_class_fix_works_as_printed(tmp_path):
     write_vocabulary(tmp_path / "it's")
     with pytest.raises(
         DataError, match=r"transformers cannot convert .* to a tokenizer\.json"
@@ -86,7 +86,7 @@ def test_a_class_that_is_not_named_can_be_named_as_printed(tmp_path):
     assert loaded(tmp_path / "it's").encode(TEXT).ids == trained().encode(TEXT).ids
 
 
-def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
+def test_sentencepiece_model_requires_sentencepiece(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -111,14 +111,14 @@ def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
             loaded(path)
 
 
-def test_the_extra_has_what_a_sentencepiece_model_needs():
+def test_extra_installs_sentencepiece_requirements():
     pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     extra = " ".join(pyproject["project"]["optional-dependencies"]["hf"])
     for package in tokenizer_files.CONVERSION_PACKAGES:
         assert package.rpartition(".")[2] in extra
 
 
-def test_ids_of_a_sentencepiece_model_are_its_own(tmp_path):
+def test_sentencepiece_ids_equal_the_model(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -135,14 +135,14 @@ def test_ids_of_a_sentencepiece_model_are_its_own(tmp_path):
     assert loaded(tmp_path).encode(TEXT).ids == expected
 
 
-def test_a_broken_sentencepiece_model_is_rejected(tmp_path):
+def test_broken_sentencepiece_model_is_rejected(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(DataError, match=r"data\.tokenizer="):
         loaded(tmp_path)
 
 
-def test_special_tokens_are_those_of_transformers(tmp_path):
+def test_tokenizer_special_tokens_equal_transformers(tmp_path):
     from transformers import AutoTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
@@ -156,7 +156,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
     assert TokenizerSource(0, str(tmp_path), "[SEP]").load().encode("a b").ids == expected
 
 
-def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
+def test_declared_tokens_are_added_to_the_tokenizer(tmp_path):
     tokenizer = trained()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 0)]
@@ -177,7 +177,7 @@ def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
     TokenizerSource(0, shlex.split(override)[0].partition("=")[2], "</s>").check_vocabulary(size)
 
 
-def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
+def test_split_special_tokens_is_rejected(tmp_path):
     trained().save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -192,13 +192,13 @@ def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
     ("name", "reason"),
     [("empty", "is a folder without a tokenizer"), ("none.json", "no such file")],
 )
-def test_paths_without_a_tokenizer_are_rejected(tmp_path, name, reason):
+def test_path_without_a_tokenizer_is_rejected(tmp_path, name, reason):
     (tmp_path / "empty").mkdir()
     (issue,) = TokenizerSource(0, str(tmp_path / name)).validate()
     assert issue.reason == reason
 
 
-def test_a_torn_tokenizer_is_rejected(tmp_path):
+def test_truncated_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer.json").write_text(trained().to_str()[:-9])
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
@@ -214,7 +214,7 @@ def test_a_torn_tokenizer_is_rejected(tmp_path):
     ],
     ids=["own_code", "wrong_setting", "no_backend"],
 )
-def test_a_class_that_transformers_cannot_load_is_rejected(tmp_path, config):
+def test_unloadable_tokenizer_class_is_rejected(tmp_path, config):
     """The ids of tokenizer.json alone may be others: they are taken only as the fix says."""
     folder = tmp_path / "it's"
     folder.mkdir()
@@ -229,7 +229,7 @@ def test_a_class_that_transformers_cannot_load_is_rejected(tmp_path, config):
     assert loaded(folder / "plain.json").encode(TEXT).ids == trained().encode(TEXT).ids
 
 
-def test_a_template_of_a_class_that_transformers_cannot_load_is_rejected(tmp_path):
+def test_template_of_an_unloadable_tokenizer_class_is_rejected(tmp_path):
     trained().save(str(tmp_path / "tokenizer.json"))
     config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "chat_template": "{{ bos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

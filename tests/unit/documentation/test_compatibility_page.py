@@ -9,14 +9,14 @@ from fixtures import compatibility_matrix
 from fixtures.compatibility_matrix import Cell
 
 
-def test_the_record_holds_every_cell_there_is() -> None:
+def test_matrix_record_has_every_cell() -> None:
     """An option added without its cells fails here: run what the record says."""
     assert list(compatibility_matrix.load_record()) == list(compatibility_matrix.cells()), (
         f"run `{compatibility_matrix.MAKE_COMMAND}`"
     )
 
 
-def test_the_page_is_the_record() -> None:
+def test_matrix_page_equals_the_record() -> None:
     head = json.loads(compatibility_matrix.RECORD.read_text("utf-8"))
     assert compatibility_matrix.PAGE.read_text("utf-8") == compatibility_matrix.render_page(
         compatibility_matrix.load_record(), head
@@ -31,7 +31,7 @@ def test_the_page_is_the_record() -> None:
     ],
     ids=lambda cell: f"{cell.strategy}-{cell.option}",
 )
-def test_what_is_refused_is_what_the_record_says(
+def test_matrix_record_equals_current_rejections(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctypes.util.find_library", lambda name: name)  # all is installed there
@@ -40,7 +40,7 @@ def test_what_is_refused_is_what_the_record_says(
     ]
 
 
-def test_a_refusal_says_what_to_do_instead() -> None:
+def test_matrix_rejections_have_fixes() -> None:
     refusals = {
         said
         for said in compatibility_matrix.load_record().values()

@@ -60,7 +60,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.name)
-def test_blocks_are_tested_or_say_why_not(block: Block) -> None:
+def test_documentation_blocks_are_tested_or_give_a_reason(block: Block) -> None:
     """Commands are composed below, shown output and the pages of docs/extend by integration."""
     if block.reason or block.language in ("console", "text"):
         return
@@ -78,7 +78,7 @@ def test_blocks_are_tested_or_say_why_not(block: Block) -> None:
     assert included or followed, "say why it is not tested"
 
 
-def test_table_has_every_group_and_option() -> None:
+def test_documentation_table_has_every_group_and_option() -> None:
     described = group_summaries()
     assert table() == {
         group: (paths.option_names(group), described[group]) for group in paths.GROUPS
@@ -86,7 +86,9 @@ def test_table_has_every_group_and_option() -> None:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_compose(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text("A book.\n")
     monkeypatch.chdir(tmp_path)
@@ -141,7 +143,7 @@ def test_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_figures_are_those_of_the_records(document: Path, tmp_path: Path) -> None:
+def test_documented_figures_equal_the_records(document: Path, tmp_path: Path) -> None:
     """``SCALEWISE_RECORD=1`` writes the figures into the document anew."""
     copy = document if os.environ.get("SCALEWISE_RECORD") else tmp_path / "copy.md"
     copy.write_text(document.read_text("utf-8"), "utf-8")
@@ -150,7 +152,7 @@ def test_figures_are_those_of_the_records(document: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", record.PARAGRAPHS)
-def test_every_figure_is_quoted(name: str) -> None:
+def test_recorded_figures_are_all_quoted(name: str) -> None:
     quoted = [
         document
         for document in record.documents(ROOT)
@@ -159,7 +161,7 @@ def test_every_figure_is_quoted(name: str) -> None:
     assert quoted
 
 
-def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
+def test_documented_activation_formula_equals_the_plan() -> None:
     """The figures in docs/predict.md are those of its first command."""
     page = (ROOT / "docs" / "predict.md").read_text("utf-8")
     first = next(line for block in blocks(ROOT / "docs" / "predict.md") for line in block.lines)
@@ -172,7 +174,7 @@ def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
     assert f"{each:,} bytes per token: {tokens * each:,} bytes for {tokens} tokens" in page
 
 
-def test_python_code_of_the_makefile_imports_names_that_exist() -> None:
+def test_makefile_python_imports_existing_names() -> None:
     imports = re.findall(r"from (scalewise[\w.]*) import ([\w, ]+)", MAKEFILE)
     assert len(imports) >= 3
     for module, names in imports:

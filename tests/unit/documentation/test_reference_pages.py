@@ -39,13 +39,13 @@ def tables(page: str) -> list[list[list[str]]]:
     return [table for table in found if table]
 
 
-def test_there_is_a_page_per_group_and_for_run_cli_and_api() -> None:
+def test_reference_has_a_page_per_group_run_cli_and_api() -> None:
     names = [*option_docs.GROUP_NAMES, "cli", "api", "run"]
     assert set(PAGES) == {f"reference/{name}.md" for name in names}
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_no_cell_breaks_its_table(path: str) -> None:
+def test_reference_cells_do_not_break_tables(path: str) -> None:
     found = tables(PAGES[path])
     assert found
     for table in found:
@@ -58,7 +58,7 @@ def test_no_cell_breaks_its_table(path: str) -> None:
 
 
 @pytest.mark.parametrize("group", option_docs.GROUP_NAMES)
-def test_every_option_and_key_of_a_group_is_on_its_page(group: str) -> None:
+def test_reference_lists_every_option_and_key(group: str) -> None:
     page = html.unescape(PAGES[f"reference/{group}.md"])
     options, *fields = tables(PAGES[f"reference/{group}.md"])
     listed = [html.unescape(row[0]) for row in options[2:]]
@@ -70,7 +70,7 @@ def test_every_option_and_key_of_a_group_is_on_its_page(group: str) -> None:
             assert entry.text.split("``")[0] in page, entry.key
 
 
-def test_keys_have_type_default_and_unit() -> None:
+def test_reference_keys_have_type_default_and_unit() -> None:
     rows = [row for table in tables(PAGES["reference/trainer.md"])[1:] for row in table[2:]]
     row = next(row for row in rows if "max&#95;steps" in row[0])
     assert row[1:] == [
@@ -79,13 +79,13 @@ def test_keys_have_type_default_and_unit() -> None:
     ]
 
 
-def test_the_cli_page_has_every_command() -> None:
+def test_reference_cli_page_lists_every_command() -> None:
     page = PAGES["reference/cli.md"]
     assert all(f"## scalewise {command}\n" in page for command in COMMANDS)
     assert page.count("```") == 2 * (1 + len(COMMANDS))
 
 
-def test_the_api_page_has_every_name() -> None:
+def test_reference_api_page_lists_every_name() -> None:
     page = PAGES["reference/api.md"]
     assert all(f"## scalewise.{name}\n" in page for name in scalewise.__all__)
     assert (
@@ -101,11 +101,11 @@ def test_the_api_page_has_every_name() -> None:
         ("<bos> *all* [1]", "&#60;bos&#62; &#42;all&#42; &#91;1&#93;"),
     ],
 )
-def test_prose_keeps_only_inline_code(text: str, made: str) -> None:
+def test_reference_prose_keeps_inline_code_only(text: str, made: str) -> None:
     assert reference.prose(text) == made
 
 
-def test_the_navigation_has_every_page() -> None:
+def test_reference_navigation_has_every_page() -> None:
     config = SimpleNamespace(nav=[{"Home": "index.md"}, {"Reference": ["reference/index.md"]}])
     nav = reference.on_config(config).nav
     assert set(re.findall(r"reference/\w+\.md", str(nav))) == {*PAGES, "reference/index.md"}

@@ -126,7 +126,7 @@ def decoder(model: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("data", [of_text, of_chat])
 @pytest.mark.parametrize("model", [hf, decoder])
-def test_an_export_generates_as_the_model_that_training_began_with(
+def test_export_keeps_the_generation_config(
     model: Callable[[Path], tuple[str, ...]],
     data: Callable[[Path], tuple[str, ...]],
     instruct: Path,
@@ -162,7 +162,7 @@ def test_an_export_generates_as_the_model_that_training_began_with(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "plain.json"])
-def test_an_export_has_the_ids_of_its_training(
+def test_export_tokenizer_has_the_ids_of_training(
     name: str, instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     """Tokens declared beside tokenizer.json count for a file of that name alone."""
@@ -192,7 +192,7 @@ def without_template(model: Path, to: Path) -> Path:
     return to
 
 
-def test_an_end_that_a_run_has_taught_is_added_to_those_of_its_model(
+def test_export_adds_the_trained_end_token(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     """Without a template answers are written plainly, and end as ``data.end_of_text`` says."""
@@ -210,7 +210,7 @@ def test_an_end_that_a_run_has_taught_is_added_to_those_of_its_model(
     assert peer.config.eos_token_id == [2, 1]
 
 
-def test_a_model_without_ends_stops_where_texts_end(
+def test_export_without_end_tokens_stops_at_end_of_text(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     bare = tmp_path / "tokenizer"
@@ -224,7 +224,7 @@ def test_a_model_without_ends_stops_where_texts_end(
     assert peer.generation_config.eos_token_id == 1
 
 
-def test_token_ids_keep_the_tokenizer_beside_the_weights(
+def test_export_of_token_id_data_keeps_the_tokenizer(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     told = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
@@ -234,7 +234,7 @@ def test_token_ids_keep_the_tokenizer_beside_the_weights(
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["pad_token", "no_pad_token"])
-def test_a_classifier_reads_batches(
+def test_export_of_a_classifier_accepts_batches(
     padded: bool, instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     model = tmp_path / "tokenizer"
@@ -263,9 +263,7 @@ def test_a_classifier_reads_batches(
     torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_exported_files_have_the_permissions_of_the_umask(
-    instruct: Path, compose: Compose, tmp_path: Path
-) -> None:
+def test_export_respects_the_umask(instruct: Path, compose: Compose, tmp_path: Path) -> None:
     told = trained(compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora")
     before = os.umask(0o027)
     try:
@@ -284,7 +282,7 @@ class Killed(BaseException):
     """Ends a test's export as a signal would."""
 
 
-def test_an_export_that_is_interrupted_leaves_nothing_at_its_name(tmp_path: Path) -> None:
+def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     to = tmp_path / "export"
 
     def killed() -> None:
@@ -298,7 +296,7 @@ def test_an_export_that_is_interrupted_leaves_nothing_at_its_name(tmp_path: Path
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_export_removes_remains_of_a_killed_export(tmp_path: Path) -> None:
     to = tmp_path / "export"
     half = tmp_path / ".partial-export"
     (half / "base").mkdir(parents=True)
@@ -313,7 +311,7 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) ->
     assert (tmp_path / "kept").read_text("utf-8") == "kept"
 
 
-def test_two_exports_of_one_name_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_exports_do_not_mix(tmp_path: Path) -> None:
     with staging.staging_folder(tmp_path / "export") as partial:
         (partial / "first").write_text("a", "utf-8")
         with (
@@ -324,7 +322,7 @@ def test_two_exports_of_one_name_do_not_mix(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["first"]
 
 
-def test_links_at_the_names_of_an_export_are_not_followed(tmp_path: Path) -> None:
+def test_export_follows_no_links(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / ".partial-export").symlink_to(elsewhere)
@@ -339,7 +337,7 @@ def test_links_at_the_names_of_an_export_are_not_followed(tmp_path: Path) -> Non
         pass
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+def test_export_keeps_an_existing_folder(tmp_path: Path) -> None:
     to = tmp_path / "export"
     to.mkdir()
     with staging.staging_folder(to) as partial:  # an empty one is taken
@@ -349,7 +347,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in to.iterdir()] == ["file"]
 
 
-def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
+def test_export_copy_replaces_links(tmp_path: Path) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious", "utf-8")
     run.mkdir()
@@ -366,9 +364,7 @@ def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
     assert (run / "again.json").read_text("utf-8") == "{}"
 
 
-def test_averages_that_an_optimizer_holds_are_read_with_the_weights(
-    compose: Compose, tmp_path: Path
-) -> None:
+def test_export_reads_schedule_free_averages(compose: Compose, tmp_path: Path) -> None:
     assert trained(compose, tmp_path).tensor_folders == ("model", "average")
     free = ("optimizer=schedule_free", "schedule=constant")
     assert trained(compose, tmp_path, *free).tensor_folders == ("model", "average", "optimizer")

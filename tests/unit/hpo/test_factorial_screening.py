@@ -45,14 +45,14 @@ class TestDesigns:
             (9, 5, 128), (10, 5, 128), (11, 5, 128),
         ],
     )  # fmt: skip
-    def test_they_are_the_published_sizes(self, factors: int, wanted: int, runs: int) -> None:
+    def test_designs_have_published_sizes(self, factors: int, wanted: int, runs: int) -> None:
         rows = fractional_design(factors, wanted)
         assert len(rows) == len(set(rows)) == runs
         assert resolution(rows) >= wanted
         assert all(sum(column) == 0 for column in zip(*rows, strict=True))
         assert set(rows[0]) == {-1}
 
-    def test_the_first_job_has_all_at_rest_and_each_repeat_a_seed(self) -> None:
+    def test_designs_start_with_defaults_and_seed_each_repeat(self) -> None:
         jobs = ScreeningDesign(FACTORS, repeats=3).build_overrides()
         assert len(jobs) == 24
         assert jobs[0] == [
@@ -63,7 +63,7 @@ class TestDesigns:
         assert jobs == ScreeningDesign(FACTORS, repeats=3).build_overrides()
         assert jobs != ScreeningDesign(FACTORS, repeats=3, seed=2).build_overrides()
 
-    def test_one_repeat_names_no_seed(self) -> None:
+    def test_designs_of_one_repeat_set_no_seed(self) -> None:
         jobs = ScreeningDesign(FACTORS, interactions=True, repeats=1).build_overrides()
         assert len(jobs) == 16
         assert not any(line.startswith("seed") for job in jobs for line in job)
@@ -83,13 +83,13 @@ class TestDesigns:
             (ScreeningDesign(FACTORS), ["memory"], ["is a factor"]),
         ],
     )
-    def test_what_is_no_screen_is_refused(
+    def test_invalid_designs_are_rejected(
         self, screen: ScreeningDesign, fixed: list[str], words: list[str]
     ) -> None:
         said = "\n".join(str(issue) for issue in screen.validate(fixed))
         assert all(word in said for word in words), said
 
-    def test_what_is_one_is_not(self) -> None:
+    def test_valid_designs_are_accepted(self) -> None:
         assert list(ScreeningDesign(FACTORS).validate(["model"])) == []
 
 
@@ -98,7 +98,7 @@ def named(found: FactorEffects) -> dict[str, float]:
 
 
 class TestEffects:
-    def test_known_effects_are_found_again(self) -> None:
+    def test_effects_recover_known_factors(self) -> None:
         """Times made of factors: half with a, 30 % more with b, and 10 % off where both are on."""
         rows = list(product((-1, 1), repeat=3))
         times = [
@@ -113,7 +113,7 @@ class TestEffects:
         assert told["c"] == pytest.approx(0, abs=1e-12)
         assert next(iter(told)) == "a"
 
-    def test_a_published_example(self) -> None:
+    def test_effects_equal_a_published_example(self) -> None:
         """The pilot plant of Box, Hunter and Hunter, 2nd edition, tables 5.2 and 5.3.
 
         Eight settings of temperature, concentration and catalyst, each twice; their effects are
@@ -147,7 +147,7 @@ class TestEffects:
             ("T",), ("C",), ("T", "K"),
         }  # fmt: skip
 
-    def test_an_interval_holds_the_truth_as_often_as_it_says(self) -> None:
+    def test_effect_intervals_have_nominal_coverage(self) -> None:
         draw, hits = random.Random(3), 0
         rows = fractional_design(4, 4) * 2
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
@@ -159,7 +159,7 @@ class TestEffects:
             hits += effect.low <= math.expm1(0.2) <= effect.high
         assert 0.92 <= hits / 400 <= 0.98
 
-    def test_interactions_that_are_the_same_here_are_named(self) -> None:
+    def test_aliased_interactions_are_named(self) -> None:
         rows = fractional_design(4, 4)
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
         found = factor_effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
@@ -172,7 +172,7 @@ class TestEffects:
         assert found.degrees_of_freedom == 0
         assert all(effect.low is None and not effect.is_significant for effect in found.effects)
 
-    def test_jobs_that_failed_cost_what_they_told(self) -> None:
+    def test_effects_lose_failed_jobs(self) -> None:
         rows = fractional_design(3, 4)[:-2]
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
         times = [math.exp(0.2 * row[0] - 0.1 * row[1]) for row in rows]
@@ -185,7 +185,7 @@ class TestEffects:
     @pytest.mark.parametrize(
         ("freedom", "t"), [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (1000, 1.962)]
     )
-    def test_students_t_is_that_of_the_tables(self, freedom: int, t: float) -> None:
+    def test_student_t_quantiles_equal_tables(self, freedom: int, t: float) -> None:
         assert student_t_95(freedom) == pytest.approx(t, abs=6e-4)
 
 
@@ -196,7 +196,7 @@ def screen_job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
     return {"step_s": 2 * fast * slow * math.exp(noise), "peak_gib": 4 * less, "seed": number}
 
 
-class TestThePage:
+class TestPage:
     def screened(self, folder: Path, job: Any = screen_job, **more: list[Any]) -> SweepRecord:
         two = ["none", "block"]
         varying = {**{k: v for k, v in FACTORS.items() if k != "compile"}, "compile": two, **more}
@@ -204,7 +204,7 @@ class TestThePage:
         assert isinstance(record, SweepRecord)
         return record
 
-    def test_it_says_what_moves_what(self, tmp_path: Path) -> None:
+    def test_screening_page_lists_effects(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", seed=[1, 2])
         section = factorial_report.screening_section(compare.compare_sweep(sweep))
         assert section is not None
@@ -222,7 +222,7 @@ class TestThePage:
         assert 'id="effects"' in html
         assert "precision \u00d7 memory" in html
 
-    def test_without_repeats_it_names_the_largest(self, tmp_path: Path) -> None:
+    def test_screening_page_without_repeats_names_the_largest(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
             signs = [list(FACTORS[key]).index(value) for key, value in varied.items()]
             return None if sum(signs) % 2 else screen_job(number, varied)  # half a factorial
@@ -236,17 +236,17 @@ class TestThePage:
         assert "No intervals" in notes
         assert "precision \u00d7 memory = loss_chunk \u00d7 compile" in notes
 
-    def test_other_sweeps_have_none(self, sweep_folder: Path) -> None:
+    def test_other_sweeps_have_no_screening_page(self, sweep_folder: Path) -> None:
         record = records.read_record(sweep_folder)
         assert isinstance(record, SweepRecord)
         assert factorial_report.screening_section(compare.compare_sweep(record)) is None
         assert 'id="effects"' not in files.build_page(report_model.build_report(record))
 
-    def test_three_values_are_no_screen(self, tmp_path: Path) -> None:
+    def test_three_values_are_not_a_screening(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", **{"optimizer.lr": [1, 2, 3]})
         assert factorial_report.screening_section(compare.compare_sweep(sweep)) is None
 
-    def test_failed_jobs_are_told_of(self, tmp_path: Path) -> None:
+    def test_screening_page_names_failed_jobs(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
             return None if number > 9 else screen_job(number, varied)
 

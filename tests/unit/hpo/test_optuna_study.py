@@ -56,26 +56,26 @@ class TestAxes:
             ("+inject=none,oom", ChoiceAxis("+inject", ("none", "oom"))),
         ],
     )
-    def test_the_grammar_of_a_sweep(self, line: str, axis: Axis) -> None:
+    def test_search_space_parses_the_sweep_grammar(self, line: str, axis: Axis) -> None:
         found, fixed = axes(line)
         assert found == [axis]
         assert fixed == []
 
-    def test_a_glob_is_the_options_of_its_group(self) -> None:
+    def test_search_space_glob_lists_options_of_the_group(self) -> None:
         (axis,), _ = axes("precision=glob(fp*)")
         assert axis == ChoiceAxis("precision", ("fp16_mixed", "fp32", "fp8"))
 
-    def test_the_last_word_on_a_key_counts(self) -> None:
+    def test_search_space_last_value_of_a_key_wins(self) -> None:
         found, fixed = axes("a=1,2", "b=3", "a=5", "b=6,7")
         assert found == [ChoiceAxis("b", ("6", "7"))]
         assert fixed == ["a=5"]
 
-    def test_whole_intervals_stay_whole(self) -> None:
+    def test_search_space_integer_intervals_stay_integers(self) -> None:
         (axis,), _ = axes("a=int(interval(1,8))")
         assert isinstance(axis, IntervalAxis)
         assert axis.is_integer
 
-    def test_a_grid_is_every_combination(self) -> None:
+    def test_search_grid_has_every_combination(self) -> None:
         points = grid_points([IntervalAxis("a", 0.0, 0.5, step=0.25), PRECISION])
         assert len(points) == 6
         assert points[0] == {"a": 0.0, "precision": "fp32"}
@@ -83,7 +83,7 @@ class TestAxes:
         assert point_overrides(points[-1]) == ["a=0.5", "precision=bf16_mixed"]
 
 
-class TestRefused:
+class TestRejections:
     @pytest.mark.parametrize(
         ("options", "space", "words"),
         [
@@ -115,13 +115,13 @@ class TestRefused:
             ),
         ],
     )
-    def test_says_what_and_how_to_mend_it(
+    def test_invalid_search_names_reason_and_fix(
         self, options: dict[str, Any], space: tuple[Axis, ...], words: tuple[str, ...]
     ) -> None:
         said = "\n".join(str(issue) for issue in SearchConfig(**options).validate(space))
         assert all(word in said for word in words), said
 
-    def test_what_is_sound_is_not(self) -> None:
+    def test_valid_search_is_accepted(self) -> None:
         several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
         bounds = {"memory/peak_bytes": 2e9}
         assert list(SearchConfig(objectives=several, constraints=bounds).validate(SPACE)) == []
@@ -135,7 +135,7 @@ def ended(loss: float | None = None, status: str = "ok", **metrics: float) -> Tr
 class TestStudy:
     """What is asked and told."""
 
-    def test_as_many_trials_as_are_wanted(self, tmp_path: Path) -> None:
+    def test_study_runs_the_requested_trials(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
         batches = []
         while trials := found.ask_trials():
@@ -146,7 +146,7 @@ class TestStudy:
         (best,) = record.pareto_trials(found)
         assert best.value == min(t.params["optimizer.lr"] for t in found.study.trials)
 
-    def test_failures_are_told_as_failures(self, tmp_path: Path) -> None:
+    def test_study_records_failed_trials(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
         one, two, three, four = found.ask_trials()
         found.tell_outcome(one, ended(1.0))
@@ -164,7 +164,7 @@ class TestStudy:
         ]  # fmt: skip
         assert told[3]["reason"] == "did not measure val/loss"
 
-    def test_what_was_lost_runs_again(self, tmp_path: Path) -> None:
+    def test_study_reruns_lost_trials(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
         (trial,) = found.ask_trials()
         found.tell_outcome(trial, ended(status="interrupted"))
@@ -174,7 +174,7 @@ class TestStudy:
         assert found.ask_trials() == []
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
-    def test_the_same_storage_goes_on(self, tmp_path: Path, file: str) -> None:
+    def test_study_resumes_from_its_storage(self, tmp_path: Path, file: str) -> None:
         search = SearchConfig(trials=4, sampler="random", storage=str(tmp_path / file))
         points = []
         for _ in range(2):
@@ -185,7 +185,7 @@ class TestStudy:
         assert optuna_study.open_study(search, SPACE, tmp_path).ask_trials() == []
         assert len(set(points)) == 4  # and not the same draws twice
 
-    def test_a_study_of_something_else_is_refused(self, tmp_path: Path) -> None:
+    def test_study_of_another_search_is_rejected(self, tmp_path: Path) -> None:
         file = str(tmp_path / "search.journal")
         optuna_study.open_study(SearchConfig(storage=file), SPACE, tmp_path)
         for search, space, word in (
@@ -204,7 +204,7 @@ class TestStudy:
             SearchConfig(storage=file), (wider, PRECISION), tmp_path
         ).ask_trials()
 
-    def test_a_grid_is_walked_once(self, tmp_path: Path) -> None:
+    def test_study_visits_a_grid_once(self, tmp_path: Path) -> None:
         space = [ChoiceAxis("a", ("1", "2")), IntervalAxis("b", 1, 3, step=1)]
         search, points = SearchConfig(sampler="grid", jobs=4), []
         while True:
@@ -219,7 +219,7 @@ class TestStudy:
                 found.tell_outcome(trial, ended(1.0))
         assert sorted(points) == sorted(point_overrides(point) for point in grid_points(space))
 
-    def test_a_bound_outweighs_an_objective(self, tmp_path: Path) -> None:
+    def test_study_constraint_outweighs_the_objective(self, tmp_path: Path) -> None:
         search = SearchConfig(trials=2, jobs=2, constraints={"memory/peak_bytes": 100.0})
         found = optuna_study.open_study(search, SPACE, tmp_path)
         small, large = found.ask_trials()
@@ -230,7 +230,7 @@ class TestStudy:
         assert isinstance(told, list)
         assert told[1]["over"] == {"memory/peak_bytes": 10.0}
 
-    def test_a_sampler_learns_the_bound(self, tmp_path: Path) -> None:
+    def test_study_sampler_uses_the_constraint(self, tmp_path: Path) -> None:
         """TPE looks where memory is not too much, and without the bound where the loss is least."""
         within = {}
         for bounds in ({}, {"memory/peak_bytes": 50.0}):
@@ -246,7 +246,7 @@ class TestStudy:
             assert best.params["a"] <= (0.5 if bounds else 1.0)
         assert within[1] > 0.4 > 0.1 > within[0]
 
-    def test_several_objectives_have_a_front(self, tmp_path: Path) -> None:
+    def test_study_of_several_objectives_has_a_pareto_front(self, tmp_path: Path) -> None:
         several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
         found = optuna_study.open_study(
             SearchConfig(trials=3, jobs=3, objectives=several), SPACE, tmp_path
@@ -257,7 +257,7 @@ class TestStudy:
             found.tell_outcome(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
         assert [trial.number for trial in record.pareto_trials(found)] == [0, 1]
 
-    def test_what_decided_is_told(self, tmp_path: Path) -> None:
+    def test_study_importance_is_reported(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=30, sampler="random"), SPACE, tmp_path)
         while trials := found.ask_trials():
             for trial in trials:
@@ -266,7 +266,7 @@ class TestStudy:
         assert shares["optimizer.lr"] > 0.9
         assert sum(shares.values()) == pytest.approx(1)
 
-    def test_all_alike_decides_nothing(self, tmp_path: Path) -> None:
+    def test_study_of_equal_values_has_no_importance(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
         for trial in found.ask_trials():
             found.tell_outcome(trial, ended(1.0))
@@ -286,7 +286,7 @@ def job(sweep: Path, number: int, listed: str, status: str | None = None, **metr
         (sweep / str(number) / "summary.json").write_text(json.dumps({"metrics": metrics}))
 
 
-class TestAfterAKill:
+class TestKilledSweep:
     """A sweep that died at any moment; the owner of its trials is no process any more."""
 
     @pytest.fixture
@@ -295,7 +295,7 @@ class TestAfterAKill:
             patch.setattr(optuna_study, "_process_id", lambda: f"{os.uname().nodename} 1 0.0")
             yield optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
 
-    def test_no_finished_trial_is_lost(self, died: OptunaSearch, tmp_path: Path) -> None:
+    def test_killed_sweep_loses_no_finished_trial(self, died: OptunaSearch, tmp_path: Path) -> None:
         for number, trial in enumerate(died.ask_trials()):
             died.assign_job(trial, tmp_path, number, tmp_path / str(number))
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
@@ -308,7 +308,7 @@ class TestAfterAKill:
         assert [trial.params for trial in (*again.ask_trials(), *again.ask_trials())] == lost
         assert again.ask_trials() == []
 
-    def test_a_sweep_that_lives_keeps_its_trials(self, tmp_path: Path) -> None:
+    def test_running_sweep_keeps_its_trials(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
         (trial,) = found.ask_trials()
         found.assign_job(trial, tmp_path, 0, tmp_path / "0")
@@ -326,7 +326,7 @@ class TestPruning:
         return link
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
-    def test_asha_ends_the_second_that_is_worse(self, tmp_path: Path, file: str) -> None:
+    def test_asha_prunes_the_worse_trial(self, tmp_path: Path, file: str) -> None:
         search = SearchConfig(pruner="asha", storage=str(tmp_path / file))
         found = optuna_study.open_study(search, SPACE, tmp_path)
         good = PruningMonitor(self.linked(found, tmp_path))
@@ -335,7 +335,7 @@ class TestPruning:
         assert bad.should_prune([(100, 5.0)])
         assert found.study.trials[1].intermediate_values == {100: 5.0}
 
-    def test_the_median_ends_the_worse_half(self, tmp_path: Path) -> None:
+    def test_median_pruner_prunes_the_worse_half(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
         for loss in range(5):
             judge = PruningMonitor(self.linked(found, tmp_path))
@@ -345,14 +345,14 @@ class TestPruning:
         assert PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, 99.0)])
         assert not PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, -1.0)])
 
-    def test_a_study_out_of_reach_ends_nothing(
+    def test_unreachable_study_prunes_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         link = TrialLink(str(tmp_path / "none.journal"), "no such study", 0, "asha", "val/loss")
         assert not PruningMonitor(link).should_prune([(1, 1.0)])
         assert "cannot reach the study" in capsys.readouterr().out
 
-    def test_a_pruned_trial_is_told_as_pruned(self, tmp_path: Path) -> None:
+    def test_pruned_trial_is_recorded_as_pruned(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path)
         (trial,) = found.ask_trials()
         trial.report(3.0, 10)
@@ -361,11 +361,11 @@ class TestPruning:
         assert record.pareto_trials(found) == []
         assert found.ask_trials() == []
 
-    def test_an_ending_that_is_no_failure(self) -> None:
+    def test_pruned_outcome_is_not_a_failure(self) -> None:
         outcome = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
         assert (outcome.status, outcome.exit_code) == ("pruned", 0)
 
-    def test_no_pruner_no_link(self, tmp_path: Path) -> None:
+    def test_trial_link_requires_a_pruner(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)
         (trial,) = found.ask_trials()
         found.assign_job(trial, tmp_path, 0, tmp_path / "0")

@@ -54,7 +54,7 @@ def refused(run: RunConfig, folder: Path) -> str:
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running", "timeout"])
 @pytest.mark.parametrize("asked", ["last", "auto"])
-def test_the_newest_run_of_the_name(
+def test_lookup_finds_the_newest_run_of_the_name(
     compose: Compose, tmp_path: Path, asked: str, status: str
 ) -> None:
     run = compose(f"resume={asked}")
@@ -66,9 +66,7 @@ def test_the_newest_run_of_the_name(
 
 
 @pytest.mark.parametrize("asked", ["last", "auto"])
-def test_the_newest_run_is_the_last_to_start_in_utc(
-    compose: Compose, tmp_path: Path, asked: str
-) -> None:
+def test_lookup_orders_runs_by_utc_start(compose: Compose, tmp_path: Path, asked: str) -> None:
     """After a change of time zone the names of folders are not in order."""
     run = compose(f"resume={asked}")
     starts = {
@@ -84,9 +82,7 @@ def test_the_newest_run_is_the_last_to_start_in_utc(
 
 
 @pytest.mark.parametrize("asked", ["last", "auto", "the folder"])
-def test_a_run_that_another_process_drives_is_refused(
-    compose: Compose, tmp_path: Path, asked: str
-) -> None:
+def test_lookup_rejects_a_running_run(compose: Compose, tmp_path: Path, asked: str) -> None:
     folder = leave(compose(), tmp_path / "2026-01-01", 5)
     run = replace(compose(), resume=str(folder) if asked == "the folder" else asked)
     with locks.acquire_lock(folder):
@@ -96,9 +92,7 @@ def test_a_run_that_another_process_drives_is_refused(
     assert found(run, tmp_path / "now") == manifest.checkpoint_path(folder / "checkpoints", 5)
 
 
-def test_a_living_process_is_enough_where_there_are_no_locks(
-    compose: Compose, tmp_path: Path
-) -> None:
+def test_lookup_checks_processes_without_file_locks(compose: Compose, tmp_path: Path) -> None:
     folder = leave(compose(), tmp_path / "2026-01-01", 5)
     status = {"status": "running", "process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
     write_json(folder / "status.json", {**status, "host": socket.gethostname()})
@@ -108,7 +102,7 @@ def test_a_living_process_is_enough_where_there_are_no_locks(
     assert found(compose("resume=last"), tmp_path / "now") is not None
 
 
-def test_two_processes_do_not_resume_the_same_newest_run(compose: Compose, tmp_path: Path) -> None:
+def test_lookup_gives_two_processes_different_runs(compose: Compose, tmp_path: Path) -> None:
     """The second finds the run locked while the first claims a folder, and then that folder."""
     source = leave(compose(), tmp_path / "2026-01-01", 5)
     own = tmp_path / "2026-01-02"
@@ -131,7 +125,9 @@ def test_two_processes_do_not_resume_the_same_newest_run(compose: Compose, tmp_p
             assert second == path
 
 
-def test_auto_starts_anew_after_a_run_that_ended_well(compose: Compose, tmp_path: Path) -> None:
+def test_lookup_auto_starts_from_scratch_after_a_finished_run(
+    compose: Compose, tmp_path: Path
+) -> None:
     leave(compose(), tmp_path / "2026-01-01", 50)
     done = leave(compose(), tmp_path / "2026-01-02", 60, status="ok")
     here = tmp_path / "2026-01-03"
@@ -139,7 +135,7 @@ def test_auto_starts_anew_after_a_run_that_ended_well(compose: Compose, tmp_path
     assert found(compose("resume=last"), here) == manifest.checkpoint_path(done / "checkpoints", 60)
 
 
-def test_a_run_without_a_checkpoint_is_passed_over(compose: Compose, tmp_path: Path) -> None:
+def test_lookup_skips_a_run_without_checkpoint(compose: Compose, tmp_path: Path) -> None:
     older = leave(compose(), tmp_path / "2026-01-01", 5)
     leave(compose(), tmp_path / "2026-01-02")
     torn = leave(compose(), tmp_path / "2026-01-03", 9)
@@ -149,14 +145,14 @@ def test_a_run_without_a_checkpoint_is_passed_over(compose: Compose, tmp_path: P
     assert found(compose("resume=last"), tmp_path / "2026-01-04") == expected
 
 
-def test_nothing_to_go_on_from(compose: Compose, tmp_path: Path) -> None:
+def test_lookup_without_checkpoints_is_rejected(compose: Compose, tmp_path: Path) -> None:
     here = tmp_path / "runs" / "now"
     assert found(compose(), here) is None
     assert found(compose("resume=auto"), here) is None
     assert "no complete checkpoint under" in refused(compose("resume=last"), here)
 
 
-def test_the_same_job_of_the_sweep_before(compose: Compose, tmp_path: Path) -> None:
+def test_lookup_finds_the_same_job_of_the_last_sweep(compose: Compose, tmp_path: Path) -> None:
     for job in ("0", "1"):
         leave(compose(), tmp_path / "2026-01-01" / job, 3 + int(job))
     path = found(compose("resume=auto"), tmp_path / "2026-01-02" / "1", in_sweep=True)
@@ -164,7 +160,7 @@ def test_the_same_job_of_the_sweep_before(compose: Compose, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000007"])
-def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
+def test_lookup_accepts_run_and_checkpoint_paths(
     compose: Compose, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
@@ -177,7 +173,7 @@ def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
 
 
 @pytest.mark.parametrize("asked", ["run", "run/checkpoints", "last"])
-def test_a_damaged_checkpoint_is_passed_over_aloud(
+def test_lookup_skips_a_damaged_checkpoint_with_a_message(
     compose: Compose, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
@@ -199,7 +195,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
         (lambda path: (path / "checkpoints").mkdir(parents=True), "no complete checkpoint under"),
     ],
 )
-def test_a_path_that_is_none_of_these(
+def test_lookup_rejects_other_paths(
     compose: Compose, tmp_path: Path, make: Callable[[Path], object], reason: str
 ) -> None:
     make(tmp_path / "x")
@@ -230,7 +226,7 @@ def test_a_path_that_is_none_of_these(
          []),
     ],
 )  # fmt: skip
-def test_what_must_not_differ(
+def test_resume_rejects_changed_settings(
     compose: Compose, tmp_path: Path, overrides: list[str], keys: list[str]
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3)
@@ -261,7 +257,7 @@ def test_what_must_not_differ(
         (["parallelism=ddp", "trainer.micro_batch=2"], ["trainer.micro_batch=4"]),
     ],
 )
-def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
+def test_resume_compares_the_batch_of_the_earlier_strategy(
     compose: Compose, tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
     wrote, run = compose("hardware=cpu", *before), compose("hardware=cpu", *after)
@@ -274,9 +270,7 @@ def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
     assert f"trainer.global_batch={wrote.global_batch}" in issue.fix
 
 
-def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
-    compose: Compose, tmp_path: Path
-) -> None:
+def test_resume_rejects_an_unknown_earlier_strategy(compose: Compose, tmp_path: Path) -> None:
     folder = leave(compose("trainer.global_batch=8"), tmp_path / "run", 3)
     kept = yaml.safe_load((folder / "resolved.yaml").read_text())
     kept["parallelism"] = {"_target_": "somebodys.Layout"}
@@ -284,7 +278,7 @@ def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
     assert list(resume_issues(compose(), folder)) == []
 
 
-def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Path) -> None:
+def test_resume_rejects_a_run_without_remaining_steps(compose: Compose, tmp_path: Path) -> None:
     folder = leave(compose(), tmp_path / "run", STEPS)
     message = refused(compose(f"resume={folder}"), tmp_path / "now")
     assert "the checkpoint is at step 100 of 100" in message
@@ -297,19 +291,19 @@ def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Pa
     )
 
 
-def test_a_config_that_is_absent_is_no_difference(compose: Compose, tmp_path: Path) -> None:
+def test_resume_accepts_an_absent_config(compose: Compose, tmp_path: Path) -> None:
     assert list(resume_issues(compose(), tmp_path)) == []
 
 
 @pytest.mark.parametrize("content", ["", "[1", "- 1\n", "model: text", "seed: [1]"])
-def test_a_damaged_config_is_named(compose: Compose, tmp_path: Path, content: str) -> None:
+def test_resume_names_a_damaged_config(compose: Compose, tmp_path: Path, content: str) -> None:
     (tmp_path / "resolved.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"resolved\.yaml is damaged.*; restore it from a copy"):
         list(resume_issues(compose(), tmp_path))
 
 
 @pytest.mark.parametrize("trainer", [0.5, {}, {"micro_batch": "text"}, [], "text"], ids=repr)
-def test_a_config_without_its_batch_is_named(
+def test_resume_names_a_config_without_batch(
     compose: Compose, tmp_path: Path, trainer: object
 ) -> None:
     values = {**compose().as_dict(), "trainer": trainer}
@@ -331,7 +325,7 @@ def reasons(run: RunConfig, folder: Path) -> dict[str, str]:
     return {issue.key: issue.reason for issue in resume_issues(run, folder)}
 
 
-def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: Path) -> None:
+def test_resume_accepts_moved_files(compose: Compose, tmp_path: Path) -> None:
     for disk in ("disk1", "disk2"):
         (tmp_path / disk).mkdir()
         (tmp_path / disk / "text.txt").write_text("some text")
@@ -353,7 +347,7 @@ def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: 
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_runs_of_earlier_versions_had_no_special_tokens(
+def test_resume_of_earlier_versions_has_no_special_tokens(
     compose: Compose, tmp_path: Path, given: bool
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -35,7 +35,9 @@ from scalewise.launch.outcomes import LOG_LINES, Outcome, outcome_of_exception
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_exceptions(error: BaseException, status: str, reason: str, signal_number: int) -> None:
+def test_exceptions_map_to_outcomes(
+    error: BaseException, status: str, reason: str, signal_number: int
+) -> None:
     outcome = outcome_of_exception(error, rank=1)
     assert outcome.status == status
     assert reason in outcome.reason
@@ -43,7 +45,7 @@ def test_exceptions(error: BaseException, status: str, reason: str, signal_numbe
     assert outcome.rank == 1
 
 
-def test_only_the_unexpected_shows_its_traceback() -> None:
+def test_only_unexpected_errors_show_a_traceback() -> None:
     def deep(levels: int) -> None:
         if levels:
             deep(levels - 1)
@@ -66,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_words_come_in_the_order_in_which_they_were_left(tmp_path: Path) -> None:
+def test_exit_reports_are_ordered_by_time(tmp_path: Path) -> None:
     outcomes = [
         Outcome("failed", "peer gone", 2),
         Outcome("out_of_memory", "no room", 0, ("a", "b")),
@@ -78,14 +80,14 @@ def test_words_come_in_the_order_in_which_they_were_left(tmp_path: Path) -> None
     assert exit_reports.read_reports(tmp_path) == outcomes
 
 
-def test_a_torn_word_is_passed_over(tmp_path: Path) -> None:
+def test_truncated_exit_report_is_skipped(tmp_path: Path) -> None:
     exit_reports.prepare_reports(tmp_path)
     exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     (tmp_path / ".ranks" / "1.json").write_text('{"time": 3, "sta')
     assert [outcome.rank for outcome in exit_reports.read_reports(tmp_path)] == [0]
 
 
-def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
+def test_exit_reports_of_another_attempt_are_removed(tmp_path: Path) -> None:
     exit_reports.prepare_reports(tmp_path)
     exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     exit_reports.prepare_reports(tmp_path)
@@ -123,7 +125,7 @@ STILL = "blocked while the other ranks waited"
         "early",
     ],
 )
-def test_who_held_up_the_others(
+def test_rank_that_blocked_the_others_is_named(
     answers: dict[int, tuple[str, ...]], suspects: tuple[list[int], str], tmp_path: Path
 ) -> None:
     exit_reports.prepare_reports(tmp_path)
@@ -133,7 +135,7 @@ def test_who_held_up_the_others(
     assert exit_reports.blocking_ranks(tmp_path) == suspects
 
 
-def test_a_word_that_cannot_be_written_stops_nothing(
+def test_unwritable_exit_report_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
@@ -160,7 +162,7 @@ def test_a_word_that_cannot_be_written_stops_nothing(
         ([], "ranks 0, 1 were killed without an exit report", None),
     ],
 )
-def test_why_a_rank_was_lost(
+def test_reason_of_a_lost_rank(
     endings: list[Outcome], reason: str, rank: int | None, tmp_path: Path
 ) -> None:
     exit_reports.prepare_reports(tmp_path)

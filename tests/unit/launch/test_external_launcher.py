@@ -31,7 +31,7 @@ TORCHRUN = {
 }
 
 
-def test_a_step_of_several_tasks_is_ranks() -> None:
+def test_srun_step_of_several_tasks_is_ranks() -> None:
     environment = dict(STEP)
     adopt_slurm_step(environment)
     assert {key: value for key, value in environment.items() if key not in STEP} == {
@@ -50,13 +50,13 @@ def test_a_step_of_several_tasks_is_ranks() -> None:
     [TORCHRUN, {"SLURM_STEP_NUM_TASKS": "1"}],
     ids=["torchrun inside srun", "one task"],
 )
-def test_what_is_no_step_of_ranks_stays(change: dict[str, str]) -> None:
+def test_other_slurm_steps_are_unchanged(change: dict[str, str]) -> None:
     environment = STEP | change
     adopt_slurm_step(environment)
     assert environment == STEP | change
 
 
-def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
+def test_single_srun_task_is_a_rank() -> None:
     alone = STEP | {
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1",
@@ -69,20 +69,20 @@ def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
     assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
 
 
-def test_what_sbatch_runs_is_alone() -> None:
+def test_sbatch_script_is_a_single_process() -> None:
     batch = {key: value for key, value in STEP.items() if "STEP" not in key} | {"SLURM_NTASKS": "8"}
     environment = dict(batch)
     adopt_slurm_step(environment)
     assert environment == batch
 
 
-def test_what_the_user_says_stays() -> None:
+def test_rank_variables_of_the_user_are_kept() -> None:
     environment = STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     adopt_slurm_step(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
 
 
-def test_ranks_of_torchrun_stay() -> None:
+def test_torchrun_ranks_are_kept() -> None:
     environment = dict(TORCHRUN)
     assert adopt_slurm_step(environment) is None
     assert environment == TORCHRUN
@@ -103,14 +103,14 @@ def test_ranks_of_torchrun_stay() -> None:
     ],
     ids=" ".join,
 )
-def test_rank_variables_that_are_left_over_are_removed(left: dict[str, str]) -> None:
+def test_stale_rank_variables_are_removed(left: dict[str, str]) -> None:
     environment = dict(left)
     assert adopt_slurm_step(environment) is None
     assert set(environment) <= {"MASTER_ADDR", "MASTER_PORT"}
 
 
 @pytest.mark.parametrize("absent", TORCHRUN)
-def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
+def test_rank_without_a_variable_is_rejected_by_name(absent: str) -> None:
     environment = {key: value for key, value in TORCHRUN.items() if key != absent}
     error = adopt_slurm_step(environment)
     assert error is not None
@@ -124,20 +124,20 @@ def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
     [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "one"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": ""}],
     ids=str,
 )
-def test_a_rank_that_cannot_be_is_rejected(change: dict[str, str]) -> None:
+def test_impossible_rank_is_rejected(change: dict[str, str]) -> None:
     error = adopt_slurm_step(dict(TORCHRUN | change))
     assert error is not None
     assert "is not a rank of" in str(error)
 
 
 @pytest.mark.parametrize("absent", ["SLURM_PROCID", "SLURM_LOCALID"])
-def test_a_slurm_step_that_lacks_a_variable_is_told_which(absent: str) -> None:
+def test_slurm_step_without_a_variable_is_rejected_by_name(absent: str) -> None:
     error = adopt_slurm_step({key: value for key, value in STEP.items() if key != absent})
     assert error is not None
     assert f"{absent} is not set" in str(error)
 
 
-def test_a_shell_of_salloc_is_alone() -> None:
+def test_salloc_shell_is_a_single_process() -> None:
     shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NODELIST": "gpu[07-08]"}
     step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     for environment in (dict(shell), shell | step, shell | {"SLURM_STEP_NUM_TASKS": "many"}):
@@ -147,14 +147,14 @@ def test_a_shell_of_salloc_is_alone() -> None:
 
 
 @pytest.mark.parametrize("change", [{"SLURM_PROCID": "8"}, {"SLURM_LOCALID": "4"}])
-def test_task_outside_its_step_is_an_error(change: dict[str, str]) -> None:
+def test_slurm_task_outside_its_step_is_rejected(change: dict[str, str]) -> None:
     environment = STEP | change
     assert "is not a rank of" in str(adopt_slurm_step(environment))
     assert not set(RANK_VARIABLES) & environment.keys()
 
 
 @pytest.mark.parametrize("name", MPI_VARIABLES)
-def test_processes_of_mpirun(name: str) -> None:
+def test_mpirun_processes_are_rejected(name: str) -> None:
     assert adopt_slurm_step({name: str(MPI_VARIABLES[name] - 1)}) is None
     assert adopt_slurm_step({name: "4", **TORCHRUN}) is None
     assert adopt_slurm_step({name: "4", **STEP}) is None  # srun sets PMI variables too
@@ -164,7 +164,7 @@ def test_processes_of_mpirun(name: str) -> None:
 
 
 @pytest.mark.parametrize("line", [("train", "--cfg", "job"), ("plan",), ("doctor",)])
-def test_commands_beside_a_variable_that_is_left_over(
+def test_commands_ignore_stale_rank_variables(
     line: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -185,5 +185,5 @@ def test_commands_beside_a_variable_that_is_left_over(
         ("rack[1,4]", "rack1"),
     ],
 )
-def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+def test_first_host_of_a_slurm_node_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host

@@ -42,7 +42,7 @@ def a_sweep(folder: Path, *statuses: str) -> Path:
     return folder
 
 
-def test_a_run_under_way(tmp_path: Path) -> None:
+def test_progress_of_a_running_run(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running", rows=400, attempts=2)
     (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.step, job.steps, job.loss, job.attempts) == (400, 1000, 8.6, 2)
@@ -52,7 +52,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert status_command.job_remark(job) == "attempt 2"
 
 
-def test_one_that_has_been_silent(tmp_path: Path) -> None:
+def test_progress_of_a_silent_run(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running", rows=3)
     for file in (tmp_path / "run").iterdir():
         os.utime(file, (time.time() - 7200,) * 2)
@@ -60,14 +60,14 @@ def test_one_that_has_been_silent(tmp_path: Path) -> None:
     assert status_command.job_remark(job) == "silent for 2 h 00 min"
 
 
-def test_one_that_has_ended(tmp_path: Path) -> None:
+def test_progress_of_an_ended_run(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "failed", rows=5, reason="it broke")
     (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.seconds_left, job.seconds_silent, job.is_active) == (None, None, False)
     assert status_command.job_remark(job) == "it broke"
 
 
-def test_one_that_ends_while_it_is_looked_at(
+def test_progress_of_a_run_that_ends_while_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its status is read while it runs, and its process is gone when that is looked for."""
@@ -91,7 +91,7 @@ def test_one_that_ends_while_it_is_looked_at(
     assert [job.state for job in job_progress.read_progress(tmp_path / "run")] == ["ok"]
 
 
-def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
+def test_progress_reads_are_consistent_during_writes(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running", rows=3)
     stop = threading.Event()
 
@@ -119,13 +119,13 @@ def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
     assert all(job.loss in ((job.step or 0) + 0.5, 9 - (job.step or 0) / 1000) for job in seen)
 
 
-def test_before_the_first_row(tmp_path: Path) -> None:
+def test_progress_before_the_first_metrics(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running")
     (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.step, job.steps, job.loss, job.seconds_left) == (None, None, None, None)
 
 
-def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
+def test_progress_of_a_local_sweep(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path, "ok", "running", "waiting", "refused")
     a_job(tmp_path / "0", "ok", rows=1000)
     a_job(tmp_path / "1", "running", rows=1)
@@ -150,7 +150,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
         ("", "", "lost"),
     ],
 )
-def test_a_job_of_slurms(
+def test_progress_of_a_slurm_job(
     status: str, slurm: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_sweep(tmp_path, "running")
@@ -163,7 +163,7 @@ def test_a_job_of_slurms(
     assert [job.state for job in job_progress.read_progress(tmp_path)] == [state]
 
 
-def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_a_slurm_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_sweep(tmp_path, "running", "running")
     (tmp_path / "slurm").mkdir()
     write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0", "1": "12_1"})
@@ -172,8 +172,8 @@ def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [job.state for job in job_progress.read_progress(tmp_path)] == ["running", "queued"]
 
 
-class TestVerb:
-    def test_prints_once_where_nobody_watches(
+class TestStatusCommand:
+    def test_status_prints_once_without_a_terminal(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         sweep = a_sweep(tmp_path / "sweep", "running", "waiting")
@@ -183,7 +183,7 @@ class TestVerb:
         assert f"{sweep}: 1 running, 1 queued" in said.replace("\n", "")
         assert "400/1000  8.6000  5 min 00 s" in said
 
-    def test_refuses_what_is_no_folder_of_ours(
+    def test_status_rejects_other_folders(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["status"]) == 2
@@ -192,7 +192,7 @@ class TestVerb:
         assert "no folder given" in said
         assert "is neither a run (status.json) nor a sweep (sweep.json)" in said
 
-    def test_goes_on_until_all_have_ended(
+    def test_status_watches_until_all_jobs_ended(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         sweep = a_sweep(tmp_path / "sweep", "running")
@@ -211,7 +211,7 @@ class TestVerb:
         assert len(looks) == 2
         assert "1 ok" in capsys.readouterr().out
 
-    def test_ctrl_c_ends_the_watching(
+    def test_status_ends_watching_on_ctrl_c(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         a_job(tmp_path / "run", "running")

@@ -30,7 +30,7 @@ def comes_back(run: RunConfig, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("group", "name"), SPECS)
-def test_every_spec(
+def test_job_specs_round_trip(
     group: str, name: str, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     spec = registry.OPTIONS[group][name]
@@ -45,12 +45,14 @@ def test_every_spec(
         "tracking.tags=[a,b] tracking.mode=offline trusted_packages=[mine] resume=last",
     ],
 )
-def test_what_was_typed(line: str, compose: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_job_spec_keeps_overrides(
+    line: str, compose: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
     assert comes_back(compose(*line.split(), check_machine=False), tmp_path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_job_spec_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ScalewiseError, match="is not visible from this machine"):
         job_serialization.read_task(tmp_path / "order.json")

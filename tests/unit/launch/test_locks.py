@@ -39,7 +39,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_lock_excludes_other_processes_until_they_die(
+def test_lock_excludes_other_processes_until_their_end(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(InUseError, match=f"process {holder.pid} on {socket.gethostname()}"):
@@ -56,19 +56,19 @@ def test_a_lock_excludes_other_processes_until_they_die(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_excludes_its_own_process_too(tmp_path: Path) -> None:
+def test_lock_excludes_its_own_process(tmp_path: Path) -> None:
     with locks.acquire_lock(tmp_path), pytest.raises(InUseError):
         locks.acquire_lock(tmp_path)
     locks.acquire_lock(tmp_path).release()
 
 
-def test_looking_at_a_lock_leaves_nothing(tmp_path: Path) -> None:
+def test_lock_check_leaves_nothing(tmp_path: Path) -> None:
     assert locks.lock_owner(tmp_path) is None
     assert locks.lock_owner(tmp_path / "absent") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_lock_is_not_inherited_by_a_fork(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with locks.acquire_lock(tmp_path):
         child = os.fork()
@@ -84,7 +84,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.close(writer)
 
 
-def test_a_process_of_another_host_is_ended_there(tmp_path: Path) -> None:
+def test_lock_of_another_host_names_the_host(tmp_path: Path) -> None:
     with locks.acquire_lock(tmp_path):
         (tmp_path / locks.FILE).write_text('{"pid": 12, "host": "node7"}')
         owner = locks.lock_owner(tmp_path)
@@ -93,7 +93,7 @@ def test_a_process_of_another_host_is_ended_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(locks.UNSUPPORTED))
-def test_a_file_system_without_locks_is_no_obstacle(
+def test_lock_is_skipped_without_file_locks(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(descriptor: int, operation: int) -> None:
@@ -106,7 +106,9 @@ def test_a_file_system_without_locks_is_no_obstacle(
     assert locks.lock_owner(tmp_path) is None
 
 
-def test_a_read_only_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_skipped_in_a_read_only_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_only(*arguments: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 

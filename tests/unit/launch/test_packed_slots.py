@@ -45,7 +45,7 @@ CORES = Machine((), "a processor", 8, 32 * GIB)
         ([(1, 1)], 0, 8, None),
     ],
 )
-def test_the_first_that_fits_starts(
+def test_scheduler_starts_the_first_job_that_fits(
     waiting: list[tuple[int, int]], slots: int, free: int, place: int | None
 ) -> None:
     room = SlotCapacity(tuple(range(slots)), free)
@@ -64,14 +64,14 @@ def test_the_first_that_fits_starts(
         ([(3, 1, 4), (1, 9, 3), (1, 1, 1)], 2, 8, 1),
     ],
 )
-def test_how_long_a_packed_sweep_takes(
+def test_scheduler_estimates_the_sweep_time(
     jobs: list[tuple[int, int, float]], slots: int, memory: int, seconds: float
 ) -> None:
     room = SlotCapacity(tuple(range(slots)), memory)
     assert makespan([(JobDemand(s, m), time) for s, m, time in jobs], room) == seconds
 
 
-def test_slots_are_devices_or_pairs_of_cores() -> None:
+def test_slots_are_devices_or_core_pairs() -> None:
     assert len(machine_slots(GPUS, None, on_cuda=True).slots) == 8
     assert len(machine_slots(GPUS, 3, on_cuda=True).slots) == 3
     assert machine_slots(CORES, None, on_cuda=False) == SlotCapacity((0, 1, 2, 3), 32 * GIB)
@@ -79,13 +79,13 @@ def test_slots_are_devices_or_pairs_of_cores() -> None:
 
 
 @pytest.mark.parametrize(("cores", "count"), [(8, 4), (7, 3), (2, 2), (1, 1)])
-def test_slots_share_the_cores_out(cores: int, count: int) -> None:
+def test_slots_divide_the_cores(cores: int, count: int) -> None:
     own = [slot_cores(range(cores), [slot], count) for slot in range(count)]
     assert sorted(itertools.chain(*own)) == list(range(cores))
     assert slot_cores(range(cores), range(count), count) == set(range(cores))
 
 
-def test_more_slots_than_cores_share_cores() -> None:
+def test_slots_beyond_cores_share_cores() -> None:
     assert {len(slot_cores([4, 5], [slot], 6)) for slot in range(6)} == {1}
     assert set().union(*(slot_cores([4, 5], [slot], 6) for slot in range(6))) == {4, 5}
 
@@ -93,9 +93,7 @@ def test_more_slots_than_cores_share_cores() -> None:
 class TestDemand:
     ROOM = SlotCapacity((0, 1), 32 * GIB)
 
-    def test_on_the_cpu_is_the_ledger_of_every_rank_and_their_processes(
-        self, compose: Compose
-    ) -> None:
+    def test_job_demand_on_cpu_is_the_memory_of_all_ranks(self, compose: Compose) -> None:
         one = compose("model=llama_160m", "hardware=cpu")
         two = compose("model=llama_160m", "hardware=cpu", "parallelism=ddp")
         assert job_demand(one, self.ROOM).slots == 1
@@ -107,19 +105,19 @@ class TestDemand:
     def peak(self, run: RunConfig) -> int:
         return worst_rank.worst_rank_breakdown(run).peak
 
-    def test_a_limit_bounds_it(self, compose: Compose) -> None:
+    def test_job_demand_is_bounded_by_the_memory_limit(self, compose: Compose) -> None:
         free = compose("model=llama_160m", "hardware=cpu")
         held = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
         saved = job_demand(free, self.ROOM).memory - job_demand(held, self.ROOM).memory
         assert saved == self.peak(free) - GIB > 0
 
-    def test_on_a_gpu_the_host_lends_only_processes(self, compose: Compose) -> None:
+    def test_job_demand_on_gpu_counts_host_processes(self, compose: Compose) -> None:
         run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", check_machine=False)
         found = job_demand(run, self.ROOM)
         assert found.slots == run.world_size
         assert found.memory < (3.2 * run.world_size + 0.6) * GIB
 
-    def test_what_never_fits_is_told_why(self, compose: Compose) -> None:
+    def test_job_demand_that_never_fits_is_explained(self, compose: Compose) -> None:
         fits = compose("hardware=cpu")
         assert rejection_reason(fits, job_demand(fits, self.ROOM), self.ROOM) == ""
         large = compose("model=llama3_8b", "hardware=cpu")
@@ -138,7 +136,7 @@ class TestDemand:
         )
 
 
-def test_a_job_that_never_fits_is_refused_and_nothing_starts(
+def test_job_that_never_fits_is_rejected_before_any_start(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_executor, "this_machine", lambda: Machine((), "", 2, GIB))
@@ -153,13 +151,13 @@ def test_a_job_that_never_fits_is_refused_and_nothing_starts(
 
 
 @pytest.mark.parametrize("slots", [0, -1, "two", 1.5])
-def test_slots_are_counted(slots: object) -> None:
+def test_slot_count_is_validated(slots: object) -> None:
     with pytest.raises(ConfigError, match=r"hydra.launcher.slots=.*: must be 1"):
         executor.build_executor({"engine": "packed", "slots": slots})
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "1,2"), ("4, 6,7", "6,7")])
-def test_devices_are_those_that_this_process_sees(
+def test_slots_use_visible_devices(
     given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from scalewise.launch import rendezvous
 
 
-def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_jobs_have_separate_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     def waited(seconds: float) -> None:
         raise AssertionError(f"waited {seconds} s")
 
@@ -28,7 +28,7 @@ def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPa
     assert not second.store.check(["key"])
 
 
-def test_store_listens_on_loopback_only() -> None:
+def test_rendezvous_store_listens_on_loopback_only() -> None:
     asked = RendezvousParameters(rendezvous.NAME, "127.0.0.1", "job", 1, 1)
     met = get_rendezvous_handler(asked).next_rendezvous()
     assert met.bootstrap_store_info is not None
@@ -37,7 +37,7 @@ def test_store_listens_on_loopback_only() -> None:
     assert {each.ip for each in found if each.port == port} == {"127.0.0.1"}
 
 
-def test_gloo_uses_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_loopback_unless_an_interface_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
     del os.environ["GLOO_SOCKET_IFNAME"]
     rendezvous.use_loopback()

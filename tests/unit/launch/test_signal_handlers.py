@@ -21,7 +21,7 @@ def library() -> None:
 
 
 @pytest.mark.parametrize("swallowed", [(), (AttributeError,)])
-def test_a_signal_outlives_the_errors_of_libraries(swallowed: tuple[type[Exception], ...]) -> None:
+def test_signal_is_kept_through_library_errors(swallowed: tuple[type[Exception], ...]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     while_composing = pytest.raises(Interrupted, match="SIGTERM while it composes")
     with (
@@ -34,7 +34,7 @@ def test_a_signal_outlives_the_errors_of_libraries(swallowed: tuple[type[Excepti
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_that_was_swallowed_is_told_before_the_next_block_begins() -> None:
+def test_swallowed_signal_is_raised_before_the_next_block() -> None:
     begun = []
 
     def goes_on() -> None:
@@ -50,7 +50,7 @@ def test_a_signal_that_was_swallowed_is_told_before_the_next_block_begins() -> N
         pass
 
 
-def test_an_error_without_a_signal_stays_what_it_is() -> None:
+def test_error_without_a_signal_is_unchanged() -> None:
     with (
         pytest.raises(AttributeError, match="its own"),
         signals.raise_on_signals("while it composes"),

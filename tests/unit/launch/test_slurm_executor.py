@@ -67,7 +67,7 @@ def flags(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def test_ranks_are_laid_over_nodes(
+def test_slurm_places_ranks_on_nodes(
     options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     runs = [compose(*f"{H100}{ranks}".split(), check_machine=False) for ranks in (8, 16)]
@@ -97,7 +97,7 @@ def test_ranks_are_laid_over_nodes(
     assert ".pkl" not in text
 
 
-def test_devices_are_asked_for_where_nobody_said_how_many(
+def test_slurm_requests_devices(
     options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), check_machine=False)
@@ -119,7 +119,7 @@ def test_devices_are_asked_for_where_nobody_said_how_many(
         ("launch.max_restarts=1", {}, "Slurm, which requeues jobs"),
     ],
 )
-def test_refusals(
+def test_slurm_rejects_invalid_settings(
     line: str,
     changed: dict[str, Any],
     words: str,
@@ -134,7 +134,7 @@ def test_refusals(
     assert not (tmp_path / "slurm").exists()
 
 
-def test_cancelled_while_it_waited(
+def test_slurm_job_cancelled_while_pending(
     options: dict[str, Any],
     sbatch: Path,
     compose: Callable[..., RunConfig],
@@ -154,7 +154,7 @@ def test_cancelled_while_it_waited(
     assert result.folder == tmp_path / "0-2"
 
 
-def test_a_machine_without_slurm(
+def test_machine_without_slurm_is_rejected(
     options: dict[str, Any],
     compose: Callable[..., RunConfig],
     tmp_path: Path,
@@ -166,14 +166,14 @@ def test_a_machine_without_slurm(
         next(engine(options).iter_results([task], lambda task: None))
 
 
-def test_a_machine_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_the_extra_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[slurm\]'"):
         executor.build_executor({"engine": "slurm", "partition": "anything"})
     assert importlib.util.find_spec("submitit")
 
 
-def test_a_controller_that_is_silent_for_good(
+def test_unresponsive_slurm_controller_is_reported(
     options: dict[str, Any],
     sbatch: Path,
     compose: Callable[..., RunConfig],
@@ -187,7 +187,7 @@ def test_a_controller_that_is_silent_for_good(
         list(engine(options).iter_results([task], lambda task: None))
 
 
-class TestBuried:
+class TestLostJob:
     """A job that ended without a word of its own."""
 
     @pytest.fixture
@@ -210,7 +210,7 @@ class TestBuried:
             ("COMPLETED", "failed", 1),
         ],
     )
-    def test_is_called_what_slurm_says(
+    def test_lost_job_has_the_slurm_state(
         self, state: str, status: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """But for success, which only the job itself can tell."""
@@ -223,7 +223,7 @@ class TestBuried:
         assert said["log_tail"] == ["one", "two"]
         assert said["seconds"] > 0
 
-    def test_is_called_what_another_rank_said(
+    def test_lost_job_has_the_report_of_another_rank(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(slurm_cli, "job_facts", lambda job: {})
@@ -244,7 +244,7 @@ class TestBuried:
         ("joblib", "set hydra/launcher=packed instead"),
     ],
 )
-def test_other_launchers_are_refused(
+def test_other_launchers_are_rejected(
     launcher: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -253,7 +253,7 @@ def test_other_launchers_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_single_run_is_told_to_be_a_sweep(
+def test_single_run_with_slurm_launcher_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -262,7 +262,7 @@ def test_a_single_run_is_told_to_be_a_sweep(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_with_a_line_is_not_this_machine(
+def test_override_error_is_not_a_machine_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

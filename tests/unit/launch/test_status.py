@@ -50,7 +50,7 @@ def a_status(**changes: Any) -> Status:
         (Outcome("interrupted", signal_number=15), 143),
     ],
 )
-def test_exit_codes(ending: Outcome, code: int) -> None:
+def test_status_exit_codes(ending: Outcome, code: int) -> None:
     assert ending.exit_code == code
 
 
@@ -101,7 +101,7 @@ def test_exit_codes(ending: Outcome, code: int) -> None:
         (Outcome("interrupted", signal_number=15), [], ["resume=last"]),
     ],
 )  # fmt: skip
-def test_cures_are_overrides_that_compose(
+def test_status_fixes_compose(
     compose: Callable[..., RunConfig], ending: Outcome, overrides: list[str], expected: list[str]
 ) -> None:
     run = compose(*overrides, check_machine=False)
@@ -113,7 +113,7 @@ def test_cures_are_overrides_that_compose(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_only_what_left_a_checkpoint_can_be_resumed(
+def test_status_suggests_resume_only_with_a_checkpoint(
     saved: bool, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     if saved:
@@ -123,7 +123,7 @@ def test_only_what_left_a_checkpoint_can_be_resumed(
     assert [fix["override"] for fix in found] == ["resume=last"] * saved
 
 
-def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_status_of_an_ended_run(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     write_json(tmp_path / WANDB_FACTS, {"mode": "offline", "id": "x"})
     outcome = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
@@ -145,7 +145,7 @@ def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) 
     )
 
 
-def test_a_status_under_way(tmp_path: Path) -> None:
+def test_status_of_a_running_run(tmp_path: Path) -> None:
     a_status().write(tmp_path)
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["status"], found["exit_code"], found["ended"]) == ("running", None, None)
@@ -153,19 +153,19 @@ def test_a_status_under_way(tmp_path: Path) -> None:
     assert {"python", "torch", "lightning", "wandb"} <= found["versions"].keys()
 
 
-def test_a_command_can_be_pasted() -> None:
+def test_status_command_can_be_pasted() -> None:
     line = command_line("train", ["data.paths=[a b/*.txt]", "seed=1"])
     assert line == "scalewise train 'data.paths=[a b/*.txt]' seed=1"
 
 
-def test_git_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state() == {"git_commit": None, "git_dirty": None}
 
 
 @pytest.mark.parametrize("changes", ["", " M a.py"])
-def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_with_git(changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         said = "abc123\n" if "rev-parse" in command else f"{changes}\n"
         return subprocess.CompletedProcess(command, 0, said, "")
@@ -175,7 +175,7 @@ def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("status", ["failed", "out_of_memory", "refused", "timeout"])
-def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
+def test_failure_after_a_signal_is_interrupted(status: str) -> None:
     outcome = Outcome(status, "InductorError: g++ failed", 1, ("tail",))
     assert outcome.after_signal(0) is outcome
     after = outcome.after_signal(signal.SIGTERM)
@@ -185,12 +185,12 @@ def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
 
 
 @pytest.mark.parametrize("ending", [Outcome("ok"), Outcome("interrupted", "", None, (), 2)])
-def test_a_signal_changes_no_ending_that_is_none_of_its_making(ending: Outcome) -> None:
+def test_signal_keeps_an_unrelated_outcome(ending: Outcome) -> None:
     assert ending.after_signal(signal.SIGTERM) is ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
-def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
+def test_rank_error_after_a_signal_is_interrupted(
     number: int,
     compose: Callable[..., RunConfig],
     monkeypatch: pytest.MonkeyPatch,

@@ -54,7 +54,7 @@ class TestHash:
             "hardware=h100",
         ],
     )
-    def test_what_a_result_depends_on(self, override: str, compose: Compose) -> None:
+    def test_config_hash_includes_result_settings(self, override: str, compose: Compose) -> None:
         assert config_hash(compose(override, check_machine=False)) != config_hash(
             compose(check_machine=False)
         )
@@ -75,7 +75,7 @@ class TestHash:
             "model=decoder_nano",
         ],
     )
-    def test_what_it_does_not(self, override: str, compose: Compose) -> None:
+    def test_config_hash_ignores_launch_settings(self, override: str, compose: Compose) -> None:
         assert config_hash(compose(override)) == config_hash(compose())
 
 
@@ -94,23 +94,25 @@ class TestInputs:
     def hash_of(compose: Compose, paths: str) -> str:
         return config_hash(compose("data=text", f"data.paths=[{paths}]", check_machine=False))
 
-    def test_a_moved_file_is_the_same(self, texts: Path, compose: Compose, tmp_path: Path) -> None:
+    def test_config_hash_ignores_file_locations(
+        self, texts: Path, compose: Compose, tmp_path: Path
+    ) -> None:
         before = self.hash_of(compose, "a/one.txt")
         texts.rename("b")
         assert self.hash_of(compose, "b/one.txt") == before
         assert self.hash_of(compose, str(tmp_path / "b/*.txt")) == before
 
-    def test_a_changed_file_is_another(self, texts: Path, compose: Compose) -> None:
+    def test_config_hash_includes_file_contents(self, texts: Path, compose: Compose) -> None:
         before = self.hash_of(compose, "a/one.txt")
         (texts / "one.txt").write_text("another text")
         assert self.hash_of(compose, "a/one.txt") != before
 
-    def test_a_further_file_is_another(self, texts: Path, compose: Compose) -> None:
+    def test_config_hash_includes_added_files(self, texts: Path, compose: Compose) -> None:
         before = self.hash_of(compose, "a/*.txt")
         (texts / "two.txt").write_text("a second text")
         assert self.hash_of(compose, "a/*.txt") != before
 
-    def test_a_folder_without_a_hash_has_that_of_the_files_it_read(
+    def test_config_hash_is_recomputed_from_read_files(
         self, texts: Path, compose: Compose, tmp_path: Path
     ) -> None:
         run, folder = (
@@ -147,7 +149,7 @@ def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
         ([("c", {})], [job(0)], [None]),
     ],
 )
-def test_jobs_are_matched_once(
+def test_resume_matches_each_job_once(
     wanted: list[Any], known: list[EarlierJob], numbers: list[int | None]
 ) -> None:
     found = [None if one is None else one.number for one in match_jobs(wanted, known)]
@@ -200,18 +202,18 @@ def changed_record(folder: Path, **changes: object) -> None:
     write_json(folder / "sweep.json", {**content, **changes})
 
 
-class TestWhatIsMissing:
+class TestMissingJobs:
     def missing(self, folder: Path, *retry: str) -> list[int]:
         return [job.number for job in earlier_jobs(folder, retry) if job.result is None]
 
-    def test_is_what_did_not_end(self, sweep: Path) -> None:
+    def test_missing_jobs_are_those_without_outcome(self, sweep: Path) -> None:
         assert self.missing(sweep) == [3, 4, 5]
 
-    def test_and_on_request_what_ended_badly(self, sweep: Path) -> None:
+    def test_missing_jobs_include_failures_on_request(self, sweep: Path) -> None:
         assert self.missing(sweep, "failed") == [1, 3, 4, 5]
         assert self.missing(sweep, "timeout", "refused") == [2, 3, 4, 5, 6]
 
-    def test_is_told_by_the_folders_and_not_by_the_record(self, sweep: Path) -> None:
+    def test_missing_jobs_are_read_from_folders(self, sweep: Path) -> None:
         for name, status in (("4-2", "interrupted"), ("4-3", "ok"), ("1-2", "interrupted")):
             leave(sweep / name, status)
         assert self.missing(sweep) == [1, 3, 5]
@@ -220,21 +222,19 @@ class TestWhatIsMissing:
         assert found[4].result.folder == sweep / "4-3"
         assert [path.name for path in found[1].attempts] == ["1-2", "1"]
 
-    def test_is_a_folder_that_was_only_just_made(self, sweep: Path) -> None:
+    def test_missing_jobs_include_an_empty_folder(self, sweep: Path) -> None:
         (sweep / "5").mkdir()
         (sweep / "5" / "overrides.txt").touch()
         assert self.missing(sweep) == [3, 4, 5]
         assert earlier_jobs(sweep, ())[5].attempts == ()
 
-    def test_ignores_an_attempt_with_another_config_hash(self, sweep: Path) -> None:
+    def test_missing_jobs_ignore_another_config_hash(self, sweep: Path) -> None:
         leave(sweep / "3-2", "ok", digest="of another job")
         changed_status(sweep / "0", config_hash="of another job")
         assert self.missing(sweep) == [0, 3, 4, 5]
         assert [path.name for path in earlier_jobs(sweep, ())[3].attempts] == ["3"]
 
-    def test_recomputes_the_hash_that_an_old_folder_lacks(
-        self, sweep: Path, compose: Compose
-    ) -> None:
+    def test_missing_jobs_recompute_an_absent_hash(self, sweep: Path, compose: Compose) -> None:
         run = compose("seed=3", "callbacks.guard.factor=3")
         for number, seed in (("0", run), ("1", compose("seed=4"))):
             changed_status(sweep / number, config_hash=None)
@@ -246,13 +246,13 @@ class TestWhatIsMissing:
         (sweep / "0" / "resolved.yaml").unlink()
         assert self.missing(sweep) == [0, 1, 3, 4, 5]
 
-    def test_a_refusal_keeps_its_words(self, sweep: Path) -> None:
+    def test_missing_jobs_keep_the_rejection_reason(self, sweep: Path) -> None:
         result = earlier_jobs(sweep, ())[6].result
         assert result is not None
         assert (result.status, result.reason, result.exit_code) == ("refused", "by the plan", 2)
 
 
-def test_a_job_that_is_new_gets_a_further_number(sweep: Path, compose: Compose) -> None:
+def test_resume_numbers_new_jobs_after_the_last(sweep: Path, compose: Compose) -> None:
     known = earlier_jobs(sweep, ())
     tasks = [
         SweepTask(number, JobSpec(compose(f"seed={number + 1}"), varied={}), sweep / str(number))
@@ -263,14 +263,14 @@ def test_a_job_that_is_new_gets_a_further_number(sweep: Path, compose: Compose) 
     assert kept == {}
 
 
-def test_attempts_are_the_newest_first(tmp_path: Path) -> None:
+def test_attempts_are_newest_first(tmp_path: Path) -> None:
     assert attempt_folders(tmp_path / "3") == ()
     for name in ("3", "3-2", "3-4"):
         leave(tmp_path / name, "failed")
     assert [path.name for path in attempt_folders(tmp_path / "3")] == ["3-2", "3"]
 
 
-def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> None:
+def test_record_of_removed_jobs_is_updated(sweep: Path) -> None:
     leave(sweep / "4-2", "ok")
     said: list[object] = []
     none: dict[str, Any] = {"on_start": said.append, "on_end": said.append}
@@ -282,17 +282,17 @@ def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> Non
 
 
 class TestFolder:
-    def test_last_is_the_newest_of_the_name(self, sweep: Path) -> None:
+    def test_resume_last_is_the_newest_of_the_name(self, sweep: Path) -> None:
         assert resumed_folder("last", sweep.with_name("2026-02-01_00-00-00")) == sweep
 
-    def test_last_is_the_latest_start_in_utc_and_not_the_last_name(self, sweep: Path) -> None:
+    def test_resume_last_is_the_latest_utc_start(self, sweep: Path) -> None:
         changed_record(sweep, started="2026-01-01T09:00:00+09:00")
         later = sweep.with_name("2025-12-31_23-30-00")
         shutil.copytree(sweep, later)
         changed_record(later, started="2025-12-31T23:30:00-05:00")
         assert resumed_folder("last", sweep.with_name("now")) == later
 
-    def test_a_new_sweep_never_joins_another(self, sweep: Path) -> None:
+    def test_new_sweep_gets_its_own_folder(self, sweep: Path) -> None:
         with claim_sweep_folder(sweep) as lock:
             assert lock.folder.name == f"{sweep.name}-2"
         with (
@@ -301,24 +301,24 @@ class TestFolder:
         ):
             assert (lock.folder.name, second.folder.name) == ("other", "other-2")
 
-    def test_a_file_is_no_folder_of_a_sweep(self, tmp_path: Path) -> None:
+    def test_resume_rejects_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")
         with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*: is a file; set a"):
             claim_sweep_folder(tmp_path / "file")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
-    def test_there_must_be_one(self, tmp_path: Path) -> None:
+    def test_resume_requires_a_sweep(self, tmp_path: Path) -> None:
         for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):
             with pytest.raises(ConfigError, match=reason):
                 resumed_folder(word, tmp_path / "name" / "now")
 
-    def test_it_must_be_of_this_version(self, sweep: Path) -> None:
+    def test_resume_requires_the_same_version(self, sweep: Path) -> None:
         row = {"number": 0, "folder": "0", "status": "ok", "varied": {}}
         changed_record(sweep, jobs=[row])
         with pytest.raises(ConfigError, match="could not resume"):
             resumed_folder(str(sweep), sweep)
 
-    def test_its_process_must_be_gone(self, sweep: Path) -> None:
+    def test_resume_rejects_a_running_sweep(self, sweep: Path) -> None:
         parent = psutil.Process(os.getppid())
         process = {"pid": parent.pid, "started": parent.create_time()}
         changed_record(sweep, process={**process, "host": socket.gethostname()})
@@ -332,12 +332,12 @@ class TestFolder:
         changed_record(sweep, ended="2026-01-01T00:00:00+00:00")
         assert resumed_folder(str(sweep), sweep) == sweep
 
-    def test_a_process_that_only_has_the_number_is_another(self, sweep: Path) -> None:
+    def test_resume_accepts_a_reused_process_id(self, sweep: Path) -> None:
         process = {"pid": os.getppid(), "started": 1.0, "host": socket.gethostname()}
         changed_record(sweep, process=process)
         assert resumed_folder(str(sweep), sweep) == sweep
 
-    def test_its_jobs_must_be_gone(self, sweep: Path) -> None:
+    def test_resume_rejects_running_jobs(self, sweep: Path) -> None:
         status = sweep_resume.read_json(sweep / "4" / "status.json")
         now = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
         write_json(sweep / "4" / "status.json", {**status, **now})
@@ -355,7 +355,7 @@ class TestFolder:
             ({"9_0": "RUNNING"}, ""),
         ],
     )
-    def test_slurm_must_have_none_of_its_jobs(
+    def test_resume_rejects_queued_slurm_jobs(
         self,
         states: dict[str, str] | None,
         told: str,
@@ -374,8 +374,8 @@ class TestFolder:
             assert resumed_folder(str(sweep), sweep) == sweep
 
 
-class TestWords:
-    def test_are_taken_from_the_line(self) -> None:
+class TestResumeOptions:
+    def test_resume_options_are_read_from_the_command_line(self) -> None:
         found, rest = parse_resume_request(
             ["-m", "seed=1,2", "resume_sweep=last", "retry=failed,timeout"]
         )
@@ -396,14 +396,14 @@ class TestWords:
             (["resume_sweep=last", "retry=ok"], "retry=ok: is not a status that can be retried"),
         ],
     )
-    def test_are_refused(self, words: list[str], complaint: str) -> None:
+    def test_resume_options_are_validated(self, words: list[str], complaint: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse_resume_request(words)
         assert complaint in str(caught.value)
 
     @pytest.mark.parametrize("command", [TrainCommand, lambda _, found: PlanCommand(found)])
     @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
-    def test_leave_nothing_when_refused(
+    def test_resume_options_leave_nothing_when_rejected(
         self,
         line: list[str],
         command: Callable[..., Command],

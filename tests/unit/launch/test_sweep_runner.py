@@ -50,13 +50,13 @@ def tasks(compose: Callable[..., RunConfig], tmp_path: Path) -> list[SweepTask]:
     ]
 
 
-def test_a_sweep_that_is_refused_leaves_no_record(tasks: list[SweepTask], tmp_path: Path) -> None:
+def test_rejected_sweep_leaves_no_record(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **QUIET)
     assert not (tmp_path / "sweep.json").exists()
 
 
-def test_one_that_went_on_keeps_what_it_had(tasks: list[SweepTask], tmp_path: Path) -> None:
+def test_resumed_sweep_keeps_its_record(tasks: list[SweepTask], tmp_path: Path) -> None:
     before = {"jobs": [], "process": {}, "question": "Why?"}
     write_json(tmp_path / "sweep.json", before)
     with pytest.raises(ConfigError):
@@ -64,7 +64,7 @@ def test_one_that_went_on_keeps_what_it_had(tasks: list[SweepTask], tmp_path: Pa
     assert read_json(tmp_path / "sweep.json") == before
 
 
-def test_a_signal_before_the_first_job_is_noted(tasks: list[SweepTask], tmp_path: Path) -> None:
+def test_signal_before_the_first_job_is_recorded(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGINT between the jobs of the sweep"):
         execute_all(tasks, tmp_path, Ends(interrupt), command="", question="", **QUIET)
     record = read_json(tmp_path / "sweep.json")

@@ -52,7 +52,7 @@ def measured(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_adamw_by_phase(steps: int) -> None:
+def test_memory_of_adamw_by_phase(steps: int) -> None:
     found = measured(torch.optim.AdamW, steps=steps, fused=True)
     assert found["parameters"] == PARAMETERS
     assert found["gradients"] == PARAMETERS
@@ -61,13 +61,13 @@ def test_adamw_by_phase(steps: int) -> None:
 
 
 @pytest.mark.parametrize(("momentum", "copies"), [(0.9, 1), (0.0, 0)])
-def test_sgd_by_phase(momentum: float, copies: int) -> None:
+def test_memory_of_sgd_by_phase(momentum: float, copies: int) -> None:
     found = measured(torch.optim.SGD, steps=2, momentum=momentum)
     assert found["optimizer"] == copies * PARAMETERS
     assert found["activations"] == ACTIVATIONS
 
 
-def test_the_peak_lies_between_what_must_and_what_could_be_held() -> None:
+def test_memory_peak_is_between_its_bounds() -> None:
     found = measured(torch.optim.AdamW, steps=2, fused=True)
     held = found["parameters"] + found["optimizer"]
     assert found["peak"] >= held + found["gradients"]
@@ -75,12 +75,12 @@ def test_the_peak_lies_between_what_must_and_what_could_be_held() -> None:
     assert found["peak"] <= held + found["gradients"] + ACTIVATIONS + 3 * largest
 
 
-def test_half_precision_halves_it() -> None:
+def test_memory_is_halved_by_half_precision() -> None:
     network = Network().bfloat16()
     assert storage_bytes(network.parameters()) == PARAMETERS // 2
 
 
-def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() -> None:
+def test_memory_of_activations_excludes_gradients() -> None:
     network, pieces = Network(), [torch.randn(ROWS, IN) for _ in range(2)]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
@@ -96,7 +96,7 @@ def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() ->
 COUNTERS = pytest.mark.parametrize("counter", [LiveBytes, ProfiledAllocations])
 
 
-def test_no_operator_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_probe_records_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of operators behind compiled code crashed one process in fifteen."""
     seen = []
 
@@ -136,7 +136,7 @@ def test_live_bytes_follow_allocation_and_release(counter: type) -> None:
 
 
 @COUNTERS
-def test_what_was_there_before_is_not_counted(counter: type) -> None:
+def test_memory_probe_excludes_earlier_allocations(counter: type) -> None:
     old = torch.zeros(1000)
     with counter() as live:
         old.view(10, 100).t()
@@ -144,13 +144,13 @@ def test_what_was_there_before_is_not_counted(counter: type) -> None:
         assert live.current_bytes == 0
 
 
-def test_bytes_of_counts_a_storage_once() -> None:
+def test_storage_bytes_are_counted_once() -> None:
     whole = torch.zeros(100)
     assert storage_bytes([whole, whole[:10], whole.view(10, 10)]) == 400
     assert storage_bytes([]) == 0
 
 
-def test_an_abandoned_probe_stops_counting() -> None:
+def test_memory_probe_stops_when_abandoned() -> None:
     network = Network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
@@ -162,12 +162,12 @@ def test_an_abandoned_probe_stops_counting() -> None:
     assert kept.numel() == 1000
 
 
-def test_the_host_s_peak_holds_this_process() -> None:
+def test_host_peak_includes_this_process() -> None:
     assert 10 * 1024**2 < host_peak_bytes() < 1024**4
 
 
 @COUNTERS
-def test_what_was_there_before_is_followed_as_long_as_it_lives(counter: type) -> None:
+def test_memory_probe_follows_earlier_storages(counter: type) -> None:
     old, resized = torch.zeros(1000), torch.zeros(500)
     live = counter([resized])
     live.track([old])
@@ -180,7 +180,7 @@ def test_what_was_there_before_is_followed_as_long_as_it_lives(counter: type) ->
         assert live.take_peak() == 6000
 
 
-def test_what_compiled_code_keeps_is_counted() -> None:
+def test_memory_probe_counts_tensors_of_compiled_code() -> None:
     """A compiler keeps what products read; here nobody but a square reads the ReLU's result."""
     torch.manual_seed(0)
     network, x = Network(), torch.randn(ROWS, IN)
@@ -201,7 +201,7 @@ def test_what_compiled_code_keeps_is_counted() -> None:
     assert found["memory/peak_bytes"] >= PARAMETERS + ACTIVATIONS
 
 
-def test_what_gloo_lets_go_of_late_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what collectives have sent, a thread may keep a reference for a moment."""
     with LiveBytes() as live:
         thread = [torch.zeros(256)]

@@ -28,7 +28,7 @@ def norm_and_product() -> OpGraph:
     return graph
 
 
-def test_what_only_kernels_read_is_made_again() -> None:
+def test_fusion_recomputes_tensors_read_by_kernels_only() -> None:
     graph = norm_and_product()
     eager, compiled = (
         simulate_part(each, Recompute.nothing, fresh_gradients=True)
@@ -39,7 +39,7 @@ def test_what_only_kernels_read_is_made_again() -> None:
     assert compiled.backward_peak < eager.backward_peak
 
 
-def test_what_only_kernels_read_is_not_moved() -> None:
+def test_fusion_does_not_move_tensors_read_by_kernels_only() -> None:
     graph = norm_and_product()
     compiled = fuse(graph)
     assert compiled.fused_intermediates == {1, 2, 5}
@@ -51,7 +51,7 @@ def test_what_only_kernels_read_is_not_moved() -> None:
         assert compiled.count_moved_bytes(places) == graph.count_moved_bytes(places) - inside
 
 
-def test_a_dropped_sum_keeps_what_it_is_made_of() -> None:
+def test_fusion_of_a_dropped_sum_saves_its_summands() -> None:
     """Of the stream behind a sublayer, which a norm reads, backward keeps both summands."""
     graph = OpGraph()
     x = graph.add_tensor(X)
@@ -63,7 +63,7 @@ def test_a_dropped_sum_keeps_what_it_is_made_of() -> None:
     assert {place for each in found.operators for place in each.saved} == {x, branch, normed}
 
 
-def test_casts_of_the_same_are_kept_once_and_those_of_weights_each() -> None:
+def test_fusion_saves_casts_of_one_tensor_once() -> None:
     graph = OpGraph()
     x = graph.add_tensor(X)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_casts_of_the_same_are_kept_once_and_those_of_weights_each() -> None:
     assert simulate_part(fuse(graph), fresh_gradients=True).saved_bytes == 2 * SUM + X // 2
 
 
-def test_what_is_drawn_is_kept_with_its_mask() -> None:
+def test_fusion_saves_dropout_with_its_mask() -> None:
     """As the inputs of two adapters: neither another draw nor a mask is made of what was read."""
     graph = OpGraph()
     x = graph.add_tensor(X)
@@ -84,7 +84,7 @@ def test_what_is_drawn_is_kept_with_its_mask() -> None:
     assert simulate_part(fuse(graph), fresh_gradients=True).saved_bytes == 2 * (X + X // 4)
 
 
-def test_a_sum_is_kept_where_it_is_less_than_what_it_is_made_of() -> None:
+def test_fusion_saves_a_sum_smaller_than_its_summands() -> None:
     """As beside every layer that has an adapter."""
     graph = OpGraph()
     x = graph.add_tensor(X)
@@ -101,7 +101,7 @@ def test_a_sum_is_kept_where_it_is_less_than_what_it_is_made_of() -> None:
     assert {*kernel.saved} == {*parts, half}
 
 
-def test_a_kernel_reads_all_that_arrives_for_it_and_writes_over_it() -> None:
+def test_fusion_kernel_reuses_its_inputs() -> None:
     graph = OpGraph()
     x = graph.add_tensor(X)
     wide = graph.add_op(OpWork.matmul, (x,), WIDE, saved=(x,), weight_gradient_bytes=(8, 8))
@@ -120,7 +120,7 @@ def test_a_kernel_reads_all_that_arrives_for_it_and_writes_over_it() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp8"])
-def test_a_compiled_model_takes_less_memory_and_time(precision: str) -> None:
+def test_fusion_reduces_planned_memory_and_time(precision: str) -> None:
     line = ["model=llama3_8b", "hardware=h100", "data=synthetic", f"precision={precision}"]
     line += ["parallelism=fsdp", "parallelism.shards=8", "tracking=none"]
     runs = [

@@ -41,13 +41,13 @@ def read(name: str) -> DecoderConfig:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_file_has_published_parameter_count(name: str) -> None:
+def test_decoder_option_has_published_parameter_count(name: str) -> None:
     spec = read(name)
     assert spec.num_parameters == PARAMETERS[name]
     assert list(spec.validate()) == []
 
 
-def test_every_decoder_file_is_counted() -> None:
+def test_decoder_options_all_have_a_published_count() -> None:
     decoders = {
         path.stem
         for path in CONF.glob("*.yaml")
@@ -57,17 +57,17 @@ def test_every_decoder_file_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_file_opens_with_what_it_is(name: str) -> None:
+def test_decoder_option_has_a_head_comment(name: str) -> None:
     assert (CONF / f"{name}.yaml").read_text().startswith("# ")
 
 
-def test_census_names_each_tensor_once() -> None:
+def test_decoder_weight_names_are_unique() -> None:
     names = [weight.name for weight in SMALL.weight_census()]
     assert len(set(names)) == len(names)
     assert {weight.layer for weight in SMALL.weight_census()} == {None, 0, 1}
 
 
-def test_fields_fit_a_structured_config() -> None:
+def test_decoder_fields_fit_a_structured_config() -> None:
     twin = OmegaConf.to_object(OmegaConf.create(dataclasses.asdict(SMALL)))
     assert OmegaConf.structured(SMALL).norm is NormKind.rmsnorm
     assert DecoderConfig(**twin) == SMALL
@@ -93,7 +93,7 @@ def test_fields_fit_a_structured_config() -> None:
         ({"weights": "/no/such/folder"}, "model.weights", "model.weights=null"),
     ],
 )
-def test_contradiction_names_key_value_and_cure(
+def test_decoder_issue_names_key_value_and_fix(
     change: dict[str, object], key: str, fix: str
 ) -> None:
     spec = dataclasses.replace(SMALL, **change)
@@ -103,12 +103,12 @@ def test_contradiction_names_key_value_and_cure(
     assert fix in issue.fix
 
 
-def test_odd_heads_are_fine_without_rotation() -> None:
+def test_decoder_accepts_odd_heads_without_rope() -> None:
     spec = dataclasses.replace(SMALL, head_width=5, position=PositionKind.learned)
     assert list(spec.validate()) == []
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_decoder_issues_are_reported_at_once() -> None:
     wrong = dataclasses.replace(SMALL, width=33, kv_heads=3, dropout=2.0)
     assert [c.key for c in wrong.validate()] == ["model.width", "model.kv_heads", "model.dropout"]
 
@@ -117,12 +117,12 @@ def test_all_contradictions_are_told_at_once() -> None:
     ("change", "query_width", "kv_width"),
     [({}, 32, 32), ({"kv_heads": 2}, 32, 16), ({"head_width": 16, "kv_heads": 1}, 64, 16)],
 )
-def test_attention_widths(change: dict[str, int], query_width: int, kv_width: int) -> None:
+def test_decoder_attention_widths(change: dict[str, int], query_width: int, kv_width: int) -> None:
     spec = dataclasses.replace(SMALL, **change)
     assert (spec.query_width, spec.kv_width) == (query_width, kv_width)
 
 
-def test_flops_are_six_per_weight_and_grow_with_the_row() -> None:
+def test_decoder_flops_are_six_per_weight_plus_attention() -> None:
     weights = sum(
         w.numel for w in SMALL.weight_census() if w.role in ("attention", "feedforward", "head")
     )
@@ -150,7 +150,7 @@ def flops_of(spec: DecoderConfig, part: StageSlice, sequence: int) -> float:
 
 
 @given(specs, st.data(), st.sampled_from([1, 64]))
-def test_stages_hold_every_layer_once_and_much_the_same_flops(
+def test_decoder_stages_balance_flops(
     spec: DecoderConfig, data: st.DataObject, sequence: int
 ) -> None:
     count = data.draw(st.integers(1, spec.layers))
@@ -176,13 +176,13 @@ def test_stages_hold_every_layer_once_and_much_the_same_flops(
         ("llama3_70b", 16, [6] + [5] * 14 + [4]),  # 1.2
     ],
 )
-def test_the_head_counts_for_the_last_stage(name: str, count: int, layers: list[int]) -> None:
+def test_decoder_head_counts_for_the_last_stage(name: str, count: int, layers: list[int]) -> None:
     spec = read(name)
     assert [len(part.layers) for part in spec.split_stages(count, sequence=1)] == layers
 
 
 @pytest.mark.parametrize("change", [{}, {"position": PositionKind.learned}, {"tied": True}])
-def test_tensor_parallelism_cuts_every_module_evenly(change: dict[str, object]) -> None:
+def test_decoder_tensor_parallel_styles_divide_evenly(change: dict[str, object]) -> None:
     spec = dataclasses.replace(SMALL, bias=True, norm=NormKind.layernorm, kv_heads=2, **change)
     split = spec.tensor_parallel_styles()
     cut_along = {TPStyle.column: 0, TPStyle.row: 1, TPStyle.vocabulary: 0, TPStyle.head: 0}
@@ -203,7 +203,7 @@ def test_tensor_parallelism_cuts_every_module_evenly(change: dict[str, object]) 
     }  # fmt: skip
 
 
-def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
+def test_decoder_sublayers_are_column_row_pairs() -> None:
     split = SMALL.tensor_parallel_styles()
     for half, row in (("attention", "output"), ("feedforward", "down")):
         inside = {
@@ -214,14 +214,14 @@ def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_weight_is_in_the_census_once(tied: bool) -> None:
+def test_decoder_tied_weight_is_counted_once(tied: bool) -> None:
     spec = dataclasses.replace(SMALL, tied=tied)
     names = [weight.name for weight in spec.weight_census()]
     assert spec.tied_weights == ({"embedding.weight"} if tied else set())
     assert all(names.count(name) == 1 for name in spec.tied_weights)
 
 
-def test_planning_a_decoder_needs_no_torch() -> None:
+def test_decoder_plan_imports_no_torch() -> None:
     code = (
         "import sys; from scalewise.models.decoder.config import DecoderConfig;"
         "DecoderConfig(8, 8, 8, 1, 1, 8).flops(8); sys.exit('torch' in sys.modules)"

@@ -57,7 +57,7 @@ def described(folder: Path, **config: Any) -> str:
 
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 @pytest.mark.parametrize("memory", ["none", "checkpoint_full"])
-def test_an_8b_is_planned_as_the_decoder_of_its_shape(
+def test_hf_plan_of_8b_equals_the_decoder(
     layout: str, memory: str, compose: Compose, tmp_path: Path
 ) -> None:
     """The two are written otherwise inside a block, and hold and compute the same weights."""
@@ -140,7 +140,7 @@ WITH: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
-def test_what_does_not_go_with_it_says_so(
+def test_hf_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected([*RANDOM_LLAMA, *REST, *overrides], key, reason, fix)
@@ -156,7 +156,7 @@ def test_what_does_not_go_with_it_says_so(
         ("qwen3", "style replicated_with_grad_allreduce of self_attn.q_norm"),
     ],
 )
-def test_models_without_a_plan_that_is_followed_are_not_cut(
+def test_hf_model_without_tensor_plan_is_not_sharded(
     family: str, reason: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, *TENSOR, NO_SEQUENCE_PARALLEL]
@@ -164,7 +164,7 @@ def test_models_without_a_plan_that_is_followed_are_not_cut(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
-def test_layers_with_biases_are_not_rounded(family: str, hf_checkpoint: HFCheckpoints) -> None:
+def test_hf_qat_skips_layers_with_biases(family: str, hf_checkpoint: HFCheckpoints) -> None:
     own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, "quantization=qat_int4"]
     reason = f"does not support linear layers with biases ({family})"
     assert_rejected(own, "quantization", reason, "quantization=none")
@@ -211,7 +211,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
+def test_hf_search_omits_incompatible_strategies(compose: Compose) -> None:
     line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
     run = compose(
         *line, "hardware.devices_per_node=4", "trainer.global_batch=4", check_machine=False
@@ -222,7 +222,7 @@ def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)
-def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
+def test_hf_config_of_another_kind_is_rejected(case: str, tmp_path: Path) -> None:
     config, reason = ELSEWHERE[case]
     path = described(tmp_path / "model", **config)
     overrides = ["model=hf", f"model.path={path}", "model.init=random", *REST]
@@ -240,7 +240,7 @@ def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path)
         ("nobody/nothing", "not in the Hub cache and cannot be downloaded"),
     ],
 )
-def test_a_path_to_nothing_is_refused_in_one_line(
+def test_hf_missing_path_is_rejected_in_one_line(
     path: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -249,7 +249,7 @@ def test_a_path_to_nothing_is_refused_in_one_line(
     )
 
 
-def test_a_name_is_found_in_the_cache_of_the_hub(
+def test_hf_name_is_found_in_the_hub_cache(
     hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kept = tmp_path / "models--somebody--small"
@@ -264,7 +264,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
     assert build_model(spec, 1).get_parameter("head.lm_head.weight").shape == (256, 32)
 
 
-def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
+def test_hf_folder_without_weights_requires_random_init(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
     (issue,) = HuggingFaceConfig(path=path).validate()
     assert "has no safetensors weights" in issue.reason
@@ -288,7 +288,7 @@ def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> 
         ("model.more.weight", (2,), "has a tensor that the model does not have: model.more.weight"),
     ],
 )
-def test_weights_of_another_model_are_refused(
+def test_hf_weights_of_another_model_are_rejected(
     name: str, shape: tuple[int, ...], said: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     import torch
@@ -303,7 +303,7 @@ def test_weights_of_another_model_are_refused(
         build_model(HuggingFaceConfig(path=path), 1)
 
 
-def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+def test_hf_invalid_safetensors_are_rejected(tmp_path: Path) -> None:
     path = described(tmp_path / "torn", **LLAMA)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):

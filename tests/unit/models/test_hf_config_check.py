@@ -108,7 +108,7 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
         (LLAMA, {"model_type": "llama"}, [AGAIN]),
     ],
 )
-def test_a_decoder_computes_what_its_weights_were_trained_for(
+def test_decoder_is_compared_with_config_json(
     spec: DecoderConfig,
     config: PreTrainedConfig | dict[str, Any] | str,
     fixes: list[str],
@@ -121,13 +121,13 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])
-def test_the_suite_s_own_exports_are_begun_with(spec: DecoderConfig, tmp_path: Path) -> None:
+def test_decoder_loads_its_own_exports(spec: DecoderConfig, tmp_path: Path) -> None:
     _, config = to_hf_state_dict(build_model(spec, seed=1).state_dict(), spec)
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
     assert list(begun.validate()) == []
 
 
-def test_a_file_has_the_configuration_of_its_folder_if_there_is_one(tmp_path: Path) -> None:
+def test_weight_file_uses_the_config_of_its_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     begun = dataclasses.replace(LLAMA, weights=str(file))
@@ -140,7 +140,7 @@ CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) -> None:
+def test_config_keys_are_all_classified(kind: str) -> None:
     """Fails where transformers adds a key: decide then what it changes."""
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
     fixed = beside_of.FIXED_VALUES[kind] | beside_of.FIXED_FOR_ALL
@@ -154,7 +154,7 @@ def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> None:
+def test_absent_config_keys_have_transformers_defaults(kind: str) -> None:
     config = CLASSES[kind]()
     needed = {"hidden_size", "num_attention_heads"}
     read = beside_of._gpt2_fields if kind == "gpt2" else beside_of._llama_fields
@@ -162,7 +162,7 @@ def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> 
     assert read(given) == read(config.to_dict())
 
 
-def test_activations_that_are_accepted_are_the_decoder_s() -> None:
+def test_accepted_activations_equal_the_decoder() -> None:
     x = torch.linspace(-6, 6, 1001)
     for name in beside_of.TANH_GELU:
         wanted = torch.nn.functional.gelu(x, approximate="tanh")
@@ -215,7 +215,7 @@ OTHER: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("kind", "more"), [*SAME, *OTHER], ids=[f"{kind}-{it}" for kind, it in [*SAME, *OTHER]]
 )
-def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
+def test_config_is_rejected_or_gives_equal_logits(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """Suggested values of the decoder's own options are taken until nothing is left."""
@@ -250,7 +250,7 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unknown_key_names_itself_and_a_way_out(tmp_path: Path) -> None:
+def test_unknown_config_key_is_named_with_a_fix(tmp_path: Path) -> None:
     config = {**OLD, "residual_multiplier": 0.2, "note": None}
     begun = dataclasses.replace(LLAMA, weights=beside(tmp_path, config))
     (issue,) = begun.validate()

@@ -44,7 +44,7 @@ NUMBERS = 64 * 128
         (MuonConfig(), NORM, 1, 8 * 128),
     ],
 )
-def test_state_is_counted_in_bytes(
+def test_optimizer_state_bytes_are_counted(
     optimizer: OptimizerConfig, weight: Weight, shards: int, state: int
 ) -> None:
     assert optimizer.state_bytes(weight, shards, 4) == state
@@ -57,7 +57,7 @@ class Parameter:
     requires_grad: bool = True
 
 
-def test_groups_are_made_by_names() -> None:
+def test_parameter_groups_match_by_name() -> None:
     optimizer = AdamWConfig(
         lr=1.0, weight_decay=0.1, lr_factors={"embed": 0.5}, no_decay=("query",)
     )
@@ -69,7 +69,7 @@ def test_groups_are_made_by_names() -> None:
     assert groups[1]["params"] == [held[TABLE]]
 
 
-def test_factors_multiply() -> None:
+def test_parameter_group_factors_multiply() -> None:
     optimizer = AdamWConfig(lr=1.0, lr_factors={"embed": 0.5, "weight$": 0.1})
     assert optimizer.group_settings(TABLE)["lr"] == pytest.approx(0.05)
     assert optimizer.group_settings(MATRIX)["lr"] == pytest.approx(0.1)
@@ -87,14 +87,14 @@ def test_factors_multiply() -> None:
         ("optimizer.lr_factors={embedding: 0.1}", "optimizer.lr_factors", "+optimizer.lr_factors="),
     ],
 )
-def test_a_pattern_that_cannot_act_is_refused(override: str, key: str, said: str) -> None:
+def test_pattern_without_effect_is_rejected(override: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose([*UNTRACKED, override])
     assert key in str(refused.value)
     assert said in str(refused.value)
 
 
-def test_patterns_come_from_the_command_line() -> None:
+def test_patterns_are_set_on_the_command_line() -> None:
     run = compose([*UNTRACKED, "+optimizer.lr_factors.embedding=0.1", "optimizer.no_decay=[norm]"])
     assert run.optimizer.lr_factors == {"embedding": 0.1}
     assert run.optimizer.no_decay == ("norm",)
@@ -113,9 +113,7 @@ def test_patterns_come_from_the_command_line() -> None:
         ("schedule_free", "deepspeed_zero3", "updates one flat vector"),
     ],
 )
-def test_a_layout_that_cannot_give_what_it_needs_is_refused(
-    optimizer: str, layout: str, reason: str
-) -> None:
+def test_optimizer_rejects_incompatible_strategy(optimizer: str, layout: str, reason: str) -> None:
     parts = STRATEGIES.get(layout, (f"parallelism={layout}",))
     with pytest.raises(ConfigError) as refused:
         compose([*TINY_DECODER, *parts, f"optimizer={optimizer}", "schedule=constant"])
@@ -123,7 +121,7 @@ def test_a_layout_that_cannot_give_what_it_needs_is_refused(
     assert reason in str(refused.value)
 
 
-def test_schedule_free_wants_no_schedule() -> None:
+def test_schedule_free_requires_a_constant_schedule() -> None:
     with pytest.raises(ConfigError) as refused:
         compose([*UNTRACKED, "optimizer=schedule_free", "schedule=cosine"])
     assert "schedule=constant" in str(refused.value)

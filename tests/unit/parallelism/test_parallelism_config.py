@@ -44,7 +44,7 @@ LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
         (MeshConfig(shards=4), 2, {"shards": 4}),
     ],
 )  # fmt: skip
-def test_auto_is_what_the_devices_leave(
+def test_auto_axis_takes_the_remaining_devices(
     spec: MeshConfig, devices: int | None, sizes: dict[str, int]
 ) -> None:
     settled = spec.resolve(devices)
@@ -55,7 +55,9 @@ def test_auto_is_what_the_devices_leave(
 
 
 @pytest.mark.parametrize(("spec", "shares", "averaged"), LAID_OUT, ids=repr)
-def test_who_reads_which_rows(spec: MeshConfig, shares: list[int], averaged: int) -> None:
+def test_data_parallel_rank_of_each_rank(
+    spec: MeshConfig, shares: list[int], averaged: int
+) -> None:
     assert [spec.data_parallel_rank(rank) for rank in range(spec.world_size)] == shares
     assert set(shares) == set(range(spec.data_parallel_size))
     assert spec.gradient_averaging_size == averaged
@@ -71,11 +73,11 @@ def test_who_reads_which_rows(spec: MeshConfig, shares: list[int], averaged: int
     ],
     ids=repr,
 )
-def test_who_draws_alike(spec: ParallelismConfig, drawn: list[int]) -> None:
+def test_random_seed_group_of_each_rank(spec: ParallelismConfig, drawn: list[int]) -> None:
     assert [spec.dropout_rank(rank) for rank in range(spec.world_size)] == drawn
 
 
-def test_every_replica_reads_rows_of_its_own() -> None:
+def test_replicas_read_different_samples() -> None:
     assert [DDPConfig(replicas=3).data_parallel_rank(rank) for rank in range(3)] == [0, 1, 2]
     assert (
         DDPConfig(replicas=3).gradient_averaging_size
@@ -90,7 +92,7 @@ def test_every_replica_reads_rows_of_its_own() -> None:
     [("1F1B", None, 3), ("GPipe", None, 3), ("Interleaved1F1B", None, 6),
      ("Interleaved1F1B", 3, 9), ("InterleavedZeroBubble", None, 6), ("ZBVZeroBubble", None, 6)],
 )  # fmt: skip
-def test_stages_and_pieces(schedule: str, each: int | None, stages: int) -> None:
+def test_pipeline_stages_and_micro_batches(schedule: str, each: int | None, stages: int) -> None:
     spec = MeshConfig(
         pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each
     )
@@ -99,7 +101,7 @@ def test_stages_and_pieces(schedule: str, each: int | None, stages: int) -> None
     assert list(spec.validate()) == []
 
 
-def test_torch_knows_every_schedule() -> None:
+def test_pipeline_schedules_exist_in_torch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for schedule in PipelineSchedule:
@@ -130,7 +132,7 @@ def test_torch_knows_every_schedule() -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
+def test_invalid_mesh_is_rejected(spec: ParallelismConfig, keys: list[str]) -> None:
     issues = list(spec.validate())
     assert [issue.key for issue in issues] == [f"parallelism.{key}" for key in keys]
     assert all(issue.reason for issue in issues)
@@ -142,11 +144,11 @@ def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
      DDPConfig(comm_hook=CommHook.post_local_sgd, lossless_steps=0), MeshConfig(prefetch=0)],
     ids=repr,
 )  # fmt: skip
-def test_edges_that_are_allowed(spec: ParallelismConfig) -> None:
+def test_mesh_boundary_cases_are_accepted(spec: ParallelismConfig) -> None:
     assert list(spec.validate()) == []
 
 
-def test_sizes_left_open_are_settled() -> None:
+def test_open_mesh_sizes_are_resolved() -> None:
     assert DDPConfig().resolve(4).world_size == 4
     assert DDPConfig(replicas=3).resolve(4).world_size == 3
     assert DDPConfig().world_size == 2
@@ -158,7 +160,9 @@ def test_sizes_left_open_are_settled() -> None:
     [(SingleConfig(), "SingleDeviceStrategy"), (DDPConfig(), "DDPStrategy"),
      (MeshConfig(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
-def test_each_is_a_strategy_of_lightning_s(spec: ParallelismConfig, theirs: str) -> None:
+def test_parallelism_configs_build_lightning_strategies(
+    spec: ParallelismConfig, theirs: str
+) -> None:
     strategy = build_strategy(spec, DeviceKind.cpu)
     assert isinstance(strategy, ParallelStrategy)
     assert isinstance(strategy, getattr(strategies, theirs))

@@ -49,7 +49,7 @@ def extremes(run: RunConfig) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize("line", [ROOMY, PIPED], ids=["fsdp", "pipeline"])
-def test_nothing_within_the_budget_takes_less_time(
+def test_auto_checkpointing_is_optimal_within_the_budget(
     line: tuple[str, ...], share: float, compose: Compose
 ) -> None:
     run = compose(*line, "memory=auto", check_machine=False)
@@ -70,7 +70,7 @@ def test_nothing_within_the_budget_takes_less_time(
     assert own <= min(others) * 1.001
 
 
-def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
+def test_auto_checkpointing_recomputes_nothing_on_a_large_device(compose: Compose) -> None:
     run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", check_machine=False)
     assert resolve_auto_checkpointing(RunOption(run)) == RunOption(
         replace(run, memory=FixedCheckpointing()), ("memory=none",)
@@ -96,7 +96,7 @@ def test_checkpointing_overrides_select_the_config(
     assert compose(*LINE, *overrides, check_machine=False).memory == memory
 
 
-def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> None:
+def test_auto_checkpointing_defaults_to_the_device_memory(compose: Compose) -> None:
     assert build_plan(compose(*LINE, check_machine=False)).fit.status is not FitStatus.fits
     plan = build_plan(compose(*LINE, "memory=auto", check_machine=False))
     assert plan.fit.status is FitStatus.fits
@@ -104,7 +104,7 @@ def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> Non
     assert compose(*LINE, *plan.overrides, check_machine=False).memory == plan.run.memory
 
 
-def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
+def test_auto_checkpointing_budget_is_capped_by_the_device(compose: Compose) -> None:
     plain, roomy = (
         build_plan(compose(*LINE, "memory=auto", *budget, check_machine=False))
         for budget in ((), ("memory.budget_gib=200",))
@@ -113,14 +113,14 @@ def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
     assert roomy.fit.peak >= plain.fit.peak
 
 
-def test_what_helps_nothing_is_told(compose: Compose) -> None:
+def test_auto_checkpointing_reports_that_it_does_not_suffice(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
     assert build_plan(compose(*huge, check_machine=False)).fit.status is FitStatus.out_of_memory
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* that remain"):
         build_plan(compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False))
 
 
-def test_a_schedule_that_cannot_keep_products_is_spared_them(compose: Compose) -> None:
+def test_auto_checkpointing_omits_matmul_saving_for_some_schedules(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
     low, high = extremes(run)
     limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))

@@ -54,7 +54,7 @@ def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
 
 
 @pytest.mark.parametrize("layout", ["single", *STATED])
-def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
+def test_auto_micro_batch_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
     line = STRATEGIES[layout] if layout != "single" else ()
     run = limited(compose, *line)
     option = auto_micro_batch.resolve_auto_micro_batch(RunOption(run))
@@ -69,7 +69,7 @@ def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -
     assert compose(*run.overrides, *told, check_machine=False).trainer == found.trainer
 
 
-def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
+def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
     piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
         way.run.micro_batch
@@ -91,7 +91,7 @@ def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
         assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak
 
 
-def test_a_plan_goes_by_the_ledger(compose: Compose) -> None:
+def test_plan_sizes_micro_batches_by_prediction(compose: Compose) -> None:
     plan = build_plan(limited(compose))
     assert plan.overrides == ("trainer.micro_batch=8",)
     assert plan.run.micro_batch == 8
@@ -116,7 +116,7 @@ def tried(run: RunConfig, ends: dict[int, str]) -> auto_micro_batch.MicroBatchCh
         ({8: "out_of_memory", 4: "failed"}, 4, [8, 4]),
     ],
 )
-def test_trials_go_down_where_there_is_no_memory(
+def test_micro_batch_trials_step_down_without_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
@@ -132,7 +132,7 @@ def test_trials_go_down_where_there_is_no_memory(
     assert f"{order[-1]} {ends[order[-1]]}" in found.description
 
 
-def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
+def test_micro_batch_trials_step_up_to_borderline_sizes(compose: Compose) -> None:
     run = limited(compose, *LARGE)
     doubted = [
         way.run.micro_batch
@@ -144,7 +144,7 @@ def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
     assert found.fit_status is FitStatus.borderline
 
 
-def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
+def test_micro_batch_trials_that_cannot_run_say_so(compose: Compose) -> None:
     found = auto_micro_batch.choose_by_probes(
         limited(compose), None, "not tried, as it is far away"
     )
@@ -152,7 +152,7 @@ def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
     assert found.description == "predicted: fits; not tried, as it is far away"
 
 
-def test_ranks_of_others_go_by_the_ledger(
+def test_external_ranks_size_micro_batches_by_prediction(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
@@ -165,7 +165,7 @@ def test_ranks_of_others_go_by_the_ledger(
     assert "torchrun" in found.description
 
 
-def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose) -> None:
+def test_run_without_fitting_micro_batch_is_rejected_with_a_fix(compose: Compose) -> None:
     run = limited(compose, "model=llama_160m", "data.sequence=2048", rows=1)
     least = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
     small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
@@ -175,7 +175,7 @@ def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose)
         tried(run, {1: "out_of_memory"})
 
 
-def test_a_trial_is_the_run_but_short(compose: Compose) -> None:
+def test_micro_batch_trial_is_a_short_run(compose: Compose) -> None:
     line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=64", "checkpoint.every=1")
     run = compose(*line, "trainer.micro_batch=4")
     short = shorten_run(run)

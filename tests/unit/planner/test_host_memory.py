@@ -35,7 +35,7 @@ def run_of(compose: Compose) -> Compose:
     return lambda *line: compose(*LINE, *line, check_machine=False)
 
 
-def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
+def test_host_memory_includes_offloaded_state(run_of: Compose) -> None:
     plain, offloaded = lines(run_of()), lines(run_of(OFFLOAD))
     weights = run_of().model.num_parameters * 4
     assert "offloaded optimizer state" not in plain
@@ -44,7 +44,7 @@ def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
     assert offloaded["offloaded parameters"] == pytest.approx(weights, rel=1e-3)
 
 
-def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: Compose) -> None:
+def test_host_memory_of_an_offloaded_optimizer(run_of: Compose) -> None:
     plain = replace(run_of(), parallelism=SingleConfig())
     run = replace(plain, optimizer=AdamWConfig(offload=True))
     weights = run.model.num_parameters * 4
@@ -57,7 +57,7 @@ def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: C
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
 
-def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
+def test_paged_optimizer_state_moves_only_without_room(run_of: Compose) -> None:
     """A step reads all of it in one order: what went first is wanted first."""
     plain = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
     paged = replace(plain, optimizer=PagedAdamWConfig())
@@ -80,14 +80,14 @@ def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
     assert slow.stepping - quick.stepping == pytest.approx(2 * state / (link * 1e9))
 
 
-def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:
+def test_host_memory_counts_the_ranks_of_a_node(run_of: Compose) -> None:
     whole = run_of(OFFLOAD, "hardware.devices_per_node=8")
     half = run_of(OFFLOAD, "hardware.devices_per_node=4", "hardware.nodes=2")
     assert (ranks_per_node(whole), ranks_per_node(half)) == (8, 4)
     assert 2 * node_memory(half).peak == node_memory(whole).peak
 
 
-def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
+def test_nvme_offload_is_not_in_host_memory(compose: Compose) -> None:
     def held(name: str, *line: str) -> dict[str, int]:
         rest = [part for part in LINE if not part.startswith("parallelism")]
         return lines(compose(*rest, f"parallelism={name}", *line, check_machine=False))
@@ -97,7 +97,7 @@ def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
     assert not [what for what in on_disk if what.startswith("offloaded")]
 
 
-def test_activations_wait_on_the_host(compose: Compose) -> None:
+def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
     away = ("memory=offload_activations", "precision=bf16_true")
     run = compose(*LINE[:-2], *away, check_machine=False)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
@@ -117,12 +117,12 @@ def test_activations_wait_on_the_host(compose: Compose) -> None:
     assert "offloaded activations" not in lines(on_disk)
 
 
-def test_a_checkpoint_on_its_way_is_a_copy_of_the_state(run_of: Compose) -> None:
+def test_host_memory_includes_async_checkpoint_copies(run_of: Compose) -> None:
     run = run_of("checkpoint.background=true")
     assert lines(run)["checkpoint on its way"] == pytest.approx(checkpoint_bytes(run), rel=1e-3)
 
 
-def test_a_node_may_be_too_small_where_the_devices_are_not(run_of: Compose) -> None:
+def test_host_memory_may_exceed_the_node(run_of: Compose) -> None:
     line = ("hardware.host_memory_gib=100", "checkpoint.background=true")
     plan = build_plan(run_of(*line))
     assert plan.fit.host_breakdown is not None
@@ -135,13 +135,13 @@ def test_a_node_may_be_too_small_where_the_devices_are_not(run_of: Compose) -> N
     )
 
 
-def test_a_profile_that_tells_of_no_node_judges_none(run_of: Compose) -> None:
+def test_host_memory_is_unknown_without_a_node_profile(run_of: Compose) -> None:
     fit = build_plan(run_of(OFFLOAD)).fit
     assert fit.host_breakdown is None
     assert fit.status is FitStatus.fits
 
 
-def test_what_is_offloaded_for_nothing_need_not_be(run_of: Compose) -> None:
+def test_host_memory_fix_removes_unneeded_offload(run_of: Compose) -> None:
     plan = build_plan(run_of(OFFLOAD, "hardware.host_memory_gib=64"))
     assert plan.fit.status is FitStatus.host_out_of_memory
     assert plan.suggested_fix is not None

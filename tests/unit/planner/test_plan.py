@@ -42,7 +42,7 @@ def plan_of(compose: Compose) -> Compose:
     return lambda *line: build_plan(compose(*line, check_machine=False))
 
 
-def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
+def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     """Pairs are twice the sequences; without an adapter what was said is kept."""
     pairs = ("objective=dpo", "data.pairs=true")
     lines = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
@@ -68,9 +68,7 @@ def ledger(gib: float) -> MemoryBreakdown:
     ("gib", "verdict"),
     [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
 )
-def test_a_verdict_leaves_room_for_what_an_allocator_reserves(
-    gib: float, verdict: FitStatus
-) -> None:
+def test_fit_status_includes_allocator_reserve(gib: float, verdict: FitStatus) -> None:
     fit = FitReport(ledger(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
     assert fit.status is verdict
     least, usual, most = fit.reserved
@@ -78,7 +76,7 @@ def test_a_verdict_leaves_room_for_what_an_allocator_reserves(
     assert fit.margin == 80 * GIB - usual
 
 
-def test_the_processor_reserves_what_it_allocates() -> None:
+def test_cpu_reserve_equals_allocation() -> None:
     fit = FitReport(ledger(79.5), capacity=80 * GIB, context_bytes=0, on_cpu=True)
     assert fit.status is FitStatus.fits
     assert (
@@ -87,7 +85,7 @@ def test_the_processor_reserves_what_it_allocates() -> None:
     )
 
 
-def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
+def test_plan_peak_is_the_maximum_over_phases() -> None:
     lines = (
         MemoryEntry("activations", {StepPhase.loss: 6, StepPhase.backward_last: 4}, "", ""),
         MemoryEntry("gradients", {StepPhase.backward_last: 3, StepPhase.optimizer: 5}, "", ""),
@@ -99,7 +97,7 @@ def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
 
 
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
-def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
+def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
     run = compose(f"experiment={name}", check_machine=False)
     if run.objective.trace_only:
         assert run.plan.method is MemoryMethod.trace
@@ -123,7 +121,7 @@ def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
     ],
     ids=" ".join,
 )
-def test_a_cure_is_a_line_under_which_the_run_fits(
+def test_suggested_fix_makes_the_run_fit(
     line: tuple[str, ...], plan_of: Compose, compose: Compose
 ) -> None:
     relaid = any(part.startswith("parallelism=") for part in line)
@@ -138,14 +136,14 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     assert typed.global_batch == plan.run.global_batch
 
 
-def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
+def test_run_that_fits_has_no_suggested_fix(plan_of: Compose) -> None:
     plan = plan_of(*LLAMA, "memory=checkpoint_full")
     assert plan.fit.status is FitStatus.fits
     assert plan.suggested_fix is None
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
-def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
+def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", check_machine=False)
     op_graphs = build_op_graphs(run.model, forward_spec(run, sequences=2, tokens_per_sequence=256))
     parts = [*[op_graphs.block] * run.model.layers, op_graphs.head]
@@ -163,7 +161,7 @@ def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Comp
     assert counted == pytest.approx(run.model.flops(256) * 2 * 256)
 
 
-def test_time_follows_from_the_rates(compose: Compose) -> None:
+def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
     run = compose(*LLAMA, "hardware.step_scale=1", check_machine=False)
     slow, fast = (
         predict_step_time(replace(run, hardware=replace(run.hardware, product_share=share)))
@@ -178,7 +176,7 @@ def test_time_follows_from_the_rates(compose: Compose) -> None:
     assert fast.matmul == pytest.approx(least, rel=0.1)  # the embedding is no product
 
 
-def test_recomputation_costs_another_forward(compose: Compose) -> None:
+def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -> None:
     kept, again = (
         predict_step_time(compose(*LLAMA, f"memory={memory}", check_machine=False))
         for memory in ("none", "checkpoint_full")
@@ -190,7 +188,7 @@ def test_recomputation_costs_another_forward(compose: Compose) -> None:
     assert again.recompute == pytest.approx(forward, rel=0.2)
 
 
-def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None:
+def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
     line = ("parallelism=pipeline", "parallelism.pipeline=4", "hardware=h100", *LLAMA[3:8])
     steps = {
         pieces: predict_step_time(
@@ -213,7 +211,7 @@ def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None
     assert bubbles[32] == pytest.approx(3 / 32, rel=0.1)
 
 
-def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
+def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
     line = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
     within, across = (
         predict_step_time(
@@ -234,7 +232,7 @@ def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
         (["replicate=2", "shards=16"], {"shards", "replicate"}),
     ],
 )
-def test_messages_are_named_by_the_axes_that_are_cut(
+def test_collectives_are_named_by_mesh_axes(
     sizes: list[str], axes: set[str], compose: Compose
 ) -> None:
     line = (
@@ -252,7 +250,7 @@ def test_messages_are_named_by_the_axes_that_are_cut(
 
 
 @pytest.mark.timed
-def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
+def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compose) -> None:
     run = compose(*LLAMA, check_machine=False)
     grid = list(product((1, 2, 4, 8), (2, 4, 8, 16, 32, 64, 128, 256)))
     runs = [
@@ -271,7 +269,7 @@ def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
     assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
 
 
-def test_planning_imports_no_torch() -> None:
+def test_plan_imports_no_torch() -> None:
     asked = ["plan", *LLAMA, "trainer.micro_batch=8", "trainer.global_batch=64"]
     line = "import sys; sys.modules['torch'] = None; from scalewise.cli import main; "
     line += f"sys.exit(main({asked!r}))"
@@ -298,14 +296,14 @@ def step(plan_of: Compose, *line: str) -> StepTime:
     return found
 
 
-def test_a_measured_rate_goes_before_a_share_of_the_peak(plan_of: Compose) -> None:
+def test_step_time_prefers_measured_rates(plan_of: Compose) -> None:
     plain = step(plan_of, "hardware.product_share=0.5")
     reached = step(plan_of, "hardware.fp32_reached_tflops=0.05")
     assert reached.matmul == pytest.approx(plain.matmul)
     assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * reached.matmul
 
 
-def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
+def test_step_time_includes_launch_latency(plan_of: Compose) -> None:
     run = plan_of(*CPU).run
     operators = (
         len(build_op_graphs(run.model, forward_spec(run, 4, 128)).block.operators)
@@ -317,27 +315,27 @@ def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
     assert found.pointwise > 100 * step(plan_of).pointwise
 
 
-def test_ranks_share_a_processor(plan_of: Compose) -> None:
+def test_step_time_divides_a_processor_among_ranks(plan_of: Compose) -> None:
     two = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
     one = step(plan_of)
     assert two.matmul == pytest.approx(one.matmul)
     assert two.pointwise == pytest.approx(one.pointwise)
 
 
-def test_rows_are_gathered_at_the_rate_of_the_loader(plan_of: Compose) -> None:
+def test_step_time_includes_data_loading(plan_of: Compose) -> None:
     assert step(plan_of).data_loading == 0
     tokens = plan_of(*CPU).run.tokens_per_step
     assert step(plan_of, "hardware.loader_tokens_per_s=1000").data_loading == tokens / 1000
 
 
-def test_a_limit_makes_a_smaller_card_of_a_larger(plan_of: Compose) -> None:
+def test_memory_limit_reduces_the_device(plan_of: Compose) -> None:
     large = plan_of(*LLAMA, "hardware=h200")
     small = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
     assert small.fit.capacity == 80 * GIB < (large.fit.capacity or 0)
     assert plan_of(*LLAMA, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
 
 
-def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) -> None:
+def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Compose) -> None:
     line = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
     fit = plan_of(*line, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
     assert "deferred weight gradients" in fit.unmodeled_memory
@@ -347,7 +345,7 @@ def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) ->
     assert plan_of(*line).fit.unmodeled_memory == ""
 
 
-def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
+def test_zero_collectives_send_gradients_and_weights(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
     four = ("parallelism.replicas=8", "trainer.global_batch=32")
     for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
@@ -361,12 +359,12 @@ def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
         assert step.overlapped_communication + sum(step.exposed_communication.values()) > 0
 
 
-def test_a_device_without_bf16_says_so(compose: Compose) -> None:
+def test_plan_notes_a_device_without_bf16(compose: Compose) -> None:
     with pytest.raises(ConfigError, match="V100 has no bf16; set precision=fp16_mixed"):
         compose("hardware=v100", "precision=bf16_mixed", check_machine=False)
 
 
-def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
+def test_suggested_fix_keeps_the_device_count(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
     eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
     found = plan_of(*rest, *eight).suggested_fix
@@ -374,7 +372,7 @@ def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
     assert found.run.world_size == 8
 
 
-def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) -> None:
+def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
     for layout, ranks in (
         (("parallelism=ddp", "parallelism.replicas=8"), 1),
@@ -397,7 +395,7 @@ def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) 
         assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device
 
 
-def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
+def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
     ranks, sizes = 8, {}
     for stage in (1, 2, 3):
@@ -416,7 +414,7 @@ def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
     assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)
 
 
-def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
+def test_plan_price_counts_all_devices(compose: Compose) -> None:
     run = compose(*LLAMA, "hardware.dollars_per_hour=3", check_machine=False)
     assert dollars_per_billion_tokens(run, 1000.0) == pytest.approx(
         3 * run.world_size * 1e9 / 1000 / 3600
@@ -433,5 +431,5 @@ def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
     )
 
 
-def test_the_record_of_a_plan_tells_the_limit(compose: Compose) -> None:
+def test_plan_record_has_the_memory_limit(compose: Compose) -> None:
     assert plan_record(compose(*LLAMA, check_machine=False))["limit_bytes"] == 80 * GIB

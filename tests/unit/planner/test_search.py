@@ -53,7 +53,7 @@ def plan_of(compose: Compose) -> Callable[..., Plan]:
 
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])
-def test_a_line_gives_the_run_that_was_judged(
+def test_search_overrides_reproduce_the_candidate(
     search: str, found: Find, plan_of: Callable[..., Plan]
 ) -> None:
     kinds = {}
@@ -69,7 +69,7 @@ def test_a_line_gives_the_run_that_was_judged(
             assert typed.step_time == candidate.step_time, candidate.overrides
 
 
-def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[..., Plan]) -> None:
+def test_search_best_beats_every_candidate(found: Find, plan_of: Callable[..., Plan]) -> None:
     best = found("layout", *NODE).best
     assert best is not None
     layouts = (
@@ -89,9 +89,7 @@ def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[.
 
 
 @pytest.mark.parametrize("rank", ["time", "memory"])
-def test_what_is_pruned_could_not_have_won(
-    rank: str, found: Find, plan_of: Callable[..., Plan]
-) -> None:
+def test_search_prunes_only_losers(rank: str, found: Find, plan_of: Callable[..., Plan]) -> None:
     line = ("model=tinyllama_1b", "hardware=rtx4090", "precision=bf16_mixed", "data=synthetic")
     line += ("data.sequence=2048", "trainer.global_batch=8", "adapter=none", "optimizer=adamw")
     best = found("memory", *line, f"plan.rank_by={rank}").best
@@ -108,7 +106,7 @@ def test_what_is_pruned_could_not_have_won(
     assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
 
 
-def test_the_front_is_what_nothing_beats(found: Find) -> None:
+def test_search_front_is_undominated(found: Find) -> None:
     all_of = found("layout", *BIG)
 
     def figures(candidate: SearchCandidate) -> tuple[float, float, float]:
@@ -126,7 +124,7 @@ def test_the_front_is_what_nothing_beats(found: Find) -> None:
         assert (mine in front) == (not beaten), mine
 
 
-def test_every_candidate_takes_the_same_batch(found: Find) -> None:
+def test_search_candidates_keep_the_global_batch(found: Find) -> None:
     for candidate in found("layout", *BIG).candidates:
         run = candidate.run
         assert run.global_batch == 64
@@ -134,7 +132,7 @@ def test_every_candidate_takes_the_same_batch(found: Find) -> None:
         assert 32 % run.world_size == 0
 
 
-def test_what_is_typed_is_held(found: Find) -> None:
+def test_search_keeps_typed_values(found: Find) -> None:
     typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
     for candidate in found("all", *BIG, *typed, "adapter=none", "optimizer=adamw").candidates:
         run = candidate.run
@@ -144,7 +142,7 @@ def test_what_is_typed_is_held(found: Find) -> None:
         assert candidate.training_overrides == ()
 
 
-def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -> None:
+def test_search_rejects_impossible_sizes(compose: Compose) -> None:
     run = compose(
         "plan.search=layout",
         *NODE,
@@ -156,13 +154,13 @@ def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -
         search_runs(run)
 
 
-def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
+def test_search_reports_progress(compose: Compose) -> None:
     heard: list[int] = []
     found = search_runs(compose("plan.search=memory", *NODE, check_machine=False), heard.append)
     assert heard == [*range(1, len(found.candidates) + 1)]
 
 
-def test_losers_are_told_why(found: Find) -> None:
+def test_search_explains_losers(found: Find) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
     lost = {it.value: it.reason for it in neighbor_alternatives(found("layout", *BIG, *flat))}
     assert "time: communication over" in lost["shards 32"]
@@ -170,19 +168,19 @@ def test_losers_are_told_why(found: Find) -> None:
     assert "block activations" in lost["nothing"]
 
 
-def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
+def test_search_explains_an_invalid_strategy(found: Find) -> None:
     line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
     lost = neighbor_alternatives(found("layout", *BIG, *line))
     assert any("does not divide model.kv_heads" in it.reason for it in lost)
 
 
-def test_a_slow_link_between_nodes_is_crossed_by_the_pipeline(found: Find) -> None:
+def test_search_places_the_pipeline_across_slow_links(found: Find) -> None:
     best = found("layout", *BIG, "hardware.node_link_gb_per_s=1").best
     assert best is not None
     assert best.run.parallelism.sizes["pipeline"] >= 4
 
 
-def test_price_is_least_on_few_devices(found: Find) -> None:
+def test_search_by_price_prefers_few_devices(found: Find) -> None:
     small = ("model=llama_160m", *BIG[1:], "data.sequence=2048")
     price = found("layout", *small, "plan.rank_by=price").best
     fastest = found("layout", *small).best
@@ -192,13 +190,13 @@ def test_price_is_least_on_few_devices(found: Find) -> None:
     assert (price.dollars_for(1e9) or 0) < (fastest.dollars_for(1e9) or 0)
 
 
-def test_a_training_that_is_asked_for_is_not_given_up_where_it_fits(found: Find) -> None:
+def test_search_keeps_full_training_if_it_fits(found: Find) -> None:
     best = found("memory", *SMALL).best
     assert best is not None
     assert best.training_overrides == ()
 
 
-def test_an_adapter_is_proposed_where_nothing_else_fits(found: Find) -> None:
+def test_search_proposes_an_adapter_if_nothing_else_fits(found: Find) -> None:
     line = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
     all_of = found("memory", *line)
     assert all_of.best is not None
@@ -208,9 +206,7 @@ def test_an_adapter_is_proposed_where_nothing_else_fits(found: Find) -> None:
     )
 
 
-def test_what_is_trained_otherwise_stands_apart(
-    found: Find, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_separates_changed_training(found: Find, capsys: pytest.CaptureFixture[str]) -> None:
     all_of = found("memory", *SMALL)
     assert all_of.best in all_of.pareto_front
     assert not any(candidate.training_overrides for candidate in all_of.pareto_front)
@@ -228,7 +224,7 @@ def test_what_is_trained_otherwise_stands_apart(
 
 
 @pytest.mark.parametrize(("traced", "code"), [(2**30, 0), (2**50, 3)])
-def test_the_best_is_judged_by_its_trace(
+def test_search_checks_the_best_by_trace(
     traced: int,
     code: int,
     compose: Compose,
@@ -245,14 +241,14 @@ def test_the_best_is_judged_by_its_trace(
     assert f"\n{'Out of memory' if code else 'Fits'}: " in capsys.readouterr().out
 
 
-def test_nothing_may_fit(found: Find) -> None:
+def test_search_reports_that_nothing_fits(found: Find) -> None:
     all_of = found("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
     assert all_of.best is None
     assert all_of.pareto_front == ()
     assert neighbor_alternatives(all_of) == ()
 
 
-def test_without_rates_memory_is_what_counts(found: Find) -> None:
+def test_search_without_rates_ranks_by_memory(found: Find) -> None:
     all_of = found("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
     assert all_of.best.step_time is None
@@ -260,7 +256,7 @@ def test_without_rates_memory_is_what_counts(found: Find) -> None:
     assert not any("time" in it.reason for it in neighbor_alternatives(all_of))
 
 
-def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
+def test_search_may_leave_devices_idle(found: Find) -> None:
     six = tuple(part for part in NODE if "devices_per_node" not in part)
     counts = {
         it.run.world_size for it in found("layout", *six, "hardware.devices_per_node=6").candidates
@@ -268,7 +264,7 @@ def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
     assert counts == {1, 2, 3, 4, 6}
 
 
-def test_each_neighbour_is_told_once(found: Find) -> None:
+def test_search_lists_each_alternative_once(found: Find) -> None:
     line = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
     told = [(it.choice, it.value) for it in neighbor_alternatives(found("layout", *line))]
     assert len(told) == len(set(told))

@@ -17,7 +17,7 @@ Compose = Callable[..., RunConfig]
 H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
 
 
-def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
+def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
     lines = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
     plans = [build_plan(compose(*H100, *line, check_machine=False)) for line in lines]
     found = sum_plans(plans)
@@ -30,7 +30,7 @@ def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
     assert found.dollars == pytest.approx(found.seconds / 3600 * price)
 
 
-def test_what_is_not_known_is_counted(compose: Compose) -> None:
+def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     lines = (H100, (*H100, *epochs), ("hardware=cpu",))
     found = sum_plans([build_plan(compose(*line, check_machine=False)) for line in lines])
@@ -40,7 +40,7 @@ def test_what_is_not_known_is_counted(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(("hardware", "hinted"), [("cpu", True), ("h100", False)])
-def test_a_rate_that_lacks_is_hinted_at_under_a_table(
+def test_sweep_table_hints_at_missing_rates(
     hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
@@ -50,7 +50,7 @@ def test_a_rate_that_lacks_is_hinted_at_under_a_table(
     assert (NO_TIME in said) == hinted
 
 
-def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
+def test_rejected_job_shows_the_memory_breakdown(compose: Compose) -> None:
     reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
     with pytest.raises(ConfigError) as caught:
         reject_unfit(compose("model=llama3_70b", *H100, check_machine=False))

@@ -51,7 +51,7 @@ def rungs(*settings: dict[str, Any]) -> ReportComparison:
     return sweep({"experiment": tuple(f"e{n}" for n in range(len(jobs)))}, jobs)
 
 
-def test_times_of_jobs_that_ran_at_once_are_not_compared(tmp_path: Path) -> None:
+def test_times_of_concurrent_jobs_are_not_compared(tmp_path: Path) -> None:
     at = {"started": "2026-03-14T09:26:53+00:00", "ended": "2026-03-14T09:32:04+00:00"}
     make_sweep(tmp_path, GRID, lambda number, varied: grid_job(number, varied) | at)
     record = records.read_record(tmp_path)
@@ -82,12 +82,12 @@ class TestEffect:
             (None, None, ""),
         ],
     )
-    def test_reads(self, time: float | None, memory: float | None, want: str) -> None:
+    def test_effect_is_formatted(self, time: float | None, memory: float | None, want: str) -> None:
         assert ablation_effects.effect_text(time, memory) == want
 
 
-class TestLadder:
-    def test_each_rung_keeps_and_adds(self) -> None:
+class TestAblation:
+    def test_ablation_steps_are_cumulative(self) -> None:
         found = ablation_effects.as_ablation(
             rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
         )
@@ -97,12 +97,12 @@ class TestLadder:
             ("b=3",),
         ]
 
-    def test_fields_of_a_new_option_go_without_saying(self) -> None:
+    def test_ablation_omits_fields_of_a_new_option(self) -> None:
         new = {"memory": "x", "memory.every": 2}
         found = ablation_effects.as_ablation(rungs({}, new, new | {"b": 3}))
         assert found[1].added_overrides == ("memory=x",)
 
-    def test_a_compiler_may_go_with_what_it_does_not_reach(self) -> None:
+    def test_ablation_step_may_drop_an_unused_compiler(self) -> None:
         compiled = {"a": 1, "compile": "block"}
         found = ablation_effects.as_ablation(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
         assert found[-1].added_overrides == ("b=2", "without compile=block")
@@ -128,14 +128,16 @@ class TestLadder:
             "much at once",
         ],
     )
-    def test_what_is_none(self, settings: tuple[dict[str, Any], ...]) -> None:
+    def test_ablation_is_not_detected_for_other_sweeps(
+        self, settings: tuple[dict[str, Any], ...]
+    ) -> None:
         assert ablation_effects.as_ablation(rungs(*settings)) == ()
 
-    def test_names_and_places_are_no_techniques(self) -> None:
+    def test_ablation_ignores_names_and_paths(self) -> None:
         asides = [{"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)]
         assert ablation_effects.as_ablation(rungs(*asides)) == ()
 
-    def test_is_told_rung_by_rung(self, tmp_path: Path) -> None:
+    def test_ablation_is_described_step_by_step(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", ABLATION, ablation_job), "changes")
         assert section.topic == "Ablation"
         assert section.finding == (
@@ -154,8 +156,8 @@ class TestLadder:
         assert last[9] == "192"
 
 
-class TestSwaps:
-    def test_pairs_differ_in_one_setting(self, tmp_path: Path) -> None:
+class TestPairedEffects:
+    def test_effect_pairs_differ_in_one_setting(self, tmp_path: Path) -> None:
         found = {
             (swap.key, swap.value): swap
             for swap in ablation_effects.value_swaps(
@@ -169,7 +171,7 @@ class TestSwaps:
         assert found["parallelism", "ddp"].time_ratio == pytest.approx(0.6)
         assert ("parallelism", "single") not in found
 
-    def test_are_told_the_largest_first_and_the_idle_together(self, tmp_path: Path) -> None:
+    def test_effects_are_sorted_and_zero_effects_grouped(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "changes")
         assert section.finding == (
             "ddp instead of single reduced step time by 40% and increased peak memory by 5%, "
@@ -182,7 +184,7 @@ class TestSwaps:
         assert len(said) == 3
         assert said[-1] == "optimizer.lr changed step time and peak memory by less than 2%."
 
-    def test_one_setting_is_told_against_the_reference(self) -> None:
+    def test_effect_of_one_setting_is_relative_to_the_reference(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB * (2 + n))
                 for n, p in enumerate(("single", "ddp", "fsdp"))]  # fmt: skip
         section = ablation_effects.changes_section(
@@ -194,7 +196,7 @@ class TestSwaps:
         )
         assert section.notes[0].startswith("Compared with single:")
 
-    def test_two_jobs_leave_no_empty_figure(self) -> None:
+    def test_effects_of_two_jobs_have_no_empty_figure(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB)
                 for n, p in enumerate(("single", "ddp"))]  # fmt: skip
         section = ablation_effects.changes_section(
@@ -204,7 +206,7 @@ class TestSwaps:
         assert section.notes == ()
         assert section.bullets[0].startswith("Compared with single:")
 
-    def test_seeds_are_no_change_and_average_out(self) -> None:
+    def test_effects_average_over_seeds(self) -> None:
         rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
         jobs = [run(n, {"parallelism": p, "seed": seed}, step=(2.0, 2.2, 1.0, 1.1)[n], peak=GIB)
                 for n, (p, seed) in enumerate(rows)]  # fmt: skip
@@ -215,7 +217,7 @@ class TestSwaps:
         assert only.time_ratio == pytest.approx(0.5)
         assert ablation_effects.changes_section(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
 
-    def test_nothing_without_a_measured_pair(self) -> None:
+    def test_effects_require_a_measured_pair(self) -> None:
         jobs = [RunRecord(str(n), n, "failed", varied_settings={"seed": n}) for n in range(3)]
         assert ablation_effects.changes_section(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None
 
@@ -235,7 +237,7 @@ def part(folder: Path, anchor: str) -> Any:
 
 
 class TestImportance:
-    def test_a_full_grid_is_shared_out(self, tmp_path: Path) -> None:
+    def test_importance_of_a_full_grid_sums_to_one(self, tmp_path: Path) -> None:
         """Of additive effects on the logarithm the shares are those of the variance itself."""
         found = importance.variance_shares(
             comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log
@@ -244,7 +246,7 @@ class TestImportance:
         assert max(found, key=lambda key: found[key]) == "parallelism"
         assert found["optimizer.lr"] == 0
 
-    def test_equals_a_published_analysis_of_variance(self) -> None:
+    def test_importance_equals_a_published_anova(self) -> None:
         """Dried weights of plants (A. J. Dobson, 1983; R's PlantGrowth): F is 4.8461 on 2 and 27.
 
         Epsilon squared is (F - 1) 2 / (2 F + 27).
@@ -259,7 +261,7 @@ class TestImportance:
         found = importance.variance_shares(sweep({"data": tuple(weights)}, jobs), LOSS)
         assert found["data"] == pytest.approx((4.8461 - 1) * 2 / (2 * 4.8461 + 27), abs=1e-4)
 
-    def test_numbers_that_none_share_are_ranked(self) -> None:
+    def test_importance_ranks_unique_numbers(self) -> None:
         rates = [10.0**-n for n in range(8)]
         jobs = [run(n, {"optimizer.lr": r, "seed": n % 2}, loss=float(n) ** 3 + 1)
                 for n, r in enumerate(rates)]  # fmt: skip
@@ -268,21 +270,21 @@ class TestImportance:
         )
         assert found["optimizer.lr"] == pytest.approx(1)
 
-    def test_words_that_none_share_are_left_out(self) -> None:
+    def test_importance_omits_unique_words(self) -> None:
         jobs = [run(n, {"data": f"d{n}", "seed": n % 2}, loss=1.0 + n) for n in range(6)]
         varying = {"data": tuple(f"d{n}" for n in range(6)), "seed": (0, 1)}
         assert set(importance.variance_shares(sweep(varying, jobs), LOSS)) == {"seed"}
 
     @pytest.mark.parametrize("count", [1, 3])
-    def test_few_jobs_say_nothing(self, count: int) -> None:
+    def test_importance_requires_enough_jobs(self, count: int) -> None:
         jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=1.0 + n) for n in range(count)]
         assert importance.importance_section(sweep({"a": (0, 1), "b": (0, 1)}, jobs)) is None
 
-    def test_a_flat_number_says_nothing(self) -> None:
+    def test_importance_of_a_constant_metric_is_omitted(self) -> None:
         jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=3.0 + 1e-5 * n) for n in range(4)]
         assert importance.variance_shares(sweep({"a": (0, 1), "b": (0, 1)}, jobs), LOSS) == {}
 
-    def test_chance_is_taken_off(self) -> None:
+    def test_importance_is_corrected_for_chance(self) -> None:
         """Of pure noise a setting with many values would else seem to tell a lot."""
         noise, shares = np.random.default_rng(3), []
         for _ in range(100):
@@ -297,7 +299,7 @@ class TestImportance:
 
 
 class TestCoordinates:
-    def test_has_an_axis_for_each_setting_and_result(self, tmp_path: Path) -> None:
+    def test_coordinates_have_an_axis_per_setting_and_result(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
         (drawn,) = section.wandb_panels
         assert [label for _, label in drawn.panel.axes] == [
@@ -305,18 +307,18 @@ class TestCoordinates:
         ]  # fmt: skip
         assert section.finding == "The four fastest jobs have precision=bf16_mixed in common"
 
-    def test_settings_are_where_runs_log_them(self, tmp_path: Path) -> None:
+    def test_coordinates_use_logged_setting_keys(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
         names = [axis.name for axis, _ in section.wandb_panels[0].panel.axes]
         assert names[:3] == ["choices.parallelism", "choices.precision", "optimizer.lr"]
         assert names[3:] == [f"final/{key}" for key in (STEP, PEAK, LOSS)]
 
-    def test_two_jobs_need_no_lines(self) -> None:
+    def test_coordinates_require_more_than_two_jobs(self) -> None:
         jobs = [run(n, {"seed": n}, step=1.0 + n, peak=GIB) for n in range(2)]
         assert parallel_coordinates.coordinates_section(sweep({"seed": (0, 1)}, jobs), UNIT) is None
 
 
-def test_a_job_that_never_began_did_not_run() -> None:
+def test_job_that_never_started_did_not_run() -> None:
     begun = datetime(2026, 3, 14, tzinfo=UTC)
     jobs = [
         RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=begun),

@@ -55,7 +55,7 @@ def four() -> compare.ReportComparison:
 
 
 class TestNames:
-    def test_layout_comes_before_precision_and_mixed_is_dropped(self) -> None:
+    def test_job_name_orders_strategy_before_precision(self) -> None:
         assert [j.name for j in four().jobs] == [
             "single · fp32",
             "ddp · fp32",
@@ -63,22 +63,22 @@ class TestNames:
             "ddp · bf16",
         ]
 
-    def test_mixed_stays_where_it_tells_two_values_apart(self) -> None:
+    def test_job_name_keeps_mixed_if_ambiguous(self) -> None:
         values = ("bf16_mixed", "bf16_true")
         found = sweep(
             {"precision": values}, [run(n, {"precision": v}) for n, v in enumerate(values)]
         )
         assert [job.name for job in found.jobs] == list(values)
 
-    def test_numbers_carry_their_key(self) -> None:
+    def test_job_name_numbers_have_their_key(self) -> None:
         found = sweep({"optimizer.lr": (1e-3, 0.1)}, [run(0, {"optimizer.lr": 1e-3})])
         assert found.jobs[0].name == "lr 0.001"
 
-    def test_equal_names_are_told_apart_by_number(self) -> None:
+    def test_equal_job_names_are_numbered(self) -> None:
         found = sweep({"precision": ("fp32",)}, [run(n, {"precision": "fp32"}) for n in (0, 1)])
         assert [job.name for job in found.jobs] == ["fp32 #0", "fp32 #1"]
 
-    def test_of_a_ladder_each_says_what_it_adds(self) -> None:
+    def test_ablation_job_name_is_the_added_setting(self) -> None:
         rows = [
             ("none", 0, False),
             ("none", 256, False),
@@ -95,7 +95,7 @@ class TestNames:
             sweep(varying, [*jobs, back]).jobs[0].name == "none · loss_chunk 0 · in_backward false"
         )
 
-    def test_reference_is_the_first_job_or_the_one_given(self) -> None:
+    def test_reference_is_the_first_or_given_job(self) -> None:
         jobs = [run(n, {"precision": p}) for n, p in enumerate(("fp32", "bf16_mixed"))]
         varying = {"precision": ("fp32", "bf16_mixed")}
         assert sweep(varying, jobs).reference.name == "fp32"
@@ -107,14 +107,14 @@ class TestBest:
         assert compare.best_index([1.0, 3.0, None, 2.0], True, number_format.format_whole) == 1
         assert compare.best_index([1.0, 3.0, None, 2.0], False, number_format.format_whole) == 0
 
-    def test_no_mark_where_the_best_read_the_same(self) -> None:
+    def test_no_mark_if_the_best_print_equally(self) -> None:
         assert compare.best_index([6.14231, 6.14232, 6.2], False, number_format.format_loss) is None
 
-    def test_no_mark_without_a_choice(self) -> None:
+    def test_no_mark_for_a_single_job(self) -> None:
         assert compare.best_index([1.0, None], True, number_format.format_whole) is None
         assert compare.best_index([], True, number_format.format_whole) is None
 
-    def test_front_is_what_no_other_job_beats(self) -> None:
+    def test_pareto_front_has_undominated_jobs(self) -> None:
         assert [job.name for job in four().pareto_front] == ["ddp · bf16", "single · bf16"]
 
     def test_not_finite_is_never_best(self) -> None:
@@ -123,12 +123,12 @@ class TestBest:
 
 
 class TestDistance:
-    def test_is_taken_at_common_steps(self) -> None:
+    def test_distance_uses_common_steps(self) -> None:
         found = four()
         assert compare.largest_distance(found.jobs[1], found.jobs[0]) == pytest.approx(2e-6)
         assert compare.loss_distance(found.jobs[0], found.jobs[0]) is None
 
-    def test_skips_steps_that_are_not_numbers(self) -> None:
+    def test_distance_skips_nan_steps(self) -> None:
         jobs = [run(0, {"seed": 0}, [3.0, 2.0, 1.0]), run(1, {"seed": 1}, [3.5, math.nan, 1.25])]
         found = sweep({"seed": (0, 1)}, jobs)
         assert compare.loss_distance(found.jobs[1], found.jobs[0]) == MetricSeries(
@@ -137,7 +137,7 @@ class TestDistance:
 
 
 class TestBreakdown:
-    def test_other_is_what_the_parts_leave(self) -> None:
+    def test_breakdown_other_is_the_remainder(self) -> None:
         job = compare.compare_run(
             run(0, {}, peak=10, **{"memory/parameters_bytes": 4, "memory/activations_bytes": 3})
         ).jobs[0]
@@ -148,7 +148,7 @@ class TestBreakdown:
             "other": 3,
         }
 
-    def test_no_other_where_the_parts_exceed_the_whole(self) -> None:
+    def test_breakdown_has_no_negative_other(self) -> None:
         job = compare.compare_run(run(0, {}, peak=10, **{"memory/parameters_bytes": 14})).jobs[0]
         assert compare.MEMORY_REST not in compare.breakdown(
             job, compare.MEMORY, PEAK, compare.MEMORY_REST
@@ -156,7 +156,7 @@ class TestBreakdown:
 
 
 class TestLttb:
-    def test_keeps_ends_count_and_peak(self) -> None:
+    def test_lttb_keeps_ends_count_and_peak(self) -> None:
         noise = random.Random(1)
         values = [noise.random() for _ in range(1000)]
         values[437] = 50.0
@@ -167,18 +167,18 @@ class TestLttb:
         assert list(kept.steps) == sorted(set(kept.steps))
 
     @pytest.mark.parametrize("size", [0, 1, 2, 5, 60])
-    def test_leaves_short_series_alone(self, size: int) -> None:
+    def test_lttb_keeps_short_series(self, size: int) -> None:
         series = MetricSeries(tuple(range(size)), tuple(float(n) for n in range(size)))
         assert compare.lttb(series, 60) is series
 
     @pytest.mark.parametrize("size", [61, 62, 119, 120, 121, 179])
-    def test_any_size_gives_the_count(self, size: int) -> None:
+    def test_lttb_returns_the_requested_count(self, size: int) -> None:
         kept = compare.lttb(MetricSeries(tuple(range(size)), (0.0,) * size), 60)
         assert len(set(kept.steps)) == 60
 
 
 class TestShown:
-    def test_many_jobs_show_reference_front_and_best(self) -> None:
+    def test_large_sweep_shows_reference_front_and_best(self) -> None:
         jobs = [
             run(n, {"seed": n}, tokens=1000.0 - n, step=1 + n, peak=200.0 - n) for n in range(80)
         ]
@@ -221,12 +221,12 @@ class TestNumbers:
             (number_format.format_range("2", "2", "%"), "2%"),
         ],
     )  # fmt: skip
-    def test_reads(self, text: str, want: str) -> None:
+    def test_numbers_are_formatted(self, text: str, want: str) -> None:
         assert text == want
 
 
 class TestSentences:
-    def test_verdict(self) -> None:
+    def test_summary_sentence_states_the_result(self) -> None:
         said = (
             summary_sentences.summary_text(four(), number_format.memory_unit([4 * GIB]))
             .striptags()
@@ -238,7 +238,7 @@ class TestSentences:
             "throughput. Final losses differ by at most 4.0e−3."
         )
 
-    def test_verdict_claims_nothing_without_numbers(self) -> None:
+    def test_summary_sentence_without_metrics_claims_nothing(self) -> None:
         jobs = [
             RunRecord("0", 0, "failed", varied_settings={"seed": 0}),
             RunRecord("1", 1, "timeout", varied_settings={"seed": 1}),
@@ -249,12 +249,12 @@ class TestSentences:
             == "No job finished: 1 failed, 1 timed out."
         )
 
-    def test_loss_heading_parts_equal_mathematics_from_the_rest(self) -> None:
+    def test_loss_heading_separates_equal_from_lossy_settings(self) -> None:
         assert sections.loss_heading(four()) == (
             "One job matches single · fp32 within 2.0e−6; two jobs differ by 3.0e−3 to 4.0e−3"
         )
 
-    def test_time_heading_calls_out_a_stall(self) -> None:
+    def test_time_heading_reports_a_data_stall(self) -> None:
         job = run(0, {}, step=1.0, **{"time/data_s": 0.4, "time/backward_s": 0.5})
         found = sections.part_shares(
             compare.compare_run(job).jobs, compare.TIME, STEP, compare.TIME_REST
@@ -309,16 +309,16 @@ class TestRedact:
             ("\x1b[31mred\x1b[0m\x00", "\\x1b[31mred\\x1b[0m\\x00"),
         ],
     )
-    def test_text(self, raw: str, want: str) -> None:
+    def test_redact_text(self, raw: str, want: str) -> None:
         assert redact.redact_text(raw) == want
 
-    def test_colours_of_what_a_program_printed_are_left_out(self) -> None:
+    def test_redact_removes_terminal_colors(self) -> None:
         red = "\x1b[31mred\x1b[0m"
         found = redact.redact_values({"log_tail": [red], "reason": red, "name": red})
         told = "\\x1b[31mred\\x1b[0m"
         assert found == {"log_tail": ["red"], "reason": "red", "name": told}
 
-    def test_tree_hides_what_a_key_names(self) -> None:
+    def test_redact_tree_hides_secret_keys(self) -> None:
         found = redact.redact_values(
             {"changed": [{"key": "hub.api_key", "default": None, "value": 7}], "password": "x"}
         )

@@ -23,12 +23,14 @@ def job(name: str, *values: float) -> ReportJob:
         ([job("a", 0.5)], "50%, not above the untrained model"),
     ],
 )
-def test_the_finding_is_beside_the_untrained_model(jobs: list[ReportJob], said: str) -> None:
+def test_preference_report_compares_with_the_untrained_model(
+    jobs: list[ReportJob], said: str
+) -> None:
     section = outcomes.preference_section(jobs)
     assert section is not None
     assert section.finding == f"Preference accuracy is {said}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 
-def test_nothing_is_said_where_nothing_was_compared() -> None:
+def test_preference_report_without_preferences_is_empty() -> None:
     assert outcomes.preference_section([job("a")]) is None

@@ -41,7 +41,7 @@ def part(source: str, anchor: str) -> str:
 
 
 class TestRun:
-    def test_has_its_parts_and_no_others(self, run_folder: Path) -> None:
+    def test_run_page_has_its_sections(self, run_folder: Path) -> None:
         source = text_of(files.write_page(run_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "memory",
@@ -52,16 +52,16 @@ class TestRun:
         ]
         assert "Train loss fell from" in words(source)
 
-    def test_is_written_where_it_says_and_leaves_no_draft(self, run_folder: Path) -> None:
+    def test_page_is_written_without_a_temporary_file(self, run_folder: Path) -> None:
         before = set(run_folder.iterdir())
         assert files.write_page(run_folder) == run_folder / "report.html"
         assert set(run_folder.iterdir()) - before == {run_folder / "report.html"}
 
-    def test_two_builds_are_byte_equal(self, run_folder: Path) -> None:
+    def test_page_is_deterministic(self, run_folder: Path) -> None:
         first = files.write_page(run_folder).read_bytes()
         assert files.write_page(run_folder).read_bytes() == first
 
-    def test_reaches_for_nothing_outside(self, run_folder: Path) -> None:
+    def test_page_loads_no_remote_resource(self, run_folder: Path) -> None:
         source = text_of(files.write_page(run_folder))
         assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)[^\"']*", source)
         assert not re.findall(r"@import|url\((?!#)", source)
@@ -70,7 +70,7 @@ class TestRun:
         found = re.findall(r'\bid="([^"]+)"', text_of(files.write_page(run_folder)))
         assert len(found) == len(set(found))
 
-    def test_pictures_wear_the_page_colours(self, run_folder: Path) -> None:
+    def test_page_pictures_use_the_page_colors(self, run_folder: Path) -> None:
         drawn = re.findall(
             r'(?s)<svg style="max-width.*?</svg>', text_of(files.write_page(run_folder))
         )
@@ -79,7 +79,7 @@ class TestRun:
         assert all(c in ("none", "transparent") or c.startswith("var(--") for c in colours), colours
         assert not any("font-family" in svg or "aria-roledescription" in svg for svg in drawn)
 
-    def test_hides_homes_and_secrets(self, run_folder: Path) -> None:
+    def test_page_hides_home_and_secrets(self, run_folder: Path) -> None:
         source = text_of(files.write_page(run_folder))
         assert "/home/" not in source
         assert "hf_abcdef" not in source
@@ -97,7 +97,7 @@ PIPELINE: dict[str, float | None] = {
 
 
 class TestPipeline:
-    def test_its_passes_are_one_part(self, tmp_path: Path) -> None:
+    def test_pipeline_passes_are_one_part(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", step_s=1.0, metrics=PIPELINE, world_size=2)
         source = text_of(files.write_page(folder))
         said = words(part(source, "time"))
@@ -106,9 +106,7 @@ class TestPipeline:
         assert "var(--t-both)" in part(source, "time")
         assert "Peak memory of the worst rank" in words(part(source, "memory"))
 
-    def test_beside_another_layout_its_passes_are_compared_with_the_sum(
-        self, tmp_path: Path
-    ) -> None:
+    def test_pipeline_passes_are_compared_with_the_sum(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
             fast = {"time/data_s": 0.01, "time/forward_s": 0.1, "time/backward_s": 0.2}
             rest = {"time/step_s": 0.4, "time/optimizer_s": 0.09}
@@ -120,7 +118,7 @@ class TestPipeline:
 
 
 class TestFailedRun:
-    def test_says_why_and_what_to_paste(self, tmp_path: Path) -> None:
+    def test_failed_page_shows_reason_and_fixes(self, tmp_path: Path) -> None:
         source = text_of(files.write_page(make_run(tmp_path / "r", **out_of_memory())))
         said = words(part(source, "failed"))
         assert "The run ran out of memory" in said
@@ -132,35 +130,35 @@ class TestFailedRun:
     @pytest.mark.parametrize(
         "status", ["failed", "timeout", "interrupted", "refused", "running", "odd_one"]
     )
-    def test_every_ending_has_a_page(self, tmp_path: Path, status: str) -> None:
+    def test_every_status_has_a_page(self, tmp_path: Path, status: str) -> None:
         assert files.write_page(
             make_run(tmp_path / "r", steps=12, status=status, reason="because")
         ).exists()
 
-    def test_curves_of_a_run_that_broke_off_are_drawn(self, tmp_path: Path) -> None:
+    def test_failed_page_draws_partial_curves(self, tmp_path: Path) -> None:
         source = text_of(files.write_page(make_run(tmp_path / "r", steps=30, status="interrupted")))
         assert {"failed", "loss", "time"} <= set(re.findall(r'<section id="(\w+)">', source))
 
 
-def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> None:
+def test_page_compares_out_of_memory_with_the_plan(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **out_of_memory(plan=plan_record(4.6, 1.4, 4.25)))
     said = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
     assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in said
 
 
 class TestTorn:
-    def test_notes_on_the_data_are_shown(self, run_folder: Path) -> None:
+    def test_page_shows_data_notes(self, run_folder: Path) -> None:
         add_notes(run_folder, "each step: 10 samples <padded> to 12")
         assert (
             "Each step: 10 samples &lt;padded&gt; to 12."
             in files.write_page(run_folder).read_text()
         )
 
-    def test_missing_summary_and_metrics(self, tmp_path: Path) -> None:
+    def test_page_without_summary_and_metrics(self, tmp_path: Path) -> None:
         source = text_of(files.write_page(make_run(tmp_path / "r", summary=False)))
         assert "The run finished." in source
 
-    def test_torn_last_line_is_dropped(self, run_folder: Path) -> None:
+    def test_page_drops_a_truncated_last_line(self, run_folder: Path) -> None:
         file = run_folder / "metrics.csv"
         file.write_text(file.read_text("utf-8") + "201,9.9", "utf-8")
         run = records.read_run(run_folder)
@@ -170,23 +168,23 @@ class TestTorn:
     @pytest.mark.parametrize(
         "content", ["", "{", "[]", '{"metrics": 3}', '{"metrics": {"train/loss": "x"}}']
     )
-    def test_odd_summary(self, run_folder: Path, content: str) -> None:
+    def test_page_of_an_invalid_summary(self, run_folder: Path, content: str) -> None:
         (run_folder / "summary.json").write_text(content, "utf-8")
         assert files.write_page(run_folder).exists()
 
     @pytest.mark.parametrize(
         "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
     )
-    def test_odd_metrics(self, run_folder: Path, content: str) -> None:
+    def test_page_of_invalid_metrics(self, run_folder: Path, content: str) -> None:
         (run_folder / "metrics.csv").write_text(content, "utf-8")
         assert files.write_page(run_folder).exists()
 
-    def test_loss_that_breaks_is_said(self, run_folder: Path) -> None:
+    def test_page_reports_a_nan_loss(self, run_folder: Path) -> None:
         lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
         (run_folder / "metrics.csv").write_text(lines, "utf-8")
         assert "becomes non-finite at step 3" in words(text_of(files.write_page(run_folder)))
 
-    def test_a_start_that_is_no_time_is_left_out(self, tmp_path: Path) -> None:
+    def test_page_omits_an_invalid_start_time(self, tmp_path: Path) -> None:
         assert files.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
 
     @pytest.mark.parametrize(
@@ -206,13 +204,13 @@ class TestTorn:
         ],
         ids=str,
     )
-    def test_a_field_of_another_type_rejects_the_run(
+    def test_page_rejects_a_field_of_another_type(
         self, tmp_path: Path, field: dict[str, Any]
     ) -> None:
         with pytest.raises(RecordError, match=rf"status.json is damaged: {next(iter(field))}"):
             files.write_page(make_run(tmp_path / "r", **field))
 
-    def test_a_job_of_another_type_is_shown_as_damaged(self, tmp_path: Path) -> None:
+    def test_page_shows_a_damaged_job(self, tmp_path: Path) -> None:
         sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
         make_run(sweep / "0", log_tail=3)
         assert files.write_page(sweep).exists()
@@ -221,7 +219,7 @@ class TestTorn:
         assert "status.json is damaged: log_tail is 3, not a list" in record.jobs[0].reason
 
     @pytest.mark.parametrize("content", [None, "{}"])
-    def test_neither_a_run_nor_a_sweep(self, tmp_path: Path, content: str | None) -> None:
+    def test_page_rejects_other_folders(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(ScalewiseError, match="neither a run"):
@@ -229,7 +227,7 @@ class TestTorn:
         assert not (tmp_path / "report.html").exists()
 
     @pytest.mark.parametrize("content", ["", "{", "[]"])
-    def test_a_damaged_status_is_named(self, tmp_path: Path, content: str) -> None:
+    def test_page_names_a_damaged_status(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(RecordError, match=r"status\.json is damaged"):
             files.write_page(tmp_path)
@@ -237,7 +235,7 @@ class TestTorn:
 
 
 class TestSweep:
-    def test_a_note_on_the_data_names_its_jobs_unless_all_have_it(self, tmp_path: Path) -> None:
+    def test_sweep_page_names_the_jobs_of_a_data_note(self, tmp_path: Path) -> None:
         sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
         jobs = sorted(path.parent for path in sweep.glob("*/summary.json"))
         for job in jobs:
@@ -246,18 +244,18 @@ class TestSweep:
         assert source.count("all epochs: 3 repeated") + source.count("All epochs: 3 repeated") == 1
         assert source.count(": each step: 2 empty.") == 1
 
-    def test_has_its_parts(self, sweep_folder: Path) -> None:
+    def test_sweep_page_has_its_sections(self, sweep_folder: Path) -> None:
         source = text_of(files.write_page(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "overview", "comparison", "changes", "memory", "time", "loss", "tradeoff",
             "coordinates", "failed", "reproduce",
         ]  # fmt: skip
 
-    def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
+    def test_page_is_deterministic(self, sweep_folder: Path) -> None:
         first = files.write_page(sweep_folder).read_bytes()
         assert files.write_page(sweep_folder).read_bytes() == first
 
-    def test_prose_equals_table(self, sweep_folder: Path) -> None:
+    def test_sweep_page_sentences_equal_the_table(self, sweep_folder: Path) -> None:
         source = text_of(files.write_page(sweep_folder))
         verdict = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
         table = part(source, "comparison")
@@ -271,27 +269,27 @@ class TestSweep:
         assert f"{fastest[1]} tok/s" in words(part(source, "overview"))
         assert least[1] in words(part(source, "memory"))
 
-    def test_best_is_said_not_only_coloured(self, sweep_folder: Path) -> None:
+    def test_sweep_page_marks_the_best_in_text(self, sweep_folder: Path) -> None:
         source = part(text_of(files.write_page(sweep_folder)), "comparison")
         assert (
             source.count('class="best">') - 1 == source.count('<span class="vh"> best</span>') > 0
         )
 
-    def test_table_opens_sorted_with_missing_last(self, sweep_folder: Path) -> None:
+    def test_sweep_page_sorts_missing_values_last(self, sweep_folder: Path) -> None:
         source = part(text_of(files.write_page(sweep_folder)), "comparison")
         values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
         known = [float(v) for v in values if v]
         assert known == sorted(known, reverse=True)
         assert values[-1] == ""
 
-    def test_of_one(self, tmp_path: Path) -> None:
+    def test_sweep_page_of_one_job(self, tmp_path: Path) -> None:
         source = text_of(
             files.write_page(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
         )
         assert "One precision, one job ran" in words(source)
         assert 'class="best">1' not in source
 
-    def test_all_failed(self, tmp_path: Path) -> None:
+    def test_sweep_page_of_failed_jobs(self, tmp_path: Path) -> None:
         folder = make_sweep(
             tmp_path / "s",
             STRATEGY_GRID,
@@ -307,7 +305,7 @@ class TestSweep:
         ]
         assert source.count('<article class="card">') == 4
 
-    def test_failures_alike_share_a_card(self, tmp_path: Path) -> None:
+    def test_sweep_page_groups_equal_failures(self, tmp_path: Path) -> None:
         source = text_of(
             files.write_page(
                 make_sweep(tmp_path / "s", STRATEGY_GRID, lambda n, v: out_of_memory())
@@ -316,20 +314,20 @@ class TestSweep:
         assert source.count('<article class="card">') == 1
         assert "3 more jobs with the same failure" in words(source)
 
-    def test_jobs_not_run_yet(self, tmp_path: Path) -> None:
+    def test_sweep_page_of_unfinished_jobs(self, tmp_path: Path) -> None:
         folder = make_sweep(
             tmp_path / "s", STRATEGY_GRID, lambda n, v: strategy_job(n, v) if n == 0 else None
         )
         assert "one of four jobs ran" in words(text_of(files.write_page(folder)))
 
-    def test_no_jobs_at_all(self, tmp_path: Path) -> None:
+    def test_sweep_page_without_jobs(self, tmp_path: Path) -> None:
         assert files.write_page(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
 
-    def test_a_job_without_status(self, sweep_folder: Path) -> None:
+    def test_sweep_page_of_a_job_without_status(self, sweep_folder: Path) -> None:
         (sweep_folder / "1" / "status.json").unlink()
         assert "no readable status.json" in words(text_of(files.write_page(sweep_folder)))
 
-    def test_a_job_outside_the_folder_is_not_read(self, tmp_path: Path) -> None:
+    def test_sweep_page_ignores_job_folders_outside(self, tmp_path: Path) -> None:
         make_run(tmp_path / "other", reason="must not be read")
         folder = make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {})
         found = json.loads((folder / "sweep.json").read_text("utf-8"))
@@ -339,7 +337,7 @@ class TestSweep:
         assert isinstance(sweep, records.SweepRecord)
         assert sweep.jobs[0].summary is None
 
-    def test_three_keys_make_a_matrix_for_each_value_of_the_shortest(self, tmp_path: Path) -> None:
+    def test_sweep_page_splits_three_keys_into_matrices(self, tmp_path: Path) -> None:
         varying: dict[str, list[Any]] = {
             "parallelism": ["single", "ddp", "fsdp"],
             "precision": ["fp32", "bf16_mixed"],
@@ -354,7 +352,7 @@ class TestSweep:
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<b>"
 
 
-def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
+def test_page_escapes_hostile_strings(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         bad = out_of_memory(
             reason=HOSTILE,
@@ -381,7 +379,7 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     assert len(re.findall(r"\sonerror=", re.sub(r"&lt;img src=x onerror=", "", source))) == 0
 
 
-def test_two_hundred_jobs(tmp_path: Path) -> None:
+def test_page_of_two_hundred_jobs(tmp_path: Path) -> None:
     path = files.write_page(make_sweep(tmp_path / "s", LARGE, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
@@ -389,7 +387,7 @@ def test_two_hundred_jobs(tmp_path: Path) -> None:
     assert "24 of 200 jobs" in words(part(source, "memory"))
 
 
-def test_publishing_is_one_command_from_where_it_ran(tmp_path: Path) -> None:
+def test_page_shows_the_publish_command(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         place = f"runs/mine/my sweep/{number}/wandb/offline-run-1-id{number}"
         return {"steps": 5, "wandb": {"mode": "offline", "id": f"id{number}", "folder": place}}
@@ -409,9 +407,7 @@ def test_publishing_is_one_command_from_where_it_ran(tmp_path: Path) -> None:
         ("ok", "-m seed=1,2", ""),
     ],
 )
-def test_what_failed_is_tried_again_by_one_command(
-    status: str, line: str, again: str, tmp_path: Path
-) -> None:
+def test_page_shows_the_retry_command(status: str, line: str, again: str, tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "status": status if number else "ok"}
 
@@ -422,7 +418,7 @@ def test_what_failed_is_tried_again_by_one_command(
     assert f"{command} {again}" in told or not again
 
 
-def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
+def test_page_links_wandb_runs(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "wandb": {"mode": "online", "id": "i", "url": f"https://w/run{number}"}}
 
@@ -434,7 +430,7 @@ def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:
+def test_page_compares_memory_with_the_plan(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     peak = summary["metrics"]["memory/peak_bytes"]

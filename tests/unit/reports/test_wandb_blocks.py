@@ -20,29 +20,29 @@ from scalewise.reports import wandb_blocks
         ("&lt;", r"\&lt;"),
     ],
 )
-def test_plain_text_has_no_form(text: str, want: str) -> None:
+def test_markdown_escapes_plain_text(text: str, want: str) -> None:
     assert wandb_blocks.to_markdown(text) == want
 
 
-def test_bold_is_what_stays_of_markup() -> None:
+def test_markdown_keeps_bold() -> None:
     safe = Markup('<b class="ct0">{}</b> &amp; <i>{}</i>').format("a<b>", "*")
     assert wandb_blocks.to_markdown(safe) == r"**a\<b\>** \& \*"
     assert wandb_blocks.to_plain_text(safe) == "a<b> & *"
 
 
-def test_a_fence_outlasts_what_it_holds() -> None:
+def test_markdown_fence_is_longer_than_its_content() -> None:
     held = "```\nrm\n````"
     lines = wandb_blocks.fenced_block(held).splitlines()
     assert lines[0] == lines[-1] == "`````"
     assert "\n".join(lines[1:-1]) == held
 
 
-def test_a_table_has_its_sides() -> None:
+def test_markdown_table_aligns_columns() -> None:
     assert (
         wandb_blocks.markdown_table(["a", "b"], [["1", "2"]])
         == "| a | b |\n| :--- | ---: |\n| 1 | 2 |"
     )
 
 
-def test_a_link_cannot_be_left() -> None:
+def test_markdown_link_cannot_be_closed_by_its_text() -> None:
     assert wandb_blocks.markdown_link("a]", "https://x/>(y") == r"[a\]](<https://x/%3E(y>)"

@@ -64,11 +64,11 @@ def views(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 class TestBuild:
-    def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
+    def test_wandb_report_is_deterministic(self, sweep_folder: Path) -> None:
         first = wandb_report.build_wandb_report(sweep_folder).read_bytes()
         assert wandb_report.build_wandb_report(sweep_folder).read_bytes() == first
 
-    def test_the_library_reads_it_back(self, sweep_folder: Path) -> None:
+    def test_wandb_report_loads_in_the_library(self, sweep_folder: Path) -> None:
         found = content(sweep_folder)
         model = wr.internal.ReportViewspec(
             display_name=found["title"],
@@ -81,25 +81,25 @@ class TestBuild:
         assert len(made) > 20
         assert not [one for one in made if type(one).__name__.startswith("Unknown")]
 
-    def test_panels_do_not_overlap(self, sweep_folder: Path) -> None:
+    def test_wandb_report_panels_do_not_overlap(self, sweep_folder: Path) -> None:
         for grid in blocks(sweep_folder, "panel-grid"):
             found = [p["layout"] for p in grid["metadata"]["panelBankSectionConfig"]["panels"]]
             taken = [(p["x"], p["y"]) for p in found]
             assert len(set(taken)) == len(taken)
             assert all(p["x"] + p["w"] <= 24 for p in found)
 
-    def test_neither_a_run_nor_a_sweep(self, tmp_path: Path) -> None:
+    def test_wandb_report_rejects_other_folders(self, tmp_path: Path) -> None:
         with pytest.raises(ScalewiseError, match="neither a run"):
             wandb_report.build_wandb_report(tmp_path)
 
-    def test_a_long_question_is_cut_to_what_the_service_takes(self, tmp_path: Path) -> None:
+    def test_wandb_report_truncates_a_long_question(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", steps=9, question="why " * 100)
         assert len(content(folder)["title"]) == wandb_report.MAX_TITLE_LENGTH
 
 
-class TestOneOutline:
+class TestReportModel:
     @pytest.mark.parametrize("which", ["run", "failed", "sweep"])
-    def test_both_renderings_say_the_same(self, tmp_path: Path, which: str) -> None:
+    def test_page_and_wandb_report_have_the_same_text(self, tmp_path: Path, which: str) -> None:
         folder = {
             "run": lambda: make_run(tmp_path / "r", steps=40),
             "failed": lambda: make_run(tmp_path / "r", **out_of_memory()),
@@ -118,7 +118,7 @@ class TestOneOutline:
 
 
 class TestRun:
-    def test_draws_its_run(self, run_folder: Path) -> None:
+    def test_run_report_draws_its_run(self, run_folder: Path) -> None:
         assert content(run_folder)["run_ids"] == ["k3v9x2aa"]
         assert content(run_folder)["group"] == ""
         (filters,) = {
@@ -128,7 +128,7 @@ class TestRun:
         assert '"name": "name"' in filters
         assert "k3v9x2aa" in filters
 
-    def test_has_the_panels_of_a_run(self, run_folder: Path) -> None:
+    def test_run_report_has_its_panels(self, run_folder: Path) -> None:
         lines = views(run_folder, "Run History Line Plot")
         assert {line["xAxis"] for line in lines} == {"step"}
         drawn = [tuple(line["metrics"]) for line in lines]
@@ -138,20 +138,20 @@ class TestRun:
         assert "memory/activations_bytes" in stacked[0]
         assert "time/backward_s" in stacked[1]
 
-    def test_tells_why_it_failed(self, tmp_path: Path) -> None:
+    def test_run_report_shows_the_failure(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", **out_of_memory())
         assert "ran out of memory in the first backward" in text(folder)
         assert "memory=checkpoint\\_full" not in text(folder)
         assert "```\nmemory=checkpoint_full\n```" in text(folder)
 
-    def test_without_runs_at_the_service_there_are_no_panels(self, tmp_path: Path) -> None:
+    def test_run_report_without_wandb_runs_has_no_panels(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", steps=20, wandb={"mode": "disabled"})
         assert panels(folder) == []
         assert headings(folder)
 
 
 class TestSweep:
-    def test_its_runs_are_a_group(self, sweep_folder: Path) -> None:
+    def test_sweep_report_selects_its_group(self, sweep_folder: Path) -> None:
         group = f"{sweep_folder.parent.name}/{sweep_folder.name}"
         assert content(sweep_folder)["group"] == group
         grids = blocks(sweep_folder, "panel-grid")
@@ -163,7 +163,7 @@ class TestSweep:
             assert only["value"] == group
             assert "project" not in runs
 
-    def test_a_group_of_the_users_own_is_taken(self, tmp_path: Path) -> None:
+    def test_sweep_report_uses_a_user_group(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
             return {"steps": 9, "wandb": {"mode": "online", "id": f"i{number}", "group": "m'\"n"}}
 
@@ -172,7 +172,7 @@ class TestSweep:
         (runs,) = blocks(folder, "panel-grid")[0]["metadata"]["runSets"]
         assert runs["filters"]["filters"][0]["value"] == "m'\"n"
 
-    def test_runs_of_several_groups_are_named_one_by_one(self, tmp_path: Path) -> None:
+    def test_sweep_report_lists_runs_of_several_groups(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
             facts = {"mode": "online", "id": f"i{number}", "group": f"g{number}"}
             return {"steps": 9, "wandb": facts}
@@ -181,7 +181,7 @@ class TestSweep:
         (runs,) = blocks(folder, "panel-grid")[0]["metadata"]["runSets"]
         assert runs["filters"]["filters"][0]["value"] == ["i0", "i1"]
 
-    def test_compares_in_a_table(self, sweep_folder: Path) -> None:
+    def test_sweep_report_has_a_comparison_table(self, sweep_folder: Path) -> None:
         texts = [block["content"] for block in blocks(sweep_folder, "markdown-block")]
         table = next(content for content in texts if "tokens/s" in content)
         lines = table.splitlines()
@@ -189,13 +189,13 @@ class TestSweep:
         assert len({line.count(" | ") for line in lines}) == 1
         assert "| ddp · bf16 | ok | **1,436** |" in table
 
-    def test_settings_are_where_runs_log_them(self, sweep_folder: Path) -> None:
+    def test_sweep_report_uses_logged_setting_keys(self, sweep_folder: Path) -> None:
         (scatter,) = views(sweep_folder, "Scatter Plot")
         assert scatter["xAxis"] == "summary:final/time/step_s"
         assert scatter["yAxis"] == "summary:final/memory/peak_bytes"
         assert scatter["zAxis"] == "summary:final/train/loss"
 
-    def test_settings_and_what_they_tell(self, tmp_path: Path) -> None:
+    def test_sweep_report_describes_settings(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", GRID, grid_job)
         (lines,) = views(folder, "Parallel Coordinates Plot")
         assert [column["accessor"] for column in lines["columns"]] == [
@@ -210,7 +210,7 @@ class TestSweep:
         assert targets == ["final/time/step_s", "final/memory/peak_bytes", "final/train/loss"]
         assert views(folder, "Run Comparer") == [{"diffOnly": True}]
 
-    def test_the_ladder_and_the_price(self, tmp_path: Path) -> None:
+    def test_sweep_report_shows_ablation_and_price(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", ABLATION, ablation_job)
         assert "- **less** \\(memory=checkpoint\\_full\\) reduced peak memory by 43%" in text(
             folder
@@ -219,12 +219,12 @@ class TestSweep:
         assert dear["xAxis"] == "summary:final/price/dollars_per_billion_tokens"
         assert dear["yAxis"] == "summary:final/train/loss"
 
-    def test_what_was_foreseen_stands_beside(self, tmp_path: Path) -> None:
+    def test_sweep_report_compares_with_the_plan(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", ABLATION, ablation_job)
         assert "step error | peak, GiB | peak error" in text(folder)
         assert "Predicted vs. measured peak memory: the largest error is 3%." in text(folder)
 
-    def test_a_job_of_a_sweep_has_a_report_of_its_own(self, sweep_folder: Path) -> None:
+    def test_sweep_job_has_its_own_report(self, sweep_folder: Path) -> None:
         names = {content(folder)["name"] for folder in (sweep_folder, *sweep_folder.glob("[0-9]"))}
         assert len(names) == 5
 
@@ -232,7 +232,7 @@ class TestSweep:
 HOSTILE = "</script>| a [x](javascript:alert(1)) `b` ![i](http://e) <img src=x> $m$ **"
 
 
-def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+def test_wandb_report_escapes_hostile_strings(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         bad = out_of_memory(reason=HOSTILE, log_tail=["```", HOSTILE], command=HOSTILE)
         return bad if number else {"steps": 9, "machine": {"device": HOSTILE}}
@@ -246,7 +246,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert rows
 
 
-def test_hides_homes_and_secrets(run_folder: Path) -> None:
+def test_wandb_report_hides_home_and_secrets(run_folder: Path) -> None:
     source = wandb_report.build_wandb_report(run_folder).read_text("utf-8")
     assert "/home/" not in source
     assert "hf_abcdef" not in source

@@ -51,7 +51,9 @@ ZERO_3 = ("parallelism=deepspeed_zero3",)
         ),
     ],
 )
-def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
+def test_deepspeed_rejects_invalid_settings(
+    overrides: tuple[str, ...], said: str, compose: Compose
+) -> None:
     parts = [f"parallelism.{override}" for override in overrides]
     with pytest.raises(ConfigError) as refused:
         compose("parallelism=deepspeed_zero2", "hardware=cpu", *parts, check_machine=False)
@@ -66,13 +68,15 @@ def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose
         (("callbacks=[ema]",), "remove it, or set parallelism=fsdp"),
     ],
 )
-def test_what_does_not_go_together(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
+def test_deepspeed_rejects_incompatible_options(
+    overrides: tuple[str, ...], said: str, compose: Compose
+) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(*ZERO_3, *overrides, check_machine=False)
     assert said in str(refused.value)
 
 
-def test_the_extra_is_named_where_it_is_absent(
+def test_deepspeed_missing_extra_is_named(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = compose(*ZERO_3, check_machine=False)
@@ -82,7 +86,7 @@ def test_the_extra_is_named_where_it_is_absent(
     assert issues == [f"{reason}; pip install 'scalewise[deepspeed]'"]
 
 
-def test_what_deepspeed_is_told(compose: Compose) -> None:
+def test_deepspeed_config_is_derived_from_the_run(compose: Compose) -> None:
     run = compose(
         *ZERO_3,
         "parallelism.overlap_comm=false",
@@ -111,7 +115,7 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
     assert zero["offload_param"] == {"device": "cpu", "nvme_path": "/disk"}
 
 
-def test_a_killed_rank_leaves_no_swap_files_for_good(tmp_path: Path) -> None:
+def test_deepspeed_swap_files_of_killed_ranks_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal; from scalewise.strategies.nvme_swap import SwapFolder;"
         f"SwapFolder({str(tmp_path)!r}).open().joinpath('state').write_text('x');"
@@ -148,7 +152,7 @@ INTERRUPTED = """
     """
 
 
-def test_a_signal_ends_the_compilers_in_groups_of_their_own(tmp_path: Path) -> None:
+def test_signal_ends_extension_compilers(tmp_path: Path) -> None:
     """Ninja puts each of its children into one, out of reach of a signal to the builder's."""
     builder = tmp_path / "builder"
     builder.write_text(textwrap.dedent(BUILDER).lstrip().format(python=sys.executable))
@@ -191,7 +195,7 @@ def _within(folder: Path) -> list[psutil.Process]:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @needs_deepspeed
-def test_a_build_that_is_killed_half_way_hinders_no_other(
+def test_killed_extension_build_does_not_block_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compilers end with it: the next one has the machine for its own."""

@@ -33,7 +33,7 @@ def mismatches(**changes: object) -> list[str]:
     return list(type_mismatches(STATUS | changes, StatusRecord))
 
 
-def test_a_record_of_its_types_is_accepted() -> None:
+def test_record_of_declared_types_is_accepted() -> None:
     assert mismatches() == []
 
 
@@ -55,13 +55,15 @@ def test_a_record_of_its_types_is_accepted() -> None:
         ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer of 0 or more"),
     ],
 )
-def test_a_value_of_another_type_is_named(change: dict[str, object], mismatch: str) -> None:
+def test_record_value_of_another_type_is_named(change: dict[str, object], mismatch: str) -> None:
     assert mismatches(**change) == [mismatch]
 
 
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("value", ["number", "list", "text"])
-def test_readers_reject_a_field_of_another_type(name: str, value: str, tmp_path: Path) -> None:
+def test_record_readers_reject_a_field_of_another_type(
+    name: str, value: str, tmp_path: Path
+) -> None:
     declared = RECORDS[name]
     hints = get_type_hints(declared) if isinstance(declared, type) else {"any": str}
     for key in hints:
@@ -78,11 +80,11 @@ def test_readers_reject_a_field_of_another_type(name: str, value: str, tmp_path:
 @pytest.mark.parametrize(
     ("written", "declared"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
 )
-def test_every_field_that_is_written_is_declared(written: Any, declared: Any) -> None:
+def test_record_fields_are_all_declared(written: Any, declared: Any) -> None:
     assert {field.name for field in fields(written)} == set(get_type_hints(declared))
 
 
-def test_golden_files_are_accepted() -> None:
+def test_golden_records_are_accepted() -> None:
     files = [file for file in (GOLDEN_DIR / "sweep").rglob("*") if file.name in RECORDS]
     assert {"status.json", "sweep.json", "plan.json", "resolved.yaml"} <= {f.name for f in files}
     for file in files:

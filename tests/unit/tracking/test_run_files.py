@@ -19,16 +19,14 @@ def steps_of(path: Path) -> list[int]:
     return [int(row["step"]) for row in rows_of(path)]
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_json_round_trips(tmp_path: Path) -> None:
     content = {"a": [1, None, "é"], "path": tmp_path}
     write_json(tmp_path / "x.json", content)
     assert read_json(tmp_path / "x.json") == content | {"path": str(tmp_path)}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_writer_that_dies_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_writer_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "x", "old")
 
     def dies(*_: object) -> None:
@@ -41,13 +39,13 @@ def test_a_writer_that_dies_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "3", "\xff"])
-def test_what_is_no_object_reads_as_empty(tmp_path: Path, content: str | None) -> None:
+def test_json_without_object_reads_as_empty(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "x.json").write_bytes(content.encode("latin-1"))
     assert read_json(tmp_path / "x.json") == {}
 
 
-def test_metrics_have_a_column_each_and_a_row_a_step(tmp_path: Path) -> None:
+def test_metrics_csv_has_a_column_per_metric_and_a_row_per_step(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.csv")
     file.append([{"step": 1, "train/loss": 2.5}, {"step": 2, "train/loss": None}])
     file.append([{"step": 3, "val/loss": 1e-30}])
@@ -58,12 +56,12 @@ def test_metrics_have_a_column_each_and_a_row_a_step(tmp_path: Path) -> None:
     assert float(rows[2]["val/loss"]) == 1e-30
 
 
-def test_a_metric_that_is_not_in_the_table_is_refused(tmp_path: Path) -> None:
+def test_undeclared_metric_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unheard/of"):
         MetricsFile(tmp_path / "metrics.csv").append([{"step": 1, "unheard/of": 1}])
 
 
-def test_going_on_drops_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_drops_metrics_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     MetricsFile(path).append({"step": step, "train/loss": step / 3} for step in range(1, 6))
     before = rows_of(path)
@@ -72,7 +70,7 @@ def test_going_on_drops_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
     assert rows_of(path)[:3] == before[:3]
 
 
-def test_going_on_in_another_folder_brings_the_rows(tmp_path: Path) -> None:
+def test_resume_in_another_folder_copies_metrics(tmp_path: Path) -> None:
     first, second = tmp_path / "a.csv", tmp_path / "b.csv"
     MetricsFile(first).append({"step": step} for step in range(1, 4))
     MetricsFile(second, after_step=2, earlier=first).append([{"step": 3}])
@@ -83,7 +81,7 @@ def test_going_on_in_another_folder_brings_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["3", "3,0.1,", "", ",,,,", "abc,1"])
-def test_a_torn_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
+def test_truncated_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.csv"
     MetricsFile(path).append({"step": step} for step in (1, 2))
     with path.open("a") as file:
@@ -92,7 +90,7 @@ def test_a_torn_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
     assert steps_of(path) == [1, 2]
 
 
-def test_columns_of_another_version_are_left_out(tmp_path: Path) -> None:
+def test_columns_of_another_version_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("step,old/metric,train/loss\n1,5,2.5\n")
     MetricsFile(path, after_step=9)

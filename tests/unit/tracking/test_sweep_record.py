@@ -59,7 +59,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("record", "said"), DAMAGED)
-def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_damaged_sweep_record_is_named(record: dict[str, Any], said: str, tmp_path: Path) -> None:
     sweep(tmp_path, **record)
     for reader in (job_progress.read_progress, lambda folder: resumed_folder(str(folder), folder)):
         with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as refused:
@@ -67,14 +67,14 @@ def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: 
         assert said in str(refused.value)
 
 
-def test_a_sweep_that_does_not_say_who_ran_it_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_sweep_without_a_process_is_not_resumed(tmp_path: Path) -> None:
     known = {"config_hash": "x", "planned_folder": "0"}
     sweep(tmp_path, row(0, "ok", **known), process={})
     with pytest.raises(ConfigError, match="does not record its process"):
         resumed_folder(str(tmp_path), tmp_path)
 
 
-def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
+def test_jobs_of_a_lost_sweep_are_not_running(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"))
     job(tmp_path / "0", status="running", started="yesterday")
     found = job_progress.read_progress(tmp_path)
@@ -84,20 +84,20 @@ def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [{"ended": "now"}, {"host": "elsewhere"}])
-def test_nothing_is_said_of_what_is_not_known(record: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_process_state_is_not_reported(record: dict[str, Any], tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"), **record)
     job(tmp_path / "0", status="running", started="yesterday")
     assert [job.state for job in job_progress.read_progress(tmp_path)] == ["running", "queued"]
 
 
-def test_a_sweep_at_work_is_not_gone(tmp_path: Path) -> None:
+def test_running_sweep_is_not_lost(tmp_path: Path) -> None:
     parent = psutil.Process(os.getppid())
     process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
     sweep(tmp_path, row(0, "running"), row(1, "waiting"), process=process)
     assert [job.state for job in job_progress.read_progress(tmp_path)] == ["queued", "queued"]
 
 
-def test_a_run_by_itself_that_is_gone_is_lost(tmp_path: Path) -> None:
+def test_single_run_without_process_is_lost(tmp_path: Path) -> None:
     job(tmp_path / "run", status="running", started=datetime.now(UTC).isoformat())
     assert [job.state for job in job_progress.read_progress(tmp_path / "run")] == ["lost"]
 
@@ -106,12 +106,12 @@ def test_a_run_by_itself_that_is_gone_is_lost(tmp_path: Path) -> None:
     ("pid", "started"),
     [(NOBODY, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
 )
-def test_who_does_not_live(pid: object, started: object) -> None:
+def test_process_liveness_is_detected(pid: object, started: object) -> None:
     """The last has the number of a process that began later."""
     assert not sweep_record.is_same_process(pid, started)
 
 
-def test_metrics_that_are_no_text_are_rows_less(tmp_path: Path) -> None:
+def test_undecodable_metrics_rows_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_bytes(b"step,train/loss\n1,2.5\n\xff\x00,3\n")
     assert read_metrics(file) == [{"step": 1, "train/loss": 2.5}]
@@ -119,7 +119,7 @@ def test_metrics_that_are_no_text_are_rows_less(tmp_path: Path) -> None:
     assert read_metrics(file) == []
 
 
-def test_the_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
+def test_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
     parent = psutil.Process(os.getppid())
     process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
     sweep(tmp_path, row(0, "running", planned_folder="0"), process=process)
@@ -133,7 +133,7 @@ def test_the_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_cannot_be_written_costs_a_line(
+def test_unwritable_sweep_folder_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(folders: object) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     ],
     ids=["killed", "alive", "of another machine", "of this process"],
 )
-def test_space_that_a_killed_run_reserved_is_freed_by_the_next_command(
+def test_reserve_of_a_killed_run_is_freed_by_the_next_command(
     status: dict[str, object], frees: bool, reader: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -165,7 +165,7 @@ def test_space_that_a_killed_run_reserved_is_freed_by_the_next_command(
     assert (run / ".status.json.reserve").exists() is not frees
 
 
-def test_space_that_a_killed_sweep_and_its_jobs_reserved_is_freed(tmp_path: Path) -> None:
+def test_reserve_of_a_killed_sweep_is_freed(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running", config_hash="a", planned_folder="0"))
     job(tmp_path / "0", status="running")
     atomic.reserve_space(tmp_path / "sweep.json", 100)
@@ -174,14 +174,14 @@ def test_space_that_a_killed_sweep_and_its_jobs_reserved_is_freed(tmp_path: Path
     assert not [*tmp_path.rglob(".*.reserve")]
 
 
-def test_space_that_a_living_sweep_reserved_stays(tmp_path: Path) -> None:
+def test_reserve_of_a_running_sweep_is_kept(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "waiting"), pid=1, process={"pid": 1, "host": HERE, "started": 4e9})
     atomic.reserve_space(tmp_path / "sweep.json", 100)
     sweep_record.release_reserved(tmp_path)
     assert (tmp_path / ".sweep.json.reserve").exists()
 
 
-def test_space_that_a_killed_run_reserved_is_freed_by_its_resumption(tmp_path: Path) -> None:
+def test_reserve_of_a_killed_run_is_freed_by_its_resume(tmp_path: Path) -> None:
     job(tmp_path / "run", status="running")
     atomic.reserve_space(tmp_path / "run" / "status.json", 100)
     reject_running("last", tmp_path / "run")

@@ -70,7 +70,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nonsense", WandbMode.disabled, WandbMode.disabled),
     ],
 )
-def test_the_environment_wins(
+def test_wandb_mode_of_the_environment_wins(
     variable: str, asked: WandbMode, mode: WandbMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
@@ -79,7 +79,7 @@ def test_the_environment_wins(
 
 @pytest.mark.parametrize("key", [True, False])
 @pytest.mark.parametrize("reachable", [True, False])
-def test_auto_is_online_with_a_key_and_a_server(
+def test_wandb_auto_mode_is_online_with_key_and_server(
     key: bool, reachable: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wandb_session, "base_url", lambda: server if reachable else DEAD)
@@ -89,7 +89,7 @@ def test_auto_is_online_with_a_key_and_a_server(
     assert choose_mode(WandbConfig()) is expected
 
 
-def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
+def test_unresponsive_dns_delays_less_than_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -118,7 +118,7 @@ def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
         (None, False),
     ],
 )
-def test_a_key_in_netrc(
+def test_wandb_key_is_read_from_netrc(
     content: str | None, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "netrc"
@@ -131,7 +131,7 @@ def test_a_key_in_netrc(
     assert has_key("https://wandb.example")
 
 
-def test_a_server_that_is_not_there(server: str) -> None:
+def test_unreachable_server_means_offline(server: str) -> None:
     assert is_answering(server)
     assert not is_answering(DEAD, timeout=0.2)
     assert not is_answering("https://", timeout=0.2)
@@ -158,9 +158,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_server_that_never_ends_an_answer_costs_five_seconds(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_response_delays_five_seconds(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for url in _serve(BROKEN[how]):
         monkeypatch.setenv("WANDB_BASE_URL", url)
         monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
@@ -171,7 +169,7 @@ def test_a_server_that_never_ends_an_answer_costs_five_seconds(
         assert time.monotonic() - began < 8.0
 
 
-def test_a_request_has_a_limit_and_ends_early_when_nothing_answers() -> None:
+def test_request_has_a_limit_and_ends_early() -> None:
     release = threading.Event()
     for url in _serve(_hang):
         began = time.monotonic()
@@ -184,7 +182,7 @@ def test_a_request_has_a_limit_and_ends_early_when_nothing_answers() -> None:
     release.set()
 
 
-def test_a_slow_request_goes_on_while_the_server_answers(server: str) -> None:
+def test_slow_request_continues_while_the_server_answers(server: str) -> None:
     with patch.object(connection, "REQUEST_TIMEOUT", 0.05):
         assert call_with_timeout(server, lambda: time.sleep(0.3) or "done", 60.0) == "done"
         with pytest.raises(ScalewiseError, match="does not respond"):
@@ -193,7 +191,7 @@ def test_a_slow_request_goes_on_while_the_server_answers(server: str) -> None:
             call_with_timeout(server, lambda: {}["absent"], 1.0)
 
 
-def test_no_tracker_takes_everything() -> None:
+def test_disabled_tracker_accepts_every_call() -> None:
     nothing = NullSession()
     nothing.log([{"step": 1}])
     nothing.log_summary({})
@@ -223,7 +221,7 @@ class Refusing(NullSession):
         raise RuntimeError("no such project")
 
 
-def test_a_network_that_dies_costs_one_line(
+def test_lost_network_prints_one_line(
     compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -244,7 +242,7 @@ def test_a_network_that_dies_costs_one_line(
     ("mode", "tried"),
     [("online", ["online", "offline"]), ("offline", ["offline"]), ("disabled", [])],
 )
-def test_a_tracker_that_cannot_begin_never_stops_a_run(
+def test_failed_tracker_start_does_not_stop_a_run(
     mode: str,
     tried: list[str],
     compose: Callable[..., RunConfig],
@@ -258,7 +256,7 @@ def test_a_tracker_that_cannot_begin_never_stops_a_run(
     assert Refusing.modes == tried
 
 
-def test_settings_that_w_and_b_does_not_take_cost_one_line(
+def test_rejected_wandb_settings_print_one_line(
     compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -272,7 +270,7 @@ def test_settings_that_w_and_b_does_not_take_cost_one_line(
     assert "W&B mode is offline" in capsys.readouterr().out
 
 
-def test_an_address_is_shown_without_the_password_in_it() -> None:
+def test_server_url_is_shown_without_password() -> None:
     assert (
         without_credentials("https://me:word@wandb.example:8080/x")
         == "https://wandb.example:8080/x"

@@ -44,7 +44,7 @@ def configured(*space: Axis, **options: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_every_axis_has_its_parameter(axis: Axis, parameter: dict[str, Any]) -> None:
+def test_wandb_parameters_cover_every_axis(axis: Axis, parameter: dict[str, Any]) -> None:
     assert configured(axis)["parameters"] == {axis.key: parameter}
 
 
@@ -57,20 +57,20 @@ def test_every_axis_has_its_parameter(axis: Axis, parameter: dict[str, Any]) -> 
         ({"sampler": "grid", "trials": 1}, "grid", 1),
     ],
 )
-def test_every_sampler_has_its_method(
+def test_wandb_methods_cover_every_sampler(
     options: dict[str, Any], method: str, cap: int | None
 ) -> None:
     config = configured(PRECISION, **options)
     assert (config["method"], config.get("run_cap")) == (method, cap)
 
 
-def test_the_metric_is_what_stays_of_a_run() -> None:
+def test_wandb_sweep_metric_is_a_summary_key() -> None:
     objective = {"throughput/tokens_per_s": "maximize"}
     config = configured(PRECISION, objectives=objective)
     assert config["metric"] == {"name": "final/throughput/tokens_per_s", "goal": "maximize"}
 
 
-def test_the_command_is_a_line_of_train() -> None:
+def test_wandb_sweep_command_is_a_train_command() -> None:
     """As the client itself puts it together."""
     config = configured(PRECISION, IntervalAxis("optimizer.lr", 1e-5, 1e-2))
     args = {"precision": {"value": "bf16_mixed"}, "optimizer.lr": {"value": 3e-05}}
@@ -84,7 +84,7 @@ def test_the_command_is_a_line_of_train() -> None:
     )
 
 
-def test_what_wandb_cannot_search_is_refused() -> None:
+def test_wandb_sweep_rejects_unsupported_searches() -> None:
     several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
     with pytest.raises(ConfigError, match="one metric"):
         configured(PRECISION, objectives=several)
@@ -93,7 +93,7 @@ def test_what_wandb_cannot_search_is_refused() -> None:
         configured(IntervalAxis("a", 1.0, 2.0), sampler="grid")
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_wandb_sweep_notes_omitted_settings() -> None:
     several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
     search = SearchConfig(objectives=several, constraints={"memory/peak_bytes": 1.0}, pruner="asha")
     said = " ".join(wandb_sweeps.unsupported_settings(search))
@@ -101,8 +101,8 @@ def test_what_is_left_out_is_said() -> None:
     assert wandb_sweeps.unsupported_settings(SearchConfig()) == []
 
 
-class TestALine:
-    def test_is_taken_apart(self) -> None:
+class TestAgentOverrides:
+    def test_agent_overrides_are_parsed(self) -> None:
         found = preview_search(["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"])
         assert [axis.key for axis in found.space] == ["precision", "parallelism", "seed"]
         assert found.fixed_overrides == ["experiment=smoke"]
@@ -111,12 +111,12 @@ class TestALine:
             sampler="grid"
         )
 
-    def test_the_command_line_wins_over_the_sweep(self) -> None:
+    def test_command_line_wins_over_the_wandb_sweep(self) -> None:
         found = preview_search(["sweep=precision_by_layout", "precision=fp32"])
         assert [axis.key for axis in found.space] == ["parallelism"]
         assert found.fixed_overrides == ["precision=fp32"]
 
-    def test_options_of_hydra_are_no_overrides_of_a_job(self) -> None:
+    def test_hydra_options_are_not_agent_overrides(self) -> None:
         found = preview_search(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
         assert found.fixed_overrides == []
         assert wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name) == SearchConfig(
@@ -130,12 +130,12 @@ class TestALine:
             ("hydra/sweeper=screen", "hydra/sweeper=screen: W&B .* support .*repeats.*; use"),
         ],
     )
-    def test_of_another_way_is_refused_by_the_sweeper_s_name(self, line: str, words: str) -> None:
+    def test_other_sweepers_are_rejected_by_name(self, line: str, words: str) -> None:
         found = preview_search(["optimizer.lr=1e-3,1e-2", line])
         with pytest.raises(ConfigError, match=words):
             wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name)
 
-    def test_an_own_folder_goes_along(self, tmp_path: Path) -> None:
+    def test_agent_command_includes_the_user_config_folder(self, tmp_path: Path) -> None:
         (tmp_path / "sweeps").mkdir()
         text = "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
         (tmp_path / "sweeps" / "mine.yaml").write_text(text, "utf-8")
@@ -143,12 +143,12 @@ class TestALine:
         assert found.space == [ChoiceAxis("seed", ("1", "2"))]
         assert found.fixed_overrides == ["-cd", str(tmp_path)]
 
-    def test_what_cannot_run_is_refused_as_by_train(self) -> None:
+    def test_agent_run_is_rejected_as_by_train(self) -> None:
         with pytest.raises(ConfigError, match="did you mean"):
             preview_search(["-m", "optimizer.lrr=1", "seed=1,2"])
 
 
-def test_a_part_is_beside_the_choice_that_an_agent_made(
+def test_agent_override_of_a_chosen_option(
     compose: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = compose("precision=bf16_mixed").as_dict()

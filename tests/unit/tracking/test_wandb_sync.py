@@ -46,7 +46,7 @@ def folder_of(tmp_path: Path, steps: int, **status: Any) -> SyncedRun:
         (10, []),
     ],
 )
-def test_what_is_missing_is_what_comes_after_the_last_step_there(
+def test_sync_sends_steps_after_the_last_on_the_server(
     known: int | None, windows: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     told = folder_of(tmp_path, 10)
@@ -54,13 +54,13 @@ def test_what_is_missing_is_what_comes_after_the_last_step_there(
     assert [(row["step"], row["train/loss"]) for row in _missing_rows(told, found)] == windows
 
 
-def test_the_steps_before_a_resume_are_another_runs(tmp_path: Path) -> None:
+def test_sync_omits_steps_before_a_resume(tmp_path: Path) -> None:
     facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
     told = folder_of(tmp_path, 10, wandb=facts)
     assert [row["step"] for row in _missing_rows(told, Found())] == [10]
 
 
-def test_a_validation_ends_a_window(tmp_path: Path) -> None:
+def test_sync_validation_ends_a_window(tmp_path: Path) -> None:
     told = folder_of(tmp_path, 2)
     file = MetricsFile(tmp_path / "metrics.csv", after_step=2)
     file.append([{"step": 3, "train/loss": 1.0, "val/loss": 5.0}, {"step": 4, "train/loss": 2.0}])
@@ -70,7 +70,7 @@ def test_a_validation_ends_a_window(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
+def test_sync_marks_a_run_without_process_as_failed(tmp_path: Path) -> None:
     told = folder_of(tmp_path, 1, status="running", exit_code=None)
     status, reason, code = told.outcome
     assert (status, code) == ("failed", 1)
@@ -82,14 +82,14 @@ def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_was_killed_left_its_facts(tmp_path: Path) -> None:
+def test_sync_reads_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / WANDB_FACTS).write_text('{"id": "abc", "project": "p"}')
     told = folder_of(tmp_path, 1, wandb={"mode": "disabled", "url": None})
     assert told.wandb["id"] == "abc"
 
 
-def test_attempts_are_in_the_order_of_their_time(tmp_path: Path) -> None:
+def test_sync_orders_attempts_by_time(tmp_path: Path) -> None:
     names = ("run-20260102_000000-b", "offline-run-20260101_000000-a", "run-20260103_000000-c")
     for name in names:
         own = tmp_path / "wandb" / name
@@ -98,7 +98,7 @@ def test_attempts_are_in_the_order_of_their_time(tmp_path: Path) -> None:
     assert [log.stem for log in SyncedRun(tmp_path, {}).logs] == ["run-a", "run-b", "run-c"]
 
 
-def test_a_table_of_every_part_of_a_plan(compose: Callable[..., RunConfig]) -> None:
+def test_sync_builds_a_table_of_the_plan(compose: Callable[..., RunConfig]) -> None:
     run = compose("experiment=smoke", "parallelism=ddp", "hardware=cpu")
     plan: dict[str, Any] = plan_record(run)
     found = tables.predicted_tables(plan)
@@ -113,7 +113,7 @@ def test_a_table_of_every_part_of_a_plan(compose: Callable[..., RunConfig]) -> N
     assert sum(row[-1] for row in found["plan/collectives"].rows) == sum(declared)
 
 
-def test_what_was_not_measured_has_no_row() -> None:
+def test_sync_tables_omit_unmeasured_values() -> None:
     plan = {"plan/peak_bytes": 80, "plan/step_s": None}
     found = tables.measured_table(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
     assert found["plan/against_measured"].rows == [("memory/peak_bytes", "B", 80.0, 100.0, 0.8)]
@@ -131,12 +131,12 @@ def test_what_was_not_measured_has_no_row() -> None:
         (KeyError(), "KeyError"),
     ],
 )
-def test_what_the_client_says_becomes_one_line(error: object, told: str) -> None:
+def test_sync_client_errors_become_one_line(error: object, told: str) -> None:
     assert told in server_error_text(error)
     assert "\n" not in server_error_text(error)
 
 
-def test_variables_about_a_run_are_not_for_those_that_were_made(
+def test_sync_ignores_run_variables_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = {"WANDB_MODE": "offline", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_ENTITY": "e"}
@@ -150,12 +150,12 @@ def test_variables_about_a_run_are_not_for_those_that_were_made(
     assert {name: wandb_api.os.environ[name] for name in kept} == kept
 
 
-class TestRefusals:
-    def test_no_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
+class TestRejections:
+    def test_publish_without_a_folder_is_rejected(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["publish"]) == 2
         assert "scalewise publish runs/NAME/TIMESTAMP" in capsys.readouterr().err
 
-    def test_every_folder_that_is_none(
+    def test_publish_rejects_all_invalid_folders(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder_of(tmp_path, 1)
@@ -164,13 +164,15 @@ class TestRefusals:
         assert "config rejected, 2 issues" in told
         assert "nowhere is not a folder of a run or a sweep" in told
 
-    def test_no_key(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_publish_without_a_key_is_rejected(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 2
         assert "no API key is set" in (told := capsys.readouterr().err)
         assert "run `wandb login`, or set WANDB_API_KEY" in told
 
-    def test_no_server(
+    def test_publish_without_a_server_is_rejected(
         self,
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
@@ -185,7 +187,7 @@ class TestRefusals:
 
 
 class TestGroup:
-    def test_a_run_alone_has_its_folder_for_a_group(
+    def test_group_of_a_single_run_is_its_folder(
         self, compose: Callable[..., RunConfig], tmp_path: Path
     ) -> None:
         run = compose("experiment=smoke")
@@ -195,7 +197,7 @@ class TestGroup:
         named = compose("experiment=smoke", "tracking.group=mine")
         assert with_wandb_group(JobSpec(named, sweep="s/t"), folder, None).tracking.group == "mine"
 
-    def test_an_attempt_joins_the_one_that_it_goes_on_from(
+    def test_group_of_a_resumed_run_is_the_first_attempt(
         self, compose: Callable[..., RunConfig], tmp_path: Path
     ) -> None:
         earlier = tmp_path / "name" / "first"
@@ -207,7 +209,7 @@ class TestGroup:
         assert with_wandb_group(order, folder, resume).tracking.group == "name/zeroth"
 
 
-def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
+def test_sync_does_not_recreate_a_deleted_run(tmp_path: Path) -> None:
     """Deleted at W&B: it is not made again behind the user's back."""
     told = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
     own = tmp_path / "wandb" / "run-20260101_000000-x"

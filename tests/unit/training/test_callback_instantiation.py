@@ -19,14 +19,14 @@ from scalewise.training.callbacks.profiler import Profiler
 NAMES = "lightning.pytorch.callbacks"
 
 
-def test_every_option_makes_its_callback(compose: Callable[..., RunConfig]) -> None:
+def test_callback_options_build_their_callbacks(compose: Callable[..., RunConfig]) -> None:
     run = compose("callbacks=[guard,early_stopping,ema,profiler]", "+inject=raise")
     kinds = [LossGuard, EarlyStopping, EMAWeightAveraging, Profiler, InjectException]
     assert [type(callback) for callback in instantiate_callbacks(run)] == kinds
     assert instantiate_callbacks(compose("callbacks=none")) == []
 
 
-def test_arguments_arrive(compose: Callable[..., RunConfig]) -> None:
+def test_callback_arguments_are_passed(compose: Callable[..., RunConfig]) -> None:
     run = compose(
         "callbacks=none",
         f"+callbacks.timer._target_={NAMES}.Timer",
@@ -77,7 +77,7 @@ def test_arguments_arrive(compose: Callable[..., RunConfig]) -> None:
         (["x._target_=torch.utils.bottleneck.__main__.X"], "x._target_", "which is a program"),
     ],
 )
-def test_what_cannot_be_made_is_refused(
+def test_callback_that_cannot_be_built_is_rejected(
     compose: Callable[..., RunConfig], lines: list[str], key: str, reason: str
 ) -> None:
     trusted = "trusted_packages=[antigravity_of_nobody]"
@@ -98,7 +98,7 @@ def test_what_cannot_be_made_is_refused(
     ],
     ids=lambda lines: lines[0],
 )
-def test_what_cannot_be_made_is_refused_before_there_is_a_folder(
+def test_callback_is_rejected_before_a_folder_exists(
     compose: Callable[..., RunConfig], lines: list[str], tmp_path: Path
 ) -> None:
     run = compose("callbacks=none", *(f"+callbacks.x.{line}" for line in lines))
@@ -107,7 +107,7 @@ def test_what_cannot_be_made_is_refused_before_there_is_a_folder(
     assert not any(tmp_path.iterdir())
 
 
-def test_all_refusals_come_at_once(compose: Callable[..., RunConfig]) -> None:
+def test_callback_issues_are_reported_at_once(compose: Callable[..., RunConfig]) -> None:
     lines = [f"+callbacks.{name}._target_=torch.nowhere.X" for name in ("x", "y")]
     run = compose(*lines)
     with pytest.raises(ConfigError) as caught:
@@ -115,7 +115,7 @@ def test_all_refusals_come_at_once(compose: Callable[..., RunConfig]) -> None:
     assert len(caught.value.issues) == 2
 
 
-def test_a_class_of_an_untrusted_package_is_refused_under_a_trusted_name(
+def test_callback_of_an_untrusted_package_is_rejected(
     compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = type("Foreign", (Timer,), {"__module__": "elsewhere.callbacks"})
@@ -126,7 +126,7 @@ def test_a_class_of_an_untrusted_package_is_refused_under_a_trusted_name(
     assert instantiate_callbacks(compose(target, "trusted_packages=[elsewhere]"))
 
 
-def test_only_packages_that_the_user_trusts_are_looked_for_in_the_current_folder(
+def test_callback_imports_only_trusted_packages(
     compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from scalewise.units import GIB
 
 
 @pytest.mark.parametrize(("limit", "shares"), [(80.0, [0.5]), (200.0, [1.0]), (None, [])])
-def test_a_device_gives_no_more_than_its_limit(
+def test_memory_limit_is_passed_to_torch_as_a_fraction(
     limit: float | None,
     shares: list[float],
     compose: Callable[..., RunConfig],

@@ -22,14 +22,14 @@ def end(guard: LossGuard) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("before", [0, 4])
-def test_a_loss_that_is_no_number_ends_the_run(bad: float, before: int) -> None:
+def test_loss_guard_ends_a_run_with_nan_loss(bad: float, before: int) -> None:
     guard = LossGuard(every=1)
     feed(guard, [2.0] * before)
     with pytest.raises(TrainingDiverged, match=rf"the loss is {bad} at step {before + 1}; lower"):
         feed(guard, [bad], before + 1)
 
 
-def test_it_looks_late_but_no_later_than_it_says() -> None:
+def test_loss_guard_checks_within_its_interval() -> None:
     guard = LossGuard(every=5)
     feed(guard, [1.0, float("nan"), 1.0, 1.0])
     with pytest.raises(TrainingDiverged, match="step 2"):
@@ -37,7 +37,7 @@ def test_it_looks_late_but_no_later_than_it_says() -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_save_checkpoint"])
-def test_it_looks_before_anything_is_kept(hook: str) -> None:
+def test_loss_guard_checks_before_a_checkpoint(hook: str) -> None:
     guard = LossGuard(every=100)
     feed(guard, [float("nan")])
     arguments = [SimpleNamespace()] * 2 + ([{}] if hook == "on_save_checkpoint" else [])
@@ -45,7 +45,7 @@ def test_it_looks_before_anything_is_kept(hook: str) -> None:
         getattr(guard, hook)(*arguments)
 
 
-def test_leaps_in_a_row_end_the_run() -> None:
+def test_loss_guard_ends_a_run_after_repeated_spikes() -> None:
     guard = LossGuard(factor=3, patience=3, every=1)
     feed(guard, [2.0, 2.0, 7.0, 7.0])
     with pytest.raises(
@@ -65,7 +65,7 @@ def test_leaps_in_a_row_end_the_run() -> None:
         [],
     ],
 )
-def test_a_hump_is_no_leap(losses: list[float]) -> None:
+def test_loss_guard_ignores_a_slow_rise(losses: list[float]) -> None:
     guard = LossGuard(factor=3, patience=3, every=4)
     feed(guard, losses)
     end(guard)
@@ -75,6 +75,6 @@ def test_a_hump_is_no_leap(losses: list[float]) -> None:
     "arguments",
     [{"factor": 1}, {"factor": float("nan")}, {"patience": 0}, {"every": 0}, {"floor": -1}],
 )
-def test_settings_that_cannot_guard(arguments: dict[str, float]) -> None:
+def test_loss_guard_rejects_invalid_settings(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         LossGuard(**arguments)

@@ -55,17 +55,17 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]
     return add
 
 
-def test_the_steps_are_those_of_one_rank(two_ranks: Callable[[torch.Tensor], None]) -> None:
+def test_recorder_uses_the_steps_of_one_rank(two_ranks: Callable[[torch.Tensor], None]) -> None:
     ours, theirs = torch.tensor([[1.0, 5.0], [4.0, 1.0]]), torch.tensor([[4.0, 3.0], [1.0, 4.0]])
     two_ranks(theirs)
     assert slowest_rank_times(ours).tolist() == theirs.tolist()
 
 
-def test_alone_the_steps_are_its_own() -> None:
+def test_recorder_on_one_device_uses_its_own_steps() -> None:
     assert slowest_rank_times(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
 
 
-def test_the_memory_is_of_the_rank_with_the_largest_peak(
+def test_recorder_memory_is_that_of_the_largest_peak(
     two_ranks: Callable[[torch.Tensor], None],
 ) -> None:
     two_ranks(torch.tensor([1, 9]))
@@ -73,7 +73,7 @@ def test_the_memory_is_of_the_rank_with_the_largest_peak(
     assert peak_rank_memory(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
 
 
-def test_a_phase_that_was_not_marked_has_no_time() -> None:
+def test_recorder_omits_unmarked_phases() -> None:
     clock = StepTimer(CPU)
     for phase in ("data", "forward_backward", "optimizer"):
         clock.mark(phase)
@@ -85,13 +85,13 @@ def test_a_phase_that_was_not_marked_has_no_time() -> None:
     ("times", "told"),
     [(PIPELINE, "100 ms (d 10% f+b 80% o 10%)"), (OTHERS, "100 ms (d 10% f 30% b 50% o 10%)")],
 )
-def test_a_line_shows_the_phases_that_there_are(
+def test_recorder_line_shows_measured_phases(
     times: dict[str, float], told: str, compose: Composed
 ) -> None:
     assert format_window([row(1, times), row(2, times)], compose(), 2).endswith(told)
 
 
-def test_a_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
+def test_recorder_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
     run = compose()
     rates = MetricsRecorder(run, 0, [], unpadded_fraction=0.25)._throughput_metrics(
         1, dict.fromkeys(PIPELINE, 0.1)
@@ -107,7 +107,7 @@ def test_a_line_shows_tokens_with_and_without_padding(compose: Composed) -> None
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_terminal_holds_the_peak_against_what_was_foreseen(
+def test_recorder_line_compares_the_peak_with_the_plan(
     measured: bool, compose: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = compose()
@@ -132,13 +132,13 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
         ({"memory/peak_bytes": None, "plan/peak_bytes": 2**19}, ""),
     ],
 )  # fmt: skip
-def test_what_was_measured_is_told_where_it_was_foreseen(
+def test_recorder_compares_measured_with_planned_values(
     metrics: dict[str, float | None], line: str
 ) -> None:
     assert tables.comparison_text(metrics) == line
 
 
-def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:
+def test_recorder_summary_has_medians(compose: Composed) -> None:
     """A run may go on under a pipeline that began without."""
     rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
     metrics = build_summary(compose(), rows, {})["metrics"]
@@ -158,7 +158,7 @@ def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> No
         ("block", DeviceKind.cuda, 2, [Profiler()], True),
     ],
 )
-def test_memory_of_compiled_steps_is_counted_where_the_profiler_is_free(
+def test_recorder_counts_memory_of_compiled_steps(
     compiled: str,
     device: DeviceKind,
     ranks: int,
@@ -172,14 +172,14 @@ def test_memory_of_compiled_steps_is_counted_where_the_profiler_is_free(
     assert MetricsRecorder(run, 0, [])._can_measure(trainer) == counted
 
 
-def test_what_fails_before_the_first_step_is_left_to_be_told(compose: Composed) -> None:
+def test_recorder_keeps_an_error_before_the_first_step(compose: Composed) -> None:
     """Lightning calls callbacks while an error is on its way: one of theirs would hide it."""
     recorder = MetricsRecorder(compose(), 0, [])
     trainer = SimpleNamespace(world_size=1)
     recorder.on_exception(trainer, SimpleNamespace(), ValueError())
 
 
-def test_another_layout_has_costs_of_its_own() -> None:
+def test_recorder_separates_costs_by_strategy() -> None:
     known = {**row(3, OTHERS), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
     left = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
     assert drop_cost_metrics(known) == left

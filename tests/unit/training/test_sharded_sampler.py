@@ -70,7 +70,7 @@ def distributed(
     drop_last=st.booleans(),
     held_out=st.booleans(),
 )
-def test_held_out_samples_are_read_once_and_others_as_the_note_says(
+def test_validation_samples_are_read_once(
     samples: int,
     ranks: int,
     size: int,
@@ -105,7 +105,7 @@ def test_held_out_samples_are_read_once_and_others_as_the_note_says(
     assert ("validation loss" in said) == bool(held_out and repeated)
 
 
-def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
+def test_validation_mean_equals_one_device() -> None:
     """Of batches by their sizes, as Lightning takes it."""
     loader: Any = DataLoader(list(range(17)), batch_size=4)  # type: ignore[arg-type]  # has both
     shares, notes = distributed(loader, 2, RunningStage.VALIDATING)
@@ -115,7 +115,7 @@ def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
     assert notes == []
 
 
-def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
+def test_sized_stream_notes_repeated_samples() -> None:
     made = trainer()
     notes = shard_dataloaders(made, 0, 4, split_iterable=True)
     for stream in (Counted(13), Counted(12), Numbers(13)):
@@ -144,7 +144,7 @@ def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
     assert order[count:] == [number % count for number in range(-count % ranks)]
 
 
-def test_a_stream_is_as_long_as_what_it_shares() -> None:
+def test_stream_length_is_divided_by_ranks() -> None:
     assert len(ShardedIterable(Counted(13), 0, 4)) == 4
     assert ShardedIterable(Counted(13), 0, 4).count == 13
     with pytest.raises(TypeError):
@@ -153,7 +153,7 @@ def test_a_stream_is_as_long_as_what_it_shares() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_ranks_read_together_what_one_reads(workers: int) -> None:
+def test_ranks_together_read_what_one_reads(workers: int) -> None:
     """Workers shuffle by generators that Lightning seeds by rank where nobody else has."""
     rows = TensorDataset(torch.arange(24))
 
@@ -170,7 +170,7 @@ def test_ranks_read_together_what_one_reads(workers: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_workers_in_order_share_every_row_out() -> None:
+def test_workers_divide_every_item() -> None:
     rows = TensorDataset(torch.arange(24))
     found = []
     for rank in range(2):
@@ -180,7 +180,7 @@ def test_workers_in_order_share_every_row_out() -> None:
     assert sorted(found) == list(range(24))
 
 
-def test_batches_of_another_loader_are_shared_out() -> None:
+def test_batch_sampler_of_another_loader_is_divided() -> None:
     batches = [torch.tensor([number]) for number in range(4)]
     assert [list(prepared(iter(batches), rank, 2)) for rank in range(2)] == [
         batches[::2],
@@ -188,11 +188,11 @@ def test_batches_of_another_loader_are_shared_out() -> None:
     ]
 
 
-def test_a_loader_is_shared_out_once() -> None:
+def test_dataloader_is_divided_once() -> None:
     assert list(prepared(DataLoader(Numbers(4), batch_size=None), 1, 2)) == [1, 3]
 
 
-def test_what_splits_by_itself_is_left_alone() -> None:
+def test_dataset_that_splits_itself_is_unchanged() -> None:
     """As ``datasets.distributed.split_dataset_by_node`` marks it, or as the user says."""
     by_node = Numbers(4)
     by_node._distributed = object()  # type: ignore[attr-defined]

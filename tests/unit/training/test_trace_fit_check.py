@@ -41,7 +41,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     return runs
 
 
-def test_the_phases_of_a_trace_are_its_moments() -> None:
+def test_trace_phases_are_its_peak_points() -> None:
     breakdown = held(100, 50).build_breakdown()
     assert {phase: size for phase, size in breakdown.phases.items() if size} == {
         StepPhase.forward: 150,
@@ -54,19 +54,21 @@ def test_the_phases_of_a_trace_are_its_moments() -> None:
     assert at_step["what else is alive"] == 2
 
 
-def test_every_moment_of_a_step_has_a_phase() -> None:
+def test_trace_peak_points_all_have_a_phase() -> None:
     blocks = {"block 0", "block 1", "blocks", "block -2", "block -1"}
     assert set(step_trace.PHASES) == {"forward", "head", "optimizer", *blocks}
 
 
-def test_the_cheapest_change_that_fits(compose: Callable[..., RunConfig], traced: Traced) -> None:
+def test_trace_fix_is_the_cheapest_that_fits(
+    compose: Callable[..., RunConfig], traced: Traced
+) -> None:
     found = suggest_fix(compose(*LINE), TraceFitCheck())
     assert found is not None
     assert found.override_text.startswith("trainer.micro_batch=2")
     assert [run.micro_batch for run in traced] == [4, 2]
 
 
-def test_what_lasts_too_long_is_traced_once(
+def test_slow_trace_runs_once(
     compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, judge = compose(*LINE), TraceFitCheck()
@@ -77,7 +79,7 @@ def test_what_lasts_too_long_is_traced_once(
     assert judge(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
 
 
-def test_some_changes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
+def test_some_fixes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
     assert TraceFitCheck()(compose(*LINE, "memory=offload_activations")) is None
     judge = TraceFitCheck()
     found = [judge(compose(*LINE)) for _ in range(MAX_TRACES + 2)]

@@ -30,7 +30,7 @@ YOURS = (
 )
 
 
-def test_it_is_a_run_like_any_other(compose: Compose) -> None:
+def test_user_module_composes_like_other_runs(compose: Compose) -> None:
     run = compose(*YOURS, "+objective.arguments.width=4", "parallelism=ddp")
     assert run.name == "MyModule-ddp-fp32"
     assert {run.choices[group] for group in ("model", "data", "optimizer", "schedule")} == {
@@ -108,7 +108,7 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
     ],
     ids=overrides_id,
 )
-def test_what_would_pass_it_by_is_refused(
+def test_user_module_rejects_options_without_effect(
     compose: Compose, line: str, key: str, reason: str, fix: str
 ) -> None:
     given = [line] if "{" in line else line.split()
@@ -120,7 +120,7 @@ def test_what_would_pass_it_by_is_refused(
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer", "schedule"])
-def test_its_options_go_with_it_alone(compose: Compose, group: str) -> None:
+def test_user_module_options_require_the_objective(compose: Compose, group: str) -> None:
     assert_rejected([f"{group}=module"], group, "requires objective=module", "objective=module")
 
 
@@ -155,7 +155,7 @@ def test_its_options_go_with_it_alone(compose: Compose, group: str) -> None:
     ],
     ids=overrides_id,
 )
-def test_what_cannot_be_made_is_refused(
+def test_user_module_that_cannot_be_built_is_rejected(
     compose: Compose, lines: list[str], key: str, reason: str
 ) -> None:
     replaced = {entry.partition("=")[0] for entry in lines}
@@ -168,12 +168,12 @@ def test_what_cannot_be_made_is_refused(
     assert reason in issue.reason
 
 
-def test_the_ledger_says_that_only_a_trace_knows(compose: Compose) -> None:
+def test_user_module_plan_requires_a_trace(compose: Compose) -> None:
     with pytest.raises(ConfigError, match=r"does not cover user-defined modules; set plan.method"):
         build_plan(compose(*YOURS))
 
 
-def test_the_outermost_children_that_repeat_are_blocks() -> None:
+def test_outermost_repeated_children_are_blocks() -> None:
     def pair() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 
@@ -183,7 +183,7 @@ def test_the_outermost_children_that_repeat_are_blocks() -> None:
     assert repeated_blocks(nn.Bilinear(2, 2, 2)) == []
 
 
-def test_only_trusted_modules_of_the_current_folder_are_found(
+def test_user_module_imports_only_trusted_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("json", "yaml", "theirs", "not_theirs"):
@@ -206,7 +206,7 @@ def test_only_trusted_modules_of_the_current_folder_are_found(
         assert not found.origin.startswith(str(tmp_path)), "an installed module comes first"
 
 
-def test_a_constructor_that_fails_names_its_line(compose: Compose) -> None:
+def test_failed_constructor_names_its_line(compose: Compose) -> None:
     run = compose(
         *YOURS[:1], "objective.target=fixtures.user_module.FailingConstructor", *YOURS[2:]
     )

@@ -450,7 +450,7 @@ RULES: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, RULES, ids=overrides_id)
-def test_a_rule_names_key_reason_and_cure(
+def test_config_rule_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)

@@ -30,7 +30,7 @@ MACHINE: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, MACHINE, ids=overrides_id)
-def test_one_complaint_names_key_reason_and_cure(
+def test_machine_issue_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)
@@ -49,7 +49,7 @@ def test_one_complaint_names_key_reason_and_cure(
         ("WANDB_BASE_URL", "http://localhost:8080", [], ""),
     ],
 )
-def test_variables_on_which_the_tracker_would_stumble(
+def test_invalid_wandb_variables_are_rejected(
     variable: str, value: str, lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -62,7 +62,7 @@ def test_variables_on_which_the_tracker_would_stumble(
     assert "unset it" in issue.fix
 
 
-def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
+def test_plan_accepts_a_device_of_another_machine() -> None:
     for overrides, *_ in MACHINE:
         assert isinstance(compose(overrides, check_machine=False), RunConfig)
 
@@ -75,7 +75,7 @@ def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
         (("Tesla V100-SXM2-32GB",), ["hardware=v100", "precision=bf16_mixed"], "no bf16"),
     ],
 )
-def test_another_device_than_was_asked_for(
+def test_another_device_than_configured_is_rejected(
     gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("hardware", "run_config", "validation.compatibility"):

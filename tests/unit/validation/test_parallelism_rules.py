@@ -236,13 +236,13 @@ LAYOUTS: list[RejectionCase] = [
 
 
 @pytest.mark.parametrize(REJECTION_FIELDS, LAYOUTS, ids=overrides_id)
-def test_one_complaint_names_key_reason_and_cure(
+def test_parallelism_issue_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
     assert_rejected(overrides, key, reason, fix)
 
 
-def test_no_step_is_taken_on_scaled_gradients() -> None:
+def test_fp16_rejects_options_that_read_scaled_gradients() -> None:
     line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose([*line, "precision=fp16_mixed"], check_machine=False)
@@ -251,7 +251,7 @@ def test_no_step_is_taken_on_scaled_gradients() -> None:
     assert "known to be finite" in issue.reason
 
 
-def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
+def test_fp16_is_rejected_with_a_mesh() -> None:
     line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose(line, check_machine=False)
@@ -269,7 +269,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
         (["hardware=h100", "precision.compute=fp16"], "precision.compute", "no loss scale"),
     ],
 )
-def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:
+def test_fp8_requires_device_support(line: list[str], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["precision=fp8", *line], check_machine=False)
     (issue,) = caught.value.issues
@@ -299,5 +299,5 @@ UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
     ],
     ids=" ".join,
 )
-def test_what_looks_alike_and_runs(overrides: list[str]) -> None:
+def test_similar_valid_combinations_are_accepted(overrides: list[str]) -> None:
     assert isinstance(compose(overrides), RunConfig)
