@@ -7,7 +7,7 @@ width, F feedforward, V vocabulary, H query heads, K key (and value) heads, D fe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import pi, sqrt
+from math import sqrt
 from typing import cast
 
 import torch
@@ -17,6 +17,13 @@ from torch.nn import functional as F
 from scalewise.models import init
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.decoder.attention import (
+    PrefixAttention,
+    SelfAttention,
+    attention_dtype,
+    build_block_mask,
+    build_rope_table,
+)
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
 
@@ -112,7 +119,7 @@ class DecoderModule(ModelModule):
         """Return ``mask_B1SS`` of packed sequences, with a column per prefix key; None: causal."""
         if positions_BS is None:
             return None
-        mask_B1SS = build_block_mask(positions_BS, _attention_dtype(x_BTW))
+        mask_B1SS = build_block_mask(positions_BS, attention_dtype(x_BTW))
         return F.pad(mask_B1SS, (self.prefix_tokens, 0)) if self.prefix_tokens else mask_B1SS
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
@@ -217,92 +224,6 @@ class TransformerBlock(nn.Module):
         return F.dropout(x_BTW, self.dropout, self.training)
 
 
-class SelfAttention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
-
-    The number of heads is inferred from the projections, so that a tensor-parallel rank may have a
-    subset of them.
-    """
-
-    def __init__(self, spec: DecoderConfig) -> None:
-        super().__init__()
-        self.head_size = spec.head_size
-        self.query = nn.Linear(spec.width, spec.query_width, bias=spec.bias)
-        self.key = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
-        self.value = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
-        self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
-        self.mix: nn.Module = CausalAttention(spec.dropout)
-
-    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None) -> Tensor:
-        """Return the attention output ``x_BTW``."""
-        query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
-        key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
-        value_BTKD = self.value(x_BTW).unflatten(-1, (-1, self.head_size))
-        if rope_2TD is not None:
-            query_BTHD = apply_rope(query_BTHD, rope_2TD)
-            key_BTKD = apply_rope(key_BTKD, rope_2TD)
-        mixed_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, mask_B1SS)
-        return cast(Tensor, self.output(mixed_BTHD.flatten(-2)))
-
-
-class CausalAttention(nn.Module):
-    """``softmax(query key^T / sqrt(D)) value`` over a token and those before it.
-
-    A module without parameters, so that context parallelism and prefix tuning can replace it.
-    """
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
-    ) -> Tensor:
-        """Return ``mixed_BTHD``; the mask is added to the scores."""
-        mixed_BHTD = F.scaled_dot_product_attention(
-            query_BTHD.transpose(1, 2),
-            key_BTKD.transpose(1, 2),
-            value_BTKD.transpose(1, 2),
-            attn_mask=mask_B1SS,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask_B1SS is None,
-            enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
-        )
-        return mixed_BHTD.transpose(1, 2)
-
-
-class PrefixAttention(CausalAttention):
-    """Causal attention with trained keys and values before those of the sequence (prefix tuning).
-
-    Every token attends to them.
-    """
-
-    def __init__(self, spec: DecoderConfig, tokens: int) -> None:
-        super().__init__(spec.dropout)
-        self.prefix_keys = PrefixVectors(tokens, spec.kv_width)
-        self.prefix_values = PrefixVectors(tokens, spec.kv_width)
-
-    def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
-    ) -> Tensor:
-        """Return ``mixed_BTHD``; the mask has a column for each trained key."""
-        key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
-        return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
-
-
-class PrefixVectors(nn.Module):
-    """Trained keys, or values, before those of the sequence: ``x_BTKD`` with a longer T."""
-
-    def __init__(self, tokens: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(tokens, width))
-
-    def forward(self, x_BTKD: Tensor) -> Tensor:
-        """Return ``x_BTKD`` with the vectors prepended."""
-        prefix_PKD = self.weight.to(x_BTKD.dtype).view(-1, *x_BTKD.shape[2:])
-        return torch.cat((prefix_PKD.expand(len(x_BTKD), -1, -1, -1), x_BTKD), dim=1)
-
-
 class SwiGLUFeedForward(nn.Module):
     """SwiGLU feedforward: ``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
 
@@ -348,58 +269,3 @@ def build_norm(spec: DecoderConfig) -> nn.Module:
     if spec.norm is NormKind.rmsnorm:
         return nn.RMSNorm(spec.width, eps=spec.norm_epsilon)
     return nn.LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)
-
-
-def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
-    """Rotate the feature pairs (i, i + D/2) of each head by the angle of their position.
-
-    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the sines in the
-    table have the signs. The result has the dtype of ``x_BTHD``. Source: Su et al. 2021, RoFormer,
-    with the feature pairs of Hugging Face's Llama.
-    """
-    cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
-    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
-
-
-def build_block_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``mask_B1SS`` of packed sequences, which is added to the scores: 0 or -inf.
-
-    A token attends to itself and to earlier tokens of its own text; a text starts at position 0.
-    The mask is not boolean, since torch would convert a boolean mask again in every layer.
-    """
-    text_BS = (positions_BS == 0).cumsum(1)
-    visible_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
-    mask_BSS = torch.full_like(visible_BSS, -torch.inf, dtype=dtype).masked_fill_(visible_BSS, 0.0)
-    return mask_BSS[:, None]
-
-
-def _attention_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of attention: autocast's if enabled, else that of the block input."""
-    device_type = x.device.type
-    uses_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    )
-    return torch.get_autocast_dtype(device_type) if uses_autocast else x.dtype
-
-
-def build_rope_table(spec: DecoderConfig) -> Tensor:
-    """Return cosines and signed sines as a float32 CPU tensor ``(2, context, D)``.
-
-    Pair i turns by ``theta^(-2i / D)`` radians per token. With ``rope_scaling``, wavelengths longer
-    than ``original / low`` tokens are multiplied by the factor, and those shorter than ``original /
-    high`` stay unchanged. Between them the two frequencies are interpolated linearly in ``original
-    / wavelength`` (Llama 3.1, Hugging Face's ``rope_type: llama3``).
-    """
-    with torch.device("cpu"):
-        exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
-        positions_T = torch.arange(spec.context, dtype=torch.float32)
-    frequencies = 1.0 / spec.rope_theta**exponents
-    if spec.rope_scaling:
-        turns = spec.rope_original_context * frequencies / (2 * pi)
-        low, high = spec.rope_low_frequency, spec.rope_high_frequency
-        unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
-    angles = torch.outer(positions_T, frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
