@@ -5,16 +5,20 @@ Tests compare them with the collectives of real steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import singledispatch
+from math import ceil, prod
 
 from scalewise.models.base import Weight
+from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.collective import Collective, CollectiveKind
 from scalewise.parallelism.ddp import CommHook, DDPConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.planner.mesh_communication import mesh_collectives
+from scalewise.planner.rank_partition import RankPartition, partition_of
+from scalewise.planner.tensor_communication import SCALAR_BYTES, tensor_collectives
 from scalewise.run_config import RunConfig
 
 
@@ -32,7 +36,194 @@ def list_collectives(
     return ()
 
 
-list_collectives.register(MeshConfig, mesh_collectives)
+@list_collectives.register
+def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
+    """Return the collectives of a rank of a mesh in one step.
+
+    Exact, except for sharded parameters in a pipeline, which count the minimum of one gather.
+    """
+    partition, stage_indices = partition_of(mesh, run, rank), mesh.stage_indices(rank)
+    collectives = [
+        *_fsdp_collectives(partition),
+        *(tensor_collectives(partition) if mesh.sizes["tensor"] > 1 else ()),
+        *(_context_collectives(partition) if mesh.sizes["context"] > 1 else ()),
+        *(_pipeline_collectives(partition, stage_indices) if mesh.sizes["pipeline"] > 1 else ()),
+        Collective(
+            CollectiveKind.all_reduce, tuple(mesh.sizes), SCALAR_BYTES, 1, "the gradient's norm"
+        ),
+    ]
+    return tuple(collective for collective in collectives if collective.count)
+
+
+def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """FSDP: gathers of parameters for forward and backward, and reductions of gradients."""
+    mesh, precision = partition.mesh, partition.run.precision
+    ranks, replicas = mesh.sizes["shards"] * mesh.sizes["context"], mesh.sizes["replicate"]
+    if ranks * replicas == 1:
+        return
+    mixed = precision.compute.bytes < precision.parameters.bytes
+    gathered_element_bytes = precision.compute.bytes if mixed else precision.parameters.bytes
+    reduced_element_bytes = SCALAR_BYTES if mixed else precision.parameters.bytes
+    block, other = partition.weights_by_kind()
+    reductions = partition.run.accumulation if mesh.reduce_each_micro_batch else 1
+    for name, weights, layers in (("a block", block, partition.num_layers), ("the rest", other, 1)):
+        if not weights:
+            continue
+        gathered_bytes = _padded_bytes(weights, ranks, gathered_element_bytes)
+        reduced_bytes = _padded_bytes(
+            (w for w in weights if w.trainable), ranks, reduced_element_bytes
+        )
+        gathers_again = weights is block and mesh.reshard_after_forward
+        gathers_per_pass = 2 + partition.run.extra_forward_passes if gathers_again else 1
+        if ranks > 1:
+            axes, gathers = (
+                ("shards", "context"),
+                layers * partition.forward_passes * gathers_per_pass,
+            )
+            yield Collective(
+                CollectiveKind.all_gather,
+                axes,
+                gathered_bytes,
+                gathers,
+                f"weights of {name}",
+                overlaps=True,
+            )
+            size = reduced_bytes
+            yield Collective(
+                CollectiveKind.reduce_scatter,
+                axes,
+                size,
+                layers * reductions * bool(size),
+                f"gradients of {name}",
+                overlaps=True,
+            )
+        if ranks > 1:
+            yield from _update_collectives(partition, weights, layers, ranks)
+        if replicas > 1:
+            size = reduced_bytes // ranks
+            yield Collective(
+                CollectiveKind.all_reduce,
+                ("replicate",),
+                size,
+                layers * reductions * bool(size),
+                f"gradients of {name}",
+                overlaps=True,
+            )
+
+
+def _update_collectives(
+    partition: RankPartition, weights: Iterable[Weight], layers: int, ranks: int
+) -> Iterator[Collective]:
+    """Gathers of an optimizer that updates unsharded matrices."""
+    element_bytes = partition.run.precision.parameters.bytes
+    gathered = [w for w in weights if w.trainable and partition.run.optimizer.gathers_update(w)]
+    sizes = Counter(weight.shard_bytes(element_bytes, ranks) * ranks for weight in gathered)
+    for size, count in sizes.items():
+        axes, name = ("shards", "context"), "updates of matrices"
+        yield Collective(CollectiveKind.all_gather, axes, size, layers * count, name)
+
+
+def _padded_bytes(weights: Iterable[Weight], ranks: int, element_bytes: int) -> int:
+    """Return the size of weights padded to equal shards along the first dimension, in bytes."""
+    return sum(weight.shard_bytes(element_bytes, ranks) * ranks for weight in weights)
+
+
+def _context_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """Ulysses: all-to-all of attention inputs and outputs. Gather: all-gather of keys, values."""
+    mesh, model, axes = partition.mesh, partition.run.model, ("context",)
+    skipped = _skipped_in_first_block(partition)
+    layers = partition.num_layers * partition.forward_passes
+    recomputed = sum(partition.recomputed_layers.values()) * partition.forward_passes
+    bytes_per_width = (
+        partition.sequences
+        * partition.tokens_per_sequence
+        * partition.activation_element_bytes
+        // mesh.sizes["tensor"]
+    )
+    query_bytes, key_bytes = bytes_per_width * model.query_width, bytes_per_width * model.kv_width
+    if mesh.attention == "gather":
+        size = 2 * key_bytes * mesh.sizes["context"]
+        yield Collective(
+            CollectiveKind.all_gather, axes, size, layers + recomputed, "keys and values"
+        )
+        scatters = layers - partition.forward_passes * ({"key", "value"} <= skipped)
+        yield Collective(CollectiveKind.reduce_scatter, axes, size, scatters, "their gradients")
+        return
+    if (model.key_heads // mesh.sizes["tensor"]) % mesh.sizes["context"]:
+        key_bytes = query_bytes  # keys are repeated for each query head
+    suffix = "and their gradients"
+    num_exchanges = (
+        4 * layers + 2 * partition.recomputed_layers[Recompute.full] * partition.forward_passes
+    )
+    query_exchanges = num_exchanges - partition.forward_passes * (
+        ("query" in skipped) + ("mixed" in skipped)
+    )
+    key_exchanges = num_exchanges - partition.forward_passes * (
+        ("key" in skipped) + ("value" in skipped)
+    )
+    yield Collective(
+        CollectiveKind.all_to_all, axes, query_bytes, query_exchanges, f"queries, results {suffix}"
+    )
+    yield Collective(
+        CollectiveKind.all_to_all, axes, key_bytes, key_exchanges, f"keys, values {suffix}"
+    )
+
+
+def _skipped_in_first_block(partition: RankPartition) -> set[str]:
+    """Return the attention inputs of the first block that need no gradient, before any adapter."""
+    if not (partition.has_embedding and partition.run.has_frozen_weights):
+        return set()
+    adapter, model = partition.run.adapter, partition.run.model
+    changed = (
+        *adapter.adapted_layers(model),
+        *adapter.scaled_layers(model),
+        *adapter.fully_trained_modules(model),
+    )
+    if partition.trains_embedding or "attention_norm" in changed:
+        return set()
+    inputs = {"query", "key", "value"}
+    skipped = {name for name in inputs if f"attention.{name}" not in changed}
+    return skipped | ({"mixed"} if skipped == inputs else set())
+
+
+def _pipeline_collectives(
+    partition: RankPartition, stage_indices: Iterable[int]
+) -> Iterator[Collective]:
+    """Pipeline: activations to the next stage, gradients to the previous one, the loss to all."""
+    mesh, stage_indices = partition.mesh, set(stage_indices)
+    sequence_shards = mesh.sizes["tensor"] if mesh.sequence_parallel else 1
+    num_next = sum(
+        1
+        for stage in stage_indices
+        if stage + 1 < mesh.num_stages and stage + 1 not in stage_indices
+    )
+    num_previous = sum(1 for stage in stage_indices if stage > 0 and stage - 1 not in stage_indices)
+    size, axes = partition.residual_bytes // sequence_shards, ("pipeline",)
+    yield Collective(
+        CollectiveKind.send, axes, size, num_next * partition.forward_passes, "activations"
+    )
+    yield Collective(
+        CollectiveKind.send,
+        axes,
+        size,
+        num_previous * partition.forward_passes,
+        "gradients of activations",
+    )
+    size = SCALAR_BYTES * len(partition.run.objective.metric_keys)
+    yield Collective(CollectiveKind.all_reduce, axes, size, partition.run.accumulation, "the loss")
+    tied = partition.run.model.tied_weights
+    has_ends = (partition.has_embedding, partition.has_head)
+    if tied and any(has_ends) and not all(has_ends):
+        shards = mesh.sizes["shards"] * mesh.sizes["context"]
+        for weight in partition.weights_by_kind()[1]:
+            if weight.name in tied and weight.trainable:
+                shard_rows = ceil(weight.shape[0] / shards)
+                size = (
+                    shard_rows * prod(weight.shape[1:]) * partition.run.precision.parameters.bytes
+                )
+                yield Collective(
+                    CollectiveKind.all_reduce, ("pipeline",), size, 1, f"gradient of {weight.name}"
+                )
 
 
 @list_collectives.register

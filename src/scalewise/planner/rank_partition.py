@@ -109,6 +109,13 @@ class RankPartition(RankStages):
         return any(_is_in_stage(stage, weight, tied) for stage in self.stages)
 
     @property
+    def trains_embedding(self) -> bool:
+        """Whether an adapter run trains weights before the blocks."""
+        adapter = self.run.adapter
+        trained = {"embedding", "position"} & {*adapter.fully_trained_modules(self.run.model)}
+        return adapter.prompt_tokens > 0 or bool(trained)
+
+    @property
     def adapted_halves(self) -> dict[str, AdaptedHalf]:
         """Number of adapted layers of attention and feedforward, in their order."""
         return _adapted_halves(self.run.adapter, self.run.model)

@@ -1,0 +1,213 @@
+"""Collectives of tensor parallelism in one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalewise.models.base import TPStyle, tp_style
+from scalewise.models.op_graph import Recompute
+from scalewise.parallelism.collective import Collective, CollectiveKind
+from scalewise.planner.rank_partition import RankPartition
+
+SCALAR_BYTES = 4
+"""Bytes of a loss or a norm."""
+
+
+def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """Megatron-LM: two all-reduces per block, which sequence parallelism splits in two each."""
+    mesh, passes, axes = partition.mesh, partition.forward_passes, ("tensor",)
+    layers, first, last = partition.num_layers, partition.has_embedding, partition.has_head
+    # Around each pair of matrices, in forward and backward; embedding and head form one pair.
+    reductions = 4 * layers + first + last
+    chunked = partition.run.objective.loss_chunk is not None
+    halves = tuple(partition.adapted_halves.values())
+    # The attention output is recomputed; the block output is not, unless a layer follows it.
+    has_layer_after = halves[-1].adapted_row_layers or partition.run.model.has_post_norm
+    recomputed = partition.recomputed_layers[Recompute.full] * (1 + has_layer_after)
+    skipped = _skipped_by_adapter(partition)
+    # The reference forward pass runs without the adapter.
+    has_reference_forward = partition.run.runs_reference_forward
+    reduce_scatters = (
+        reductions
+        + recomputed
+        - (last and chunked)
+        - skipped.reduce_scatters
+        + has_reference_forward * (2 * layers + first)
+    )
+    # Prompt tokens are added and removed where each rank has the whole sequence.
+    prompt_reductions = (first + (last and not chunked)) * (partition.run.adapter.prompt_tokens > 0)
+    reduce_scatters = passes * (reduce_scatters - prompt_reductions)
+    yield Collective(
+        CollectiveKind.all_reduce,
+        axes,
+        partition.embedding_bytes,
+        passes * prompt_reductions,
+        "sums of a text alone",
+    )
+    if mesh.sequence_parallel:
+        all_gathers = (
+            reductions + 2 * sum(partition.recomputed_layers.values()) - skipped.all_gathers
+        )
+        all_gathers = passes * (all_gathers + has_reference_forward * (2 * layers + last))
+        yield Collective(
+            CollectiveKind.all_gather, axes, partition.residual_bytes, all_gathers, "tokens joined"
+        )
+        yield Collective(
+            CollectiveKind.reduce_scatter,
+            axes,
+            partition.residual_bytes,
+            reduce_scatters,
+            "sums cut by tokens",
+        )
+        yield from _replicated_grad_collectives(partition)
+    else:
+        yield Collective(
+            CollectiveKind.all_reduce, axes, partition.residual_bytes, reduce_scatters, "sums"
+        )
+    yield from _lora_collectives(partition, layers)
+    if last:
+        yield from _loss_collectives(partition)
+
+
+@dataclass(frozen=True)
+class SkippedCollectives:
+    """Collectives of the first block that a frozen base model does not need."""
+
+    all_gathers: int = 0
+    """Number of all-gathers."""
+    reduce_scatters: int = 0
+    """Number of reduce-scatters."""
+
+
+def _skipped_by_adapter(partition: RankPartition) -> SkippedCollectives:
+    """Return the collectives before the first trained weight, which needs no gradient of them."""
+    if not (partition.has_embedding and partition.run.has_frozen_weights):
+        return SkippedCollectives()
+    needs_gradient = partition.trains_embedding
+    adapter = partition.run.adapter
+    trains_input = adapter.prompt_tokens or "embedding" in adapter.fully_trained_modules(
+        partition.run.model
+    )
+    all_gathers, reduce_scatters = int(not trains_input), 0
+    for half in partition.adapted_halves.values():
+        needs_gradient = needs_gradient or half.trains_norm
+        all_gathers += not (needs_gradient or half.trains_before_output)
+        reduce_scatters += not needs_gradient
+        needs_gradient = needs_gradient or half.trains_before_output or half.adapted_row_layers > 0
+    return SkippedCollectives(all_gathers, reduce_scatters)
+
+
+def _lora_collectives(partition: RankPartition, layers: int) -> Iterator[Collective]:
+    """LoRA: collectives of row-parallel inputs and of column-parallel gradients."""
+    axes, passes = ("tensor",), layers * partition.forward_passes
+    columns = sum(half.adapted_column_layers for half in partition.adapted_halves.values()) * passes
+    row_layers = sum(half.adapted_row_layers for half in partition.adapted_halves.values())
+    rows, recomputed_rows = (
+        row_layers * passes,
+        row_layers * partition.recomputed_layers[Recompute.full] * partition.forward_passes,
+    )
+    size = (
+        partition.sequences
+        * partition.tokens_per_sequence
+        * partition.run.adapter.rank
+        * partition.activation_element_bytes
+    )
+    if partition.mesh.sequence_parallel:
+        yield Collective(
+            CollectiveKind.reduce_scatter, axes, size, rows + recomputed_rows, "an adapter's sums"
+        )
+        yield Collective(
+            CollectiveKind.all_gather, axes, size, rows, "an adapter's gradients joined"
+        )
+        yield Collective(CollectiveKind.all_reduce, axes, size, columns, "an adapter's gradients")
+    else:
+        yield Collective(
+            CollectiveKind.all_reduce,
+            axes,
+            size,
+            rows + recomputed_rows + columns,
+            "an adapter's sums",
+        )
+    if partition.run.adapter.magnitudes:  # row-parallel outputs are in the residual stream
+        size = partition.run.model.width * SCALAR_BYTES
+        yield Collective(
+            CollectiveKind.all_reduce, axes, size, rows + recomputed_rows, "norms of cut rows"
+        )
+
+
+def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """Loss from logits sharded along the vocabulary, at once or in chunks."""
+    mesh, model, axes = partition.mesh, partition.run.model, ("tensor",)
+    objective = partition.run.objective
+    chunk, is_recomputed = (
+        objective.loss_chunk,
+        not partition.run.computes_loss_gradients_in_forward,
+    )
+    counts_by_tokens = {partition.tokens_per_sequence: 1}
+    if chunk is not None:
+        chunk_tokens = max(1, chunk // partition.sequences)
+        counts_by_tokens = {
+            chunk_tokens: partition.tokens_per_sequence // chunk_tokens,
+            partition.tokens_per_sequence % chunk_tokens: 1,
+        }
+    for tokens, num_chunks in counts_by_tokens.items():
+        count = num_chunks * partition.forward_passes * bool(tokens)
+        labels = partition.sequences * tokens
+        runs = (
+            2 if chunk is not None and is_recomputed else 1
+        ) + partition.run.runs_reference_forward
+        if mesh.loss_parallel:
+            size, num_reductions = labels * SCALAR_BYTES, 3 * runs * count
+            yield Collective(
+                CollectiveKind.all_reduce, axes, size, num_reductions, "the loss from cut logits"
+            )
+        else:
+            size = labels * model.vocabulary * partition.activation_element_bytes
+            yield Collective(CollectiveKind.all_gather, axes, size, runs * count, "logits")
+        if chunk is not None:
+            size = labels * model.width * partition.activation_element_bytes
+            yield Collective(CollectiveKind.all_reduce, axes, size, count, "gradients of a piece")
+
+
+def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """Gradients of replicated weights that see a part of the tokens: norms and positions."""
+    styles = partition.tensor_parallel_styles
+    element_bytes = partition.run.precision.parameters.bytes
+    ranks = partition.mesh.sizes
+    shards = ranks["shards"] * ranks["context"] * ranks["replicate"]
+    reductions = partition.forward_passes
+    if shards > 1 and not partition.mesh.reduce_each_micro_batch:
+        reductions = partition.forward_passes // partition.run.accumulation
+    sizes: dict[int, int] = {}
+    block, other = partition.weights_by_kind()
+    for weight, layers in [
+        *((it, partition.num_layers) for it in block),
+        *((it, 1) for it in other),
+    ]:
+        style = tp_style(weight, styles) if weight.trainable else None
+        if style is TPStyle.tokens:
+            sizes[weight.numel * element_bytes] = (
+                sizes.get(weight.numel * element_bytes, 0) + layers
+            )
+        elif style is TPStyle.positions:
+            activation_bytes = (
+                partition.tokens_per_sequence
+                * partition.run.model.width
+                * partition.activation_element_bytes
+            )
+            yield Collective(
+                CollectiveKind.all_gather,
+                ("tensor",),
+                activation_bytes,
+                partition.forward_passes,
+                "gradients of positions",
+            )
+    for weight_bytes, count in sizes.items():
+        yield Collective(
+            CollectiveKind.all_reduce,
+            ("tensor",),
+            weight_bytes,
+            count * reductions,
+            "gradients of norms",
+        )
