@@ -19,7 +19,7 @@ from scalewise.precision.build import apply_precision
 from scalewise.precision.config import Float8
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.build import apply_quantization
-from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
+from scalewise.quantization.config import QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
 ROWS, TOKENS = 8, 64

@@ -18,11 +18,16 @@ from scalewise.config import paths
 from scalewise.models.base import Weight
 from scalewise.models.build import build_model
 from scalewise.optimizers import AdamWConfig, OptimizerConfig
-from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
 from scalewise.optimizers.build import build_from_groups, build_optimizer
-from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
-from scalewise.optimizers.schedule_free import ScheduleFreeConfig
-from scalewise.optimizers.sgd import LionConfig, SGDConfig
+from scalewise.optimizers.config import (
+    AdafactorConfig,
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+)
 from scalewise.strategies.optimizer_state_dict import allocate_state, put_state, state_tensors
 
 SPECS = (

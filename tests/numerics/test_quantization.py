@@ -20,12 +20,7 @@ from torch import Tensor
 
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
-from scalewise.quantization.bitsandbytes_config import (
-    FourBitConfig,
-    FP4Config,
-    Int8Config,
-    NF4Config,
-)
+from scalewise.quantization.config import FourBitConfig, FP4Config, Int8Config, NF4Config
 from scalewise.quantization.packed_linear import (
     FourBitLinear,
     Int8Linear,

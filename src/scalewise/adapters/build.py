@@ -1,4 +1,4 @@
-"""Application and initialization of adapters, dispatched on the adapter config."""
+"""Application and initialization of adapters; those of prompt tuning and prefix tuning."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
+from scalewise.adapters.prompt_config import (
+    PrefixAdapterConfig,
+    PromptAdapterConfig,
+    VirtualTokenAdapterConfig,
+)
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
-from scalewise.models.base import ModelConfig
+from scalewise.models import init
+from scalewise.models.base import ModelConfig, is_adapter_weight
+from scalewise.models.base_module import ModelModule
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from scalewise.models.base_module import ModelModule
 
 
 @lazy_dispatch
@@ -50,3 +55,23 @@ def _apply_none(config: NoAdapterConfig, module: ModelModule, model: ModelConfig
 @init_adapter.register(NoAdapterConfig)
 def _init_none(config: NoAdapterConfig, module: ModelModule, seed: int) -> None:
     """Initialize nothing: no parameter is added."""
+
+
+@apply_adapter.register(PromptAdapterConfig)
+def _add_prompt(config: PromptAdapterConfig, module: ModelModule, model: ModelConfig) -> None:
+    module.requires_grad_(False)
+    module.add_prompt_tokens(config.tokens)
+
+
+@apply_adapter.register(PrefixAdapterConfig)
+def _add_prefix(config: PrefixAdapterConfig, module: ModelModule, model: ModelConfig) -> None:
+    module.requires_grad_(False)
+    module.add_prefix_kv(config.tokens)
+
+
+@init_adapter.register(VirtualTokenAdapterConfig)
+def _init_vectors(config: VirtualTokenAdapterConfig, module: ModelModule, seed: int) -> None:
+    """Draw the trained vectors from a standard normal distribution."""
+    for name, parameter in module.named_parameters():
+        if is_adapter_weight(name):
+            init.init_normal(name, parameter, seed, 1.0)

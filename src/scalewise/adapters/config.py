@@ -41,7 +41,7 @@ class AdapterConfig:
     resume: str | None = None
     """Adapter to start from."""
     implementation: ClassVar[str] = ""
-    """Module that registers the builders of ``adapters.build``."""
+    """Module that registers functions of ``adapters.build``; empty: that one itself."""
     imports: tuple[str, ...] = ()
     """Slow imports of the ranks, which the forkserver preloads."""
 

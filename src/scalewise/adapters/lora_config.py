@@ -115,7 +115,6 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
     ``flops`` excludes them, as their share falls with the number of tokens.
     """
 
-    implementation = "scalewise.adapters.dora_modules"
     magnitudes = True
     reads_base_weights = True
 

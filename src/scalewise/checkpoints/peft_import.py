@@ -21,7 +21,7 @@ from scalewise.adapters.lora_config import (
     PiSSAAdapterConfig,
     RSLoRAAdapterConfig,
 )
-from scalewise.adapters.prompt_tuning import (
+from scalewise.adapters.prompt_config import (
     PREFIX_NAMES,
     PROMPT_NAME,
     PrefixAdapterConfig,

@@ -27,8 +27,8 @@ from scalewise.models.decoder import state_dict_adapter
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.safetensors_files import SINGLE
+from scalewise.quantization.config import CODES_PER_WORD, FP32_BYTES
 from scalewise.quantization.fake import WEIGHTS
-from scalewise.quantization.qat import CODES_PER_WORD, FP32_BYTES
 
 BITS = 4
 FORMAT = "pack-quantized"

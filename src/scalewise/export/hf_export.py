@@ -6,13 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scalewise.adapters import (
-    AdapterConfig,
-    NoAdapterConfig,
-    lora_modules,
-    peft_export,
-    peft_export_hf,
-)
+from scalewise.adapters import AdapterConfig, NoAdapterConfig, lora_modules, peft_export
 from scalewise.adapters.lora_config import PiSSAAdapterConfig
 from scalewise.adapters.target_modules import module_name
 from scalewise.checkpoints.trained import TrainedRun
@@ -151,7 +145,7 @@ def _write_hf(
 ) -> None:
     is_random = model.init is InitKind.random
     path = str(base_model_path) if is_random else model.path
-    peft_export_hf.export_hf_adapter(state, adapter, model, target_folder, path)
+    peft_export.export_hf_adapter(state, adapter, model, target_folder, path)
     if is_random:  # no pretrained weights are published elsewhere
         base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
         export_model(model, base, target_folder / "base")

@@ -1,7 +1,6 @@
 """Optimizer configs and optimizers: state per parameter, parameter groups, update rules."""
 
-from scalewise.optimizers.adam import AdamWConfig
 from scalewise.optimizers.base import OptimizerConfig
-from scalewise.optimizers.sgd import SGDConfig
+from scalewise.optimizers.config import AdamWConfig, SGDConfig
 
 __all__ = ["AdamWConfig", "OptimizerConfig", "SGDConfig"]

@@ -1,23 +1,30 @@
-"""Optimizers by torch and schedulefree, and those that torch lacks for sharded parameters."""
+"""Optimizers by torch and schedulefree; Lion, sharded Muon, and AdamW with CPU offload."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Muon, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.adamw import adamw
 
 from scalewise.compat.torch import adjust_lr, matrices_of_group, orthogonalize
-from scalewise.optimizers.adam import AdamWConfig
 from scalewise.optimizers.build import average_weights, build_from_groups
-from scalewise.optimizers.cpu_offload_adam import CPUOffloadAdamW
-from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
-from scalewise.optimizers.schedule_free import ScheduleFreeConfig
-from scalewise.optimizers.sgd import LionConfig, SGDConfig
+from scalewise.optimizers.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+)
+
+HOST = torch.device("cpu")
 
 
 def _with_closure(closure: Callable[[], Any] | None) -> Any:
@@ -25,6 +32,84 @@ def _with_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+class CPUOffloadAdamW(AdamW):
+    """AdamW that updates parameters one by one on the host (Ren et al., 2021, ZeRO-Offload).
+
+    Each parameter is copied to the host with its gradient, and back. The transfer of the next one
+    overlaps with the update. Unlike ZeRO-Offload, no copy of the parameters in fp32 is stored.
+    """
+
+    state_device = HOST
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, update all parameters, and return the closure's result."""
+        loss = _with_closure(closure)
+        transfers = (
+            PendingTransfer(parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+        for transfer, _ in pairwise(chain(transfers, (None,))):
+            assert transfer is not None
+            self._step_parameter(transfer)
+        return loss
+
+    def _step_parameter(self, transfer: PendingTransfer) -> None:
+        state, group = self.state[transfer.parameter], transfer.group
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for slot in ("exp_avg", "exp_avg_sq"):
+                state[slot] = torch.zeros_like(transfer.weight)
+        beta1, beta2 = group["betas"]
+        transfer.wait()
+        adamw(
+            [transfer.weight],
+            [transfer.gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        transfer.parameter.copy_(transfer.weight, non_blocking=True)
+
+
+class PendingTransfer:
+    """Asynchronous copy of a parameter and its gradient to the host."""
+
+    def __init__(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        self.parameter, self.group = parameter, group
+        self.weight, self.gradient = (
+            _start_transfer(parameter.detach()),
+            _start_transfer(parameter.grad),
+        )
+        self._event: torch.cuda.Event | None = None
+        if parameter.is_cuda:
+            self._event = torch.cuda.current_stream(parameter.device).record_event()
+
+    def wait(self) -> None:
+        """Wait until both copies are complete."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _start_transfer(tensor: Tensor) -> Tensor:
+    if tensor.device == HOST:
+        return tensor
+    host_tensor = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    return host_tensor.copy_(tensor, non_blocking=True)
 
 
 class Lion(Optimizer):

@@ -15,8 +15,8 @@ from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_wit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from scalewise.models.init import local_tensor
-from scalewise.optimizers.adam import LowBitAdamWConfig
 from scalewise.optimizers.build import build_from_groups
+from scalewise.optimizers.config import LowBitAdamWConfig
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose codes are searched for at once, with about 40 bytes each."""

@@ -10,8 +10,8 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from scalewise.optimizers.adam import PagedAdamWConfig
 from scalewise.optimizers.build import build_from_groups
+from scalewise.optimizers.config import PagedAdamWConfig
 
 
 class PagedAdamW(AdamW):

@@ -25,7 +25,7 @@ from scalewise.planner.step_time import device_rates, predict_step_time
 from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
-from scalewise.quantization.bitsandbytes_config import NF4Config
+from scalewise.quantization.config import NF4Config
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import override_keys
 from scalewise.validation.model_rules import model_issues

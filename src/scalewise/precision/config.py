@@ -118,8 +118,6 @@ class Float8(Precision):
     recipe: ScalingRecipe = ScalingRecipe.tensorwise
     """Which elements share a scale."""
 
-    implementation = "scalewise.precision.fp8_linear"
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield issues with combinations of data types."""
         yield from super().validate()

@@ -18,7 +18,7 @@ from torchao.quantization.quant_primitives import choose_qparams_affine
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.quantization.build import replace_linears
-from scalewise.quantization.qat import QATInt4Config
+from scalewise.quantization.config import QATInt4Config
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from scalewise.lazy_dispatch import not_registered
 from scalewise.models import init
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.base_module import ModelModule
-from scalewise.quantization.bitsandbytes_config import (
+from scalewise.quantization.build import replace_linears, round_state_dict, unpack_state_dict
+from scalewise.quantization.config import (
     BLOCK_ELEMENTS,
     FP32_BYTES,
     SCALES_PER_BLOCK,
@@ -29,7 +30,6 @@ from scalewise.quantization.bitsandbytes_config import (
     FourBitConfig,
     Int8Config,
 )
-from scalewise.quantization.build import replace_linears, round_state_dict, unpack_state_dict
 
 INT8_MAX = 127
 """Code of the largest magnitude of a row."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from scalewise.adapters.prompt_tuning import PREFIX_NAMES
+from scalewise.adapters.prompt_config import PREFIX_NAMES
 from scalewise.models.base import TPStyle
 from scalewise.models.base_module import ModelModule
 from scalewise.parallelism.mesh import MeshConfig

@@ -38,9 +38,8 @@ from scalewise.objectives import CausalLM
 from scalewise.objectives.losses import set_chunked_loss, sum_over_tokens
 from scalewise.precision.build import apply_precision
 from scalewise.precision.config import Float8
-from scalewise.quantization.bitsandbytes_config import NF4Config
 from scalewise.quantization.build import apply_quantization
-from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
+from scalewise.quantization.config import NF4Config, QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 from scalewise.tracing.fake_tensors import fake_tensor_mode, precision_plugin, replace_tensors
 from scalewise.tracing.op_recorder import OpRecorder

@@ -10,7 +10,7 @@ from typing import ClassVar
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
 from scalewise.adapters.lora_config import LoRAAdapterConfig
-from scalewise.adapters.prompt_tuning import PromptAdapterConfig, VirtualTokenAdapterConfig
+from scalewise.adapters.prompt_config import PromptAdapterConfig, VirtualTokenAdapterConfig
 from scalewise.adapters.target_modules import (
     AUTO,
     TARGETS_KEY,

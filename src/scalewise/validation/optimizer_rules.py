@@ -8,7 +8,7 @@ from functools import singledispatch
 
 from scalewise.errors import ConfigIssue
 from scalewise.optimizers import OptimizerConfig
-from scalewise.optimizers.schedule_free import ScheduleFreeConfig
+from scalewise.optimizers.config import ScheduleFreeConfig
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 

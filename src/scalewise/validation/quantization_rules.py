@@ -11,9 +11,7 @@ from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.quantization.bitsandbytes_config import BitsAndBytesConfig
-from scalewise.quantization.config import QuantizationConfig
-from scalewise.quantization.qat import QATInt4Config
+from scalewise.quantization.config import BitsAndBytesConfig, QATInt4Config, QuantizationConfig
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override

@@ -114,7 +114,7 @@ TARGETS: list[RejectionCase] = [
         "optimizer=adafactor, adamw",
     ),
     (
-        ["optimizer=sgd", "optimizer._target_=scalewise.optimizers.adam.AdamWConfig"],
+        ["optimizer=sgd", "optimizer._target_=scalewise.optimizers.config.AdamWConfig"],
         "optimizer._target_",
         "has keys that the chosen option lacks: beta1",
         "optimizer=adafactor, adamw",

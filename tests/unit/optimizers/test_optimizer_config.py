@@ -12,11 +12,15 @@ from fixtures.strategies import STRATEGIES, TINY_DECODER
 from scalewise import ConfigError, compose
 from scalewise.models.base import Weight
 from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
-from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
 from scalewise.optimizers.build import build_parameter_groups
-from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
-from scalewise.optimizers.schedule_free import ScheduleFreeConfig
-from scalewise.optimizers.sgd import LionConfig
+from scalewise.optimizers.config import (
+    AdafactorConfig,
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeConfig,
+)
 
 MATRIX = Weight("blocks.0.attention.query.weight", (64, 128), "attention", 0)
 TABLE = Weight("embedding.weight", (64, 128), "embedding")

@@ -9,7 +9,7 @@ import pytest
 from fixtures.strategies import LLAMA_8B
 
 from scalewise.optimizers import AdamWConfig
-from scalewise.optimizers.adam import PagedAdamWConfig
+from scalewise.optimizers.config import PagedAdamWConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner import worst_rank
 from scalewise.planner.fit_check import FitStatus

@@ -1,4 +1,4 @@
-"""Prompt tuning and prefix tuning."""
+"""Configs of prompt tuning and prefix tuning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class VirtualTokenAdapterConfig(AdapterConfig):
     """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
     scratch."""
 
-    implementation = "scalewise.adapters.virtual_tokens"
     can_merge = False
 
     def count_block_parameters(self, model: ModelConfig) -> int:
