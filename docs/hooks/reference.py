@@ -29,7 +29,7 @@ _SPECIAL = re.compile(r"[|*_\[\]<>&`\\{}]")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the generated pages to the navigation."""
+    """Add the generated pages to the navigation."""
     section = next(it[SECTION] for it in config.nav if isinstance(it, dict) and SECTION in it)
     groups = [{name: f"reference/{name}.md"} for name in option_docs.GROUP_NAMES]
     section += [
@@ -42,7 +42,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the content of the generated pages."""
+    """Add the content of the generated pages."""
     from mkdocs.structure.files import File
 
     for path, content in pages().items():
@@ -51,45 +51,45 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def pages() -> dict[str, str]:
-    """Returns the Markdown of every reference page by its path."""
-    made = {
+    """Markdown of every reference page by its path."""
+    content = {
         "reference/cli.md": _cli_page(),
         "reference/api.md": _api_page(),
         "reference/run.md": _run_page(),
     }
     for name in option_docs.GROUP_NAMES:
-        made[f"reference/{name}.md"] = _group_page(option_docs.group_doc(name))
-    return {path: "\n".join(lines) + "\n" for path, lines in made.items()}
+        content[f"reference/{name}.md"] = _group_page(option_docs.group_doc(name))
+    return {path: "\n".join(lines) + "\n" for path, lines in content.items()}
 
 
 def escape(text: str) -> str:
-    """Returns a text whose characters mean nothing to Markdown or HTML, on one line."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+    """Escape the characters of Markdown and HTML in ``text``, and join its lines."""
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", " ".join(text.split()))
 
 
 def code(text: str) -> str:
-    """Returns a text as inline code that stays within the cell of a table."""
+    """Inline code that is valid in a cell of a table."""
     return f"<code>{escape(text)}</code>"
 
 
 def prose(text: str) -> str:
-    """Returns a documentation text as one line of Markdown; only its inline code is marked up."""
+    """One line of Markdown: ``text`` escaped, except for its inline code."""
     parts, end = [], 0
-    for found in _CODE.finditer(text):
-        parts += [escape_keeping_spaces(text[end : found.start()]), code(found[2])]
-        end = found.end()
+    for match in _CODE.finditer(text):
+        parts += [escape_keeping_spaces(text[end : match.start()]), code(match[2])]
+        end = match.end()
     return "".join([*parts, escape_keeping_spaces(text[end:])])
 
 
 def escape_keeping_spaces(text: str) -> str:
-    """Returns an escaped text with one space where it begins or ends with white space."""
+    """Escape ``text``; white space at its start or end becomes one space."""
     inner = escape(text)
     before, after = text[:1].isspace(), text[-1:].isspace() and bool(inner)
     return f"{' ' * before}{inner}{' ' * after}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yields a Markdown table and the empty line after it."""
+    """Yield the lines of a Markdown table and an empty line."""
     head = list(head)
     yield _row(head)
     yield _row("---" for _ in head)
@@ -102,8 +102,8 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _group_page(group: GroupDoc) -> Iterator[str]:
-    usual = option_docs.default_options().get(group.name)
-    default = f" The default is {code(f'{group.name}={usual}')}." if usual else ""
+    name = option_docs.default_options().get(group.name)
+    default = f" The default is {code(f'{group.name}={name}')}." if name else ""
     yield from (f"# {group.name}", "", prose(group.summary) + default, "")
     yield from (f"Choose an option by {code(f'{group.name}=OPTION')}.", "", "## Options", "")
     head, rows = ["Option", "Description"], [_option_row(it) for it in group.options]
@@ -127,7 +127,7 @@ def _group_page(group: GroupDoc) -> Iterator[str]:
 
 
 def _option_row(option: OptionDoc) -> list[str]:
-    """Returns an option, its documentation, and what it sets over the defaults of its keys."""
+    """Cells of an option: its name, its summary, and the keys that it sets."""
     values = option.sets if option.schema else {}
     sets = " ".join(code(override(key, value)) for key, value in values.items())
     return [code(option.name), prose(option.summary), sets]
@@ -164,8 +164,8 @@ def _run_page() -> Iterator[str]:
 
 def _cli_page() -> Iterator[str]:
     yield from ("# Command line", "", *_text_block(usage.general_help()))
-    for verb in usage.COMMANDS:
-        yield from (f"## scalewise {verb}", "", *_text_block(usage.command_help(verb)))
+    for command in usage.COMMANDS:
+        yield from (f"## scalewise {command}", "", *_text_block(usage.command_help(command)))
     yield from ("## Exit codes", "")
     codes: Mapping[str, int] = errors.EXIT_CODES
     rows = [(code(str(number)), code(outcome)) for outcome, number in codes.items()]
@@ -190,7 +190,7 @@ def _api_page() -> Iterator[str]:
 
 
 def _class_tables(cls: type) -> Iterator[str]:
-    """Yields the fields of a dataclass, then the properties and methods of a class."""
+    """Yield tables of the fields, and of the properties and methods, of a class."""
     if dataclasses.is_dataclass(cls):
         texts = option_docs.field_texts(cls)
         rows = ((entry.name, str(entry.type), texts.get(entry.name, "")) for entry in _fields(cls))
@@ -219,14 +219,14 @@ def _member_row(name: str, member: object) -> tuple[str, str]:
 
 
 class _Annotation(str):
-    """An annotation that a signature prints without quotes."""
+    """Annotation that a signature prints without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _signature(function: Any) -> str:
-    """Returns a signature without ``self`` and ``cls``, its annotations as in the source."""
+    """Signature without ``self`` and ``cls``, with the annotations of the source."""
     signature = inspect.signature(function)
     parameters = [
         parameter.replace(annotation=_as_written(parameter.annotation))
@@ -238,7 +238,7 @@ def _signature(function: Any) -> str:
 
 
 def _as_written(annotation: object) -> object:
-    """Returns an annotation without quotes and without the modules of its names."""
+    """Annotation without quotes and without module names."""
     if annotation is inspect.Parameter.empty:
         return annotation
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
