@@ -25,7 +25,8 @@ from scalewise.compat.hydra import run_job_hook, without_mode_composition
 from scalewise.config import diagnostics, hydra_policy, paths, run_naming, schemas, search_path
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import shared_composition_cache
-from scalewise.config.flags import flag_help, launcher_issues, overrides_first, split_flags
+from scalewise.config.flags import flag_help, overrides_first, split_flags
+from scalewise.config.launchers import launcher_issues
 from scalewise.config.new_folders import (
     missing_folders,
     record_hydra_folders,

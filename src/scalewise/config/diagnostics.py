@@ -21,8 +21,8 @@ from omegaconf.errors import InterpolationResolutionError
 
 from scalewise import registry
 from scalewise.config import paths, sweep_grid
-from scalewise.config.flags import launcher_issues
 from scalewise.config.hydra_context import hydra_session
+from scalewise.config.launchers import launcher_issues
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
 from scalewise.errors import ConfigError, ConfigIssue, ScalewiseError, format_value
 from scalewise.redaction import contains_secret

@@ -2,12 +2,11 @@
 
 import io
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
 from scalewise.compat.hydra import get_args_parser
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.suggestions import suggested_option
 
 ACCEPTED = (
     "cfg",
@@ -95,15 +94,3 @@ def flag_help() -> list[str]:
         for action in get_args_parser()._actions
         if action.dest in ACCEPTED
     ]
-
-
-def launcher_issues(launcher: object) -> Iterator[ConfigIssue]:
-    """Yield an issue for a launcher of another package, which skips validation and records."""
-    from hydra_plugins.scalewise_launcher import LAUNCHERS
-
-    if launcher not in LAUNCHERS:
-        reason = "is not a launcher of scalewise: it neither validates nor records jobs"
-        fix = suggested_option("hydra/launcher", str(launcher), LAUNCHERS, "hydra/launcher=")
-        if fix.startswith("available"):
-            fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
-        yield ConfigIssue("hydra/launcher", launcher, reason, fix)

@@ -19,13 +19,14 @@ from omegaconf.resolvers import oc
 
 from scalewise import registry
 from scalewise.compat.hydra import ConfigLoaderImpl, ConfigSearchPathImpl, replaced_loading
+from scalewise.config.launchers import LAUNCHER_TARGET
 from scalewise.config.parse import LEAK_REASON
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.redaction import HIDDEN, redact, reveals_secret
 from scalewise.typed_override import shell_word
 
 PLUGINS = {
-    "launcher": ("hydra_plugins.scalewise_launcher.ScalewiseLauncher",),
+    "launcher": (LAUNCHER_TARGET,),
     "sweeper": (
         "hydra_plugins.scalewise_sweeper.ScalewiseSweeper",
         "hydra_plugins.scalewise_optuna.OptunaSweeper",

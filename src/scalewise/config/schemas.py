@@ -15,14 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from scalewise import registry
 from scalewise.config import paths
+from scalewise.config.launchers import LAUNCHERS
 from scalewise.run_config import RunConfig
 
 
 @cache
 def store_schemas() -> None:
     """Store the schemas and the launcher options in Hydra's ConfigStore, once."""
-    from hydra_plugins.scalewise_launcher import LAUNCHERS
-
     registry.import_options()
     configs = ConfigStore.instance()
     configs.store(group="schema", name="run", node=_run_schema_mirror(), provider="scalewise")

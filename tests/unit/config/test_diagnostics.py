@@ -11,10 +11,10 @@ from fixtures.rejections import (
     rejection_issues,
 )
 
-from hydra_plugins.scalewise_launcher import LAUNCHERS
 from scalewise.config import paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
+from scalewise.config.launchers import LAUNCHERS
 from scalewise.errors import ConfigError
 from scalewise.suggestions import EXPECTED_OPTIONS
 

@@ -29,7 +29,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
     """The options of ``hydra/launcher=slurm`` at rest."""
     from omegaconf import OmegaConf
 
-    from hydra_plugins.scalewise_launcher import LAUNCHERS
+    from scalewise.config.launchers import LAUNCHERS
 
     node = OmegaConf.structured(LAUNCHERS["slurm"]())
     plain: Any = OmegaConf.to_container(node, resolve=False)
