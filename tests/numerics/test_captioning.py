@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise import cli
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
-from scalewise.evaluation import captions
+from scalewise.evaluation import generation, validation_metrics
 from scalewise.hardware import DeviceKind
 from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
@@ -100,15 +100,15 @@ def test_captioning_generation_equals_transformers(stack: MultiStackModel) -> No
     assert rows is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     assert isinstance(module, VisionLanguageModule)
-    found = captions.measure_captions(module, rows, 10, 4, {0})
+    found = validation_metrics.measure_captions(module, rows, 10, 4, {0})
     (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=None, steps=1)
     given = stack.transformers_inputs(batch)
     with torch.no_grad():
         assert found.loss == pytest.approx(peer(**given).loss.item(), rel=1e-5)
     assert found.labels == int((batch["labels"] != -100).sum())
-    tokens = captions.generate_captions(module, batch["inputs"], 0.0, 1)
+    tokens = generation.generate_captions(module, batch["inputs"], 0.0, 1)
     ids_BT = torch.stack([next(tokens) for _ in range(9)], dim=1)
     how: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "use_cache": False}
     wanted_BT = peer.generate(given["pixel_values"], eos_token_id=None, **how)
     assert torch.equal(ids_BT, wanted_BT[:, -9:])
-    assert found.told[0][1] == captions.truncate_at_end(ids_BT[0].tolist(), {0})
+    assert found.told[0][1] == validation_metrics.truncate_at_end(ids_BT[0].tolist(), {0})

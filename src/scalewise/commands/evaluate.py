@@ -17,8 +17,8 @@ from scalewise.hardware import this_machine
 
 if TYPE_CHECKING:
     from scalewise.data.prepare import DataSplits
-    from scalewise.evaluation.captions import CaptionMetrics
     from scalewise.evaluation.evaluate_run import Metrics
+    from scalewise.evaluation.validation_metrics import CaptionMetrics
 
 DEFAULTS = {
     "step": "last",
@@ -45,9 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from scalewise.evaluation import evaluate_run, load_model
-    from scalewise.evaluation.captions import CaptionMetrics
     from scalewise.evaluation.sample import SamplingOptions, sample_text
-    from scalewise.evaluation.validation_metrics import ValidationMetrics
+    from scalewise.evaluation.validation_metrics import CaptionMetrics, ValidationMetrics
     from scalewise.models.base_module import ModelModule
 
     device, splits = torch.device(this_machine().device.value), trained_run.load_splits()

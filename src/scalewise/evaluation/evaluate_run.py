@@ -11,18 +11,12 @@ from tokenizers import Tokenizer
 from scalewise.checkpoints.trained import TrainedRun
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
-from scalewise.evaluation import (
-    ALL,
-    AS_TRAINED,
-    captions,
-    load_model,
-    preferences,
-    rewards,
-    validation_metrics,
+from scalewise.evaluation import ALL, AS_TRAINED, load_model, validation_metrics
+from scalewise.evaluation.validation_metrics import (
+    PreferenceMetrics,
+    RewardMetrics,
+    ValidationMetrics,
 )
-from scalewise.evaluation.preferences import PreferenceMetrics
-from scalewise.evaluation.rewards import RewardMetrics
-from scalewise.evaluation.validation_metrics import ValidationMetrics
 from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO, GRPO, Captioning, Classification
 from scalewise.units import format_bytes
@@ -58,11 +52,11 @@ def measure_run(
     # A trained run has resolved micro_batch=auto.
     dataset_args = (splits.validation, count, int(trained_run.trainer.micro_batch))
     if isinstance(trained_run.objective, GRPO):
-        return rewards.measure_rewards(
+        return validation_metrics.measure_rewards(
             module, trained_run.objective, trained_run.data, *dataset_args, on_progress
         )
     if isinstance(trained_run.objective, Captioning):
-        return captions.measure_captions(
+        return validation_metrics.measure_captions(
             module, *dataset_args, end_tokens(run_tokenizer(splits)), on_progress
         )
     if not isinstance(trained_run.objective, DPO):
@@ -73,7 +67,7 @@ def measure_run(
     reference = load_model.load_model(
         replace(trained_run, checkpoint=None), next(module.parameters()).device
     )
-    return preferences.measure_preferences(
+    return validation_metrics.measure_preferences(
         module, reference, trained_run.objective, *dataset_args, on_progress
     )
 

@@ -1,13 +1,18 @@
-"""Autoregressive generation, without a KV cache."""
+"""Autoregressive generation of text and image captions, without a KV cache.
+
+Shape suffixes: B samples, C channels, H and W pixels, T tokens of a caption, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from scalewise.models.base_module import ModelModule
+from scalewise.models.hf.vision_language import VisionLanguageModule
 
 
 @torch.no_grad()
@@ -55,3 +60,27 @@ def sample_token(logits_V: Tensor, temperature: float, generator: torch.Generato
         return int(logits_V.argmax())
     probabilities_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate_captions(
+    module: ModelModule, pixels_BCHW: Tensor, temperature: float, seed: int
+) -> Iterator[Tensor]:
+    """Generate the next token of each caption, ``tokens_B``, without end.
+
+    Args:
+        module: Vision-language model.
+        pixels_BCHW: Images.
+        temperature: Temperature of the softmax from which tokens are sampled; 0: greedy decoding.
+        seed: Seed of the random generator.
+    """
+    model = cast(VisionLanguageModule, module)
+    generator = torch.Generator().manual_seed(seed)
+    image_features = model.encode_images(pixels_BCHW.to(next(model.parameters()).device))
+    text_BT = torch.zeros((len(image_features), 0), dtype=torch.long, device=image_features.device)
+    while True:
+        padded_BT = torch.nn.functional.pad(text_BT, (0, 1))  # the last position is not read
+        logits_BV = model.decode_text(image_features, padded_BT)[:, -1].float().cpu()
+        tokens_B = torch.tensor([sample_token(each, temperature, generator) for each in logits_BV])
+        yield tokens_B
+        text_BT = torch.cat([text_BT, tokens_B[:, None].to(text_BT.device)], dim=1)

@@ -17,9 +17,8 @@ from scalewise.data.chat_templates import prompt_text
 from scalewise.data.encoding import special_ids
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
-from scalewise.evaluation import captions
 from scalewise.evaluation.evaluate_run import end_tokens, run_tokenizer
-from scalewise.evaluation.generation import generate, generate_answer
+from scalewise.evaluation.generation import generate, generate_answer, generate_captions
 from scalewise.models.base_module import ModelModule
 
 
@@ -67,7 +66,7 @@ def sample_text(
     if trained_run.data.image_size:
         pixels = _read_pixels(prompt, trained_run.data.image_size)
         tokens: Iterator[int] = (
-            int(each) for each in captions.generate_captions(module, pixels, *random_args)
+            int(each) for each in generate_captions(module, pixels, *random_args)
         )
         count = min(count, trained_run.model.context)
         return str(tokenizer.decode(_take_until_end(end_ids, tokens, count)))

@@ -1,22 +1,29 @@
-"""Validation loss, perplexity and accuracy of a model, and the distance between two models."""
+"""Metrics of a model on validation data: loss, preferences, rewards and exact captions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from math import exp
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.data.base import DataConfig
+from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader
 from scalewise.data.prepare import TokenDataset
+from scalewise.evaluation.generation import generate_captions
 from scalewise.models.base_module import ModelModule
-from scalewise.objectives import IGNORED
+from scalewise.objectives import DPO, GRPO, IGNORED
+from scalewise.objectives.losses import compute_loss, set_chunked_loss
+from scalewise.strategies.base import ScaledLoss
+from scalewise.training.rollout import Rollout
 
 LOGITS_CHUNK = 1024
 """Positions of a sequence whose logits are computed at a time."""
+MAX_SHOWN = 3
+"""Number of captions that are shown."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +134,181 @@ def _loss_sums(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tenso
         loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
         sums += torch.stack([loss, (logits_NV.argmax(-1) == labels_N).sum()])
     return sums
+
+
+@dataclass(frozen=True)
+class PreferenceMetrics:
+    """Means over the validation pairs."""
+
+    rows: int
+    """Number of pairs."""
+    loss: float
+    """DPO loss, in nats per pair."""
+    reward_margin: float
+    """Reward of the chosen answer minus that of the rejected one."""
+    reward_accuracy: float
+    """Fraction of pairs whose chosen answer has the higher reward."""
+    likelier: float
+    """Fraction of pairs whose chosen answer is more likely, without the reference model."""
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f} nats per pair, reward margin {self.reward_margin:.4f}, the "
+            f"chosen answer has the higher reward in {self.reward_accuracy:.1%} and is more "
+            f"likely in {self.likelier:.1%} of pairs"
+        )
+
+
+@torch.no_grad()
+def measure_preferences(
+    module: ModelModule,
+    reference: ModelModule,
+    objective: DPO,
+    dataset: TokenDataset,
+    count: int,
+    micro_batch: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> PreferenceMetrics:
+    """Evaluate an unsharded model on the first ``count`` pairs of a dataset.
+
+    Args:
+        module: Model.
+        reference: Reference model.
+        objective: Objective of the run.
+        dataset: Validation pairs.
+        count: Number of pairs.
+        micro_batch: Micro-batch size.
+        on_progress: Function that is called with the number of evaluated pairs.
+    """
+    count, device = min(count, len(dataset)), next(module.parameters()).device
+    logprobs = replace(objective.reference_objective, loss_chunk=LOGITS_CHUNK)
+    for model in (module, reference):
+        set_chunked_loss(logprobs, model, in_forward=False)
+    sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
+        inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)
+        logp_B, reference_B = module(inputs, labels), reference(inputs, labels)
+        metrics_3 = compute_loss(objective, logp_B, {"labels": labels, "reference": reference_B})
+        chosen_more_likely = logp_B[::2] > logp_B[1::2]
+        sums += torch.cat([metrics_3.double(), chosen_more_likely.sum().view(1).double()])
+        done = min(done + micro_batch, count)
+        on_progress(done)
+    return PreferenceMetrics(count, *(sums / count).tolist())
+
+
+@dataclass(frozen=True)
+class RewardMetrics:
+    """Means over the answers to the validation prompts."""
+
+    rows: int
+    """Number of prompts."""
+    reward: float
+    """Reward of an answer, at most 1."""
+    right: float
+    """Fraction of completely correct answers."""
+
+    @property
+    def loss(self) -> float:
+        """Validation loss, as in training: ``1 - reward``."""
+        return 1 - self.reward
+
+    def __str__(self) -> str:
+        return f"reward {self.reward:.4f}, {self.right:.1%} of the answers are correct"
+
+
+@torch.no_grad()
+def measure_rewards(
+    module: ModelModule,
+    objective: GRPO,
+    data: DataConfig,
+    dataset: TokenDataset,
+    count: int,
+    micro_batch: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> RewardMetrics:
+    """Evaluate an unsharded model on the first ``count`` prompts of a dataset.
+
+    Args:
+        module: Model.
+        objective: Objective of the run.
+        data: Data config with the reward function.
+        dataset: Validation prompts.
+        count: Number of prompts.
+        micro_batch: Micro-batch size.
+        on_progress: Function that is called with the number of evaluated prompts.
+    """
+    count, device = min(count, len(dataset)), next(module.parameters()).device
+    rollout = Rollout(objective, data)
+    sums, done = torch.zeros(2, dtype=torch.float64, device=device), 0
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
+        prompts = {key: batch[key].to(device) for key in ("inputs", "labels")}
+        answers = rollout.generate_greedy(
+            prompts, lambda objective, batch: ScaledLoss(objective).compute(module, batch)
+        )
+        real_B = (prompts["labels"] != IGNORED).any(1)
+        correct_B = (answers["labels"] == prompts["labels"]).all(1)
+        sums += torch.stack([answers["reward"][real_B].sum(), correct_B[real_B].sum()]).double()
+        done = min(done + micro_batch, count)
+        on_progress(done)
+    return RewardMetrics(count, *(sums / count).tolist())
+
+
+@dataclass(frozen=True)
+class CaptionMetrics(ValidationMetrics):
+    """Validation metrics of image captioning."""
+
+    exact: float
+    """Fraction of the generated captions that equal their reference."""
+    told: tuple[tuple[list[int], list[int]], ...]
+    """Tokens of the first captions, as pairs of reference and generated caption."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {self.exact:.1%} of captions match exactly"
+
+
+@torch.no_grad()
+def measure_captions(
+    module: ModelModule,
+    dataset: TokenDataset,
+    count: int,
+    micro_batch: int,
+    end_token_ids: Collection[int],
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> CaptionMetrics:
+    """Evaluate an unsharded model on the first ``count`` samples of a dataset.
+
+    Args:
+        module: Model.
+        dataset: Validation samples.
+        count: Number of samples.
+        micro_batch: Micro-batch size.
+        end_token_ids: Tokens that end a caption.
+        on_progress: Function that is called with the number of evaluated samples.
+    """
+    metrics = measure_loss(module, dataset, count, micro_batch, on_progress)
+    captions: list[tuple[list[int], list[int]]] = []
+    batch_share = BatchShare(metrics.rows, min(micro_batch, metrics.rows))
+    for batch in ValidationLoader(dataset, batch_share):
+        captions += _iter_captions(module, batch, end_token_ids)
+    captions = captions[: metrics.rows]  # without the padding of the last micro-batch
+    exact = sum(reference == generated for reference, generated in captions) / len(captions)
+    return CaptionMetrics(**asdict(metrics), exact=exact, told=tuple(captions[:MAX_SHOWN]))
+
+
+def _iter_captions(
+    module: ModelModule, batch: Batch, end_token_ids: Collection[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Reference and generated caption of each sample of a batch."""
+    tokens = generate_captions(module, batch["inputs"], 0.0, 1)
+    generated_BT = torch.stack([next(tokens) for _ in range(batch["labels"].shape[1])], dim=1)
+    for label_T, generated_T in zip(batch["labels"], generated_BT, strict=True):
+        yield (
+            truncate_at_end(label_T[label_T != IGNORED].tolist(), end_token_ids),
+            truncate_at_end(generated_T.tolist(), end_token_ids),
+        )
+
+
+def truncate_at_end(tokens: list[int], end_token_ids: Collection[int]) -> list[int]:
+    """Tokens before the first end token."""
+    ends = (index for index, token in enumerate(tokens) if token in end_token_ids)
+    return tokens[: next(ends, None)]
