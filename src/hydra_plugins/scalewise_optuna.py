@@ -113,7 +113,7 @@ class OptunaSweeper(Sweeper):
         folder: Path,
     ) -> None:
         from scalewise.commands import show_study
-        from scalewise.hpo import optuna_study, outcome, record
+        from scalewise.hpo import optuna_study, record
 
         optuna_search = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,13 +121,13 @@ class OptunaSweeper(Sweeper):
         is_stopped = False
         while not is_stopped and (trials := optuna_search.ask_trials()):
             first_number = 1 + max(
-                (int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1
+                (int(str(r["number"])) for r in optuna_study.sweep_jobs(folder)), default=-1
             )
             started_trials = self._launch_trials(
                 optuna_search, trials, fixed_overrides, folder, first_number
             )
             for number, trial in enumerate(started_trials, start=first_number):
-                trial_outcome = outcome.job_outcome(folder, number)
+                trial_outcome = optuna_study.job_outcome(folder, number)
                 optuna_search.tell_outcome(trial, trial_outcome)
                 is_stopped = is_stopped or trial_outcome.is_lost
             record.write_record(optuna_search, folder)
@@ -144,7 +144,7 @@ class OptunaSweeper(Sweeper):
         """Run the trials whose config is valid and return them; reject the others."""
         from scalewise.commands import show_study
         from scalewise.config import app
-        from scalewise.hpo.outcome import TrialOutcome
+        from scalewise.hpo.optuna_study import TrialOutcome
         from scalewise.hpo.space import point_overrides
 
         job_overrides: list[list[str]] = []

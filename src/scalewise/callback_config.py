@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from scalewise.errors import ConfigIssue
-from scalewise.suggestions import did_you_mean
+from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.typed_override import format_override
 from scalewise.units import MAX_NUMBER
 

@@ -14,7 +14,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 
 from scalewise.checkpoints import store
-from scalewise.checkpoints.writer import BackgroundWriter
+from scalewise.checkpoints.store import BackgroundWriter
 
 TOLERANCE = 1e-5
 STEPS = (

@@ -8,8 +8,7 @@ from scalewise.commands.usage import table_lines, wrap_text
 from scalewise.config import option_docs
 from scalewise.config.option_docs import GROUP_NAMES, FieldDoc, GroupDoc, OptionDoc
 from scalewise.console import print_lines
-from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.suggestions import did_you_mean, suggested_option
+from scalewise.errors import ConfigError, ConfigIssue, did_you_mean, suggested_option
 from scalewise.typed_override import override, shell_word
 
 PLACEHOLDERS = {"int": "NUMBER", "float": "NUMBER", "list": ["TEXT"], "mapping": {"NAME": 1}}

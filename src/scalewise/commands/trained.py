@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from scalewise import inputs
 from scalewise.config.parse import parse_group, parse_value
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
 from scalewise.objectives import UserModule
-from scalewise.suggestions import did_you_mean
 from scalewise.validation.run_issues import config_issues
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ from scalewise.config.new_folders import (
     remove_empty,
 )
 from scalewise.config.parse import parse_run
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
 from scalewise.run_config import RunConfig
-from scalewise.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)

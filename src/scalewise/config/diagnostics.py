@@ -24,10 +24,16 @@ from scalewise.config import paths, sweep_grid
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.launchers import launcher_issues
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
-from scalewise.errors import ConfigError, ConfigIssue, ScalewiseError, format_value
+from scalewise.errors import (
+    ConfigError,
+    ConfigIssue,
+    ScalewiseError,
+    did_you_mean,
+    format_value,
+    suggested_option,
+)
 from scalewise.redaction import contains_secret
 from scalewise.run_config import RunConfig
-from scalewise.suggestions import did_you_mean, suggested_option
 from scalewise.typed_override import format_override, shell_word
 
 MAX_SWEEP_LENGTH = 100

@@ -5,8 +5,7 @@ from dataclasses import fields, make_dataclass
 
 from omegaconf import OmegaConf
 
-from scalewise.errors import ConfigIssue
-from scalewise.suggestions import suggested_option
+from scalewise.errors import ConfigIssue, suggested_option
 
 LAUNCHER_TARGET = "hydra_plugins.scalewise_launcher.ScalewiseLauncher"
 LAUNCHER = {"_target_": LAUNCHER_TARGET, "_recursive_": False}

@@ -15,11 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from scalewise import registry, typed_override
 from scalewise.config import hardware_detection, paths
 from scalewise.config.schemas import schema_mirror
-from scalewise.errors import ConfigError, ConfigIssue, format_value
+from scalewise.errors import ConfigError, ConfigIssue, did_you_mean, format_value
 from scalewise.redaction import HIDDEN, contains_secret
 from scalewise.renamed_targets import RENAMED_TARGETS
 from scalewise.run_config import RunConfig
-from scalewise.suggestions import did_you_mean
 from scalewise.typed_override import format_override
 from scalewise.validation.run_issues import iter_issues, iter_machine_issues
 

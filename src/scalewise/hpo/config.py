@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any
 
-from scalewise.errors import ConfigIssue
+from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, grid_size, job_count_issues
 from scalewise.metric_names import METRICS
-from scalewise.suggestions import did_you_mean
 from scalewise.typed_override import format_override
 
 SAMPLERS = ("tpe", "nsga2", "random", "grid")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import optuna
 import psutil
@@ -21,14 +21,64 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from scalewise.errors import ConfigError
-from scalewise.hpo import outcome, storage
+from scalewise.hpo import storage
 from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
-from scalewise.hpo.outcome import TrialOutcome
 from scalewise.hpo.space import Axis, ChoiceAxis, Value, grid_points
 from scalewise.hpo.storage import TrialLink
+from scalewise.run_files import read_json
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
+
+UNFINISHED = ("waiting", "running", "interrupted")
+"""Statuses of jobs that were stopped from outside: by a signal or a crash of the machine."""
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """Outcome and metrics of the job of a trial."""
+
+    status: str
+    """Status of the job."""
+    reason: str = ""
+    """Reason of the status; empty for ``ok``."""
+    folder: Path | None = None
+    """Folder of the run; None if the job has none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Finite metrics of ``summary.json``."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the job was stopped from outside, so that its trial has to run again."""
+        return self.status in UNFINISHED
+
+
+def sweep_jobs(sweep: Path) -> list[dict[str, Any]]:
+    """Job entries of ``sweep.json``; empty without that file."""
+    jobs: list[dict[str, Any]] = read_json(sweep / "sweep.json").get("jobs", [])
+    return jobs
+
+
+def job_outcome(sweep: Path, number: int) -> TrialOutcome:
+    """Outcome of job ``number`` of a sweep; its status is ``waiting`` if there is no such job.
+
+    ``status.json`` of the job takes precedence over ``sweep.json``, which may be older.
+    """
+    entries = [job for job in sweep_jobs(sweep) if job["number"] == number]
+    if not entries:
+        return TrialOutcome("waiting")
+    folder = sweep / entries[-1]["folder"]
+    status = read_json(folder / "status.json")
+    if not status:
+        return TrialOutcome(entries[-1]["status"])
+    metrics = read_json(folder / "summary.json").get("metrics", {})
+    return TrialOutcome(
+        status.get("status", "failed"),
+        status.get("reason", ""),
+        folder,
+        {key: float(value) for key, value in metrics.items() if value is not None},
+    )
+
 
 JOURNAL = "study.journal"
 
@@ -131,7 +181,7 @@ class OptunaSearch:
             attributes = trial.user_attrs
             trial_outcome = TrialOutcome("waiting")
             if JOB in attributes:
-                trial_outcome = outcome.job_outcome(Path(attributes[SWEEP]), attributes[JOB])
+                trial_outcome = job_outcome(Path(attributes[SWEEP]), attributes[JOB])
             self.tell_outcome(Trial(self.study, trial._trial_id), trial_outcome)
         return orphaned_trials
 
@@ -202,7 +252,7 @@ def _axis_distribution(axis: Axis) -> BaseDistribution:
 
 
 def _is_lost(trial: FrozenTrial) -> bool:
-    return trial.user_attrs.get(STATUS) in outcome.UNFINISHED
+    return trial.user_attrs.get(STATUS) in UNFINISHED
 
 
 def _process_id() -> str:

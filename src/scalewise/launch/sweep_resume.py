@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue
+from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, did_you_mean
 from scalewise.launch import locks, slurm_cli
 from scalewise.launch.config_hash import config_hash, hash_of_folder, is_same_job
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import Result, attempt_folders
 from scalewise.launch.locks import FolderLock, InUseError
 from scalewise.run_files import load_json, read_json
-from scalewise.suggestions import did_you_mean
 from scalewise.tracking.sweep_record import (
     is_running,
     is_same_process,

@@ -1,1 +1,1 @@
-"""Measurements of a training step: memory, time and collectives; imports torch."""
+"""Measurements of a training step: memory and time; imports torch."""

@@ -21,7 +21,7 @@ from scalewise.compat.torch import (
     tree_leaves,
 )
 from scalewise.compat.torch_distributed import AsyncCollectiveTensor
-from scalewise.measure.storages import storage_keys
+from scalewise.measure.memory import storage_keys
 
 Restore = Callable[[], Tensor]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import adapter_resume, store
-from scalewise.checkpoints.writer import BackgroundWriter
+from scalewise.checkpoints.store import BackgroundWriter
 from scalewise.compat.lightning import call_through_wrapper
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight

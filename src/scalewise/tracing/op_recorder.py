@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from scalewise.measure.storages import storage_key
+from scalewise.measure.memory import storage_key
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 

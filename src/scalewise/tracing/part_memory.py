@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from scalewise.measure.memory import LiveBytes
-from scalewise.measure.storages import storage_bytes, storage_keys
+from scalewise.measure.memory import LiveBytes, storage_bytes, storage_keys
 
 Sizes = tuple[int, int, int, int]
 """Bytes of a part, in the order of ``RecordedPart.measure``."""

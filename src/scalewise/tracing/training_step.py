@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from scalewise.adapters.build import disable_adapter
 from scalewise.callback_config import averaging_callback
 from scalewise.hardware import DeviceKind
-from scalewise.measure.memory import MemoryProbe
-from scalewise.measure.storages import storage_bytes
+from scalewise.measure.memory import MemoryProbe, storage_bytes
 from scalewise.models.base_module import ModelModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss

@@ -19,11 +19,10 @@ from scalewise.adapters.target_modules import (
     match_modules,
     match_targets,
 )
-from scalewise.errors import ConfigIssue
+from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig
 from scalewise.run_config import RunConfig
-from scalewise.suggestions import did_you_mean
 
 
 @singledispatch

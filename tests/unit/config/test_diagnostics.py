@@ -15,8 +15,7 @@ from scalewise.config import paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.config.launchers import LAUNCHERS
-from scalewise.errors import ConfigError
-from scalewise.suggestions import EXPECTED_OPTIONS
+from scalewise.errors import EXPECTED_OPTIONS, ConfigError
 
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 

@@ -15,10 +15,9 @@ from optuna.trial import TrialState
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.search_space import read_axes
 from scalewise.errors import ConfigError, Pruned
-from scalewise.hpo import optuna_study, outcome, record
+from scalewise.hpo import optuna_study, record
 from scalewise.hpo.config import SearchConfig
-from scalewise.hpo.optuna_study import OptunaSearch
-from scalewise.hpo.outcome import TrialOutcome
+from scalewise.hpo.optuna_study import OptunaSearch, TrialOutcome
 from scalewise.hpo.space import (
     Axis,
     ChoiceAxis,
@@ -276,7 +275,7 @@ class TestStudy:
 def job(sweep: Path, number: int, listed: str, status: str | None = None, **metrics: float) -> None:
     """Leaves a job as a sweep that was killed leaves it."""
     row = {"number": number, "folder": str(number), "varied": {}, "status": listed}
-    rows = [*outcome.sweep_jobs(sweep), row]
+    rows = [*optuna_study.sweep_jobs(sweep), row]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": rows}), "utf-8")
     if status is not None:
         (sweep / str(number)).mkdir(exist_ok=True)

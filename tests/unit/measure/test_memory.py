@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType
 
-from scalewise.measure import memory, profiled
-from scalewise.measure.memory import LiveBytes, MemoryProbe, host_peak_bytes
-from scalewise.measure.profiled import ProfiledAllocations
-from scalewise.measure.storages import storage_bytes
+from scalewise.measure import memory
+from scalewise.measure.memory import (
+    LiveBytes,
+    MemoryProbe,
+    ProfiledAllocations,
+    host_peak_bytes,
+    storage_bytes,
+)
 
 ROWS, IN, HIDDEN, OUT = 16, 64, 128, 32
 PARAMETERS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
@@ -104,7 +108,7 @@ def test_memory_probe_records_no_operators(monkeypatch: pytest.MonkeyPatch) -> N
         seen.extend(event.tag for event in events)
         yield from ()
 
-    monkeypatch.setattr(profiled, "iter_allocations", of_tree)
+    monkeypatch.setattr(memory, "iter_allocations", of_tree)
     with ProfiledAllocations():
         network = Network()
         network(torch.ones(ROWS, IN)).backward()
