@@ -112,12 +112,12 @@ class OptunaSweeper(Sweeper):
         fixed_overrides: Sequence[str],
         folder: Path,
     ) -> None:
-        from scalewise.commands import show_study
+        from scalewise.commands import show
         from scalewise.hpo import optuna_study, record
 
         optuna_search = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        show_study.print_search_start(optuna_search, optuna_search.reclaim_trials())
+        show.print_search_start(optuna_search, optuna_search.reclaim_trials())
         is_stopped = False
         while not is_stopped and (trials := optuna_search.ask_trials()):
             first_number = 1 + max(
@@ -131,7 +131,7 @@ class OptunaSweeper(Sweeper):
                 optuna_search.tell_outcome(trial, trial_outcome)
                 is_stopped = is_stopped or trial_outcome.is_lost
             record.write_record(optuna_search, folder)
-        show_study.print_search_result(record.build_record(optuna_search, folder), folder)
+        show.print_search_result(record.build_record(optuna_search, folder), folder)
 
     def _launch_trials(
         self,
@@ -142,7 +142,7 @@ class OptunaSweeper(Sweeper):
         first_number: int,
     ) -> list["Trial"]:
         """Run the trials whose config is valid and return them; reject the others."""
-        from scalewise.commands import show_study
+        from scalewise.commands import show
         from scalewise.config import app
         from scalewise.hpo.optuna_study import TrialOutcome
         from scalewise.hpo.space import point_overrides
@@ -155,7 +155,7 @@ class OptunaSweeper(Sweeper):
                 reason = "; ".join(str(issue) for issue in error.issues)
                 optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
                 app.record_rejected(error)
-                show_study.print_rejected_trial(trial.number, trial.params, reason)
+                show.print_rejected_trial(trial.number, trial.params, reason)
                 continue
             number = first_number + len(started_trials)
             optuna_search.assign_job(trial, folder, number, folder / str(number))

@@ -195,11 +195,6 @@ def is_secret_name(name: str) -> bool:
     )
 
 
-def known_secrets() -> frozenset[str]:
-    """Secrets of the environment and of key files."""
-    return _secrets(*_sources())
-
-
 def remember_secret(value: str) -> None:
     """Redact ``value`` for the rest of the process, even if it is not in the environment."""
     _remembered.update(_secrets_in_value("SECRET", value))

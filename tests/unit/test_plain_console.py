@@ -13,7 +13,7 @@ import pytest
 from fixtures.run_folders import make_run, make_sweep
 
 from scalewise import cli, console
-from scalewise.commands import show, show_plan, show_study, usage
+from scalewise.commands import show, show_plan, usage
 from scalewise.errors import ConfigError
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec, Result
@@ -222,8 +222,8 @@ def test_search_prints_hostile_values_in_plain_text(
     }
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "status.json").write_text(json.dumps({"command": HOSTILE}))
-    show_study.print_rejected_trial(0, {HOSTILE: HOSTILE}, HOSTILE)
-    show_study.print_search_result(record, tmp_path)
+    show.print_rejected_trial(0, {HOSTILE: HOSTILE}, HOSTILE)
+    show.print_search_result(record, tmp_path)
     assert_shown(capsys.readouterr().out)
 
 

@@ -22,8 +22,8 @@ def main(arguments: Sequence[str]) -> int:
         issues.append(ConfigIssue("adapter", adapter_format, "is not an export format", fix))
     folder, options = trained.read_arguments("export", arguments, DEFAULTS, issues)
     target = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
+    from scalewise.atomic import check_target_free
     from scalewise.export import hf_export as exports
-    from scalewise.export.staging import check_target_free
 
     check_target_free(target)
     trained_run = trained.load_trained(folder, options["step"], options)
