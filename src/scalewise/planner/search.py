@@ -30,7 +30,7 @@ from scalewise.run_config import RunConfig
 from scalewise.typed_override import override_keys
 from scalewise.validation.model_rules import model_issues
 from scalewise.validation.parallelism_rules import parallelism_issues
-from scalewise.validation.quantization_rules import quantization_issues
+from scalewise.validation.precision_rules import quantization_issues
 
 Overrides = tuple[str, ...]
 

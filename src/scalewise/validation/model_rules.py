@@ -1,4 +1,4 @@
-"""Rules between the model and the other parts of a run."""
+"""Rules between the model and the data, and between the model and the other parts of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import singledispatch
 from itertools import pairwise
 
+from scalewise.data.chat_templates import read_end_of_text
+from scalewise.data.tokenizer import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.hf.config import HuggingFaceConfig
@@ -13,6 +15,7 @@ from scalewise.models.hf.inspect import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
+from scalewise.typed_override import format_override
 
 UNSUPPORTED = "is not supported for Hugging Face models"
 
@@ -117,3 +120,52 @@ def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "adapter", option, reason, "set adapter=none, or parallelism=fsdp parallelism.tensor=1"
         )
+
+
+def token_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of sequence length, vocabulary and epochs between model and data."""
+    target = run.data.target_length  # source and target go to the encoder and the decoder
+    if max(run.data.sequence - target, target) > run.model.context:
+        yield ConfigIssue(
+            "data.sequence",
+            run.data.sequence,
+            f"exceeds the context of the model, {run.model.context} tokens",
+            f"set data.sequence={run.model.context}",
+        )
+    needed = run.data.required_vocabulary
+    vocabulary = run.model.vocabulary
+    grown = f"model.vocabulary={needed}" if run.model.has_key("vocabulary") else "another model"
+    if needed is not None and needed > vocabulary and hasattr(run.data, "vocabulary"):
+        reason = f"exceeds the vocabulary of the model, {vocabulary} tokens"
+        is_large_enough = vocabulary >= SMALLEST_VOCABULARY
+        fix = f"set data.vocabulary={vocabulary} or {grown}" if is_large_enough else f"set {grown}"
+        yield ConfigIssue("data.vocabulary", needed, reason, fix)
+    elif needed is not None and needed > vocabulary:
+        reason = f"is too small: data={run.option('data')} has {needed} token ids"
+        yield ConfigIssue("model.vocabulary", vocabulary, reason, f"set {grown}")
+    yield from _tokenizer_issues(run)
+    if run.data.packing and run.data.pairs:
+        reason = "is not supported with preference pairs, whose answers are compared one by one"
+        yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+    if run.trainer.max_epochs is not None and getattr(run.data, "streaming", False):
+        yield ConfigIssue(
+            "trainer.max_epochs",
+            run.trainer.max_epochs,
+            "is not supported with a stream, whose length is unknown",
+            "set trainer.max_steps, or data.streaming=false",
+        )
+
+
+def _tokenizer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue for a new tokenizer with pretrained weights."""
+    if run.model.pretrained_path is None or not run.data.trains_tokenizer:
+        return
+    fix = "set data.tokenizer=PATH to the tokenizer.json of the pretrained model"
+    if file := run.model.find_tokenizer_file():
+        fix, end = f"set {format_override('data.tokenizer', file)}", read_end_of_text(file)
+        if end not in ("", getattr(run.data, "end_of_text", end)):
+            fix += " " + format_override("data.end_of_text", end)
+    reason = (
+        f"trains a new tokenizer, which does not match the weights of {run.model.pretrained_path}"
+    )
+    yield ConfigIssue("data.tokenizer", None, reason, fix)

@@ -1,4 +1,4 @@
-"""Rules between the objective and the data, model, adapter and planning options of a run."""
+"""Rules between the objective, user-defined modules included, and the other parts of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import singledispatch
 
 from scalewise.activation_checkpointing import AutoCheckpointing
+from scalewise.adapters.config import NoAdapterConfig
 from scalewise.errors import ConfigIssue
+from scalewise.models.op_graph import Recompute
 from scalewise.objectives import (
     DPO,
     GRPO,
@@ -16,10 +18,37 @@ from scalewise.objectives import (
     Seq2Seq,
     UserModule,
 )
+from scalewise.objectives.config import ModuleDecides
+from scalewise.precision import FloatFormat
+from scalewise.quantization.config import NoQuantizationConfig
 from scalewise.run_config import RunConfig
-from scalewise.trainer_config import AUTO, SIZE
-from scalewise.validation.compatibility import planning_issues
-from scalewise.validation.user_module_rules import user_module_issues
+from scalewise.torch_compile import CompileScope
+from scalewise.trainer_config import AUTO, SIZE, TrainerConfig
+from scalewise.typed_override import format_override
+
+DEFAULT_OPTIONS = {
+    "model": "decoder_nano",
+    "data": "corpus",
+    "optimizer": "adamw",
+    "schedule": "cosine",
+}
+"""Config groups that a user-defined module replaces, with the option to use without one."""
+MODEL_AXES = ("pipeline", "context", "tensor")
+"""Mesh axes that partition the computation of a model, instead of its batch or parameters."""
+
+
+def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for ``GROUP=module`` without objective=module, and for other options with it."""
+    for group, default in DEFAULT_OPTIONS.items():
+        config = getattr(run, group)
+        is_module = config.is_user_defined if group == "data" else isinstance(config, ModuleDecides)
+        chosen = run.option(group)
+        if is_module and not run.objective.is_user_defined:
+            fix = f"set objective=module, or {group}={default}"
+            yield ConfigIssue(group, chosen, "requires objective=module", fix)
+        elif run.objective.is_user_defined and not is_module:
+            reason = f"is not supported with objective=module: the module defines its own {group}"
+            yield ConfigIssue(group, chosen, reason, f"leave it out, or set {group}=module")
 
 
 @singledispatch
@@ -105,11 +134,6 @@ def _captioning_issues(objective: Captioning, run: RunConfig) -> Iterator[Config
     yield from _trace_only_issues(objective, run)
 
 
-@objective_issues.register(UserModule)
-def _user_module_issues(objective: UserModule, run: RunConfig) -> Iterator[ConfigIssue]:
-    yield from user_module_issues(run)
-
-
 def _encoder_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for a model without encoder, and for data without encoder inputs."""
     if not run.model.is_encoder_decoder:
@@ -144,9 +168,96 @@ def _image_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 
 def _trace_only_issues(objective: Seq2Seq, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for options that require the analytic memory model."""
-    yield from planning_issues(run, objective.model_kind)
+    yield from _planning_issues(run, objective.model_kind)
     reason = f"requires the analytic memory model, which does not cover {objective.model_kind}"
     if isinstance(run.memory, AutoCheckpointing):
         yield ConfigIssue("memory", "auto", reason, "set memory=checkpoint_full")
     if run.trainer.micro_batch == AUTO:
         yield ConfigIssue(SIZE, AUTO, reason, f"set {SIZE}=1")
+
+
+@objective_issues.register(UserModule)
+def _user_module_issues(objective: UserModule, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for options without effect on the module, and for incompatible strategies."""
+    yield from _module_group_issues(run)
+    yield from _module_trainer_issues(run.trainer)
+    yield from _module_parallelism_issues(run)
+    yield from _planning_issues(run, "user-defined modules")
+
+
+def _module_group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    recompute = getattr(run.memory, "recompute", None)
+    for group, is_set in (
+        ("adapter", not isinstance(run.adapter, NoAdapterConfig)),
+        ("quantization", not isinstance(run.quantization, NoQuantizationConfig)),
+        ("memory", recompute is not Recompute.nothing or run.memory.offload),
+        ("compile", run.compile.scope is not CompileScope.none),
+    ):
+        if is_set:
+            reason = "is not supported with a user-defined module, which scalewise does not modify"
+            yield ConfigIssue(group, run.option(group), reason, f"set {group}=none")
+
+
+def _module_trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
+    defaults = TrainerConfig()
+    if trainer.micro_batch != defaults.micro_batch:
+        reason = "is not supported: a user-defined data loader sets the batch size"
+        fix = f"set trainer.micro_batch={defaults.micro_batch}, and the batch size in "
+        fix += "data.arguments"
+        yield ConfigIssue("trainer.micro_batch", trainer.micro_batch, reason, fix)
+    if trainer.global_batch is not None:
+        reason = "is not supported: a user-defined module takes one step per batch of its loader"
+        fix = "set trainer.global_batch=null"
+        yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, fix)
+    if trainer.max_tokens is not None:
+        reason = "is not supported: a user-defined module does not report its tokens"
+        fix = "set trainer.max_steps"
+        yield ConfigIssue("trainer.max_tokens", trainer.max_tokens, reason, fix)
+    if trainer.validation_rows != defaults.validation_rows:
+        reason = "is not supported: a user-defined module validates on its whole data loader"
+        fix = f"set trainer.validation_rows={defaults.validation_rows}"
+        yield ConfigIssue("trainer.validation_rows", trainer.validation_rows, reason, fix)
+    epochs = trainer.max_epochs
+    if epochs is not None and epochs % 1:
+        fix = f"set trainer.max_epochs={max(1, round(epochs))}"
+        yield ConfigIssue("trainer.max_epochs", epochs, "is not a whole number of epochs", fix)
+
+
+def _module_parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    parallelism = run.parallelism
+    yield from parallelism.validate_on_device(run.hardware.device)
+    sizes = getattr(parallelism, "sizes", {})
+    for axis in MODEL_AXES:
+        if sizes.get(axis, 1) > 1:
+            reason = "cannot partition a user-defined module: only data parallelism and sharding "
+            reason += "of parameters are supported"
+            fix = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, fix)
+    for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
+        if (value := getattr(parallelism, key, "none")) not in (False, "none"):
+            reason = "does not offload a user-defined module"
+            fix = f"set parallelism.{key}={'false' if value is True else 'none'}"
+            yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
+    is_fp16 = run.precision.compute is FloatFormat.fp16
+    if is_fp16 and (sizes or parallelism.flattens_parameters):
+        chosen = run.option("precision")
+        reason = "requires gradient scaling, which this parallelism strategy does not support"
+        yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
+
+
+def _planning_issues(run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
+    """Yield issues for options that require the analytic memory model.
+
+    Args:
+        run: Config of the run.
+        subject: Kind of models that the analytic memory model does not cover, in the plural.
+    """
+    planning_options = {
+        "plan.search": (run.plan.search.value, "none"),
+        "plan.fit": (run.plan.fit.value, "none"),
+        "launch.refuse_unfit": (run.launch.refuse_unfit, False),
+    }
+    for key, (value, neutral) in planning_options.items():
+        if value != neutral:
+            reason = f"requires the analytic memory model, which does not cover {subject}"
+            yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import singledispatch
 
 from scalewise.errors import ConfigIssue
+from scalewise.hardware import DeviceKind
+from scalewise.models.op_graph import Recompute
+from scalewise.objectives import CausalLM
 from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import CommHook, DDPConfig
@@ -16,7 +19,6 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-from scalewise.validation.mesh_rules import mesh_issues
 
 
 @singledispatch
@@ -78,13 +80,6 @@ def _deepspeed_issues(parallelism: DeepSpeedConfig, run: RunConfig) -> Iterator[
     yield from parallelism.validate_on_device(run.hardware.device)
 
 
-@parallelism_issues.register(MeshConfig)
-def _mesh_issues(parallelism: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield an issue for sizes that do not divide the model or the data, and for axes."""
-    yield from _optimizer_issues(parallelism, run)
-    yield from mesh_issues(parallelism, run)
-
-
 def _optimizer_issues(parallelism: ParallelismConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for each option of the optimizer that the strategy does not support."""
     if run.optimizer.in_backward and parallelism.reduces_after_backward:
@@ -137,3 +132,204 @@ def _deepspeed_machine_issues(
             key = "offload_parameters"
         fix = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
         yield ConfigIssue(f"parallelism.{key}", "nvme", "requires libaio", fix)
+
+
+@parallelism_issues.register(MeshConfig)
+def _mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for sizes that do not divide the model or the data, and for unsupported axes."""
+    yield from _optimizer_issues(mesh, run)
+    sizes, on_cpu = mesh.sizes, run.hardware.device is DeviceKind.cpu
+    yield from _tensor_issues(mesh, run)
+    yield from _context_issues(mesh, run)
+    yield from _pipeline_issues(mesh, run)
+    yield from _pair_issues(mesh, run)
+    yield from _prompt_issues(mesh, run)
+    yield from _rollout_issues(mesh, run)
+    yield from _classification_issues(mesh, run)
+    if run.precision.compute is FloatFormat.fp16:
+        yield ConfigIssue(
+            "precision",
+            run.option("precision"),
+            "is not supported on a mesh: Lightning does not scale fp16 gradients there",
+            "set precision=bf16_mixed, or parallelism=ddp",
+        )
+    sharded = max(sizes["shards"], sizes["replicate"], sizes["context"]) > 1
+    if mesh.cpu_offload and not sharded:
+        reason = "offloads sharded parameters, and no axis shards them"
+        yield ConfigIssue("parallelism.cpu_offload", True, reason, "set parallelism.shards=2")
+    if sizes["tensor"] > 1 and on_cpu and run.compile.scope is not CompileScope.none:
+        yield ConfigIssue(
+            "compile.scope",
+            run.compile.scope.value,
+            "is not supported with tensor parallelism on the CPU by torch",
+            "set compile=none",
+        )
+    if mesh.async_tensor and on_cpu:
+        key, reason = "parallelism.async_tensor", "requires CUDA symmetric memory"
+        yield ConfigIssue(key, True, reason, f"set {key}=false")
+
+
+def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a config issue for axes that split the sequences or layers with adapter tokens."""
+    prompt_tokens, prefix_tokens = run.adapter.prompt_tokens, run.adapter.prefix_tokens
+    pipeline_reason = (
+        "trains prompt tokens of the first stage only, and each pipeline rank has an optimizer"
+    )
+    context_reason = (
+        "is not supported with parallelism.context, which splits sequences without the prompt"
+    )
+    for axis, tokens, reason in (
+        ("pipeline", prompt_tokens, pipeline_reason),
+        ("context", prompt_tokens or prefix_tokens, context_reason),
+    ):
+        if tokens and mesh.sizes[axis] > 1:
+            chosen = run.option("adapter")
+            fix = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
+            yield ConfigIssue("adapter", chosen, reason, fix)
+
+
+def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    ranks = mesh.sizes["tensor"]
+    if ranks == 1:
+        return
+    for name, size in run.model.tensor_parallel_sizes().items():
+        if size % ranks:
+            yield ConfigIssue(
+                "parallelism.tensor",
+                ranks,
+                f"does not divide model.{name}={size}",
+                f"set parallelism.tensor={_largest_divisor(size, ranks)}",
+            )
+    tokens = run.adapter.prompt_tokens + run.data.sequence // mesh.sizes["context"]
+    if mesh.sequence_parallel and tokens % ranks:
+        unit = "tokens, with adapter.tokens," if run.adapter.prompt_tokens else "tokens"
+        yield ConfigIssue(
+            "parallelism.tensor",
+            ranks,
+            f"does not divide the {tokens} {unit} of a sequence on a rank",
+            "set parallelism.sequence_parallel=false",
+        )
+    has_smoothing = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
+    if mesh.loss_parallel and has_smoothing:
+        yield ConfigIssue(
+            "parallelism.loss_parallel",
+            True,
+            "is not supported with objective.label_smoothing by torch's parallel loss",
+            "set parallelism.loss_parallel=false",
+        )
+
+
+def _context_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    ranks = mesh.sizes["context"]
+    if ranks == 1:
+        return
+    num_chunks = ranks * (2 if mesh.balanced else 1)
+    if run.data.sequence % num_chunks:
+        yield ConfigIssue(
+            "data.sequence",
+            run.data.sequence,
+            f"is not a multiple of {num_chunks}, the number of chunks for {ranks} context ranks",
+            f"set data.sequence={max(1, run.data.sequence // num_chunks) * num_chunks}",
+        )
+    heads = run.model.heads // mesh.sizes["tensor"]
+    if mesh.attention == "ulysses" and heads % ranks:
+        yield ConfigIssue(
+            "parallelism.context",
+            ranks,
+            f"does not divide the {heads} heads that Ulysses splits",
+            "set parallelism.attention=gather",
+        )
+
+
+def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    if mesh.sizes["pipeline"] == 1:
+        return
+    layers = run.model.layers
+    if mesh.num_stages > layers:
+        yield ConfigIssue(
+            "parallelism.pipeline",
+            mesh.sizes["pipeline"],
+            f"requires {mesh.num_stages} stages, and the model has {layers} layers",
+            "set parallelism.pipeline="
+            f"{max(1, layers * mesh.sizes['pipeline'] // mesh.num_stages)}",
+        )
+        return
+    if mesh.num_pipeline_micro_batches < mesh.num_stages:
+        yield ConfigIssue(
+            "parallelism.pipeline_micro_batches",
+            mesh.num_pipeline_micro_batches,
+            f"is less than the {mesh.num_stages} stages",
+            f"set parallelism.pipeline_micro_batches={mesh.num_stages}",
+        )
+    if run.micro_batch % mesh.num_pipeline_micro_batches:
+        yield ConfigIssue(
+            "trainer.micro_batch",
+            run.micro_batch,
+            f"is not a multiple of the {mesh.num_pipeline_micro_batches} pipeline micro-batches",
+            f"set trainer.micro_batch={mesh.num_pipeline_micro_batches}",
+        )
+    selective = Recompute.selective in run.memory.count_by_recompute(run.model.layers)
+    if selective and mesh.pipeline_schedule.splits_backward:
+        yield ConfigIssue(
+            "memory.recompute",
+            "selective",
+            f"saves outputs for one backward pass, and {mesh.pipeline_schedule.name} runs two",
+            "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
+        )
+    if run.compile.scope is not CompileScope.none and mesh.pipeline_schedule.splits_backward:
+        yield ConfigIssue(
+            "compile.scope",
+            run.compile.scope.value,
+            f"compiles a backward pass as one graph, and {mesh.pipeline_schedule.name} splits it",
+            "set compile=none, or parallelism.pipeline_schedule=interleaved_1f1b",
+        )
+
+
+def _pair_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    if not run.objective.pairs:
+        return
+    chosen = run.option("objective")
+    reasons = {
+        "context": "requires the log-probability of whole answers; context ranks have a part each",
+        "pipeline": "requires reference log-probabilities, which pipeline stages do not pass on",
+    }
+    yield from _unsupported_axis_issues(mesh, reasons, "objective", chosen)
+
+
+def _classification_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    if not run.model.classes:
+        return
+    reason = "is a head with few rows, which tensor parallelism cannot shard"
+    yield from _unsupported_axis_issues(
+        mesh, {"tensor": reason}, "model.classes", run.model.classes
+    )
+    if mesh.sizes["pipeline"] > 1 and mesh.pipeline_schedule.splits_backward:
+        schedule = mesh.pipeline_schedule.value
+        reason = "supports a loss only, and classification counts correct samples too"
+        fix = "set parallelism.pipeline_schedule=interleaved_1f1b"
+        yield ConfigIssue("parallelism.pipeline_schedule", schedule, reason, fix)
+
+
+def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    if not run.objective.rollouts_per_sample:
+        return
+    chosen = run.option("objective")
+    reasons = {
+        "tensor": "samples from complete logits; tensor ranks have a part each",
+        "context": "generates from complete sequences; context ranks have a part each",
+        "pipeline": "generates token by token; pipeline stages process whole batches",
+    }
+    yield from _unsupported_axis_issues(mesh, reasons, "objective", chosen)
+
+
+def _unsupported_axis_issues(
+    mesh: MeshConfig, reason_by_axis: Mapping[str, str], key: str, value: object
+) -> Iterator[ConfigIssue]:
+    """Yield a config issue for each used axis that the value of ``key`` does not support."""
+    for axis, reason in reason_by_axis.items():
+        if mesh.sizes[axis] > 1:
+            yield ConfigIssue(key, value, reason, f"set parallelism=fsdp parallelism.{axis}=1")
+
+
+def _largest_divisor(size: int, limit: int) -> int:
+    return max(n for n in range(1, limit + 1) if size % n == 0)

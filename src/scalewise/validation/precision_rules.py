@@ -1,16 +1,23 @@
-"""Rules between the precision and the other parts of a run."""
+"""Rules between precision or quantization and the other parts of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import singledispatch
+from math import gcd
 
 from scalewise.errors import ConfigIssue
+from scalewise.hardware import DeviceKind
+from scalewise.models.base import ModelConfig
+from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
-from scalewise.precision import Precision
+from scalewise.precision import FloatFormat, Precision
 from scalewise.precision.config import DIM_MULTIPLE, Float8
+from scalewise.quantization.config import BitsAndBytesConfig, QATInt4Config, QuantizationConfig
 from scalewise.run_config import RunConfig
+from scalewise.torch_compile import CompileScope
+from scalewise.typed_override import format_override
 
 
 @singledispatch
@@ -47,3 +54,118 @@ def _fp8_issues(precision: Float8, run: RunConfig) -> Iterator[ConfigIssue]:
         parallelism_option = run.option("parallelism")
         reason = "casts parameters itself and does not support fp8"
         yield ConfigIssue("parallelism", parallelism_option, reason, "set parallelism=fsdp")
+
+
+@singledispatch
+def quantization_issues(quantization: QuantizationConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of quantization with other parts of the run: none."""
+    yield from ()
+
+
+@quantization_issues.register(BitsAndBytesConfig)
+def _packing_issues(quantization: BitsAndBytesConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for parts that train, shard or read the packed matrices."""
+    name = run.option("quantization")
+    parallelism = run.parallelism
+    if not run.has_frozen_weights:
+        reason = "packs matrices, which cannot be trained without an adapter"
+        yield ConfigIssue("quantization", name, reason, "add adapter=lora")
+    elif run.adapter.reads_base_weights:
+        option = run.option("adapter")
+        reason = f"is initialized from matrices that quantization={name} packs"
+        yield ConfigIssue("adapter", option, reason, "set adapter=lora")
+    if conflicting := {*run.adapter.fully_trained_modules(run.model)} & {
+        *quantization.packed_layers(run.model)
+    }:
+        reason = f"matches {min(conflicting)}, which quantization={name} packs"
+        fix = "leave it out, or set quantization=none"
+        yield ConfigIssue("adapter.trained", run.adapter.trained, reason, fix)
+    if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
+        reason = f"would shard the matrices that quantization={name} packs"
+        fix = "set parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
+    if isinstance(parallelism, DeepSpeedConfig):
+        option = run.option("parallelism")
+        reason = f"casts the parameters that quantization={name} packs"
+        yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
+    if run.compile.scope is not CompileScope.none:
+        reason = f"is not supported with bitsandbytes, which unpacks for quantization={name}"
+        yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
+
+
+@quantization_issues.register(QATInt4Config)
+def _qat_issues(quantization: QATInt4Config, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for parts that freeze matrices, or shard elements with a common scale."""
+    name = run.option("quantization")
+    parallelism, model = run.parallelism, run.model
+    if isinstance(model, DecoderConfig):
+        yield from _export_format_issues(model, name)
+    yield from _group_issues(quantization, model)
+    if run.has_frozen_weights:
+        option = run.option("adapter")
+        reason = f"freezes the matrices that quantization={name} trains"
+        fix = "set adapter=none, or quantization=nf4"
+        yield ConfigIssue("adapter", option, reason, fix)
+    if run.precision.fp8_layers(model):
+        option = run.option("precision")
+        reason = f"casts to fp8 the operands that quantization={name} rounds to integers"
+        yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
+    if isinstance(parallelism, MeshConfig) and parallelism.sizes.get("tensor", 1) > 1:
+        reason = f"would compute quantization scales per rank instead of per group in {name}"
+        fix = "set parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue("parallelism.tensor", parallelism.sizes["tensor"], reason, fix)
+    if isinstance(parallelism, DeepSpeedConfig):
+        option = run.option("parallelism")
+        reason = f"is not supported with quantization={name}"
+        yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
+
+
+def _export_format_issues(model: DecoderConfig, name: str) -> Iterator[ConfigIssue]:
+    """Yield an issue for each field that the export format does not have."""
+    for field, llama_value in LLAMA_SHAPE.items():
+        if (value := getattr(model, field)) != llama_value:
+            reason = f"differs from Llama, whose format quantization={name} is exported in"
+            fix = f"set {format_override(f'model.{field}', llama_value)}"
+            yield ConfigIssue(f"model.{field}", value, reason, fix)
+
+
+def _group_issues(quantization: QATInt4Config, model: ModelConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue if the group size does not divide the inputs of each linear layer."""
+    weights = (
+        weight for weight in model.weight_census() if quantization.is_fake_quantized(weight, model)
+    )
+    input_sizes = {weight.shape[1] for weight in weights}
+    if indivisible := sorted(size for size in input_sizes if size % quantization.group):
+        reason = f"does not divide {indivisible[0]}, the number of input features of a linear layer"
+        divisors = (
+            divisor
+            for divisor in (128, 64, 32, 16, 8)
+            if divisor <= quantization.group and not gcd(*input_sizes) % divisor
+        )
+        group = next(divisors, None)
+        fix = f"set quantization.group={group}" if group else "set quantization=none"
+        yield ConfigIssue("quantization.group", quantization.group, reason, fix)
+
+
+def format_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue for bf16 on a device without it."""
+    formats = (run.precision.parameters, run.precision.compute)
+    if FloatFormat.bf16 in formats and run.hardware.bf16_tflops == 0:
+        chosen = run.option("precision")
+        reason = f"is not supported: {run.hardware.match or 'the device'} has no bf16"
+        yield ConfigIssue("precision", chosen, reason, "set precision=fp16_mixed")
+
+
+def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue for fp16 on the CPU."""
+    compute = run.precision.compute
+    key, chosen = "precision", run.option("precision")
+    if not chosen.startswith(compute.value):
+        key, chosen = "precision.compute", compute.value
+    if run.hardware.device is DeviceKind.cpu and compute is FloatFormat.fp16:
+        yield ConfigIssue(
+            key,
+            chosen,
+            "is not supported on the CPU, where Lightning silently uses bf16",
+            "set precision=bf16_mixed",
+        )

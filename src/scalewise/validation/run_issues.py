@@ -9,21 +9,29 @@ from math import isfinite
 from pathlib import Path
 
 from scalewise.errors import ConfigIssue
+from scalewise.hardware import DeviceKind, local_world_size, this_machine
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, MAX_NUMBER
-from scalewise.validation import compatibility, trusted_imports
+from scalewise.validation import trusted_imports
 from scalewise.validation.adapter_rules import TrainedAdapter, adapter_issues, resume_issues
-from scalewise.validation.model_rules import model_issues
-from scalewise.validation.objective_rules import objective_issues
-from scalewise.validation.optimizer_rules import optimizer_issues
+from scalewise.validation.model_rules import model_issues, token_issues
+from scalewise.validation.objective_rules import misplaced_issues, objective_issues
 from scalewise.validation.parallelism_rules import (
     parallelism_issues,
     parallelism_machine_issues,
 )
-from scalewise.validation.precision_rules import precision_issues
-from scalewise.validation.quantization_rules import quantization_issues
-from scalewise.validation.trainer_rules import memory_issues, trainer_issues
-from scalewise.validation.user_module_rules import misplaced_issues
+from scalewise.validation.precision_rules import (
+    format_issues,
+    fp16_issues,
+    precision_issues,
+    quantization_issues,
+)
+from scalewise.validation.trainer_rules import (
+    memory_issues,
+    optimizer_issues,
+    schedule_issues,
+    trainer_issues,
+)
 
 NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
 """Pattern of valid run names: limits of W&B and of folder names."""
@@ -56,11 +64,11 @@ def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         yield from parallelism_issues(run.parallelism, run)
         yield from trainer_issues(run)
     if not (misplaced or run.objective.is_user_defined):
-        yield from compatibility.schedule_issues(run)
+        yield from schedule_issues(run)
         if not any(issue.key in ("model.path", "model.depth") for issue in group_issues):
-            yield from compatibility.token_issues(run)
+            yield from token_issues(run)
     yield from trusted_imports.module_issues(run)
-    yield from compatibility.format_issues(run)
+    yield from format_issues(run)
     yield from trusted_imports.callback_issues(run)
     if not NAME_PATTERN.fullmatch(run.name) or run.name.startswith("."):
         reason = "must be 1 to 128 printable characters without / and \\ and without a leading dot"
@@ -73,8 +81,8 @@ def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 
 def iter_machine_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield config issues of this machine; skipped for plans of other machines."""
-    yield from compatibility.device_issues(run)
-    yield from compatibility.fp16_issues(run)
+    yield from device_issues(run)
+    yield from fp16_issues(run)
     if run.resume not in (None, "last", "auto") and not Path(run.resume).expanduser().exists():
         reason = "no such checkpoint folder"
         yield ConfigIssue("resume", run.resume, reason, "set a path, or resume=null")
@@ -130,3 +138,40 @@ def _field_maximum(key: str) -> int:
     if key == "model.layers":
         return MAX_LAYERS
     return MAX_RANKS if key.startswith("parallelism.") else MAX_NUMBER
+
+
+def device_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues for devices and ranks that this machine does not have."""
+    machine = this_machine()
+    key, ranks = "parallelism", run.option("parallelism")
+    local_ranks = local_world_size() or run.world_size
+    if run.hardware.device is DeviceKind.cuda:
+        if not machine.gpus:
+            yield ConfigIssue(
+                "hardware",
+                run.option("hardware"),
+                "requires a CUDA device, which this machine does not have",
+                "set hardware=auto or hardware=cpu",
+            )
+        elif local_ranks > len(machine.gpus):
+            yield ConfigIssue(
+                key,
+                ranks,
+                f"requires {local_ranks} devices; this machine has {len(machine.gpus)}",
+                "reduce the number of ranks, or set hardware=cpu",
+            )
+        elif run.hardware.match and run.hardware.match not in machine.gpus[0]:
+            yield ConfigIssue(
+                "hardware",
+                run.option("hardware"),
+                f"does not match this machine, which has {machine.gpus[0]}",
+                "set hardware=auto",
+            )
+    elif local_ranks > machine.max_cpu_ranks:
+        yield ConfigIssue(
+            key,
+            ranks,
+            f"requires {local_ranks} CPU ranks; this machine has {machine.cores} cores and "
+            f"supports at most {machine.max_cpu_ranks}",
+            "reduce the number of ranks",
+        )

@@ -22,7 +22,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Returns the hardware of ``auto`` where these devices are."""
 
     def on(*gpus: str, line: tuple[str, ...] = ()) -> Hardware:
-        for module in ("hardware", "run_config", "validation.compatibility"):
+        for module in ("hardware", "run_config", "validation.run_issues"):
             machine = Machine(gpus, "", 8, 512 * GIB)
             monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
         return compose(["hardware=auto", *line]).hardware

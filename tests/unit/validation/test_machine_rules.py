@@ -78,7 +78,7 @@ def test_plan_accepts_a_device_of_another_machine() -> None:
 def test_another_device_than_configured_is_rejected(
     gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("hardware", "run_config", "validation.compatibility"):
+    for module in ("hardware", "run_config", "validation.run_issues"):
         machine = Machine(gpus, "", 8, 2**34)
         monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
     (issue,) = rejection_issues(overrides)
