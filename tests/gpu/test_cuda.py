@@ -57,16 +57,16 @@ def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "compiled"),
+    ("strategy", "compiled"),
     [
-        pytest.param(layout, compiled, marks=marks(layout))
-        for layout in ("ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3")
+        pytest.param(strategy, compiled, marks=marks(strategy))
+        for strategy in ("ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3")
         for compiled in ("none", "block")
-        if (layout, compiled) != ("deepspeed_zero3", "block")  # which is refused everywhere
+        if (strategy, compiled) != ("deepspeed_zero3", "block")  # which is refused everywhere
     ],
 )
-def test_strategy_trains_on_one_cuda_rank(layout: str, compiled: str, tmp_path: Path) -> None:
-    parts = [*SMOKE, f"parallelism={layout}", f"compile={compiled}", "launch.isolation=process"]
+def test_strategy_trains_on_one_cuda_rank(strategy: str, compiled: str, tmp_path: Path) -> None:
+    parts = [*SMOKE, f"parallelism={strategy}", f"compile={compiled}", "launch.isolation=process"]
     result = scalewise.train(scalewise.compose(parts), tmp_path / "run")
     assert result.status == "ok", result.reason
 

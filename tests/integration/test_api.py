@@ -29,26 +29,28 @@ if __name__ == "__main__":
 
 
 @LONG
-@pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_api_trains_twice_in_one_script(layout: str, run_cli: CliRunner) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_api_trains_twice_in_one_script(strategy: str, run_cli: CliRunner) -> None:
     (run_cli.cwd / "script.py").write_text(SCRIPT)
-    line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]
-    door = run_cli.start_process(line)
-    ended = door.wait().assert_ok()
-    first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
+    overrides = [sys.executable, "script.py", *UNTRACKED, f"parallelism={strategy}"]
+    process = run_cli.start_process(overrides)
+    result = process.wait().assert_ok()
+    first, second = (json.loads(line) for line in result.out.splitlines() if line[0] == "[")
     run = RunDir(run_cli.cwd / "mine")
     assert first == ["ok", 0, str(run.path), run.summary["metrics"]["val/loss"]]
     assert second[:2] == ["ok", 0]
-    assert ended.folder.path == Path(second[2])
+    assert result.folder.path == Path(second[2])
     assert (run.path / "report.html").is_file()
-    assert not same_weights(run.weights(), ended.folder.weights())
-    assert door.remaining_processes(within=3) == []
+    assert not same_weights(run.weights(), result.folder.weights())
+    assert process.remaining_processes(within=3) == []
 
 
 def test_api_returns_failed_runs_as_results(run_cli: CliRunner) -> None:
     (run_cli.cwd / "script.py").write_text(SCRIPT)
-    ended = run_cli.start_process([sys.executable, "script.py", *UNTRACKED, "+inject=raise"]).wait()
-    first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
+    result = run_cli.start_process(
+        [sys.executable, "script.py", *UNTRACKED, "+inject=raise"]
+    ).wait()
+    first, second = (json.loads(line) for line in result.out.splitlines() if line[0] == "[")
     assert first[:2] == second[:2] == ["failed", 1]
     assert first[3] == float("inf")
     assert "on purpose" in second[3]
@@ -70,46 +72,46 @@ def test_torchrun_trains_like_the_own_launcher(
     )
     assert ended.folder.steps == list(range(1, 9))
     assert ended.out.count("report runs/") == 1
-    ours = cli_runner_in("ours")(*UNTRACKED, "parallelism=ddp").assert_ok()
-    assert same_weights(ended.folder.weights(8), ours.folder.weights(8))
+    actual = cli_runner_in("ours")(*UNTRACKED, "parallelism=ddp").assert_ok()
+    assert same_weights(ended.folder.weights(8), actual.folder.weights(8))
     resumed = (
         run_cli.start_process(torchrun(f"resume={ended.folder.checkpoint(4)}")).wait().assert_ok()
     )
     assert resumed.newest.steps == list(range(1, 9))
-    assert same_weights(resumed.newest.weights(8), ours.folder.weights(8))
+    assert same_weights(resumed.newest.weights(8), actual.folder.weights(8))
 
 
 def test_torchrun_reports_a_failed_rank(run_cli: CliRunner) -> None:
-    door = run_cli.start_process(torchrun("+inject=raise", "callbacks.inject.rank=1"))
-    ended = door.wait()
-    assert ended.code != 0
-    assert door.remaining_processes(within=3) == []
-    assert len(ended.folders) == 1
+    process = run_cli.start_process(torchrun("+inject=raise", "callbacks.inject.rank=1"))
+    result = process.wait()
+    assert result.code != 0
+    assert process.remaining_processes(within=3) == []
+    assert len(result.folders) == 1
 
 
 def test_torchrun_with_wrong_world_size_is_rejected(run_cli: CliRunner) -> None:
-    ended = run_cli.start_process(
+    result = run_cli.start_process(
         torchrun("parallelism.replicas=4", "trainer.micro_batch=2")
     ).wait()
-    assert ended.code != 0
-    assert "requires 4 ranks; 2 were started" in ended.err
-    assert ended.folders == []
+    assert result.code != 0
+    assert "requires 4 ranks; 2 were started" in result.err
+    assert result.folders == []
 
 
 @LONG
 def test_torchrun_saves_a_checkpoint_on_sigterm(run_cli: CliRunner) -> None:
     endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
-    door = run_cli.start_process(torchrun(*endless))
-    door.wait_for_step(3)
-    door.signal(SIGTERM)
-    ended = door.wait(45)
-    assert ended.folder.status["status"] == "interrupted"
-    assert ended.folder.checkpoints != []
-    assert door.remaining_processes(within=3) == []
+    process = run_cli.start_process(torchrun(*endless))
+    process.wait_for_step(3)
+    process.signal(SIGTERM)
+    result = process.wait(45)
+    assert result.folder.status["status"] == "interrupted"
+    assert result.folder.checkpoints != []
+    assert process.remaining_processes(within=3) == []
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def user_config_folder(tmp_path: Path) -> Path:
     """A folder as a user would keep it: an optimizer of their own and two experiments."""
     files = {
         "optimizer/brisk.yaml": """
@@ -155,31 +157,35 @@ SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "
     ("experiment", "seed"), [pytest.param("mine", 1, marks=LONG), ("deep/mine", 7)]
 )
 def test_user_config_folder_extends_the_config_tree(
-    experiment: str, seed: int, own: Path, run_cli: CliRunner
+    experiment: str, seed: int, user_config_folder: Path, run_cli: CliRunner
 ) -> None:
-    ended = run_cli("-cd", str(own), f"experiment={experiment}", *SMALL).assert_ok()
-    resolved = ended.folder.resolved
+    result = run_cli("-cd", str(user_config_folder), f"experiment={experiment}", *SMALL).assert_ok()
+    resolved = result.folder.resolved
     assert (resolved["optimizer"]["beta1"], resolved["seed"]) == (0.8, seed)
     assert resolved["question"] == "Is brisk better?"
-    assert ended.folder.steps == list(range(1, 7))
-    assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
+    assert result.folder.steps == list(range(1, 7))
+    assert result.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
 
 
-def test_sweep_file_runs_without_the_multirun_flag(own: Path, run_cli: CliRunner) -> None:
+def test_sweep_file_runs_without_the_multirun_flag(
+    user_config_folder: Path, run_cli: CliRunner
+) -> None:
     """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
-    ended = run_cli("-cd", str(own), "experiment=mine", "sweep=seeds", *SMALL).assert_ok()
-    assert ended.folder.path.parent.name == "mine-seeds"
+    result = run_cli(
+        "-cd", str(user_config_folder), "experiment=mine", "sweep=seeds", *SMALL
+    ).assert_ok()
+    assert result.folder.path.parent.name == "mine-seeds"
     seeds = [
         yaml.safe_load((job.path / "resolved.yaml").read_text())["seed"]
-        for job in ended.folder.jobs
+        for job in result.folder.jobs
     ]
     assert seeds == [4, 5]
-    assert ended.folder.json("sweep.json")["varying"] == {"seed": ["4", "5"]}
+    assert result.folder.json("sweep.json")["varying"] == {"seed": ["4", "5"]}
 
 
 def test_shipped_sweep_runs(run_cli: CliRunner) -> None:
-    ended = run_cli(*UNTRACKED, "sweep=precision_by_layout").assert_ok()
-    jobs = ended.folder.jobs
+    result = run_cli(*UNTRACKED, "sweep=precision_by_layout").assert_ok()
+    jobs = result.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
     single, ddp = (
         next(job for job in jobs if job.status["varied"] == {"precision": "fp32", "parallelism": p})

@@ -26,7 +26,7 @@ def profile(cwd: Path, name: str) -> str:
 
 
 def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None:
-    ended = run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
+    result = run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
     text = profile(run_cli.cwd, "mine")
     assert text.startswith("# Measured by `scalewise calibrate` on 20")
     assert "torch 2." in text.splitlines()[0]
@@ -35,7 +35,7 @@ def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None
     assert found.keys() >= KEYS
     assert all(found[key] > 0 for key in KEYS)
     assert {path.name for path in run_cli.cwd.iterdir()} == {"conf"}
-    (line,) = [line for line in ended.out.splitlines() if line.startswith("use it: ")]
+    (line,) = [line for line in result.out.splitlines() if line.startswith("use it: ")]
     assert line == "use it: scalewise plan -cd conf hardware=mine ..."
     planned = run_cli("-cd", "conf", *UNTRACKED, "hardware=mine", command="plan").assert_ok()
     assert "tok/s" in planned.out
@@ -48,19 +48,19 @@ def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     few = ("learn=runs", "name=mine")
     (run_cli.cwd / "runs").mkdir()
     run_cli(*few, command="calibrate").assert_rejected("0 runs below runs", "3 are needed")
-    line = ("-cd", "conf", *UNTRACKED, "hardware=mine")
-    first, *_ = run_cli("-m", *line, "seed=1,2,3").assert_ok().folder.jobs
-    ended = run_cli(*few, command="calibrate").assert_ok()
-    assert "measured step time: " in ended.out
-    assert "3 runs" in ended.out
+    overrides = ("-cd", "conf", *UNTRACKED, "hardware=mine")
+    first, *_ = run_cli("-m", *overrides, "seed=1,2,3").assert_ok().folder.jobs
+    result = run_cli(*few, command="calibrate").assert_ok()
+    assert "measured step time: " in result.out
+    assert "3 runs" in result.out
     scale = yaml.safe_load(profile(run_cli.cwd, "mine"))["step_scale"]
-    now = run_cli(*line).assert_ok().newest.json("plan.json")
+    now = run_cli(*overrides).assert_ok().newest.json("plan.json")
     assert now["plan/step_s"] == pytest.approx(scale * first.json("plan.json")["plan/step_s"])
     assert sum(now["step_parts"].values()) == pytest.approx(now["plan/step_s"])
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("overrides", "words"),
     [
         (("learn=gone", "name=new"), ["learn=gone", "is not a folder", "new.yaml does not exist"]),
         (
@@ -76,18 +76,18 @@ def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     ],
 )
 def test_calibrate_rejects_invalid_arguments(
-    line: tuple[str, ...], words: list[str], run_cli: CliRunner
+    overrides: tuple[str, ...], words: list[str], run_cli: CliRunner
 ) -> None:
     folder = run_cli.cwd / "conf" / "hardware"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("device: cpu\n")
     (folder / "theirs.yaml").write_text("# Measured by `scalewise calibrate` once.\n")
-    run_cli(*line, command="calibrate").assert_rejected(*words)
+    run_cli(*overrides, command="calibrate").assert_rejected(*words)
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
 
 
 def test_calibrate_measures_nothing_if_the_profile_cannot_be_written(run_cli: CliRunner) -> None:
     (run_cli.cwd / "conf").write_text("")
-    ended = run_cli("seconds=0.05", "hardware=cpu", command="calibrate")
-    ended.assert_rejected("conf/hardware cannot be written")
-    assert "tflops" not in ended.out
+    result = run_cli("seconds=0.05", "hardware=cpu", command="calibrate")
+    result.assert_rejected("conf/hardware cannot be written")
+    assert "tflops" not in result.out

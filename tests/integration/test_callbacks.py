@@ -41,11 +41,11 @@ def test_evaluate_uses_the_ema_weights_of_validation(
     assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2)])
 def test_profiler_writes_one_trace_per_rank(
-    layout: str, ranks: int, run_job: JobRunner, capfd: pytest.CaptureFixture[str]
+    strategy: str, ranks: int, run_job: JobRunner, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
+    run = run_job("callbacks=[profiler]", f"parallelism={strategy}", "callbacks.profiler.wait=2")
     traces = sorted(run.path.glob("trace-rank*.json"))
     assert [trace.name for trace in traces] == [f"trace-rank{rank}.json" for rank in range(ranks)]
     events = json.loads(traces[0].read_text())["traceEvents"]
@@ -53,10 +53,10 @@ def test_profiler_writes_one_trace_per_rank(
     assert "profiler_start" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
-def test_loss_guard_stops_a_diverged_run(layout: str, run_job: JobRunner) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_loss_guard_stops_a_diverged_run(strategy: str, run_job: JobRunner) -> None:
     wild = ("optimizer=sgd", "optimizer.lr=1e6", "trainer.clip_norm=null")
-    run = run_job(*wild, f"parallelism={layout}", "trainer.max_steps=40", status="failed")
+    run = run_job(*wild, f"parallelism={strategy}", "trainer.max_steps=40", status="failed")
     status = run.status
     assert "the loss is nan at step" in status["reason"] or "a spike" in status["reason"]
     assert "lower optimizer.lr" in status["reason"]

@@ -40,12 +40,12 @@ def pictures(tmp_path: Path) -> Path:
 def test_captioning_run_trains_evaluates_and_exports_user_images(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = (
+    overrides = (
         *(TINY, "data=captions", f"data.paths=[{pictures}/told.jsonl]", "data.image_size=32"),
         *(f"data.tokenizer={pictures}/tokenizer.json", "data.validation_fraction=0.25"),
         *(*TWO_STEPS, "tracking=none", "trainer.validate_every=2", "schedule.warmup_steps=1"),
     )
-    result = scalewise.train(scalewise.compose(line), pictures / "run")
+    result = scalewise.train(scalewise.compose(overrides), pictures / "run")
     assert result.status == "ok", result.reason
     run = RunDir(result.folder)
     capsys.readouterr()
@@ -69,11 +69,11 @@ def test_captioning_run_trains_evaluates_and_exports_user_images(
 
 @pytest.mark.exhaustive
 def test_captioning_run_captions_held_out_images(run_cli: CliRunner) -> None:
-    ended = run_cli(TINY, "tracking=none").assert_ok()
-    assert ended.seconds < 120
-    metrics = ended.folder.summary["metrics"]
+    result = run_cli(TINY, "tracking=none").assert_ok()
+    assert result.seconds < 120
+    metrics = result.folder.summary["metrics"]
     assert metrics["val/loss_first"] > 3  # nats a token
     assert metrics["val/loss"] < 0.25
-    assert cli.main(["evaluate", str(ended.folder.path)]) == 0
-    (found,) = json.loads((ended.folder.path / "evaluation.json").read_text("utf-8")).values()
+    assert cli.main(["evaluate", str(result.folder.path)]) == 0
+    (found,) = json.loads((result.folder.path / "evaluation.json").read_text("utf-8")).values()
     assert found["exact"] > 0.5

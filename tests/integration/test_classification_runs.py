@@ -24,21 +24,21 @@ HEAD = ("adapter=lora", "adapter.trained=[head]")
 
 
 @pytest.mark.parametrize(
-    "way", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
+    "mode", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
 )
 def test_classification_evaluation_equals_last_validation(
-    way: tuple[str, ...], run_cli: CliRunner, capsys: pytest.CaptureFixture[str]
+    mode: tuple[str, ...], run_cli: CliRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_cli(*SHORT, *way).assert_ok().folder
+    run = run_cli(*SHORT, *mode).assert_ok().folder
     assert cli.main(["evaluate", str(run.path), "prompt=return self.name"]) == 0
-    said = capsys.readouterr().out
-    assert "7 labels of 7 held-out samples" in said
-    assert "forwards " in said
-    assert "backwards " in said
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["4"]
-    assert found.keys() == {"rows", "labels", "loss", "accuracy"}
+    stdout = capsys.readouterr().out
+    assert "7 labels of 7 held-out samples" in stdout
+    assert "forwards " in stdout
+    assert "backwards " in stdout
+    record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["4"]
+    assert record.keys() == {"rows", "labels", "loss", "accuracy"}
     for key in ("loss", "accuracy"):
-        assert found[key] == pytest.approx(run.column(f"val/{key}")[-1], rel=1e-4), key
+        assert record[key] == pytest.approx(run.column(f"val/{key}")[-1], rel=1e-4), key
     assert cli.main(["export", str(run.path)]) == 0
     peer = AutoModelForSequenceClassification.from_pretrained(run.path / "export")
     assert peer.config.id2label == {0: "backwards", 1: "forwards"}
@@ -46,12 +46,12 @@ def test_classification_evaluation_equals_last_validation(
 
 @pytest.mark.exhaustive
 def test_classification_experiment_beats_untrained_model(run_cli: CliRunner) -> None:
-    ended = run_cli(TINY, "tracking=none").assert_ok()
-    assert ended.seconds < 120
-    metrics = ended.folder.summary["metrics"]
+    result = run_cli(TINY, "tracking=none").assert_ok()
+    assert result.seconds < 120
+    metrics = result.folder.summary["metrics"]
     print({key: value for key, value in metrics.items() if "accuracy" in key})
     assert metrics["val/accuracy_first"] < 0.7
     assert metrics["val/accuracy"] > 0.8
-    page = (ended.folder.path / "report.html").read_text("utf-8")
+    page = (result.folder.path / "report.html").read_text("utf-8")
     assert "The class is right of held-out rows in" in page
     assert "nats per row" in page

@@ -43,7 +43,7 @@ class Trapped:
         self.temporary.mkdir()
 
     def __call__(self, command: str, *arguments: str, **environment: str) -> CliResult:
-        line = [
+        overrides = [
             sys.executable,
             "-P",
             "-m",
@@ -52,7 +52,7 @@ class Trapped:
             *arguments,
         ]  # as the script starts
         environment["TMPDIR"] = str(self.temporary)
-        ended = self.doors.start_process(line, environment).wait().assert_ok()
+        ended = self.doors.start_process(overrides, environment).wait().assert_ok()
         imported = self.marker.read_text() if self.marker.exists() else ""
         assert imported == "", f"{command} imported {imported.split()}"
         assert "was imported" not in ended.transcript
@@ -64,15 +64,15 @@ class Trapped:
 
 
 @pytest.fixture(scope="module")
-def trapped(cli_runner_in: Callable[[str], CliRunner]) -> Trapped:
+def isolation_runner(cli_runner_in: Callable[[str], CliRunner]) -> Trapped:
     return Trapped(cli_runner_in("trapped"))
 
 
 @pytest.fixture(scope="module")
-def run(trapped: Trapped) -> str:
+def run(isolation_runner: Trapped) -> str:
     """A run of two ranks under a supervisor."""
-    line = ("-m", *UNTRACKED, "hydra/launcher=packed", "parallelism=ddp", "seed=1")
-    return str(trapped("train", *line).folder.jobs[0].path)
+    overrides = ("-m", *UNTRACKED, "hydra/launcher=packed", "parallelism=ddp", "seed=1")
+    return str(isolation_runner("train", *overrides).folder.jobs[0].path)
 
 
 def test_packed_sweep_imports_nothing_from_the_current_folder(run: str) -> None:
@@ -83,13 +83,13 @@ def test_packed_sweep_imports_nothing_from_the_current_folder(run: str) -> None:
     "command", ["report", "export", pytest.param("evaluate", marks=pytest.mark.exhaustive)]
 )
 def test_run_commands_import_nothing_from_the_current_folder(
-    command: str, trapped: Trapped, run: str
+    command: str, isolation_runner: Trapped, run: str
 ) -> None:
-    trapped(command, run)
+    isolation_runner(command, run)
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ("plan", "experiment=smoke"),
         pytest.param(("train", *UNTRACKED), marks=pytest.mark.exhaustive),
@@ -99,17 +99,17 @@ def test_run_commands_import_nothing_from_the_current_folder(
     ],
 )
 def test_commands_import_nothing_from_the_current_folder(
-    line: tuple[str, ...], trapped: Trapped
+    overrides: tuple[str, ...], isolation_runner: Trapped
 ) -> None:
-    trapped(*line)
+    isolation_runner(*overrides)
 
 
 @pytest.mark.exhaustive
-def test_publish_imports_nothing_from_the_current_folder(trapped: Trapped) -> None:
-    folder = trapped("train", *TINY, "name=published", WANDB_MODE="offline").newest
+def test_publish_imports_nothing_from_the_current_folder(isolation_runner: Trapped) -> None:
+    folder = isolation_runner("train", *TINY, "name=published", WANDB_MODE="offline").newest
     with WandbServer(handlers=Views().handlers) as server:
         known = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
-        trapped("publish", str(folder.path), **known)
+        isolation_runner("publish", str(folder.path), **known)
         assert server.runs, "the run was sent"
 
 

@@ -37,7 +37,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Made:
+def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Made:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -72,12 +72,12 @@ def cases_of(folder: Path) -> list[tuple[str, str]]:
     return [(str(path.relative_to(folder)), name) for path in read for name in damages_for(path)]
 
 
-def line_of(command: str, folder: Path, made: Made) -> Sequence[str]:
+def line_of(command: str, folder: Path, trained_folders: Made) -> Sequence[str]:
     train = ("train", *SMALL, "tracking=none")
     return {
         "status": ("status", str(folder)),
         "report": ("report", str(folder)),
-        "explain": ("plan", "explain", str(folder), str(made.other)),
+        "explain": ("plan", "explain", str(folder), str(trained_folders.other)),
         "evaluate": ("evaluate", str(folder), "rows=4"),
         "export": ("export", str(folder)),
         "publish": ("publish", str(folder)),
@@ -86,7 +86,9 @@ def line_of(command: str, folder: Path, made: Made) -> Sequence[str]:
     }[command]
 
 
-def assert_withstood(command: str, source: Path, case: tuple[str, str], made: Made) -> None:
+def assert_withstood(
+    command: str, source: Path, case: tuple[str, str], trained_folders: Made
+) -> None:
     """Runs a command on a copy of ``source`` with one file damaged."""
     place, name = case
     folder = Path.cwd() / "runs" / source.parent.name / source.name
@@ -95,7 +97,7 @@ def assert_withstood(command: str, source: Path, case: tuple[str, str], made: Ma
     file = folder / place
     damages_for(file)[name](file)
     try:
-        code, text = typed(*line_of(command, folder, made))
+        code, text = typed(*line_of(command, folder, trained_folders))
     except BaseException as error:
         raise AssertionError(f"{command}: {place} {name} raised") from error
     what = f"{command}: {place} {name} gave {code}: {text}"
@@ -140,13 +142,13 @@ SAMPLES = {
 
 @pytest.mark.parametrize("command", SAMPLES)
 def test_commands_skip_or_name_a_damaged_file(
-    command: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    source = made.sweep if command == "resume_sweep" else made.run
-    drawn = random.Random(command).sample(cases_of(source), SAMPLES[command][0])
-    for case in [*FAILED_ONCE[command], *drawn]:
-        assert_withstood(command, source, case, made)
+    source = trained_folders.sweep if command == "resume_sweep" else trained_folders.run
+    rng = random.Random(command).sample(cases_of(source), SAMPLES[command][0])
+    for case in [*FAILED_ONCE[command], *rng]:
+        assert_withstood(command, source, case, trained_folders)
 
 
 @pytest.mark.exhaustive
@@ -154,13 +156,13 @@ def test_commands_skip_or_name_a_damaged_file(
     ("command", "part"), [(name, n) for name, (_, parts) in SAMPLES.items() for n in range(parts)]
 )
 def test_commands_survive_many_damaged_files(
-    command: str, part: int, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, part: int, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     of_sweep = command == "resume_sweep" or (part % 2 and command in ("status", "report"))
-    source = made.sweep if of_sweep else made.run
+    source = trained_folders.sweep if of_sweep else trained_folders.run
     for case in random.Random(f"{command} {part}").sample(cases_of(source), 25):
-        assert_withstood(command, source, case, made)
+        assert_withstood(command, source, case, trained_folders)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,11 @@ def test_commands_survive_many_damaged_files(
     ],
 )
 def test_publish_survives_a_damaged_file(
-    case: tuple[str, str], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, str], trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with WandbServer(handlers=Views().handlers) as server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.delenv("WANDB_MODE")
-        assert_withstood("publish", made.run, case, made)
+        assert_withstood("publish", trained_folders.run, case, trained_folders)

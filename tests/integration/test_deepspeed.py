@@ -75,16 +75,16 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 @pytest.mark.usefixtures("deepspeed_extensions")
-@pytest.mark.parametrize("layout", OFFLOADS)
-def test_deepspeed_offload_equals_one_device(layout: str, run_job: JobRunner) -> None:
+@pytest.mark.parametrize("strategy", OFFLOADS)
+def test_deepspeed_offload_equals_one_device(strategy: str, run_job: JobRunner) -> None:
     """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
 
     AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
     does an epsilon as large as this one, which also keeps AdamW from enlarging rounding errors.
     """
-    parts = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER if "nvme" in layout else ()))
+    parts = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER if "nvme" in strategy else ()))
     alone = run_job.without_defaults(*parts, "parallelism=single", "trainer.micro_batch=11")
-    run = run_job.without_defaults(*parts, *OFFLOADED[layout])
+    run = run_job.without_defaults(*parts, *OFFLOADED[strategy])
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
     assert_close(run.weights(), alone.weights())
@@ -158,7 +158,7 @@ def test_hierarchical_partition_loads_frozen_weights(run_job: JobRunner) -> None
 def test_deepspeed_checkpoint_resumes_under_other_strategies(
     before: str, after: str, run_job: JobRunner
 ) -> None:
-    whole = run_job.without_defaults(
+    full_run = run_job.without_defaults(
         *SGD, "parallelism=single", "checkpoint.every=3", "checkpoint.keep=0"
     )
     first = run_job.without_defaults(
@@ -167,9 +167,9 @@ def test_deepspeed_checkpoint_resumes_under_other_strategies(
     files = {file.parent.name for file in first.checkpoint(3).rglob("*.safetensors")}
     assert files == {"model", "optimizer"}
     second = run_job.without_defaults(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
-    assert second.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-5)
-    assert_close(second.weights(STEPS), whole.weights(STEPS))
-    for name, state in store.full_tensors(whole.checkpoint(STEPS), "optimizer").items():
+    assert second.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-5)
+    assert_close(second.weights(STEPS), full_run.weights(STEPS))
+    for name, state in store.full_tensors(full_run.checkpoint(STEPS), "optimizer").items():
         got = store.full_tensors(second.checkpoint(STEPS), "optimizer")[name]
         scale = float(state.abs().max())
         torch.testing.assert_close(got, state, rtol=1e-4, atol=1e-4 * scale)
@@ -182,8 +182,8 @@ def test_fp32_master_weights_equal_initial_weights(stage: int, run_job: JobRunne
         *parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0"
     )
     drawn = build_model(compose(SGD).model, seed=compose(SGD).seed)
-    wanted = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
-    assert same_weights(run.weights(1), wanted)
+    expected = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
+    assert same_weights(run.weights(1), expected)
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
@@ -210,16 +210,16 @@ def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None
     assert run.column("train/loss")[-1] == pytest.approx(exact.column("train/loss")[-1], rel=0.02)
 
 
-def assert_same_steps(run: RunDir, wanted: RunDir, case: str) -> None:
+def assert_same_steps(run: RunDir, expected: RunDir, case: str) -> None:
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert run.column(key) == wanted.column(key), (case, key)
+        assert run.column(key) == expected.column(key), (case, key)
     for part in store.TENSORS:
-        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (run, wanted)]
+        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (run, expected)]
         assert same_weights(*ends), (case, part)
 
 
-def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
         scale = float(tensor.abs().max())
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5 * scale)

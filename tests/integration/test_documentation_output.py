@@ -21,8 +21,8 @@ def test_documented_output_equals_command_output(block: Block, run_cli: CliRunne
     """``SCALEWISE_RECORD=1`` writes the output into the document anew."""
     (command,) = block.lines
     line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
-    ended = run_cli.start_process(["bash", "-c", line]).wait()
-    lines = [f"$ {command}", *(text.rstrip() for text in ended.out.splitlines())]
+    result = run_cli.start_process(["bash", "-c", line]).wait()
+    lines = [f"$ {command}", *(text.rstrip() for text in result.out.splitlines())]
     shown = "\n".join(lines) + "\n"
     if os.environ.get("SCALEWISE_RECORD"):
         text = block.document.read_text("utf-8")
@@ -36,8 +36,8 @@ def test_documented_output_equals_command_output(block: Block, run_cli: CliRunne
 def test_documented_example_runs(script: Path, run_cli: CliRunner) -> None:
     assert len(script.read_text("utf-8").splitlines()) < 40
     overrides = () if script.stem == "plan_only" else UNTRACKED[1:]
-    ended = run_cli.start_process([sys.executable, str(script), *overrides]).wait(280).assert_ok()
-    assert ended.out.count("\n") >= 1
+    result = run_cli.start_process([sys.executable, str(script), *overrides]).wait(280).assert_ok()
+    assert result.out.count("\n") >= 1
 
 
 @pytest.mark.parametrize("page", EXTEND, ids=lambda path: path.stem)

@@ -58,6 +58,6 @@ def test_site_search_works_offline(site: Path, tmp_path: Path) -> None:
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    found = re.search(r'<html[^>]*data-found="([^"]*)"', done.stdout)
-    assert found is not None, done.stdout[:500]
-    assert "parallelism.html" in found[1]
+    match = re.search(r'<html[^>]*data-found="([^"]*)"', done.stdout)
+    assert match is not None, done.stdout[:500]
+    assert "parallelism.html" in match[1]

@@ -46,14 +46,14 @@ SELDOM = ("dora", "ia3", "bf16", "bf16_true", "fsdp", "pipeline")
 CPU = torch.device("cpu")
 
 
-def trained(folder: Path, *line: str) -> RunDir:
-    result = scalewise.train(scalewise.compose([*SMOKE, *line]), folder)
+def trained(folder: Path, *overrides: str) -> RunDir:
+    result = scalewise.train(scalewise.compose([*SMOKE, *overrides]), folder)
     assert result.status == "ok", result.reason
     return RunDir(result.folder)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return trained(tmp_path_factory.mktemp("trained") / "run")
 
 
@@ -65,57 +65,57 @@ def test_evaluate_loss_equals_last_validation(
 ) -> None:
     run = trained(tmp_path / "run", *CASES[case])
     assert cli.main(["evaluate", str(run.path)]) == 0
-    said = capsys.readouterr().out
-    assert f"step 6 of {run.path}: " in said
-    assert "6 held-out samples" in said
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["6"]
+    stdout = capsys.readouterr().out
+    assert f"step 6 of {run.path}: " in stdout
+    assert "6 held-out samples" in stdout
+    record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["6"]
     near = 1e-3 if "bf16" in case else 1e-5
-    assert found["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)
-    assert found["rows"] == 6
+    assert record["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)
+    assert record["rows"] == 6
     assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
     began = json.loads((run.path / "evaluation.json").read_text("utf-8"))["0"]["loss"]
     assert run.summary["metrics"]["val/loss_first"] == pytest.approx(began, rel=near)
 
 
 def test_evaluate_keeps_results_of_several_checkpoints(
-    plain: RunDir, capsys: pytest.CaptureFixture[str]
+    plain_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["step=0"], ["step=best"], ["rows=2"]):
-        assert cli.main(["evaluate", str(plain.path), *words]) == 0
+        assert cli.main(["evaluate", str(plain_run.path), *words]) == 0
     capsys.readouterr()
-    found = json.loads((plain.path / "evaluation.json").read_text("utf-8"))
-    assert found.keys() == {"0", "6"}
-    assert found["6"]["rows"] == 2
-    assert found["0"]["loss"] > found["6"]["loss"] + 0.5
-    assert found["0"]["accuracy"] < 0.05
-    assert found["0"]["perplexity"] == pytest.approx(2.718281828 ** found["0"]["loss"], rel=1e-6)
+    record = json.loads((plain_run.path / "evaluation.json").read_text("utf-8"))
+    assert record.keys() == {"0", "6"}
+    assert record["6"]["rows"] == 2
+    assert record["0"]["loss"] > record["6"]["loss"] + 0.5
+    assert record["0"]["accuracy"] < 0.05
+    assert record["0"]["perplexity"] == pytest.approx(2.718281828 ** record["0"]["loss"], rel=1e-6)
 
 
 def test_evaluate_equals_transformers_loss_and_generation(
-    plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
-    told = load_trained(plain.path)
-    rows = told.load_splits().validation
+    assert cli.main(["export", str(plain_run.path), f"to={tmp_path}/there"]) == 0
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    trained = load_trained(plain_run.path)
+    rows = trained.load_splits().validation
     assert rows is not None
-    module = load_model.load_model(told, CPU)
-    ours = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
+    module = load_model.load_model(trained, CPU)
+    actual = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
     tokens_BS = torch.from_numpy(rows.gather([0, 1, 2])).long()
     with torch.no_grad():
-        logits_BTV = theirs(tokens_BS[:, :-1]).logits
+        logits_BTV = reference(tokens_BS[:, :-1]).logits
     right = (logits_BTV.argmax(-1) == tokens_BS[:, 1:]).float().mean()
     loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BS[:, 1:].flatten())
-    assert ours.loss == pytest.approx(float(loss), rel=1e-5)
-    assert ours.accuracy == pytest.approx(float(right), abs=1e-6)
-    assert ours.labels == tokens_BS[:, 1:].numel()
+    assert actual.loss == pytest.approx(float(loss), rel=1e-5)
+    assert actual.accuracy == pytest.approx(float(right), abs=1e-6)
+    assert actual.labels == tokens_BS[:, 1:].numel()
 
     prompt = "The function returns"
     given = AutoTokenizer.from_pretrained(tmp_path / "there")(prompt, return_tensors="pt")
-    written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0]
+    written = reference.generate(**given, max_new_tokens=12, do_sample=False)[0]
     said = AutoTokenizer.from_pretrained(tmp_path / "there").decode(written)
     capsys.readouterr()
-    assert cli.main(["evaluate", str(plain.path), f"prompt={prompt}", "tokens=12"]) == 0
+    assert cli.main(["evaluate", str(plain_run.path), f"prompt={prompt}", "tokens=12"]) == 0
     assert said in capsys.readouterr().out
 
 
@@ -151,8 +151,8 @@ def test_evaluate_temperature_divides_logits() -> None:
     assert draws(module, 0, 3) == [1, 1, 1]
     assert draws(module, 0.7, 50) == draws(module, 0.7, 50) != draws(module, 0.7, 50, seed=2)
     counts = torch.bincount(torch.tensor(draws(module, 0.5, 4000)), minlength=3) / 4000
-    wanted = (torch.tensor([1.0, 2.0, 0.0]) / 0.5).softmax(-1)
-    torch.testing.assert_close(counts, wanted, rtol=0, atol=0.03)
+    expected = (torch.tensor([1.0, 2.0, 0.0]) / 0.5).softmax(-1)
+    torch.testing.assert_close(counts, expected, rtol=0, atol=0.03)
     assert module.longest == 8
     assert draws(module, 1e-40, 3) == [1, 1, 1]
 
@@ -167,9 +167,9 @@ def test_evaluate_temperature_divides_logits() -> None:
     ],
 )
 def test_evaluate_rejects_invalid_arguments(
-    words: list[str], said: str, plain: RunDir, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, plain_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["evaluate", str(plain.path), *words]) == 2
+    assert cli.main(["evaluate", str(plain_run.path), *words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -183,15 +183,15 @@ def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFix
     text = tmp_path / "text.txt"
     words = "one and the other go to the sea and see the ships there"
     text.write_text(f"{words}\n" * 400, "utf-8")
-    line = ("data=text", f"data.paths=[{text}]", "data.vocabulary=300", "data.sequence=32")
-    run = trained(tmp_path / "run", *line)
+    overrides = ("data=text", f"data.paths=[{text}]", "data.vocabulary=300", "data.sequence=32")
+    run = trained(tmp_path / "run", *overrides)
     kept = run.path / "tokenizer.json"
     earlier = kept.read_bytes()
 
     text.write_text("quite another text than that, of other words\n" * 400, "utf-8")
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert f"has another tokenizer than {kept}" in capsys.readouterr().err
-    more = (*line, f"resume={run.path}", "trainer.max_steps=8")
+    more = (*overrides, f"resume={run.path}", "trainer.max_steps=8")
     changed = f"have changed since the checkpoint under {run.path} was trained"
     with pytest.raises(CheckpointError, match=changed):
         scalewise.train(scalewise.compose([*SMOKE, *more]), tmp_path / "again")
@@ -202,9 +202,9 @@ def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_evaluate_reports_a_fallback_to_an_older_checkpoint(
-    plain: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = RunDir(shutil.copytree(plain.path, tmp_path / "copy"))
+    copy = RunDir(shutil.copytree(plain_run.path, tmp_path / "copy"))
     shutil.copytree(copy.checkpoint(6), copy.checkpoint(7))
     (weights,) = (copy.checkpoint(7) / "model").iterdir()
     weights.unlink()

@@ -43,11 +43,11 @@ def test_export_has_the_same_logits_in_transformers(
     module = build_model(run.model, run.seed)
     module.load_state_dict(state)
     state_dict_adapter.export_folder(state, run.model, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens_BT = torch.randint(0, run.model.vocabulary, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(
-            module(tokens_BT), theirs(tokens_BT).logits, rtol=1e-5, atol=1e-5
+            module(tokens_BT), reference(tokens_BT).logits, rtol=1e-5, atol=1e-5
         )
 
 
@@ -56,8 +56,8 @@ def test_export_initializes_a_new_run(
 ) -> None:
     run, state = trained
     state_dict_adapter.export_folder(state, run.model, tmp_path)
-    line = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
-    started = build_model(scalewise.compose(line).model, run.seed)
+    overrides = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
+    started = build_model(scalewise.compose(overrides).model, run.seed)
     for name, tensor in started.state_dict().items():
         assert torch.equal(tensor, state[name]), name
 
@@ -112,13 +112,13 @@ def test_export_writes_adapters_merged_and_separate(case: str, tmp_path: Path) -
     assert result.status == "ok", result.reason
     told = load_trained(result.folder)
 
-    ours = SingleDevice(DeviceKind.cpu).build(run)
+    actual = SingleDevice(DeviceKind.cpu).build(run)
     with torch.no_grad():
-        begun = ours(TOKENS_BT)
+        begun = actual(TOKENS_BT)
         state = told.read_state_dict()
-        for name, parameter in ours.named_parameters():
+        for name, parameter in actual.named_parameters():
             parameter.copy_(state[name.replace(".base_layer.", ".")])
-        trained = ours(TOKENS_BT)
+        trained = actual(TOKENS_BT)
     assert (trained - begun).abs().max() > 0.05
 
     merged, alone = tmp_path / "merged", tmp_path / "alone"
@@ -140,9 +140,9 @@ def test_export_writes_adapters_merged_and_separate(case: str, tmp_path: Path) -
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
 
-def assert_close(theirs: Any, logits_BTV: Tensor) -> None:
+def assert_close(expected: Any, logits_BTV: Tensor) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS_BT).logits, logits_BTV, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(expected(TOKENS_BT).logits, logits_BTV, rtol=1e-4, atol=1e-4)
 
 
 def test_export_command_writes_a_folder_once(
@@ -151,9 +151,9 @@ def test_export_command_writes_a_folder_once(
     result = scalewise.train(scalewise.compose(SMOKE), tmp_path / "run")
     assert cli.main(["export", str(result.folder)]) == 0
     written = result.folder / "export"
-    said = capsys.readouterr().out.splitlines()
-    assert f"exported step 4 of {result.folder}" in said
-    assert said[-1] == f"result {written}"
+    stdout = capsys.readouterr().out.splitlines()
+    assert f"exported step 4 of {result.folder}" in stdout
+    assert stdout[-1] == f"result {written}"
     tokenizer = AutoTokenizer.from_pretrained(written)
     tokens = tokenizer("Alice was beginning to get very tired")
     assert max(tokens["input_ids"]) < 4096
@@ -166,7 +166,7 @@ def test_export_command_writes_a_folder_once(
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/killed"]) == 0
     capsys.readouterr()
     assert "a run that did not finish" in (tmp_path / "killed" / "README.md").read_text("utf-8")
-    for words, said in (
+    for words, stdout in (
         ([str(result.folder)], "already exists; set to=FOLDER"),
         ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),
         ([str(result.folder), f"to={tmp_path}/new", "adapter=alone"], "has trained no adapter"),
@@ -176,7 +176,7 @@ def test_export_command_writes_a_folder_once(
         ([], "no folder given"),
     ):
         assert cli.main(["export", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert stdout in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     (weights,) = (result.folder / "checkpoints").glob("*/model/*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])

@@ -39,8 +39,8 @@ LIMIT = "launch.timeout=10"
 @pytest.fixture(scope="module")
 def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProcess]:
     """Five jobs, four accidents, W&B offline."""
-    doors = cli_runner_in("faults")
-    door = doors.start("-m", *TINY, "trainer.max_steps=5", LIMIT, f"+inject={','.join(ACCIDENTS)}")
+    runner = cli_runner_in("faults")
+    door = runner.start("-m", *TINY, "trainer.max_steps=5", LIMIT, f"+inject={','.join(ACCIDENTS)}")
     return door.wait(), door
 
 
@@ -96,42 +96,42 @@ LAYOUTS = {
 USUAL = {("ddp", "oom"), ("pipeline", "kill")}
 
 
-def time_enough(undisturbed: RunDir) -> int:
+def time_enough(uninterrupted: RunDir) -> int:
     """Returns seconds in which a job comes to its accident, also where others begin beside it."""
-    return max(8, 2 * ceil(undisturbed.status["seconds"]))
+    return max(8, 2 * ceil(uninterrupted.status["seconds"]))
 
 
 @pytest.mark.parametrize(
-    ("layout", "accident"),
+    ("strategy", "fault"),
     [
-        pytest.param(layout, accident, marks=() if usual else LONG)
-        for layout in LAYOUTS
+        pytest.param(strategy, accident, marks=() if usual else LONG)
+        for strategy in LAYOUTS
         for accident in ENDINGS
-        for usual in [(layout, accident) in USUAL]
+        for usual in [(strategy, accident) in USUAL]
     ],
 )
-def test_fault_of_one_rank_ends_the_others(layout: str, accident: str, run_job: JobRunner) -> None:
-    limit = time_enough(run_job(*LAYOUTS[layout]))
-    began = time.monotonic()
-    where = [*LAYOUTS[layout], f"+inject={accident}", "callbacks.inject.rank=1"]
-    noticed = limit if accident == "hang" else 0  # nothing but the clock tells of it
+def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: JobRunner) -> None:
+    limit = time_enough(run_job(*LAYOUTS[strategy]))
+    start = time.monotonic()
+    where = [*LAYOUTS[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
+    noticed = limit if fault == "hang" else 0  # nothing but the clock tells of it
     if noticed:
         where.append(f"launch.timeout={noticed}")
-    status, reason = ENDINGS[accident]
+    status, reason = ENDINGS[fault]
     said = run_job(*where, status=status).status
-    assert time.monotonic() - began < noticed + 15
+    assert time.monotonic() - start < noticed + 15
     assert reason in said["reason"]
     assert said["rank"] == 1
-    if accident == "hang":
+    if fault == "hang":
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
 def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
     told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.faults.Segfault}")
-    ended = run_cli(*UNTRACKED, *LAYOUTS["ddp"], *told)
-    assert ended.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
-    assert "Fatal Python error: Segmentation fault" in ended.err
-    assert "in string_at" in ended.err
+    result = run_cli(*UNTRACKED, *LAYOUTS["ddp"], *told)
+    assert result.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
+    assert "Fatal Python error: Segmentation fault" in result.err
+    assert "in string_at" in result.err
 
 
 def test_frozen_rank_is_named(run_job: JobRunner) -> None:
@@ -145,7 +145,7 @@ def test_frozen_rank_is_named(run_job: JobRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "accident"),
+    ("strategy", "fault"),
     [
         pytest.param("single", "raise", marks=LONG),
         ("fsdp", "kill"),
@@ -159,12 +159,12 @@ def test_frozen_rank_is_named(run_job: JobRunner) -> None:
     ],
 )
 def test_restart_recovers_from_a_single_fault(
-    layout: str, accident: str, run_job: JobRunner
+    strategy: str, fault: str, run_job: JobRunner
 ) -> None:
-    parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
+    parts = (*LAYOUTS.get(strategy, ()), "checkpoint.every=2")
     undisturbed = run_job(*parts)
-    once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
-    patience = f"launch.timeout={2 * time_enough(undisturbed) if accident == 'hang' else 60}"
+    once = (f"+inject={fault}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
+    patience = f"launch.timeout={2 * time_enough(undisturbed) if fault == 'hang' else 60}"
     mended = run_job(*parts, *once, "launch.max_restarts=1", patience)
     assert mended.status["attempts"] == 2
     assert mended.steps == list(range(1, 9))
@@ -177,8 +177,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that the second checkpoint of a tiny run fills."""
     folder = tmp_path / "small"
     folder.mkdir()
-    line = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
-    mounted = subprocess.run(line, check=False, capture_output=True, text=True)
+    overrides = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
+    mounted = subprocess.run(overrides, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -186,20 +186,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["ddp", *(pytest.param(n, marks=LONG) for n in ("fsdp", "pipeline"))]
+    "strategy", ["ddp", *(pytest.param(n, marks=LONG) for n in ("fsdp", "pipeline"))]
 )
 def test_full_disk_loses_only_the_checkpoint(
-    layout: str, small_disk: Path, shared_cache: Path
+    strategy: str, small_disk: Path, shared_cache: Path
 ) -> None:
-    job = JobRunner(small_disk, shared_cache)
+    run_job = JobRunner(small_disk, shared_cache)
     parts = (
-        *LAYOUTS[layout],
+        *LAYOUTS[strategy],
         "model.width=64",
         "model.layers=2",
         "checkpoint.every=1",
         "checkpoint.keep=0",
     )
-    failed = job(*parts, status="failed")
+    failed = run_job(*parts, status="failed")
     assert "No space left on device" in failed.status["reason"]
     kept = failed.checkpoints
     assert kept, "the first fits"
@@ -208,11 +208,11 @@ def test_full_disk_loses_only_the_checkpoint(
 
 
 def test_full_disk_at_start_leaves_only_a_status(small_disk: Path, shared_cache: Path) -> None:
-    job = JobRunner(small_disk, shared_cache)
+    run_job = JobRunner(small_disk, shared_cache)
     filler = small_disk / "filler"
     disk = os.statvfs(small_disk)
     filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 150 * 1024))
-    failed = job("parallelism=ddp", status="failed")
+    failed = run_job("parallelism=ddp", status="failed")
     assert "No space left on device" in failed.status["reason"]
     assert failed.status["ended"] is not None
     assert not [path for path in failed.path.rglob("*") if path.name.startswith(".")]
@@ -220,7 +220,7 @@ def test_full_disk_at_start_leaves_only_a_status(small_disk: Path, shared_cache:
     with filler.open("ab") as file:
         file.write(bytes(130 * 1024))
     with pytest.raises(ConfigError, match="the disk is full"):
-        job("parallelism=ddp")
+        run_job("parallelism=ddp")
     assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
 
 
@@ -251,23 +251,23 @@ def test_rejected_data_of_one_job_does_not_stop_the_sweep(run_cli: CliRunner) ->
     small = [part for part in UNTRACKED if "megabytes" not in part]
     for name in ("full.txt", "more.txt"):
         (run_cli.cwd / name).write_text("word after word " * 4000)
-    ended = run_cli(
+    result = run_cli(
         "-m", *small, "data=text", "data.vocabulary=300",
         "data.paths=[empty.txt],[full.txt,more.txt]", "trainer.max_steps=3",
     )  # fmt: skip
-    record = ended.folder.json("sweep.json")
-    assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], ended.failure_report
-    assert ended.code == 2
+    record = result.folder.json("sweep.json")
+    assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], result.failure_report
+    assert result.code == 2
 
 
 def test_job_that_cannot_fit_is_rejected_and_the_sweep_continues(run_cli: CliRunner) -> None:
     limits = ("launch.memory_limit_gib=0.001,4", "launch.refuse_unfit=true")
-    ended = run_cli("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
-    assert ended.code == 2, ended.failure_report
-    assert "Traceback" not in ended.transcript
-    refused, ran = ended.folder.json("sweep.json")["jobs"]
+    result = run_cli("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
+    assert result.code == 2, result.failure_report
+    assert "Traceback" not in result.transcript
+    refused, ran = result.folder.json("sweep.json")["jobs"]
     assert (refused["status"], ran["status"]) == ("refused", "ok")
     assert "launch.refuse_unfit=true: out_of_memory: " in refused["reason"]
     assert "of 1.02 MiB (" in refused["reason"]
-    assert not (ended.folder.path / "0").exists()
-    assert "out_of_memory: " in (ended.folder.path / "report.html").read_text("utf-8")
+    assert not (result.folder.path / "0").exists()
+    assert "out_of_memory: " in (result.folder.path / "report.html").read_text("utf-8")

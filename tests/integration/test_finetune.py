@@ -10,11 +10,11 @@ from fixtures.cli_runner import CliRunner, RunDir
 
 @pytest.mark.exhaustive
 def test_finetuning_a_quantized_model_lowers_the_loss(run_cli: CliRunner) -> None:
-    ended = run_cli("experiment=finetune/qlora_tiny", "tracking=none").assert_ok()
-    assert ended.seconds < 120
-    metrics = ended.folder.summary["metrics"]
+    result = run_cli("experiment=finetune/qlora_tiny", "tracking=none").assert_ok()
+    assert result.seconds < 120
+    metrics = result.folder.summary["metrics"]
     assert metrics["val/loss"] < metrics["val/loss_first"] - 0.3
-    page = (ended.folder.path / "report.html").read_text("utf-8")
+    page = (result.folder.path / "report.html").read_text("utf-8")
     began, after = (f"{metrics[key]:.4f}" for key in ("val/loss_first", "val/loss"))
     assert f"validation goes from {began} to {after}" in page
 
@@ -22,8 +22,8 @@ def test_finetuning_a_quantized_model_lowers_the_loss(run_cli: CliRunner) -> Non
 @pytest.mark.exhaustive
 def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
     small = ("model.layers=4", "model.vocabulary=4096", "trainer.max_steps=3", "tracking=none")
-    ended = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small).assert_ok()
-    jobs = [RunDir(folder) for folder in sorted(ended.folder.path.glob("[0-9]"))]
+    result = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small).assert_ok()
+    jobs = [RunDir(folder) for folder in sorted(result.folder.path.glob("[0-9]"))]
     metrics = [job.summary["metrics"] for job in jobs]
     peaks = [each["memory/peak_bytes"] for each in metrics]
     assert len(peaks) == 10
@@ -33,6 +33,6 @@ def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
     # From packed rows until fewer bits, or weights, are trained, memory and time change alone.
     losses = [each["train/loss"] for each in metrics[1:7]]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
-    page = (ended.folder.path / "report.html").read_text("utf-8")
+    page = (result.folder.path / "report.html").read_text("utf-8")
     assert "Nine techniques together cut peak memory by" in page
     assert "+ in_backward" in page

@@ -35,8 +35,8 @@ def sweep(tmp_path: Path) -> RunDir:
 
 def test_golden_sweep_has_nothing_left_to_run(sweep: RunDir, run_cli: CliRunner) -> None:
     before = sweep.content
-    ended = run_cli(*COMMAND, "resume_sweep=sweep").assert_ok()
-    assert "4 of 4 jobs have ended" in ended.out
+    result = run_cli(*COMMAND, "resume_sweep=sweep").assert_ok()
+    assert "4 of 4 jobs have ended" in result.out
     after = RunDir(sweep.path).content
     weights = [path for path in before if path.suffix in {".safetensors", ".pt"}]
     assert weights
@@ -50,9 +50,9 @@ def test_golden_run_resumes(number: int, sweep: RunDir, run_job: JobRunner) -> N
     assert resumed.status["resumed_from"]
     assert resumed.steps == [1, 2, 3, 4, 5, 6]
     assert resumed.column("train/loss")[:4] == old.column("train/loss")
-    whole = run_job.without_defaults(*old.status["overrides"], *LONGER)
+    full_run = run_job.without_defaults(*old.status["overrides"], *LONGER)
     for key in ("train/loss", "val/loss"):
-        assert resumed.column(key)[-1] == pytest.approx(whole.column(key)[-1], rel=1e-2), key
+        assert resumed.column(key)[-1] == pytest.approx(full_run.column(key)[-1], rel=1e-2), key
 
 
 def test_golden_sweep_is_read_by_every_command(

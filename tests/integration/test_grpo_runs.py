@@ -23,32 +23,32 @@ SHORT = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
-def test_grpo_evaluation_equals_last_validation(way: tuple[str, ...], run_cli: CliRunner) -> None:
-    run = run_cli(*SHORT, *way).assert_ok().folder
+@pytest.mark.parametrize("mode", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
+def test_grpo_evaluation_equals_last_validation(mode: tuple[str, ...], run_cli: CliRunner) -> None:
+    run = run_cli(*SHORT, *mode).assert_ok().folder
     told = run.column("val/reward")
     metrics = run.summary["metrics"]
     assert cli.main(["evaluate", str(run.path)]) == 0
     assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))
-    assert found["4"]["reward"] == pytest.approx(told[-1], abs=1e-6)
-    assert found["0"]["reward"] == pytest.approx(metrics["val/reward_first"], abs=1e-6)
+    record = json.loads((run.path / "evaluation.json").read_text("utf-8"))
+    assert record["4"]["reward"] == pytest.approx(told[-1], abs=1e-6)
+    assert record["0"]["reward"] == pytest.approx(metrics["val/reward_first"], abs=1e-6)
 
 
 @pytest.mark.exhaustive
 def test_grpo_resume_draws_the_same_completions(run_cli: CliRunner) -> None:
-    whole = run_cli(*SHORT, "checkpoint.every=2", "name=whole").assert_ok().folder
-    rest = run_cli(*SHORT, f"resume={whole.checkpoint(2)}", "name=rest").assert_ok().newest
+    full_run = run_cli(*SHORT, "checkpoint.every=2", "name=whole").assert_ok().folder
+    rest = run_cli(*SHORT, f"resume={full_run.checkpoint(2)}", "name=rest").assert_ok().newest
     for key in ("train/reward", "train/loss", "val/reward"):
-        assert rest.column(key) == whole.column(key), key
+        assert rest.column(key) == full_run.column(key), key
 
 
 @pytest.mark.exhaustive
 def test_grpo_experiment_reverses_held_out_digits(run_cli: CliRunner) -> None:
-    ended = run_cli(TINY, "tracking=none").assert_ok()
-    assert ended.seconds < 120
-    metrics = ended.folder.summary["metrics"]
+    result = run_cli(TINY, "tracking=none").assert_ok()
+    assert result.seconds < 120
+    metrics = result.folder.summary["metrics"]
     assert metrics["val/reward_first"] < 0.25  # of ten digits one is right by chance
     assert metrics["val/reward"] > 0.9
-    page = (ended.folder.path / "report.html").read_text("utf-8")
+    page = (result.folder.path / "report.html").read_text("utf-8")
     assert f"Validation reward is {metrics['val/reward']:.3f}" in page

@@ -63,33 +63,33 @@ class TestSearch:
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
-@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_pruned_trial_trains_fewer_steps(layout: str, run_cli: CliRunner) -> None:
-    axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
-    ended = run_cli(*GRID, "hydra.sweeper.pruner=asha", *axes).assert_ok()
-    good, pruned = ended.folder.jobs
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=LONG)])
+def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> None:
+    axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={strategy}")
+    result = run_cli(*GRID, "hydra.sweeper.pruner=asha", *axes).assert_ok()
+    good, pruned = result.folder.jobs
     assert (good.steps[-1], pruned.steps[-1]) == (12, 4)
     assert pruned.summary["steps"] == 4
     assert pruned.status["status"] == "pruned"
     assert pruned.status["exit_code"] == 0
     assert pruned.status["reason"] == "the study pruned the trial after step 4, by val/loss"
-    assert "pruned" in (ended.folder.path / "report.html").read_text("utf-8")
-    told = study(ended.folder)["trials"]
+    assert "pruned" in (result.folder.path / "report.html").read_text("utf-8")
+    told = study(result.folder)["trials"]
     assert [trial["state"] for trial in told] == ["complete", "pruned"]
     assert list(told[1]["reported"]) == ["4"]
 
 
 def test_killed_search_resumes(run_cli: CliRunner) -> None:
     """SIGKILL in the second trial of three: the first is not repeated, the second is."""
-    line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
+    overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
     slow = "trainer.max_steps=200"
-    door = run_cli.start(*line, slow, "trainer.log_every=1", "trainer.validate_every=100")
-    door.wait_for_file("runs/search/once/1/metrics.csv")
-    door.kill()
-    door.wait()
+    process = run_cli.start(*overrides, slow, "trainer.log_every=1", "trainer.validate_every=100")
+    process.wait_for_file("runs/search/once/1/metrics.csv")
+    process.kill()
+    process.wait()
     folder = RunDir(run_cli.cwd / "runs" / "search" / "once")
     (first,) = [trial for trial in study(folder)["trials"] if trial["state"] == "complete"]
-    ended = run_cli(*line, "trainer.max_steps=4").assert_ok()
+    result = run_cli(*overrides, "trainer.max_steps=4").assert_ok()
     told = study(folder)["trials"]
     assert told[0] == first
     assert sorted(t["params"]["optimizer.lr"] for t in told if t["state"] == "complete") == [
@@ -99,31 +99,31 @@ def test_killed_search_resumes(run_cli: CliRunner) -> None:
     ]
     assert [t["status"] for t in told if t["state"] == "fail"] == ["running"]
     assert [job["number"] for job in folder.json("sweep.json")["jobs"]] == [0, 1, 2, 3]
-    assert "trial 1 was running when its sweep ended" in ended.out
+    assert "trial 1 was running when its sweep ended" in result.out
 
 
 @LONG
 def test_interrupted_search_resumes_from_its_storage(run_cli: CliRunner) -> None:
-    line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
-    door = run_cli.start(*line, "trainer.max_steps=400", "trainer.validate_every=200")
-    door.wait_for_file("runs/*/*/0/metrics.csv")
-    door.signal(15)
-    assert door.wait().code == 143
-    ended = run_cli(*line, "trainer.max_steps=4").assert_ok()
-    told = study(ended.newest)["trials"]
+    overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
+    process = run_cli.start(*overrides, "trainer.max_steps=400", "trainer.validate_every=200")
+    process.wait_for_file("runs/*/*/0/metrics.csv")
+    process.signal(15)
+    assert process.wait().code == 143
+    result = run_cli(*overrides, "trainer.max_steps=4").assert_ok()
+    told = study(result.newest)["trials"]
     assert [trial["state"] for trial in told].count("complete") == 3
     assert (run_cli.cwd / "kept" / "search.db").is_file()
 
 
 def test_search_plan_is_one_table(run_cli: CliRunner) -> None:
     axes = ("hydra.sweeper.trials=3", "optimizer.lr=tag(log,interval(1e-5,1e-2))")
-    ended = run_cli("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, command="plan").assert_ok()
-    assert ended.out.count("fits") >= 3
+    result = run_cli("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, command="plan").assert_ok()
+    assert result.out.count("fits") >= 3
     assert not (run_cli.cwd / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("overrides", "words"),
     [
         (
             ("hydra.sweeper.objectives={val/los: minimize}", "hydra.sweeper.sampler=tpee"),
@@ -136,10 +136,10 @@ def test_search_plan_is_one_table(run_cli: CliRunner) -> None:
     ],
 )
 def test_search_rejects_invalid_spaces(
-    line: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
+    overrides: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
 ) -> None:
     searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
-    run_cli(*searched, *line).assert_rejected(*words)
+    run_cli(*searched, *overrides).assert_rejected(*words)
     assert not list(Path(run_cli.cwd).glob("runs/*/*"))
 
 
@@ -148,8 +148,8 @@ def test_search_without_optuna_names_the_extra(run_cli: CliRunner) -> None:
     absent.mkdir()
     (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
     path = f"{absent}{os.pathsep}{run_cli.environment['PYTHONPATH']}"
-    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
-    run_cli(*line, env={"PYTHONPATH": path}).assert_rejected("pip install 'scalewise[optuna]'")
+    overrides = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
+    run_cli(*overrides, env={"PYTHONPATH": path}).assert_rejected("pip install 'scalewise[optuna]'")
 
 
 @LONG
@@ -159,26 +159,26 @@ def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) 
     bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
     axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")
     options = ("hydra.sweeper.trials=8", "hydra.sweeper.jobs=4", "hydra.sweeper.sampler=nsga2")
-    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
-    ended = run_cli(*line, timeout=300).assert_ok()
-    trials = study(ended.folder)["trials"]
+    overrides = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
+    result = run_cli(*overrides, timeout=300).assert_ok()
+    trials = study(result.folder)["trials"]
     assert len(trials) == 8
     for trial in trials:
-        metrics = ended.folder.jobs[trial["number"]].summary["metrics"]
+        metrics = result.folder.jobs[trial["number"]].summary["metrics"]
         assert trial["values"] == [metrics["val/loss"], metrics["throughput/tokens_per_s"]]
         assert bool(trial["over"]) == (metrics["memory/peak_bytes"] > 2.5e6)
-    best = [trials[number] for number in study(ended.folder)["best"]]
+    best = [trials[number] for number in study(result.folder)["best"]]
     assert best
     assert all(not trial["over"] for trial in best)
     losses = [trial["values"][0] for trial in best]
     speeds = [trial["values"][1] for trial in best]
     assert losses == sorted(losses)
     assert speeds == sorted(speeds)
-    assert ended.out.count("scalewise train") >= len(best)
+    assert result.out.count("scalewise train") >= len(best)
 
 
 @LONG
 def test_shipped_search_sweep_runs(run_cli: CliRunner) -> None:
-    ended = run_cli("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").assert_ok()
-    assert len(study(ended.folder)["trials"]) == 3
-    json.dumps(study(ended.folder)["importance"])
+    result = run_cli("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").assert_ok()
+    assert len(study(result.folder)["trials"]) == 3
+    json.dumps(study(result.folder)["importance"])

@@ -18,26 +18,34 @@ sys.exit(main(sys.argv[1:]))
 
 def test_slurm_launcher_without_its_extra_is_rejected(run_cli: CliRunner) -> None:
     """Whatever is said of its options, which are not known then."""
-    line = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
-    door = run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line, "seed=1,2"])
-    door.wait().assert_rejected("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
+    overrides = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
+    process = run_cli.start_process(
+        [sys.executable, "-c", WITHOUT_THE_EXTRA, *overrides, "seed=1,2"]
+    )
+    process.wait().assert_rejected("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
     assert list(run_cli.cwd.iterdir()) == []
 
 
 def test_missing_launcher_extra_does_not_affect_other_launchers(run_cli: CliRunner) -> None:
-    line = ("train", *UNTRACKED, "--cfg", "job")
-    run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().assert_ok()
+    overrides = ("train", *UNTRACKED, "--cfg", "job")
+    run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *overrides]).wait().assert_ok()
 
 
 def test_ray_launcher_is_rejected(run_cli: CliRunner) -> None:
-    ended = run_cli("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
-    ended.assert_rejected("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
+    result = run_cli("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
+    result.assert_rejected("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
     assert list(run_cli.cwd.iterdir()) == []
 
 
 @pytest.mark.parametrize("launcher", ["scalewise", "packed"])
 def test_forkserver_preloads_peft_for_adapter_runs(run_cli: CliRunner, launcher: str) -> None:
     tells = "+callbacks.born._target_=fixtures.faults.RecordImports"
-    line = ("-m", *UNTRACKED, f"hydra/launcher={launcher}", "trusted_packages=[fixtures]", tells)
-    ended = run_cli(*line, "adapter=none,lora").assert_ok()
-    assert [(job.path / "born-0").read_text("utf-8") for job in ended.folder.jobs] == ["True"] * 2
+    overrides = (
+        "-m",
+        *UNTRACKED,
+        f"hydra/launcher={launcher}",
+        "trusted_packages=[fixtures]",
+        tells,
+    )
+    result = run_cli(*overrides, "adapter=none,lora").assert_ok()
+    assert [(job.path / "born-0").read_text("utf-8") for job in result.folder.jobs] == ["True"] * 2

@@ -14,9 +14,9 @@ SLOW = (
 
 
 def test_simultaneous_sweeps_get_separate_folders(run_cli: CliRunner) -> None:
-    line = ("-m", *UNTRACKED, "hydra.sweep.dir=runs/both/now", "trainer.max_steps=3")
-    line = (*line, "trainer.validate_every=null")
-    opened = [run_cli.start(*line, f"seed={seed}") for seed in (1, 2)]
+    overrides = ("-m", *UNTRACKED, "hydra.sweep.dir=runs/both/now", "trainer.max_steps=3")
+    overrides = (*overrides, "trainer.validate_every=null")
+    opened = [run_cli.start(*overrides, f"seed={seed}") for seed in (1, 2)]
     ended = [each.wait().assert_ok() for each in opened]
     folders = {folder.path.name: folder for folder in ended[0].folders}
     assert sorted(folders) == ["now", "now-2"]

@@ -40,18 +40,18 @@ LINES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "single")
+@pytest.mark.parametrize("overrides", LINES, ids=lambda line: " ".join(line) or "single")
 def test_fit_status_agrees_with_enforced_memory_limit(
-    line: tuple[str, ...], compose: Compose, run_cli: CliRunner
+    overrides: tuple[str, ...], compose: Compose, run_cli: CliRunner
 ) -> None:
-    run = compose(*WIDE, *line)
+    run = compose(*WIDE, *overrides)
     free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
     least, _, most = free.reserved
-    for limit, verdict, code in (
+    for limit, fit_status, code in (
         (0.9 * least, FitStatus.out_of_memory, 3),
         (1.01 * most, FitStatus.fits, 0),
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
-        assert build_plan(compose(*WIDE, *line, launch)).fit.status is verdict
-        ended = run_cli(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
-        assert ended.code == code, ended.failure_report
+        assert build_plan(compose(*WIDE, *overrides, launch)).fit.status is fit_status
+        result = run_cli(*WIDE, *overrides, launch, env={"OMP_NUM_THREADS": "1"})
+        assert result.code == code, result.failure_report

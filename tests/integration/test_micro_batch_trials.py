@@ -32,9 +32,11 @@ LONG = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["single", "fsdp", "deepspeed_zero2"])
-def test_micro_batch_trials_step_down_below_an_unknown_limit(layout: str, compose: Compose) -> None:
-    run = compose(*LONG, f"parallelism={layout}")
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_zero2"])
+def test_micro_batch_trials_step_down_below_an_unknown_limit(
+    strategy: str, compose: Compose
+) -> None:
+    run = compose(*LONG, f"parallelism={strategy}")
     assert {way.fit.status for way in micro_batch_options(RunOption(run))} == {FitStatus.fits}
 
     def limited(tried: RunConfig) -> str:
@@ -53,12 +55,12 @@ def test_micro_batch_trials_step_down_below_an_unknown_limit(layout: str, compos
 
 @pytest.mark.exhaustive
 def test_train_uses_and_records_the_tried_micro_batch(run_cli: CliRunner) -> None:
-    ended = run_cli(*LONG, "launch.memory_limit_gib=0.75")
-    ended.assert_ok()
-    told = ended.folder.status["micro_batch"]
-    size = ended.folder.resolved["trainer"]["micro_batch"]
+    result = run_cli(*LONG, "launch.memory_limit_gib=0.75")
+    result.assert_ok()
+    told = result.folder.status["micro_batch"]
+    size = result.folder.resolved["trainer"]["micro_batch"]
     assert told["rows"] == size < 64
     assert {trial["rows"]: trial["status"] for trial in told["trials"]}[size] == "ok"
-    assert f"trainer.micro_batch=auto: {size} (predicted:" in ended.out
-    assert told["how"] in (ended.folder.path / "report.html").read_text("utf-8")
-    assert ended.folder.resolved["trainer"]["global_batch"] == 64
+    assert f"trainer.micro_batch=auto: {size} (predicted:" in result.out
+    assert told["how"] in (result.folder.path / "report.html").read_text("utf-8")
+    assert result.folder.resolved["trainer"]["global_batch"] == 64

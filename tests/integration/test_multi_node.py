@@ -59,7 +59,7 @@ def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
 
 
 def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
-    whole = run_cli(*TINY, *PARTS).assert_ok().folder
+    full_run = run_cli(*TINY, *PARTS).assert_ok().folder
     slow = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
     nodes = agents(run_cli, "resume=auto", "name=nodes", *slow, restarts=1)
     nodes[0].wait_until(
@@ -77,7 +77,7 @@ def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     assert last.status["status"] == "ok"
     assert last.status["resumed_from"] is not None
     assert last.steps == list(range(1, 9))
-    assert same_weights(last.weights(8), whole.weights(8))
+    assert same_weights(last.weights(8), full_run.weights(8))
 
 
 def tasks(doors: CliRunner, *parts: str) -> list[CliProcess]:

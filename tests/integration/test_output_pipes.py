@@ -10,7 +10,7 @@ from fixtures.cli_runner import TINY, UNTRACKED, CliRunner
 
 
 @pytest.mark.parametrize(
-    ("line", "env"),
+    ("overrides", "env"),
     [
         pytest.param(
             (*TINY, "trainer.log_every=1"),
@@ -26,15 +26,15 @@ from fixtures.cli_runner import TINY, UNTRACKED, CliRunner
     ],
 )
 def test_training_continues_after_a_closed_pipe(
-    line: tuple[str, ...], env: dict[str, str], run_cli: CliRunner
+    overrides: tuple[str, ...], env: dict[str, str], run_cli: CliRunner
 ) -> None:
-    command = shlex.join([sys.executable, "-m", "scalewise", "train", *line])
+    command = shlex.join([sys.executable, "-m", "scalewise", "train", *overrides])
     shell = f"{{ {command}; echo code $? >&2; }} | head -1"
-    ended = run_cli.start_process(["sh", "-c", shell], env).wait()
-    assert ended.err.splitlines()[-1] == "code 0", ended.failure_report
-    assert "Traceback" not in ended.transcript
-    folder = ended.folder
-    for job in folder.jobs if line[0] == "-m" else [folder]:
+    result = run_cli.start_process(["sh", "-c", shell], env).wait()
+    assert result.err.splitlines()[-1] == "code 0", result.failure_report
+    assert "Traceback" not in result.transcript
+    folder = result.folder
+    for job in folder.jobs if overrides[0] == "-m" else [folder]:
         assert job.status["status"] == "ok"
         assert job.checkpoints[-1] == 8
         assert (job.path / "report.html").is_file()

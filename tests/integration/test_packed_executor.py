@@ -36,10 +36,10 @@ def cores(job: RunDir, rank: int = 0) -> set[int]:
 
 @several_cores
 def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> None:
-    line = (*PACKED, "hydra.launcher.slots=2", SLOW, SEAT, "trainer.max_steps=4")
-    door = run_cli.start(*line, "seed=1,2,3,4")
-    ended = door.wait().assert_ok()
-    jobs = ended.folder.jobs
+    overrides = (*PACKED, "hydra.launcher.slots=2", SLOW, SEAT, "trainer.max_steps=4")
+    process = run_cli.start(*overrides, "seed=1,2,3,4")
+    result = process.wait().assert_ok()
+    jobs = result.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
     assert at_once(jobs) == 2
     seats = [cores(job) for job in jobs]
@@ -48,11 +48,11 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
     assert all(seat in seats[:2] for seat in seats)
     assert len({job.status["process"] for job in jobs}) == 2, "supervisors serve again"
     assert jobs[0].status["machine"]["cores"] == len(seats[0])
-    lines = [line for line in ended.out.splitlines() if " | " in line]
+    lines = [line for line in result.out.splitlines() if " | " in line]
     assert {line.split(" | ")[0].strip() for line in lines} == {"0", "1", "2", "3"}
     assert sum("4/4" in line for line in lines) == 4
-    assert door.remaining_processes(within=2) == []
-    assert (ended.folder.path / "report.html").is_file()
+    assert process.remaining_processes(within=2) == []
+    assert (result.folder.path / "report.html").is_file()
 
 
 @several_cores
@@ -60,21 +60,21 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
 def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
     killed = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
-    line = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.accident={killed}", SEAT)
-    door = run_cli.start(*line, "parallelism=single,ddp", "+inject=none,kill")
-    ended = door.wait()
-    assert ended.code == 1, ended.failure_report
-    assert "Traceback" not in ended.transcript
-    jobs = ended.folder.jobs
+    overrides = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.accident={killed}", SEAT)
+    process = run_cli.start(*overrides, "parallelism=single,ddp", "+inject=none,kill")
+    result = process.wait()
+    assert result.code == 1, result.failure_report
+    assert "Traceback" not in result.transcript
+    jobs = result.folder.jobs
     said = [(job.status["status"], job.status["reason"]) for job in jobs]
     assert said[0] == ("failed", "the supervisor process died: SIGKILL")
     assert said[1] == said[3] == ("failed", "rank 0 was killed by SIGKILL")
     assert said[2][0] == "ok"
-    record = ended.folder.json("sweep.json")
+    record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["failed", "failed", "ok", "failed"]
     assert cores(jobs[2]) == os.sched_getaffinity(0)
     assert not (jobs[0].path / ".ranks").exists()
-    assert door.remaining_processes(within=2) == []
+    assert process.remaining_processes(within=2) == []
 
 
 @pytest.mark.parametrize(
@@ -84,52 +84,52 @@ def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
 def test_signal_ends_packed_jobs_and_saves_each(
     number: int, group: bool, run_cli: CliRunner
 ) -> None:
-    line = (*PACKED, *LONG_RUN, "hydra.launcher.slots=2")
-    door = run_cli.start(*line, "seed=1,2,3")
+    overrides = (*PACKED, *LONG_RUN, "hydra.launcher.slots=2")
+    process = run_cli.start(*overrides, "seed=1,2,3")
 
     def both_train() -> bool:
-        files = [door.cwd.glob(f"runs/*/*/{job}/metrics.csv") for job in (0, 1)]
+        files = [process.cwd.glob(f"runs/*/*/{job}/metrics.csv") for job in (0, 1)]
         return all(any(len(f.read_text().splitlines()) > 3 for f in found) for found in files)
 
-    door.wait_until(both_train, "two jobs that train")
-    door.signal(number, group=group)
-    ended = door.wait(30)
-    assert ended.code == 128 + number, ended.failure_report
-    assert "Traceback" not in ended.transcript
-    record = ended.folder.json("sweep.json")
+    process.wait_until(both_train, "two jobs that train")
+    process.signal(number, group=group)
+    result = process.wait(30)
+    assert result.code == 128 + number, result.failure_report
+    assert "Traceback" not in result.transcript
+    record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
-    for job in ended.folder.jobs[:2]:
+    for job in result.folder.jobs[:2]:
         step = job.checkpoints[-1]
         name = signal.Signals(number).name
         assert f"{name} after step {step}" in job.status["reason"]
-    assert not ended.folder.jobs[2].path.exists()
-    assert door.remaining_processes(within=2) == []
+    assert not result.folder.jobs[2].path.exists()
+    assert process.remaining_processes(within=2) == []
 
 
 def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
-    door = run_cli.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
-    door.wait_for_file("runs/*/*/sweep.json")
-    door.signal(signal.SIGINT, group=True)
-    ended = door.wait(30)
-    assert ended.code == 130, ended.failure_report
-    assert "Traceback" not in ended.transcript
-    record = ended.folder.json("sweep.json")
+    process = run_cli.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
+    process.wait_for_file("runs/*/*/sweep.json")
+    process.signal(signal.SIGINT, group=True)
+    result = process.wait(30)
+    assert result.code == 130, result.failure_report
+    assert "Traceback" not in result.transcript
+    record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
-    assert door.remaining_processes(within=2) == []
+    assert process.remaining_processes(within=2) == []
 
 
 @pytest.mark.exhaustive
 def test_packed_jobs_save_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
-    line = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
-    door = run_cli.start(*line)
-    folder = door.wait_for_step(2).parent
-    door.process.kill()
-    door.process.wait(5)
-    assert door.remaining_processes(within=20) == []
+    overrides = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
+    process = run_cli.start(*overrides)
+    folder = process.wait_for_step(2).parent
+    process.process.kill()
+    process.process.wait(5)
+    assert process.remaining_processes(within=20) == []
     stepped = [RunDir(file.parent) for file in folder.glob("*/metrics.csv")]
     assert {job.status["status"] for job in stepped if job.metrics} == {"interrupted"}
-    ended = run_cli(*line, "resume_sweep=last").assert_ok()
-    assert [job.status["status"] for job in ended.folder.jobs] == ["ok", "ok"]
-    assert any(job.status["resumed_from"] for job in ended.folder.jobs)
-    assert all(job.steps == list(range(1, 7)) for job in ended.folder.jobs)
-    assert Path(ended.folder.path) == folder
+    result = run_cli(*overrides, "resume_sweep=last").assert_ok()
+    assert [job.status["status"] for job in result.folder.jobs] == ["ok", "ok"]
+    assert any(job.status["resumed_from"] for job in result.folder.jobs)
+    assert all(job.steps == list(range(1, 7)) for job in result.folder.jobs)
+    assert Path(result.folder.path) == folder

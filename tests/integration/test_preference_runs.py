@@ -33,8 +33,8 @@ CASES = {
 
 def evaluated(run: RunDir, step: str = "last") -> dict[str, float]:
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))
-    return dict(found[step if step != "last" else max(found, key=int)])
+    record = json.loads((run.path / "evaluation.json").read_text("utf-8"))
+    return dict(record[step if step != "last" else max(record, key=int)])
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def publish(
     doors: CliRunner, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
 ) -> CliResult:
     server.requests.clear()
-    line = [str(path) for path in paths]
-    return doors(*line, command="publish", env={**reaching(server), **(env or {})})
+    overrides = [str(path) for path in paths]
+    return doors(*overrides, command="publish", env={**reaching(server), **(env or {})})
 
 
 def writes(server: WandbServer) -> set[str]:
@@ -61,16 +61,16 @@ def assert_rows_are_those_of(folder: RunDir, run: ServedRun, after: int = 0) -> 
 
 
 @pytest.fixture(scope="module")
-def offline(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
+def offline_sweep(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
     """A sweep of two jobs without an account, one with an adapter."""
     return cli_runner_in("offline")("-m", *TINY, "adapter=none,lora", "seed=3").assert_ok().folder
 
 
 @pytest.fixture
-def sweep(offline: RunDir, tmp_path: Path) -> RunDir:
+def sweep(offline_sweep: RunDir, tmp_path: Path) -> RunDir:
     """A copy of that sweep, for a test that publishes it in its own way."""
-    place = tmp_path / offline.path.relative_to(offline.path.parents[2])
-    shutil.copytree(offline.path, place, symlinks=True)
+    place = tmp_path / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
+    shutil.copytree(offline_sweep.path, place, symlinks=True)
     return RunDir(place)
 
 
@@ -79,25 +79,25 @@ class TestPublishSweep:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def told(
-        cls, offline: RunDir, cli_runner_in: Callable[[str], CliRunner]
+    def published(
+        cls, offline_sweep: RunDir, cli_runner_in: Callable[[str], CliRunner]
     ) -> tuple[WandbServer, RunDir, CliResult, CliResult]:
-        doors = cli_runner_in("published")
-        place = doors.cwd / offline.path.relative_to(offline.path.parents[2])
-        shutil.copytree(offline.path, place, symlinks=True)
+        runner = cli_runner_in("published")
+        place = runner.cwd / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
+        shutil.copytree(offline_sweep.path, place, symlinks=True)
         views = Views()
         with serving(views) as server:
-            first = publish(doors, server, place).assert_ok()
+            first = publish(runner, server, place).assert_ok()
             opened = [run.times_created for run in server.runs.values()]
-            again = publish(doors, server, place).assert_ok()
+            again = publish(runner, server, place).assert_ok()
         assert [run.times_created for run in server.runs.values()] == opened
         assert [view.saves for view in views.of_type("runs")] == [2], "one report, updated"
         return server, RunDir(place), first, again
 
     Told = tuple[WandbServer, RunDir, CliResult, CliResult]
 
-    def test_published_jobs_are_one_group_in_order(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_jobs_are_one_group_in_order(self, published: Told) -> None:
+        server, sweep, *_ = published
         assert list(server.runs) == [job.status["wandb"]["id"] for job in sweep.jobs]
         group = f"{sweep.path.parent.name}/{sweep.path.name}"
         assert [run.input["groupName"] for run in server.runs.values()] == [group, group]
@@ -105,30 +105,30 @@ class TestPublishSweep:
         assert {run.state for run in server.runs.values()} == {"finished"}
         assert server.unexpected == []
 
-    def test_published_history_has_every_step_once(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_history_has_every_step_once(self, published: Told) -> None:
+        server, sweep, *_ = published
         for job in sweep.jobs:
             assert_rows_are_those_of(job, run_of(server, job))
             assert run_of(server, job).summary["status"] == "ok"
 
-    def test_published_config_names_the_run_folder(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_config_names_the_run_folder(self, published: Told) -> None:
+        server, sweep, *_ = published
         for job in sweep.jobs:
             config = run_of(server, job).config
             assert config["folder"].endswith(str(job.path.relative_to(job.path.parents[3])))
             assert config["host"]
             assert config["model"]["width"] == 32
 
-    def test_published_files_equal_the_folder(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_files_equal_the_folder(self, published: Told) -> None:
+        server, sweep, *_ = published
         for job in sweep.jobs:
             files = run_of(server, job).files
             assert set(files) >= FILES
             for name in FILES:
                 assert files[name] == (job.path / name).read_bytes(), name
 
-    def test_published_summary_compares_planned_with_measured(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_summary_compares_planned_with_measured(self, published: Told) -> None:
+        server, sweep, *_ = published
         plain, _ = sweep.jobs
         run, plan = run_of(server, plain), plain.json("plan.json")
         metrics = plain.summary["metrics"]
@@ -146,8 +146,8 @@ class TestPublishSweep:
         assert ratio == pytest.approx(said / found)
         assert dict(table_of(run, "memory/measured")["data"])["peak"] == found
 
-    def test_published_checkpoints_are_reference_artifacts(self, told: Told) -> None:
-        server, sweep, *_ = told
+    def test_published_checkpoints_are_reference_artifacts(self, published: Told) -> None:
+        server, sweep, *_ = published
         plain, adapted = sweep.jobs
         last = plain.checkpoint(8)
         (checkpoint,) = [a for a in server.artifacts if a.run == plain.status["wandb"]["id"]]
@@ -159,8 +159,8 @@ class TestPublishSweep:
         assert set(kinds) == {"checkpoint", "adapter"}
         assert set(kinds["adapter"].files) == {"adapter.safetensors"}
 
-    def test_publish_records_links_in_the_folder(self, told: Told) -> None:
-        _, sweep, first, _ = told
+    def test_publish_records_links_in_the_folder(self, published: Told) -> None:
+        _, sweep, first, _ = published
         urls = [job.status["wandb"]["url"] for job in sweep.jobs]
         assert all(f"/{ENTITY}/scalewise/runs/" in url for url in urls)
         assert all(url in first.out for url in urls)
@@ -168,18 +168,18 @@ class TestPublishSweep:
         assert first.out.count(report) == 1
         assert all(url in (sweep.path / "report.html").read_text("utf-8") for url in urls)
 
-    def test_publish_again_sends_nothing(self, told: Told) -> None:
-        server, *_, again = told
+    def test_publish_again_sends_nothing(self, published: Told) -> None:
+        server, *_, again = published
         assert {
             name for name in writes(server) if "iew" not in name and "roject" not in name
         } == set()
         assert "not uploaded" not in again.out
 
-    def test_publish_writes_the_api_key_nowhere(self, told: Told) -> None:
-        _, _, first, again = told
+    def test_publish_writes_the_api_key_nowhere(self, published: Told) -> None:
+        _, _, first, again = published
         for ended in (first, again):
             assert KEY not in ended.transcript
-        assert_key_is_nowhere(told[1].path)
+        assert_key_is_nowhere(published[1].path)
 
 
 def table_of(run: ServedRun, key: str) -> dict[str, Any]:
@@ -238,10 +238,10 @@ def test_publish_resends_history_that_the_server_lost(
     """The client says that it sent, and marks the run so; the server is asked."""
     job = sweep.jobs[0]
     with serving(faults={fault: 500}) as server:
-        ended = publish(run_cli, server, job.path, env=ONE_TRY)
-        assert ended.code == 1
-        assert "not uploaded" in ended.out
-        assert "try again later" in ended.out
+        result = publish(run_cli, server, job.path, env=ONE_TRY)
+        assert result.code == 1
+        assert "not uploaded" in result.out
+        assert "try again later" in result.out
         server.faults.clear()
         publish(run_cli, server, job.path).assert_ok()
     assert_rows_are_those_of(job, run_of(server, job))
@@ -254,10 +254,10 @@ def test_publish_continues_after_a_failed_job_or_report(sweep: RunDir, run_cli: 
     (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
     with serving(faults={"upsertView": 403}) as server:
-        ended = publish(run_cli, server, sweep.path)
-    assert ended.code == 1
-    assert "Traceback" not in ended.transcript
-    line, report = [line for line in ended.out.splitlines() if "not uploaded" in line]
+        result = publish(run_cli, server, sweep.path)
+    assert result.code == 1
+    assert "Traceback" not in result.transcript
+    line, report = [line for line in result.out.splitlines() if "not uploaded" in line]
     assert line.startswith("1/2 ")
     assert f"{sweep.path.name}  not uploaded: W&B report: " in report
     assert list(server.exit_codes.values()) == [0]
@@ -277,12 +277,12 @@ def test_publish_prints_one_line_if_the_server_rejects(
 ) -> None:
     before = sweep.content
     with serving(faults={"*": fault}) as server:
-        ended = publish(run_cli, server, sweep.path, env=ONE_TRY)
-    assert ended.code == code
-    assert words in ended.err
-    assert "Traceback" not in ended.transcript
+        result = publish(run_cli, server, sweep.path, env=ONE_TRY)
+    assert result.code == code
+    assert words in result.err
+    assert "Traceback" not in result.transcript
     assert sweep.content == before
-    assert KEY not in ended.transcript
+    assert KEY not in result.transcript
     assert_key_is_nowhere(run_cli.cwd, Path(cli_env["HOME"]))
 
 
@@ -290,11 +290,11 @@ def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
     broken, whole = sweep.jobs
     (broken.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
     with serving() as server:
-        ended = publish(run_cli, server, sweep.path)
-    assert ended.code == 1
-    assert "Traceback" not in ended.transcript
-    assert "1/2 " in ended.out
-    assert "not uploaded: " in ended.out
+        result = publish(run_cli, server, sweep.path)
+    assert result.code == 1
+    assert "Traceback" not in result.transcript
+    assert "1/2 " in result.out
+    assert "not uploaded: " in result.out
     assert_rows_are_those_of(whole, run_of(server, whole))
 
 
@@ -303,14 +303,14 @@ def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> N
     """What had arrived comes no second time."""
     with serving(fail_after_rows=1) as server:
         seldom = ("trainer.log_every=20", "trainer.validate_every=null")
-        line = (*TINY, *seldom, "trainer.max_steps=20000")
-        door = run_cli.start(*line, env={**reaching(server), **ONE_TRY})
-        door.wait_until(lambda: STREAM in server.faults, "a row", 90)
+        overrides = (*TINY, *seldom, "trainer.max_steps=20000")
+        process = run_cli.start(*overrides, env={**reaching(server), **ONE_TRY})
+        process.wait_until(lambda: STREAM in server.faults, "a row", 90)
         (run,) = server.runs.values()
         arrived = run.history[-1]["step"]
-        folder = RunDir(door.wait_for_step(arrived + 40))
-        door.signal(SIGTERM)
-        assert "try again later" in door.wait(120).out
+        folder = RunDir(process.wait_for_step(arrived + 40))
+        process.signal(SIGTERM)
+        assert "try again later" in process.wait(120).out
         assert run.history[-1]["step"] == arrived
         assert folder.steps == list(range(1, folder.steps[-1] + 1))
         server.fail_after_rows = None
@@ -322,15 +322,15 @@ def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> N
 
 def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
     with serving() as server:
-        line = (*TINY, *LONGER, "trainer.max_steps=20000")
-        door = run_cli.start(*line, env=reaching(server))
-        folder = RunDir(door.wait_for_step(20))
+        overrides = (*TINY, *LONGER, "trainer.max_steps=20000")
+        process = run_cli.start(*overrides, env=reaching(server))
+        folder = RunDir(process.wait_for_step(20))
         alive = publish(run_cli, server, folder.path)
         assert alive.code == 1
         assert "the run is in progress; publish it when it has ended" in alive.out
         assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
-        door.kill()
-        door.wait()
+        process.kill()
+        process.wait()
         publish(run_cli, server, folder.path).assert_ok()
         (run,) = server.runs.values()
     assert run.state == "failed"
@@ -343,10 +343,10 @@ def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
 @pytest.mark.exhaustive
 def test_slow_server_loses_no_step_and_no_history_row(run_cli: CliRunner) -> None:
     with serving(delay=0.2) as server:
-        ended = run_cli(*TINY, "parallelism=ddp", env=reaching(server)).assert_ok()
-    folder = ended.folder
+        result = run_cli(*TINY, "parallelism=ddp", env=reaching(server)).assert_ok()
+    folder = result.folder
     assert len(server.runs) == 1
-    assert ended.out.count("W&B report") == 1, "of two ranks one speaks"
+    assert result.out.count("W&B report") == 1, "of two ranks one speaks"
     assert folder.steps == list(range(1, 9))
     assert folder.status["wandb"]["mode"] == "online"
     assert_rows_are_those_of(folder, run_of(server, folder))
@@ -361,8 +361,8 @@ def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
     with serving() as server:
         run_cli(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).assert_ok()
         assert server.requests == []
-        ended = publish(run_cli, server, run_cli.folders[0].path, env=env)
-    folder, (run,) = ended.assert_ok().folder, server.runs.values()
+        result = publish(run_cli, server, run_cli.folders[0].path, env=env)
+    folder, (run,) = result.assert_ok().folder, server.runs.values()
     assert {a["project"] for a in [run.input]} == {"own"}
     assert run.input["entity"] == "team"
     assert run.input["groupName"] == "together"

@@ -13,9 +13,9 @@ PAGE, SPEC = "report.html", "report_spec.json"
 def test_report_links_runs_that_wandb_has(run_cli: CliRunner) -> None:
     make_sweep(run_cli.cwd / "tracked", STRATEGY_GRID, strategy_job)
     make_run(run_cli.cwd / "own", steps=9, wandb={"mode": "disabled", "url": None})
-    ended = run_cli("tracked", "own", command="report").assert_ok()
-    assert ended.out.splitlines() == [f"tracked/{PAGE}", f"own/{PAGE}"]
-    assert ended.err == ""
+    result = run_cli("tracked", "own", command="report").assert_ok()
+    assert result.out.splitlines() == [f"tracked/{PAGE}", f"own/{PAGE}"]
+    assert result.err == ""
     assert written(run_cli.cwd / "tracked") == {PAGE, SPEC}
     assert written(run_cli.cwd / "own") == {PAGE}
 
@@ -26,16 +26,16 @@ def test_report_prints_one_line_for_a_broken_wandb_package(run_cli: CliRunner) -
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('half installed')\n", "utf-8")
     env = {"PYTHONPATH": f"{package.parent}:{run_cli.environment['PYTHONPATH']}"}
-    ended = run_cli("run", command="report", env=env).assert_ok()
-    assert f"cannot write {SPEC}: ImportError: half installed" in ended.out
+    result = run_cli("run", command="report", env=env).assert_ok()
+    assert f"cannot write {SPEC}: ImportError: half installed" in result.out
     assert written(run_cli.cwd / "run") == {PAGE}
 
 
 def test_report_rejects_all_invalid_folders_at_once(run_cli: CliRunner) -> None:
-    ended = run_cli("none", "nor", command="report").assert_rejected(
+    result = run_cli("none", "nor", command="report").assert_rejected(
         "none is not a folder", "nor is not a folder"
     )
-    assert ended.out == ""
+    assert result.out == ""
 
 
 def test_report_names_folders_without_runs(run_cli: CliRunner) -> None:

@@ -87,9 +87,9 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
     )  # fmt: skip
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not console, console
-    found = re.search(r'<html[^>]*data-probe="([^"]*)"', done.stdout)
-    assert found is not None, done.stdout[:500]
-    answer: dict[str, object] = json.loads(html.unescape(found[1]))
+    match = re.search(r'<html[^>]*data-probe="([^"]*)"', done.stdout)
+    assert match is not None, done.stdout[:500]
+    answer: dict[str, object] = json.loads(html.unescape(match[1]))
     return answer
 
 
@@ -137,14 +137,14 @@ def test_report_page_of_two_hundred_jobs_opens(tmp_path: Path) -> None:
     path = files.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
     assert path.stat().st_size < 10e6
     path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
-    line = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    overrides = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
             "--dump-dom", path.as_uri()]  # fmt: skip
     taken = []
     for _ in range(3):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
-        found = re.search(r'<html[^>]*data-opened="([0-9.]+)"', done.stdout)
-        assert found is not None, done.stdout[:500]
-        taken.append(float(found[1]) / 1e3)
+        done = subprocess.run(overrides, capture_output=True, text=True, timeout=120, check=True)
+        match = re.search(r'<html[^>]*data-opened="([0-9.]+)"', done.stdout)
+        assert match is not None, done.stdout[:500]
+        taken.append(float(match[1]) / 1e3)
     print(f"{path.stat().st_size / 1e6:.2f} MB, open after {min(taken):.2f} s")
     assert min(taken) < 2

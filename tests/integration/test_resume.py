@@ -48,18 +48,18 @@ Reference = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, RunDir]:
+def reference_runs() -> dict[str, RunDir]:
     return {}
 
 
 @pytest.fixture
-def undisturbed(run_job: JobRunner, kept: dict[str, RunDir]) -> Reference:
+def uninterrupted(run_job: JobRunner, reference_runs: dict[str, RunDir]) -> Reference:
     """Returns the uninterrupted run of a kind; each is trained once."""
 
     def reference(kind: str) -> RunDir:
-        if kind not in kept:
-            kept[kind] = run_job(*KINDS[kind], at=f"reference-{kind}")
-        return kept[kind]
+        if kind not in reference_runs:
+            reference_runs[kind] = run_job(*KINDS[kind], at=f"reference-{kind}")
+        return reference_runs[kind]
 
     return reference
 
@@ -77,13 +77,13 @@ def assert_same(run: RunDir, reference: RunDir) -> None:
 
 @pytest.mark.parametrize("kind", USUAL + SELDOM)
 def test_killed_run_resumes_to_the_same_weights(
-    kind: str, run_job: JobRunner, undisturbed: Reference
+    kind: str, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
     run_job(*parts, "+inject=kill", "callbacks.inject.step=7", status="failed")
     resumed = run_job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000006")  # validations are after 4 and 8
-    assert_same(resumed, undisturbed(kind))
+    assert_same(resumed, uninterrupted(kind))
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_killed_run_resumes_to_the_same_weights(
     ],
 )
 def test_resume_auto_continues_the_newest_run(
-    kind: str, step: int, run_job: JobRunner, undisturbed: Reference
+    kind: str, step: int, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY, "resume=auto")
     run_job(*parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
     resumed = run_job(*parts)
     started = resumed.status["resumed_from"]
     assert (started is None) == (step < 2)
-    assert_same(resumed, undisturbed(kind))
+    assert_same(resumed, uninterrupted(kind))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_resume_auto_continues_the_newest_run(
     ],
 )
 def test_interrupted_save_loses_only_that_checkpoint(
-    kind: str, function: str, run_job: JobRunner, undisturbed: Reference
+    kind: str, function: str, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
     killed = run_job(*parts, *IN_SAVE, f"+callbacks.accident.function={function}", status="failed")
     assert killed.checkpoints == [2]
     resumed = run_job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000002")
-    assert_same(resumed, undisturbed(kind))
+    assert_same(resumed, uninterrupted(kind))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_interrupted_save_loses_only_that_checkpoint(
     ids=lambda parts: " ".join(parts) or "single",
 )
 def test_resume_under_another_strategy_keeps_the_data_order(
-    wrote: tuple[str, ...], resumes: tuple[str, ...], run_job: JobRunner, undisturbed: Reference
+    wrote: tuple[str, ...], resumes: tuple[str, ...], run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     first = run_job(*wrote, "checkpoint.every=3", "checkpoint.keep=0")
-    resumed, reference = run_job(*resumes, resume=first.checkpoint(3)), undisturbed("single")
+    resumed, reference = run_job(*resumes, resume=first.checkpoint(3)), uninterrupted("single")
     assert resumed.steps == reference.steps
     assert resumed.column("train/lr") == reference.column("train/lr")
     assert resumed.column("train/tokens") == reference.column("train/tokens")
@@ -196,25 +196,25 @@ def test_resume_uses_the_new_momentum(
     assert without.column("train/loss")[5:] != first.column("train/loss")[5:]
 
 
-def test_run_killed_twice_resumes(run_job: JobRunner, undisturbed: Reference) -> None:
+def test_run_killed_twice_resumes(run_job: JobRunner, uninterrupted: Reference) -> None:
     for step in (3, 6):
         run_job(
             EVERY, "resume=auto", "+inject=kill", f"callbacks.inject.step={step}", status="failed"
         )
-    assert_same(run_job(EVERY, "resume=auto"), undisturbed("single"))
+    assert_same(run_job(EVERY, "resume=auto"), uninterrupted("single"))
 
 
 @pytest.mark.parametrize("kind", ["single", pytest.param("ddp", marks=LONG)])
 def test_run_killed_after_its_last_step_repeats_none(
-    kind: str, run_job: JobRunner, undisturbed: Reference
+    kind: str, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     killed = run_job(*KINDS[kind], *AT_END, status="failed")
     ended = run_job(*KINDS[kind], "resume=auto")
     assert ended.status["resumed_from"] == str(killed.checkpoint(8))
-    assert_same(ended, undisturbed(kind))
+    assert_same(ended, uninterrupted(kind))
     restarted = run_job(*KINDS[kind], *AT_END, "launch.max_restarts=1")
     assert restarted.status["attempts"] == 2
-    assert_same(restarted, undisturbed(kind))
+    assert_same(restarted, uninterrupted(kind))
 
 
 def test_resume_auto_starts_from_scratch_after_a_finished_run(run_job: JobRunner) -> None:
@@ -223,47 +223,47 @@ def test_resume_auto_starts_from_scratch_after_a_finished_run(run_job: JobRunner
 
 
 def test_resume_accepts_a_run_or_checkpoint_path(
-    run_job: JobRunner, undisturbed: Reference
+    run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     first = run_job("checkpoint.every=3", "checkpoint.keep=0", at="elsewhere")
-    assert_same(run_job(resume=first.checkpoint(3)), undisturbed("single"))
+    assert_same(run_job(resume=first.checkpoint(3)), uninterrupted("single"))
     longer = run_job("trainer.max_steps=9", "schedule=constant", resume=first.path)
     assert longer.steps == list(range(1, 10))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
 def test_job_killed_from_outside_resumes(
-    kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
+    kind: str, run_cli: CliRunner, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
-    door = run_cli.start(*UNTRACKED, *KINDS[kind], EVERY, "trainer.log_every=1")
-    door.wait_for_step(4)
-    door.kill()
-    assert door.wait().code == -signal.SIGKILL
-    assert door.remaining_processes() == []
+    process = run_cli.start(*UNTRACKED, *KINDS[kind], EVERY, "trainer.log_every=1")
+    process.wait_for_step(4)
+    process.kill()
+    assert process.wait().code == -signal.SIGKILL
+    assert process.remaining_processes() == []
     resumed = run_cli(*UNTRACKED, *KINDS[kind], EVERY, "resume=last").assert_ok()
-    assert_same(resumed.newest, undisturbed(kind))
+    assert_same(resumed.newest, uninterrupted(kind))
 
 
 @LONG
 @pytest.mark.parametrize("kind", ["single", "ddp", "dropout", "ema"])
 @pytest.mark.parametrize("seed", range(5))
 def test_run_killed_at_a_random_time_resumes(
-    seed: int, kind: str, run_cli: CliRunner, run_job: JobRunner, undisturbed: Reference
+    seed: int, kind: str, run_cli: CliRunner, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     parts = (*UNTRACKED, *KINDS[kind], "checkpoint.every=1", "resume=auto")
     chance = random.Random(seed)
     for _ in range(2):
-        door = run_cli.start(*parts)
-        door.wait_for_file("runs/*/*/checkpoints")
+        process = run_cli.start(*parts)
+        process.wait_for_file("runs/*/*/checkpoints")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            door.process.wait(chance.random() * 0.4)
-        door.kill()
-        done = door.wait()
+            process.process.wait(chance.random() * 0.4)
+        process.kill()
+        done = process.wait()
         if done.code == 0:  # it was quicker than the moment
             break
     else:
         done = run_cli(*parts).assert_ok()
-    assert_same(done.newest, undisturbed(kind))
+    assert_same(done.newest, uninterrupted(kind))
 
 
 def test_resume_under_another_strategy_records_its_own_costs(run_job: JobRunner) -> None:

@@ -48,14 +48,14 @@ def kinds() -> dict[str, tuple[str, ...]]:
     found |= {f"parallelism={name}": parts for name, parts in STRATEGIES.items()}
     for name in CODED:
         found[f"optimizer={name}"] = (*WIDE, f"optimizer={name}")
-        for layout in ("ddp", "fsdp", "hsdp", "tensor", "pipeline_one_f_one_b", "fsdp_4"):
-            found[f"{layout}, {name}"] = (*STRATEGIES[layout], *WIDE, f"optimizer={name}")
+        for strategy in ("ddp", "fsdp", "hsdp", "tensor", "pipeline_one_f_one_b", "fsdp_4"):
+            found[f"{strategy}, {name}"] = (*STRATEGIES[strategy], *WIDE, f"optimizer={name}")
     for name in ("muon", "adafactor", "schedule_free", "lion"):
         found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("optimizer")[name])
     for name in ("nf4", "int8"):
         found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("quantization")[name])
-    for layout in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
-        found[f"parallelism={layout}"] = (f"parallelism={layout}",)
+    for strategy in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
+        found[f"parallelism={strategy}"] = (f"parallelism={strategy}",)
     del found["optimizer=module"]  # of a user's module, which brings its own
     return found
 
@@ -65,8 +65,8 @@ USUAL = ("optimizer=adamw_8bit", "fsdp, adamw_4bit")
 
 
 def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
-    layout = kind.removeprefix("parallelism=").split(",")[0]
-    return marks(layout) if kind in USUAL else (*marks(layout), pytest.mark.exhaustive)
+    strategy = kind.removeprefix("parallelism=").split(",")[0]
+    return marks(strategy) if kind in USUAL else (*marks(strategy), pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
@@ -82,14 +82,14 @@ def test_killed_run_resumes_to_the_same_result(
         request.getfixturevalue("deepspeed_extensions")
     step = random.Random(f"{SEED} {kind}").randint(2, STEPS - 1)
     print(f"{kind}: killed after step {step} (seed {SEED})")
-    whole = run_job.without_defaults(*parts)
+    full_run = run_job.without_defaults(*parts)
     killed = run_job.without_defaults(
         *parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed"
     )
     assert killed.checkpoints
     resumed = run_job.without_defaults(*parts, resume=killed.checkpoint(killed.checkpoints[-1]))
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert resumed.column(key) == whole.column(key), key
+        assert resumed.column(key) == full_run.column(key), key
     for part in store.TENSORS:
-        ends = [store.full_tensors(run.checkpoint(STEPS), part) for run in (resumed, whole)]
+        ends = [store.full_tensors(run.checkpoint(STEPS), part) for run in (resumed, full_run)]
         assert same_weights(*ends), part

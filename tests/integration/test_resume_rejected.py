@@ -13,13 +13,13 @@ from fixtures.job_runner import JobRunner
 
 
 @pytest.fixture(scope="module")
-def finished(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
+def finished_run(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
     return cli_runner_in("finished")(*UNTRACKED, "checkpoint.every=4").assert_ok().folder
 
 
 @pytest.fixture
-def copy(finished: RunDir, tmp_path: Path) -> RunDir:
-    return RunDir(shutil.copytree(finished.path, tmp_path / "earlier"))
+def run_copy(finished_run: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(shutil.copytree(finished_run.path, tmp_path / "earlier"))
 
 
 def truncate(run: RunDir) -> None:
@@ -56,11 +56,13 @@ def disguise(run: RunDir) -> None:
 def test_resume_rejects_an_incomplete_checkpoint(
     harm: Callable[[RunDir], None],
     reason: str,
-    copy: RunDir,
+    run_copy: RunDir,
     run_cli: CliRunner,
 ) -> None:
-    harm(copy)
-    refused = run_cli(*UNTRACKED, f"resume={copy.checkpoint(4)}").assert_rejected(reason, "resume=")
+    harm(run_copy)
+    refused = run_cli(*UNTRACKED, f"resume={run_copy.checkpoint(4)}").assert_rejected(
+        reason, "resume="
+    )
     assert refused.folders == []
 
 
@@ -75,20 +77,20 @@ def test_resume_rejects_an_incomplete_checkpoint(
     ],
 )
 def test_resume_rejects_a_checkpoint_of_another_run(
-    overrides: list[str], reason: str, finished: RunDir, run_cli: CliRunner
+    overrides: list[str], reason: str, finished_run: RunDir, run_cli: CliRunner
 ) -> None:
-    line = (*UNTRACKED, *overrides, f"resume={finished.checkpoint(8)}")
+    line = (*UNTRACKED, *overrides, f"resume={finished_run.checkpoint(8)}")
     assert run_cli(*line).assert_rejected(reason).folders == []
 
 
 def test_resume_rejects_a_folder_without_checkpoints(run_cli: CliRunner, tmp_path: Path) -> None:
-    line = (*UNTRACKED, f"resume={tmp_path}/nowhere")
-    assert run_cli(*line).assert_rejected("no such checkpoint folder").folders == []
+    overrides = (*UNTRACKED, f"resume={tmp_path}/nowhere")
+    assert run_cli(*overrides).assert_rejected("no such checkpoint folder").folders == []
     assert (
         run_cli(*UNTRACKED, "resume=last").assert_rejected("no complete checkpoint").folders == []
     )
 
 
-def test_resume_skips_a_damaged_checkpoint(copy: RunDir, run_job: JobRunner) -> None:
-    (copy.checkpoint(8) / "training.pt").write_bytes(b"torn")
-    assert run_job(resume=copy.path).status["resumed_from"] == str(copy.checkpoint(4))
+def test_resume_skips_a_damaged_checkpoint(run_copy: RunDir, run_job: JobRunner) -> None:
+    (run_copy.checkpoint(8) / "training.pt").write_bytes(b"torn")
+    assert run_job(resume=run_copy.path).status["resumed_from"] == str(run_copy.checkpoint(4))

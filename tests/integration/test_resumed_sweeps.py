@@ -38,13 +38,13 @@ def unchanged(before: dict[str, bytes], sweep: RunDir) -> bool:
     return all((sweep.path / name).read_bytes() == content for name, content in before.items())
 
 
-@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
-def test_killed_sweep_resumes(layout: str, run_cli: CliRunner) -> None:
-    line = (*SWEEP, "seed=1,2,3", f"parallelism={layout}", *KILLED_IN_JOB_1)
-    door = run_cli.start(*line)
-    cut = door.wait()
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=LONG)])
+def test_killed_sweep_resumes(strategy: str, run_cli: CliRunner) -> None:
+    overrides = (*SWEEP, "seed=1,2,3", f"parallelism={strategy}", *KILLED_IN_JOB_1)
+    process = run_cli.start(*overrides)
+    cut = process.wait()
     assert cut.code == -signal.SIGKILL, cut.failure_report
-    assert door.remaining_processes(within=15) == []
+    assert process.remaining_processes(within=15) == []
     sweep, before = cut.folder, done(cut.folder)
     assert [job["status"] for job in sweep.json("sweep.json")["jobs"]] == [
         "ok",
@@ -53,14 +53,14 @@ def test_killed_sweep_resumes(layout: str, run_cli: CliRunner) -> None:
     ]
     assert {name.split("/")[0] for name in before} == {"0"}
 
-    planned = run_cli(*line, "resume_sweep=last", command="plan").assert_ok().out.splitlines()
+    planned = run_cli(*overrides, "resume_sweep=last", command="plan").assert_ok().out.splitlines()
     assert planned[0].endswith("1 of 3 jobs have ended, 2 to run")
     assert [row.split()[0] for row in planned[1:4]] == ["seed", "2", "3"]
     assert unchanged(before, sweep)
 
-    ended = run_cli(*line, "resume_sweep=last").assert_ok()
-    assert f"Resuming {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
-    assert ended.folder.path == sweep.path
+    result = run_cli(*overrides, "resume_sweep=last").assert_ok()
+    assert f"Resuming {sweep.path.relative_to(result.cwd)}: 1 of 3 jobs have ended" in result.out
+    assert result.folder.path == sweep.path
     assert unchanged(before, sweep)
     record = sweep.json("sweep.json")
     assert [job["folder"] for job in record["jobs"]] == ["0", "1-2", "2"]
@@ -103,26 +103,26 @@ cli.main(["train", *sys.argv[2:]])
 def test_resumed_sweep_keeps_finished_jobs(
     write: int, finished: list[str], run_cli: CliRunner
 ) -> None:
-    line = (*SWEEP, "seed=1,2")
-    program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *line]
+    overrides = (*SWEEP, "seed=1,2")
+    program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *overrides]
     cut = run_cli.start_process(program).wait()
     assert cut.code == -signal.SIGKILL, cut.failure_report
     before = done(cut.folder)
     assert sorted({name.split("/")[0] for name in before}) == finished
-    ended = run_cli(*SWEEP, "seed=2", "resume_sweep=last").assert_ok()  # another grid than before
-    assert unchanged(before, ended.folder)
-    assert [job.path.name for job in ended.folder.jobs] == ["0", "1"]
-    noted = [job["status"] for job in ended.folder.json("sweep.json")["jobs"]]
+    result = run_cli(*SWEEP, "seed=2", "resume_sweep=last").assert_ok()  # another grid than before
+    assert unchanged(before, result.folder)
+    assert [job.path.name for job in result.folder.jobs] == ["0", "1"]
+    noted = [job["status"] for job in result.folder.json("sweep.json")["jobs"]]
     assert noted == ["ok" if finished else "interrupted", "ok"]
-    assert ended.folder.json("sweep.json")["ended"] is not None
+    assert result.folder.json("sweep.json")["ended"] is not None
 
 
 def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
     """A limit is no part of what a job is: the one that ran out of time gets more of it."""
     slow = (*SWEEP, SLOW)
-    ended = run_cli(*slow, "seed=1,2", "launch.timeout=4")
-    assert ended.code == 4, ended.failure_report
-    sweep = ended.folder
+    result = run_cli(*slow, "seed=1,2", "launch.timeout=4")
+    assert result.code == 4, result.failure_report
+    sweep = result.folder
     assert [job.status["status"] for job in sweep.jobs] == ["timeout"] * 2
 
     kept = run_cli(*slow, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
@@ -145,22 +145,22 @@ def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> N
 
 
 @pytest.fixture
-def running(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
+def running_sweep(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
     """A sweep under way."""
-    door = run_cli.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
-    folder = door.wait_for_step(2).parent
+    process = run_cli.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
+    folder = process.wait_for_step(2).parent
     yield run_cli, folder
-    assert door.process.poll() is None
-    door.signal(signal.SIGINT, group=True)
-    assert door.wait(30).code == 130
+    assert process.process.poll() is None
+    process.signal(signal.SIGINT, group=True)
+    assert process.wait(30).code == 130
 
 
-def test_running_sweep_is_not_resumed(running: tuple[CliRunner, Path]) -> None:
-    scalewise, folder = running
+def test_running_sweep_is_not_resumed(running_sweep: tuple[CliRunner, Path]) -> None:
+    scalewise, folder = running_sweep
     record = (folder / "sweep.json").read_text("utf-8")
     pid = json.loads(record)["process"]["pid"]
-    line = (*SWEEP, "seed=1,2")
+    overrides = (*SWEEP, "seed=1,2")
     for asked in ("last", str(folder)):
-        refused = scalewise(*line, f"resume_sweep={asked}").assert_rejected(f"process {pid}")
+        refused = scalewise(*overrides, f"resume_sweep={asked}").assert_rejected(f"process {pid}")
         assert "still running" in refused.err
     assert (folder / "sweep.json").read_text("utf-8") == record

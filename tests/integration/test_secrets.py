@@ -35,10 +35,10 @@ PARTS = (
 """What tells that a secret got out, in whatever form."""
 
 
-def assert_nowhere(ended: Iterable[CliResult], server: WandbServer | None = None) -> None:
+def assert_nowhere(result: Iterable[CliResult], server: WandbServer | None = None) -> None:
     """No part of a secret is in what was printed, in the folder, or at the server."""
     texts: dict[str, bytes] = {}
-    for number, each in enumerate(ended):
+    for number, each in enumerate(result):
         texts[f"output {number}"] = each.transcript.encode()
         texts |= {str(p): p.read_bytes() for p in each.cwd.rglob("*") if p.is_file()}
     if server is not None:

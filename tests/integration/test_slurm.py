@@ -37,8 +37,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 class Sweep:
     """A sweep handed to Slurm, and what the tests do to its jobs."""
 
-    def __init__(self, door: CliProcess, slurm: SlurmCluster) -> None:
-        self.door, self.slurm = door, slurm
+    def __init__(self, process: CliProcess, slurm: SlurmCluster) -> None:
+        self.door, self.slurm = process, slurm
 
     @property
     def folder(self) -> RunDir:
@@ -91,8 +91,8 @@ class Sweep:
 def submit(run_cli: CliRunner, slurm: SlurmCluster) -> Iterator[Callable[..., Sweep]]:
     def submitted(*parts: str) -> Sweep:
         environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        door = run_cli.start("-m", "hydra/launcher=slurm", *parts, env=environment)
-        return Sweep(door, slurm)
+        process = run_cli.start("-m", "hydra/launcher=slurm", *parts, env=environment)
+        return Sweep(process, slurm)
 
     yield submitted
     if slurm.jobs():
@@ -123,8 +123,8 @@ def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     sweep = submit(
         *UNTRACKED, "parallelism=ddp", "+inject=kill", "callbacks.inject.rank=0,1", "seed=1"
     )
-    ended = sweep.wait()
-    assert ended.code == 1, ended.failure_report
+    result = sweep.wait()
+    assert result.code == 1, result.failure_report
     assert sweep.statuses == ["failed", "failed"]
     first, second = (job.status for job in sweep.folder.jobs)
     assert "rank 0 was killed" in first["reason"]
@@ -132,7 +132,7 @@ def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     assert first["log_tail"]
     assert second["reason"] == "rank 1 was killed without an exit report"
     assert [first["rank"], second["rank"]] == [0, 1]
-    assert "job 0 failed" in ended.out
+    assert "job 0 failed" in result.out
 
 
 def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) -> None:
@@ -146,8 +146,8 @@ def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) 
     sweep.slurm.run_command("scancel", cancelled)
     for number in (0, 1):
         sweep.wait_until_restarted(number)
-    ended = sweep.wait()
-    assert ended.code == 143, ended.failure_report
+    result = sweep.wait()
+    assert result.code == 143, result.failure_report
     assert sweep.statuses == ["ok", "ok", "interrupted"]
     for job in sweep.folder.jobs[:2]:
         assert job.status["attempts"] == 2
@@ -189,9 +189,11 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
 
 def inspected(file: Path) -> dict[str, Any]:
     """Returns the first record of each type that W&B wrote of a run."""
-    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    said = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
-    records = map(json.loads, reversed(said.splitlines()))
+    overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    completed = subprocess.run(
+        overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True
+    ).stdout
+    records = map(json.loads, reversed(completed.splitlines()))
     return {record["type"]: record[record["type"]] for record in records}
 
 
@@ -203,12 +205,12 @@ def test_ctrl_c_while_watching_slurm_ends_no_job(
     sweep.wait_for_step(0, 2)
     door = sweep.door
     door.signal(signal.SIGINT, group=True)
-    ended = door.wait(30)
-    assert ended.code == 130, ended.failure_report
+    result = door.wait(30)
+    assert result.code == 130, result.failure_report
     array = sweep.id(0).partition("_")[0]
     status = f"scalewise status {sweep.folder.path}"
-    assert f"{status} shows them, scancel {array} cancels them" in ended.err
-    assert f"afterwards: scalewise report {sweep.folder.path}" in ended.err
+    assert f"{status} shows them, scancel {array} cancels them" in result.err
+    assert f"afterwards: scalewise report {sweep.folder.path}" in result.err
     assert sweep.slurm.jobs() == {sweep.id(0): "RUNNING", sweep.id(1): "PENDING"}
 
     def shown() -> str:
@@ -243,8 +245,8 @@ def test_slurm_time_limit_requeues_once(submit: Callable[..., Sweep]) -> None:
         "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=1",
     )  # fmt: skip
     sweep.wait_until_restarted(0)
-    ended = sweep.wait()
-    assert ended.code == 128 + signal.SIGUSR2, ended.failure_report
+    result = sweep.wait()
+    assert result.code == 128 + signal.SIGUSR2, result.failure_report
     status = sweep.job(0).status
     assert (status["status"], status["attempts"]) == ("interrupted", 2)
     assert "hydra.launcher.max_num_timeout=1" in status["reason"]

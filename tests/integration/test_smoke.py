@@ -42,8 +42,8 @@ def folder(run: CliResult) -> RunDir:
 @pytest.fixture(scope="module")
 def records(folder: RunDir) -> list[dict[str, Any]]:
     (file,) = folder.path.glob("wandb/offline-run-*/run-*.wandb")
-    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

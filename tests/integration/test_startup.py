@@ -26,25 +26,27 @@ print(json.dumps([code, sorted(name for name in {heavy} if name in sys.modules)]
 """
 
 
-@pytest.mark.parametrize("line", LOOKING[:-1])
-def test_light_commands_import_no_heavy_packages(line: tuple[str, ...], run_cli: CliRunner) -> None:
-    watched = [sys.executable, "-c", WATCH.format(heavy=HEAVY), *line]
-    ended = run_cli.start_process(watched).wait()
-    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.failure_report
-    assert ended.folders == []
+@pytest.mark.parametrize("overrides", LOOKING[:-1])
+def test_light_commands_import_no_heavy_packages(
+    overrides: tuple[str, ...], run_cli: CliRunner
+) -> None:
+    watched = [sys.executable, "-c", WATCH.format(heavy=HEAVY), *overrides]
+    result = run_cli.start_process(watched).wait()
+    assert json.loads(result.err.splitlines()[-1]) == [0, []], result.failure_report
+    assert result.folders == []
 
 
 def test_doctor_imports_no_torch(run_cli: CliRunner) -> None:
     watched = [sys.executable, "-c", WATCH.format(heavy=("torch", "lightning")), "doctor"]
-    ended = run_cli.start_process(watched).wait()
-    assert json.loads(ended.err.splitlines()[-1]) == [0, []], ended.failure_report
+    result = run_cli.start_process(watched).wait()
+    assert json.loads(result.err.splitlines()[-1]) == [0, []], result.failure_report
 
 
-def processor_seconds(doors: CliRunner, *line: str) -> float:
+def processor_seconds(doors: CliRunner, *overrides: str) -> float:
     """Returns the processor time of a command and its children, seconds."""
     before = os.times()
     subprocess.run(
-        [sys.executable, *line],
+        [sys.executable, *overrides],
         cwd=doors.cwd,
         env=doors.environment,
         capture_output=True,
@@ -55,27 +57,29 @@ def processor_seconds(doors: CliRunner, *line: str) -> float:
     return after.children_user + after.children_system - before[2] - before[3]
 
 
-def share_of_torch(doors: CliRunner, most: float, *line: str) -> float:
+def share_of_torch(doors: CliRunner, most: float, *overrides: str) -> float:
     """Returns a command's least seconds in several turns, over those of importing torch.
 
     Turns go on until the share is at most ``most``, for a busy machine only ever adds to them.
     """
-    ours = torchs = float("inf")
+    actual = torchs = float("inf")
     for _ in range(8):
-        ours = min(ours, processor_seconds(doors, "-m", "scalewise", *line))
+        actual = min(actual, processor_seconds(doors, "-m", "scalewise", *overrides))
         torchs = min(torchs, processor_seconds(doors, "-c", "import torch"))
-        if ours <= most * torchs:
+        if actual <= most * torchs:
             break
-    print(f"{' '.join(line)}: {ours:.2f} s, import torch {torchs:.2f} s, {ours / torchs:.2f}")
-    return ours / torchs
+    print(
+        f"{' '.join(overrides)}: {actual:.2f} s, import torch {torchs:.2f} s, {actual / torchs:.2f}"
+    )
+    return actual / torchs
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("line", [("--help",), ("train", "--cfg", "job", "experiment=smoke")])
+@pytest.mark.parametrize("overrides", [("--help",), ("train", "--cfg", "job", "experiment=smoke")])
 def test_light_commands_start_faster_than_importing_torch(
-    line: tuple[str, ...], run_cli: CliRunner
+    overrides: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    assert share_of_torch(run_cli, 0.4, *line) <= 0.4
+    assert share_of_torch(run_cli, 0.4, *overrides) <= 0.4
 
 
 REFUSED = {
@@ -86,11 +90,11 @@ REFUSED = {
 """Lines that are refused, and words of the refusal."""
 
 
-@pytest.mark.parametrize("line", REFUSED)
-def test_rejected_run_leaves_no_folder(line: tuple[str, ...], run_cli: CliRunner) -> None:
-    ended = run_cli(*line).assert_rejected(*REFUSED[line])
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_rejected_run_leaves_no_folder(overrides: tuple[str, ...], run_cli: CliRunner) -> None:
+    result = run_cli(*overrides).assert_rejected(*REFUSED[overrides])
     assert not (run_cli.cwd / "runs").exists()
-    assert ended.out == ""
+    assert result.out == ""
 
 
 @pytest.mark.timed
@@ -101,12 +105,12 @@ def test_rejected_run_ends_quickly(run_cli: CliRunner) -> None:
 
 @pytest.mark.timed
 def test_plan_is_faster_than_importing_torch(run_cli: CliRunner) -> None:
-    line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
-    assert share_of_torch(run_cli, 1, "plan", *line) <= 1
+    overrides = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
+    assert share_of_torch(run_cli, 1, "plan", *overrides) <= 1
 
 
 def test_rejected_data_leaves_no_folder(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty.txt").write_text("")
     parts = [part for part in TINY if "megabytes" not in part]
-    ended = run_cli(*parts, "data=text", "data.paths=[empty.txt]").assert_rejected("data.paths")
-    assert ended.folders == []
+    result = run_cli(*parts, "data=text", "data.paths=[empty.txt]").assert_rejected("data.paths")
+    assert result.folders == []

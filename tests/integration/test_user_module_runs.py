@@ -25,14 +25,14 @@ LINE = (
 
 
 @pytest.fixture
-def door(run_cli: CliRunner) -> CliRunner:
+def cli_with_package(run_cli: CliRunner) -> CliRunner:
     (run_cli.cwd / "mypkg").mkdir()
     shutil.copy(Path(user_module.__file__), run_cli.cwd / "mypkg" / "__init__.py")
     return run_cli
 
 
-def test_user_module_of_the_current_folder_trains(door: CliRunner) -> None:
-    ended = door(*LINE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
+def test_user_module_of_the_current_folder_trains(cli_with_package: CliRunner) -> None:
+    ended = cli_with_package(*LINE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
     run = ended.folder
     assert run.status["status"] == "ok"
     assert run.path.parent.name == "MyModule-ddp-fp32"
@@ -51,9 +51,9 @@ def test_user_module_of_the_current_folder_trains(door: CliRunner) -> None:
     assert list((run.path / "wandb").glob("offline-run-*"))
 
 
-def test_user_module_imports_in_dataloader_workers(door: CliRunner) -> None:
+def test_user_module_imports_in_dataloader_workers(cli_with_package: CliRunner) -> None:
     streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
-    ended = door(*LINE, *streamed, "parallelism=ddp", "tracking=none").assert_ok()
+    ended = cli_with_package(*LINE, *streamed, "parallelism=ddp", "tracking=none").assert_ok()
     assert ended.folder.steps == list(range(1, 9))
     assert "Traceback" not in ended.transcript
 
@@ -75,19 +75,19 @@ def test_user_module_imports_in_dataloader_workers(door: CliRunner) -> None:
     ],
 )
 def test_user_module_with_unknown_target_prints_one_line(
-    more: tuple[str, ...], words: tuple[str, ...], door: CliRunner
+    more: tuple[str, ...], words: tuple[str, ...], cli_with_package: CliRunner
 ) -> None:
     replaced = {line.partition("=")[0] for line in more}
     kept = [line for line in LINE if line.partition("=")[0] not in replaced]
-    door(*kept, *more).assert_rejected(*words)
-    assert not (door.cwd / "runs").exists()
+    cli_with_package(*kept, *more).assert_rejected(*words)
+    assert not (cli_with_package.cwd / "runs").exists()
 
 
-def test_user_module_imports_only_trusted_modules(door: CliRunner) -> None:
-    package = door.cwd / "mypkg" / "__init__.py"
+def test_user_module_imports_only_trusted_modules(cli_with_package: CliRunner) -> None:
+    package = cli_with_package.cwd / "mypkg" / "__init__.py"
     package.write_text(package.read_text("utf-8") + "\nimport my_helpers\n", "utf-8")
-    (door.cwd / "my_helpers.py").write_text("")
+    (cli_with_package.cwd / "my_helpers.py").write_text("")
     trusted = "trusted_packages=[mypkg,my_helpers]"
-    door(*LINE, "trainer.max_steps=2").assert_rejected(
+    cli_with_package(*LINE, "trainer.max_steps=2").assert_rejected(
         "No module named 'my_helpers'", f"'{trusted}'"
     )

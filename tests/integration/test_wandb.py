@@ -31,11 +31,11 @@ def assert_nothing_lost(run: RunDir, steps: int) -> None:
     assert run.checkpoints[-1] == steps
 
 
-def assert_key_is_nowhere(ended: CliResult) -> None:
-    assert KEY not in ended.transcript
+def assert_key_is_nowhere(result: CliResult) -> None:
+    assert KEY not in result.transcript
     where = [
         str(path)
-        for run in ended.folders
+        for run in result.folders
         for path, text in run.content.items()
         if KEY.encode() in text
     ]
@@ -47,16 +47,20 @@ class TestOnline:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def told(cls, cli_runner_in: Callable[[str], CliRunner]) -> tuple[WandbServer, CliResult]:
+    def online_sweep(
+        cls, cli_runner_in: Callable[[str], CliRunner]
+    ) -> tuple[WandbServer, CliResult]:
         with WandbServer(handlers=Views().handlers) as server:
-            line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
+            overrides = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
             surroundings = {"WANDB_RUN_ID": "job4711", "WANDB_NAME": "nightly"}
             surroundings["WANDB_RESUME"] = "allow"
             env = {**reaching(server), **surroundings}
-            return server, cli_runner_in("online")(*line, env=env).assert_ok()
+            return server, cli_runner_in("online")(*overrides, env=env).assert_ok()
 
-    def test_online_jobs_are_runs_of_one_group(self, told: tuple[WandbServer, CliResult]) -> None:
-        server, ended = told
+    def test_online_jobs_are_runs_of_one_group(
+        self, online_sweep: tuple[WandbServer, CliResult]
+    ) -> None:
+        server, ended = online_sweep
         assert len(server.inputs) == 2
         assert "job4711" not in server.inputs
         sweep = ended.folder.path
@@ -67,8 +71,8 @@ class TestOnline:
             assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"])
             assert given["notes"] == "noted"
 
-    def test_online_config_is_nested(self, told: tuple[WandbServer, CliResult]) -> None:
-        server, ended = told
+    def test_online_config_is_nested(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
+        server, ended = online_sweep
         configs = [json.loads(given["config"]) for given in server.inputs.values()]
         assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
         for config in configs:
@@ -76,25 +80,27 @@ class TestOnline:
             assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"]
 
     def test_online_history_and_exit_codes_arrive(
-        self, told: tuple[WandbServer, CliResult]
+        self, online_sweep: tuple[WandbServer, CliResult]
     ) -> None:
-        server, _ = told
+        server, _ = online_sweep
         for run in server.inputs:
             rows = server.history(run)
             assert [row["step"] for row in rows] == [4, 8]
             assert "val/loss" in rows[-1]
         assert set(server.exit_codes.values()) == {0}
 
-    def test_status_links_the_wandb_run(self, told: tuple[WandbServer, CliResult]) -> None:
-        server, ended = told
+    def test_status_links_the_wandb_run(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
+        server, ended = online_sweep
         links = [job.status["wandb"] for job in ended.folder.jobs]
         assert {link["mode"] for link in links} == {"online"}
         assert {link["id"] for link in links} == set(server.inputs)
         for link in links:
             assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
 
-    def test_sweep_end_prints_one_report_link(self, told: tuple[WandbServer, CliResult]) -> None:
-        server, ended = told
+    def test_sweep_end_prints_one_report_link(
+        self, online_sweep: tuple[WandbServer, CliResult]
+    ) -> None:
+        server, ended = online_sweep
         assert ended.out.count("W&B report") == 1
         assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
         assert server.alerts == []
@@ -106,62 +112,62 @@ class TestOnline:
             assert "report" not in job.status["wandb"]
 
     def test_online_run_writes_the_api_key_nowhere(
-        self, told: tuple[WandbServer, CliResult]
+        self, online_sweep: tuple[WandbServer, CliResult]
     ) -> None:
-        assert_key_is_nowhere(told[1])
+        assert_key_is_nowhere(online_sweep[1])
 
 
 def test_failed_run_is_failed_on_the_server(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
-        ended = run_cli(*TINY, "+inject=raise", env=reaching(server))
-    assert ended.code == 1
+        result = run_cli(*TINY, "+inject=raise", env=reaching(server))
+    assert result.code == 1
     assert list(server.exit_codes.values()) == [1]
     (alert,) = server.alerts
     assert alert["title"] == "failed: decoder_nano-single-fp32-adamw-lr3e-3"
     assert "injected: this job raises on purpose" in alert["text"]
-    assert_key_is_nowhere(ended)
+    assert_key_is_nowhere(result)
 
 
 @pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=LONG) for n in (401, 429))])
 def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: CliRunner) -> None:
     with WandbServer(faults={"*": fault}) as server:
-        ended = run_cli(*TINY, env=reaching(server)).assert_ok()
-    assert ended.seconds < 60
-    assert_nothing_lost(ended.folder, 8)
-    assert ended.folder.status["wandb"]["mode"] == "offline"
-    assert "W&B online mode is unavailable" in ended.out
-    assert_key_is_nowhere(ended)
+        result = run_cli(*TINY, env=reaching(server)).assert_ok()
+    assert result.seconds < 60
+    assert_nothing_lost(result.folder, 8)
+    assert result.folder.status["wandb"]["mode"] == "offline"
+    assert "W&B online mode is unavailable" in result.out
+    assert_key_is_nowhere(result)
 
 
 @pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=LONG)])
 def test_lost_server_does_not_stop_training(how: str, run_cli: CliRunner) -> None:
     with WandbServer() as server:
-        door = run_cli.start(*TINY, *LONGER, env=reaching(server))
-        door.wait_for_step(5)
+        process = run_cli.start(*TINY, *LONGER, env=reaching(server))
+        process.wait_for_step(5)
         if how == "dies":
             server.shut_down()
         else:
             server.faults["*"] = 500
-        ended = door.wait(90).assert_ok()
-        assert_nothing_lost(ended.folder, 400)
-        assert ended.folder.status["seconds"] < 70
-        assert ended.folder.status["wandb"]["mode"] == "online"
-    assert door.remaining_processes() == []
+        result = process.wait(90).assert_ok()
+        assert_nothing_lost(result.folder, 400)
+        assert result.folder.status["seconds"] < 70
+        assert result.folder.status["wandb"]["mode"] == "online"
+    assert process.remaining_processes() == []
     with WandbServer(handlers=Views().handlers) as later:
-        path = str(ended.folder.path)
+        path = str(result.folder.path)
         run_cli(path, command="publish", env=reaching(later)).assert_ok()
         (run,) = later.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 401))
-    assert [row["train/loss"] for row in run.history] == ended.folder.column("train/loss")
+    assert [row["train/loss"] for row in run.history] == result.folder.column("train/loss")
 
 
 @pytest.mark.parametrize(
     "url", [pytest.param("http://127.0.0.1:9", marks=LONG), "http://nowhere.invalid"]
 )
 def test_key_without_server_tracks_offline(url: str, run_cli: CliRunner) -> None:
-    ended = run_cli(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).assert_ok()
-    assert ended.folder.status["wandb"]["mode"] == "offline"
-    assert_key_is_nowhere(ended)
+    result = run_cli(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).assert_ok()
+    assert result.folder.status["wandb"]["mode"] == "offline"
+    assert_key_is_nowhere(result)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +203,11 @@ def test_failed_tracker_restores_the_terminal(run_cli: CliRunner) -> None:
 def at_a_terminal(doors: CliRunner, *arguments: str) -> tuple[str, int]:
     """Runs a door on a pseudo terminal where nobody types."""
     environment: dict[str, Any] = {**doors.environment, MARK_VARIABLE: "terminal", "TERM": "xterm"}
-    line = [sys.executable, "-m", "scalewise", "train", *arguments]
+    overrides = [sys.executable, "-m", "scalewise", "train", *arguments]
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(doors.cwd)
-        os.execvpe(line[0], line, environment)
+        os.execvpe(overrides[0], overrides, environment)
     content, deadline = b"", time.monotonic() + 60
     os.set_blocking(terminal, False)
     while True:

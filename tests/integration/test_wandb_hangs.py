@@ -27,25 +27,25 @@ def _break(server: WandbServer, how: str) -> None:
 def test_unresponsive_server_delays_at_most_five_seconds(how: str, run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        door = run_cli.start(*TINY, *LONGER, *SLOW, env=env)
-        door.wait_for_step(3)
+        process = run_cli.start(*TINY, *LONGER, *SLOW, env=env)
+        process.wait_for_step(3)
         _break(server, how)
-        ended = door.wait().assert_ok()
-        status = ended.folder.status
+        result = process.wait().assert_ok()
+        status = result.folder.status
         assert status["wandb"]["mode"] == "online"
-        summary = ended.folder.path / "summary.json"
-        finished = (ended.folder.path / "status.json").stat().st_mtime - summary.stat().st_mtime
+        summary = result.folder.path / "summary.json"
+        finished = (result.folder.path / "status.json").stat().st_mtime - summary.stat().st_mtime
         assert finished < 7, "finishing at the server that does not answer"
-        assert door.remaining_processes() == []
+        assert process.remaining_processes() == []
 
-        published = run_cli(str(ended.folder.path), command="publish", env=env)
+        published = run_cli(str(result.folder.path), command="publish", env=env)
         assert published.code == 1, published.failure_report
         assert "does not respond; try again later" in published.transcript
         assert "Traceback" not in published.transcript
         assert published.seconds < 5 + STARTS
 
         _break(server, "")
-        run_cli(str(ended.folder.path), command="publish", env=env).assert_ok()
+        run_cli(str(result.folder.path), command="publish", env=env).assert_ok()
         (run,) = server.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 13))
-    assert json.loads((ended.folder.path / "wandb/published.json").read_text())["path"]
+    assert json.loads((result.folder.path / "wandb/published.json").read_text())["path"]

@@ -30,7 +30,7 @@ class TestSweepAgent:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def driven(
+    def agent_sweep(
         cls, cli_runner_in: Callable[[str], CliRunner]
     ) -> tuple[SweepServer, CliResult, CliResult]:
         with SweepServer() as server:
@@ -47,17 +47,17 @@ class TestSweepAgent:
         return {run: {k: v["value"] for k, v in c.items()} for run, c in plain.items()}
 
     def test_wandb_sweep_prints_the_agent_command(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        server, created, _ = driven
+        server, created, _ = agent_sweep
         assert list(server.sweeps) == ["sweep0"]
         assert created.out == f"sweep {ENTITY}/mine/sweep0\nwandb agent {ENTITY}/mine/sweep0\n"
         assert server.sweeps["sweep0"]["name"] == "smoke"
 
     def test_agent_runs_succeed_and_join_the_sweep(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        server, _, agent = driven
+        server, _, agent = agent_sweep
         assert agent.code == 0, agent.failure_report
         assert sorted(server.inputs) == ["sweep0run1", "sweep0run2"]
         assert {given["sweep"] for given in server.inputs.values()} == {"sweep0"}
@@ -66,18 +66,18 @@ class TestSweepAgent:
         assert {folder.status["wandb"]["id"] for folder in agent.folders} == set(server.inputs)
 
     def test_agent_value_of_a_group_selects_the_option(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        server, _, agent = driven
+        server, _, agent = agent_sweep
         chosen = [folder.resolved["choices"]["precision"] for folder in agent.folders]
         assert chosen == ["fp32", "bf16_mixed"]
         told = {config["precision"] for config in self.configs(server).values()}
         assert told == {"fp32", "bf16_mixed"}
 
     def test_agent_run_config_is_complete(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        server, _, agent = driven
+        server, _, agent = agent_sweep
         resolved = {folder.status["wandb"]["id"]: folder.resolved for folder in agent.folders}
         for run, config in self.configs(server).items():
             assert config["model"]["width"] == 32
@@ -85,33 +85,33 @@ class TestSweepAgent:
             assert config["choices"]["precision"] == config["precision"]
 
     def test_agent_run_sends_the_sweep_metric(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        server, _, agent = driven
+        server, _, agent = agent_sweep
         metric = server.sweeps["sweep0"]["metric"]["name"]
         for folder in agent.folders:
             summary = server.summary(folder.status["wandb"]["id"])
             assert summary[metric] == folder.summary["metrics"]["val/loss"]
 
     def test_agent_run_writes_the_api_key_nowhere(
-        self, driven: tuple[SweepServer, CliResult, CliResult]
+        self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
-        _, created, agent = driven
+        _, created, agent = agent_sweep
         assert KEY not in created.transcript + agent.transcript
         texts = [text for folder in agent.folders for text in folder.content.values()]
         assert not any(KEY.encode() in text for text in texts)
 
 
 def test_wandb_sweep_offline_writes_a_sweep_file(run_cli: CliRunner) -> None:
-    line = ("sweep=search_learning_rate", *TINY, "hydra.sweeper.trials=7")
-    ended = run_cli(*line, command="wandb-sweep").assert_ok()
-    config = yaml.safe_load(ended.out)
+    overrides = ("sweep=search_learning_rate", *TINY, "hydra.sweeper.trials=7")
+    result = run_cli(*overrides, command="wandb-sweep").assert_ok()
+    config = yaml.safe_load(result.out)
     assert config["method"] == "bayes"
     assert config["run_cap"] == 7
     assert config["parameters"] == {
         "optimizer.lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2}
     }
-    assert re.search("omitted: pruner asha", ended.err)
+    assert re.search("omitted: pruner asha", result.err)
     assert not (run_cli.cwd / "runs").exists()
 
 
@@ -133,8 +133,8 @@ def test_wandb_sweep_prints_one_line_if_the_server_rejects(
 ) -> None:
     with SweepServer() as server:
         server.faults.update(faults)
-        ended = run_cli(*LINE, command="wandb-sweep", env=reaching(server))
-    assert ended.code == code, ended.failure_report
-    assert told in ended.err
-    assert "Traceback" not in ended.transcript
-    assert KEY not in ended.transcript
+        result = run_cli(*LINE, command="wandb-sweep", env=reaching(server))
+    assert result.code == code, result.failure_report
+    assert told in result.err
+    assert "Traceback" not in result.transcript
+    assert KEY not in result.transcript

@@ -157,15 +157,15 @@ class TestDashboard:
         self, server: WandbServer, views: Views, run_cli: CliRunner
     ) -> None:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        ended = run_cli(
+        result = run_cli(
             "overview", "tracking.project=mine", command="dashboard", env=env
         ).assert_ok()
-        assert ended.out.startswith(f"{server.url}/{ENTITY}/mine?nw=")
+        assert result.out.startswith(f"{server.url}/{ENTITY}/mine?nw=")
         assert views.projects == ["mine"]
-        assert KEY not in ended.transcript
+        assert KEY not in result.transcript
 
     @pytest.mark.parametrize(
-        ("line", "words"),
+        ("overrides", "words"),
         [
             ((), "scalewise dashboard NAME"),
             (("tracking.project=x",), "scalewise dashboard NAME"),
@@ -174,9 +174,9 @@ class TestDashboard:
         ],
     )
     def test_dashboard_rejects_invalid_arguments(
-        self, line: tuple[str, ...], words: str, run_cli: CliRunner
+        self, overrides: tuple[str, ...], words: str, run_cli: CliRunner
     ) -> None:
-        run_cli(*line, command="dashboard").assert_rejected(words)
+        run_cli(*overrides, command="dashboard").assert_rejected(words)
 
 
 class TestRejected:

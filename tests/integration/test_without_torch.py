@@ -21,20 +21,20 @@ def stand_on_torch() -> set[str]:
     """Returns the installed distributions that need torch, themselves or by what they need."""
     wants = {
         canonicalize_name(each.name): {
-            canonicalize_name(wanted.name)
-            for wanted in map(Requirement, each.requires or ())
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            canonicalize_name(expected.name)
+            for expected in map(Requirement, each.requires or ())
+            if expected.marker is None or expected.marker.evaluate({"extra": ""})
         }
         for each in distributions()
     }
     found = {"torch"}
-    while more := {name for name, wanted in wants.items() if wanted & found} - found:
+    while more := {name for name, expected in wants.items() if expected & found} - found:
         found |= more
     return found
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the Python of an environment with all that is installed here and needs no torch."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
@@ -56,14 +56,16 @@ LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hard
 
 
 @pytest.fixture
-def plan(bare: Path, run_cli: CliRunner) -> Plan:
+def plan(python_without_torch: Path, run_cli: CliRunner) -> Plan:
     """Returns what plans a line there."""
-    return lambda *line: run_cli.start_process([str(bare), "-m", "scalewise", "plan", *line]).wait()
+    return lambda *line: run_cli.start_process(
+        [str(python_without_torch), "-m", "scalewise", "plan", *line]
+    ).wait()
 
 
-def test_environment_has_no_torch(bare: Path, run_cli: CliRunner) -> None:
-    ended = run_cli.start_process([str(bare), "-c", "import hydra, torch"]).wait()
-    assert "No module named 'torch'" in ended.err
+def test_environment_has_no_torch(python_without_torch: Path, run_cli: CliRunner) -> None:
+    result = run_cli.start_process([str(python_without_torch), "-c", "import hydra, torch"]).wait()
+    assert "No module named 'torch'" in result.err
 
 
 OF_TRANSFORMERS = "finetune/captioning_tiny"
@@ -95,12 +97,12 @@ def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, pl
 @pytest.mark.timed
 def test_plan_without_torch_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
     """Where the machine is slow, three quarters of what importing torch takes there."""
-    ours = torchs = float("inf")
+    actual = torchs = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them
-        ours = min(ours, plan(*LLAMA_8B).assert_ok().seconds)
+        actual = min(actual, plan(*LLAMA_8B).assert_ok().seconds)
         torch = run_cli.start_process([sys.executable, "-c", "import torch"]).wait().assert_ok()
         torchs = min(torchs, torch.seconds)
-        if ours < max(1.0, 0.75 * torchs):
+        if actual < max(1.0, 0.75 * torchs):
             break
-    print(f"{ours:.2f} s, import torch {torchs:.2f} s")
-    assert ours < max(1.0, 0.75 * torchs)
+    print(f"{actual:.2f} s, import torch {torchs:.2f} s")
+    assert actual < max(1.0, 0.75 * torchs)

@@ -28,29 +28,31 @@ USUAL = {
     "offload_all": ("fsdp",),
 }
 CASES = [
-    pytest.param(layout, option, marks=marks(layout) + (() if usual else (pytest.mark.exhaustive,)))
-    for layout in EVERY
+    pytest.param(
+        strategy, option, marks=marks(strategy) + (() if usual else (pytest.mark.exhaustive,))
+    )
+    for strategy in EVERY
     for option in OPTIONS
-    for usual in [layout in USUAL[option]]
-    if not ("zero_bubble" in layout and option in SELECTIVE)  # which is refused
+    for usual in [strategy in USUAL[option]]
+    if not ("zero_bubble" in strategy and option in SELECTIVE)  # which is refused
 ]
 
 
-@pytest.mark.parametrize(("layout", "option"), CASES)
+@pytest.mark.parametrize(("strategy", "option"), CASES)
 def test_activation_checkpointing_changes_no_step(
-    layout: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    strategy: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy(EVERY[layout], "all_at_once", job, *OPTIONS[option])
+    run_job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(EVERY[strategy], "all_at_once", run_job, *OPTIONS[option])
     assert_same_training(run, reference_run("all_at_once"))
 
 
 @pytest.mark.exhaustive  # in CI the ledger's lines are measured
 def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Path) -> None:
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     rows = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
     found = {
-        option: job.without_defaults(*rows, *parts).summary["metrics"]
+        option: run_job.without_defaults(*rows, *parts).summary["metrics"]
         for option, parts in {"nothing": (), **OPTIONS}.items()
         if option != "offload"
     }

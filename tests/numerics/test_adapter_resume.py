@@ -40,25 +40,25 @@ FURTHER = [
     ("lora", "pipeline_shard"),
 ]
 FURTHER += [
-    (adapter, layout) for adapter in ("pissa", "ia3", "whole") for layout in ("fsdp", "tensor")
+    (adapter, strategy) for adapter in ("pissa", "ia3", "whole") for strategy in ("fsdp", "tensor")
 ]
 TOKENS_BT = torch.arange(64).reshape(2, 32)
 
 
 @pytest.mark.parametrize(
-    ("adapter", "layout"),
+    ("adapter", "strategy"),
     [pytest.param(*case) for case in USUAL]
     + [pytest.param(*case, marks=(*marks(case[1]), pytest.mark.exhaustive)) for case in FURTHER],
 )
 def test_adapter_resumes_under_another_strategy(
-    adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    adapter: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     earlier = reference_run("accumulated", *ADAPTERS[adapter])
-    line = (*ADAPTERS[adapter], f"adapter.resume={earlier.path}")
+    overrides = (*ADAPTERS[adapter], f"adapter.resume={earlier.path}")
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
-    reference = reference_run("accumulated", *line)
+    reference = reference_run("accumulated", *overrides)
     assert_same_training(run, reference)
     assert reference.column("train/loss")[0] < earlier.column("train/loss")[-1]
     assert load_trained(run.path).adapter.resume == str(earlier.path / "checkpoints/step-00000003")
@@ -69,10 +69,10 @@ def test_adapter_resume_starts_with_saved_weights(
     adapter: str, reference_run: ReferenceRun
 ) -> None:
     earlier = reference_run("accumulated", *ADAPTERS[adapter])
-    line = [*TINY_DECODER, *LLAMA, *ADAPTERS[adapter]]
+    overrides = [*TINY_DECODER, *LLAMA, *ADAPTERS[adapter]]
     held = {name.removeprefix("model."): each for name, each in earlier.weights().items()}
     for path in (earlier.path, earlier.path / "checkpoints" / "step-00000003"):
-        module = built(compose([*line, f"adapter.resume={path}"]))
+        module = built(compose([*overrides, f"adapter.resume={path}"]))
         for name, parameter in module.named_parameters():
             assert torch.equal(parameter, held[name.replace(".base_layer.", ".")]), name
 
@@ -92,15 +92,15 @@ def test_resumed_adapter_is_not_the_reference_with_adapter_disabled(
     reference_run: ReferenceRun,
 ) -> None:
     earlier = reference_run("accumulated", *LORA)
-    line = (*LORA, f"adapter.resume={earlier.path}")
+    overrides = (*LORA, f"adapter.resume={earlier.path}")
     began = load_trained(
-        reference_run("accumulated", *line).path, untrained=True
+        reference_run("accumulated", *overrides).path, untrained=True
     ).read_merged_state_dict()
     for name, tensor in load_trained(earlier.path).read_merged_state_dict().items():
         assert torch.equal(began[name], tensor), name
     pairs = ["objective=dpo", "data.pairs=true"]
     assert compose([*TINY_DECODER, *LLAMA, *LORA, *pairs]).runs_reference_forward
-    assert not compose([*TINY_DECODER, *LLAMA, *line, *pairs]).runs_reference_forward
+    assert not compose([*TINY_DECODER, *LLAMA, *overrides, *pairs]).runs_reference_forward
 
 
 def built(run: Run) -> nn.Module:
@@ -175,7 +175,7 @@ Written = Callable[[str], tuple[list[str], Path, Tensor]]
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
+def write_adapter(tmp_path: Path) -> Written:
     """Returns what writes an adapter by PEFT, beside the model that it is for, and its logits."""
 
     def write(case: str) -> tuple[list[str], Path, Tensor]:
@@ -201,24 +201,24 @@ def written(tmp_path: Path) -> Written:
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_peft_adapter_import_equals_peft_outputs(case: str, written: Written) -> None:
-    line, folder, logits_BTV = written(case)
+def test_peft_adapter_import_equals_peft_outputs(case: str, write_adapter: Written) -> None:
+    line, folder, logits_BTV = write_adapter(case)
     module = built(compose([*line, f"adapter.resume={folder}"]))
     with torch.no_grad():
         torch.testing.assert_close(module(TOKENS_BT), logits_BTV, rtol=1e-4, atol=1e-4)
         assert (built(compose(line))(TOKENS_BT) - logits_BTV).abs().max() > 0.01
 
 
-def said(line: list[str]) -> list[str]:
+def said(overrides: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as refused:
-        compose(line)
+        compose(overrides)
     return [str(issue) for issue in refused.value.issues]
 
 
 def test_adapter_resume_reports_all_differences_at_once(reference_run: ReferenceRun) -> None:
     earlier: RunDir = reference_run("accumulated", *LORA)
-    line = [*TINY_DECODER, *LLAMA, f"adapter.resume={earlier.path}"]
-    found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
+    overrides = [*TINY_DECODER, *LLAMA, f"adapter.resume={earlier.path}"]
+    found = said([*overrides, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
     fixes = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
     fixes += ("'adapter.targets=[attention.query,feedforward.*]'",)
     assert len(found) == len(fixes)
@@ -229,8 +229,8 @@ def test_adapter_resume_reports_all_differences_at_once(reference_run: Reference
     assert "belongs to a run without adapter" in issue
 
 
-def test_peft_folder_import_rejects_unsupported_settings(written: Written) -> None:
-    line, folder, _ = written("lora")
+def test_peft_folder_import_rejects_unsupported_settings(write_adapter: Written) -> None:
+    line, folder, _ = write_adapter("lora")
     line += [f"adapter.resume={folder}"]
     (issue,) = said([*line, "adapter=rslora"])
     assert issue.endswith("set adapter=lora, or adapter.resume=null")
@@ -273,8 +273,8 @@ def test_peft_folder_import_rejects_unsupported_settings(written: Written) -> No
     assert "pickles are not read" in issue
 
 
-def test_peft_fused_layer_requires_targets_of_all_its_parts(written: Written) -> None:
-    line, folder, _ = written("fused")
+def test_peft_fused_layer_requires_targets_of_all_its_parts(write_adapter: Written) -> None:
+    line, folder, _ = write_adapter("fused")
     targets = "adapter.targets=[attention.query,feedforward.down]"
     (issue,) = said([*line, targets, f"adapter.resume={folder}"])
     assert "changes layers that adapter.targets does not match" in issue

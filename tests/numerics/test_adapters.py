@@ -56,27 +56,27 @@ EACH = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
 CASES = [
     pytest.param(
         adapter,
-        layout,
-        marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
+        strategy,
+        marks=(*marks(strategy), *(() if strategy in usual else (pytest.mark.exhaustive,))),
     )
     for adapter, usual in USUAL.items()
-    for layout in (STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else EACH)
+    for strategy in (STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else EACH)
 ]
 
 
-@pytest.mark.parametrize(("adapter", "layout"), CASES)
+@pytest.mark.parametrize(("adapter", "strategy"), CASES)
 def test_adapter_training_equals_one_device(
-    adapter: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    adapter: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    line = (ADAPTERS | WHOLE)[adapter]
+    overrides = (ADAPTERS | WHOLE)[adapter]
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
-    reference = reference_run("accumulated", *line)
+    reference = reference_run("accumulated", *overrides)
     assert_same_training(run, reference)
-    held, wanted, trained = run.weights(), reference.weights(), load_gradients(reference, 0)
-    for name in wanted.keys() - trained.keys():
-        assert torch.equal(held[name], wanted[name]), name
+    held, expected, trained = run.weights(), reference.weights(), load_gradients(reference, 0)
+    for name in expected.keys() - trained.keys():
+        assert torch.equal(held[name], expected[name]), name
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_adapter_starts_as_the_base_model(adapter: str) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
     """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
-    ours, theirs = both(adapter, LLAMA)
+    actual, expected = both(adapter, LLAMA)
     drawn = ".lora_A." if adapter != "pissa" else None
-    for name, tensor in theirs.named_parameters():
-        mine = ours.get_parameter(name)
+    for name, tensor in expected.named_parameters():
+        mine = actual.get_parameter(name)
         assert mine.requires_grad == tensor.requires_grad, name
         if drawn is None or drawn not in name:
             torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6)
-    for name, layer in theirs.named_modules():
+    for name, layer in expected.named_modules():
         if isinstance(layer, LoraLayer):
-            mine = ours.get_submodule(name)
+            mine = actual.get_submodule(name)
             assert isinstance(mine, LoraLayer)
             assert mine.scaling == layer.scaling
 
@@ -128,20 +128,20 @@ def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> None:
-    ours, theirs = both(adapter, shape)
+    actual, expected = both(adapter, shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in actual.parameters():
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    theirs.load_state_dict(ours.state_dict())
+    expected.load_state_dict(actual.state_dict())
     tokens_BT = torch.arange(64).reshape(2, 32)
-    logits = [module(tokens_BT) for module in (ours, theirs)]
+    logits = [module(tokens_BT) for module in (actual, expected)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
     for each in logits:
         each.logsumexp(-1).sum().backward()
-    for name, tensor in theirs.named_parameters():
-        mine = ours.get_parameter(name).grad
+    for name, tensor in expected.named_parameters():
+        mine = actual.get_parameter(name).grad
         assert (mine is None) == (tensor.grad is None), name
         if mine is not None:
             torch.testing.assert_close(mine, tensor.grad, rtol=1e-4, atol=1e-4)
@@ -150,7 +150,7 @@ def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> Non
 def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     """Returns an adapted model, and one that PEFT alone has adapted."""
     spec = compose([*TINY_DECODER, *shape, *ADAPTERS[adapter]])
-    theirs = build_model(spec.model, spec.seed)
+    expected = build_model(spec.model, spec.seed)
     config: PeftConfig
     if adapter == "ia3":
         rows = ["attention.output", "feedforward.down"]
@@ -165,8 +165,8 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
             use_rslora=adapter == "rslora",
             use_dora=adapter == "dora",
         )
-    inject_adapter_in_model(config, theirs)
-    return SingleDevice(DeviceKind.cpu).build(spec), theirs
+    inject_adapter_in_model(config, expected)
+    return SingleDevice(DeviceKind.cpu).build(spec), expected
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])

@@ -68,11 +68,11 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
 def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=h100", "tracking=none")
     assert cli.main(["plan", *tiny]) == 0
-    said = capsys.readouterr().out
-    assert "all 6 layers" in said
-    assert "the analytic models do not cover vision-language models" in said
+    stdout = capsys.readouterr().out
+    assert "all 6 layers" in stdout
+    assert "the analytic models do not cover vision-language models" in stdout
     for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
-        assert f"\n{line}" in said
+        assert f"\n{line}" in stdout
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
     assert "does not support models with several stacks of blocks" in capsys.readouterr().err
 
@@ -81,10 +81,10 @@ def test_captioning_plan_that_does_not_fit_has_a_fix(capsys: pytest.CaptureFixtu
     tiny = ("experiment=finetune/captioning_tiny", "hardware=cpu", "tracking=none")
     small = "hardware.memory_gib=0.012"
     assert cli.main(["plan", *tiny, small]) == 3
-    said = capsys.readouterr().out
-    assert "Out of memory: " in said
+    stdout = capsys.readouterr().out
+    assert "Out of memory: " in stdout
     smaller = "trainer.micro_batch=16 trainer.global_batch=64"
-    assert f"Suggested fix: {smaller}\n" in said
+    assert f"Suggested fix: {smaller}\n" in stdout
     assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
 
 

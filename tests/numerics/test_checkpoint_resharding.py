@@ -43,43 +43,43 @@ Written = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
+def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
     """Returns the whole run of a kind, which left a checkpoint in the middle."""
-    job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
+    run_job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
     kept: dict[str, RunDir] = {}
 
     def run(kind: str) -> RunDir:
         if kind not in kept:
-            kept[kind] = job.without_defaults(*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
+            kept[kind] = run_job.without_defaults(*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
         return kept[kind]
 
     return run
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [
         "pipeline_zbv_zero_bubble",
         pytest.param("pipeline_shard_zbv_zero_bubble", marks=pytest.mark.exhaustive),
     ],
 )
 def test_resharding_reads_both_ends_of_a_folded_pipeline(
-    layout: str, tmp_path: Path, shared_cache: Path
+    strategy: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     """The first rank has the first and the last stage, which both hold the tied embedding."""
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     tied = (
         *TINY_DECODER,
         *LLAMA,
         *STEPS,
         "model.tied=true",
-        *STRATEGIES[layout],
+        *STRATEGIES[strategy],
         "trainer.micro_batch=4",
     )
-    whole = job.without_defaults(*tied)
-    resumed = job.without_defaults(*tied, resume=whole.checkpoint(2))
-    assert resumed.column("train/loss") == whole.column("train/loss")
-    assert same_weights(resumed.weights(), whole.weights())
+    full_run = run_job.without_defaults(*tied)
+    resumed = run_job.without_defaults(*tied, resume=full_run.checkpoint(2))
+    assert resumed.column("train/loss") == full_run.column("train/loss")
+    assert same_weights(resumed.weights(), full_run.weights())
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_resharding_reads_both_ends_of_a_folded_pipeline(
     ],
 )
 def test_checkpoint_resumes_under_another_strategy(
-    wrote: str, reads: str, written: Written, tmp_path: Path, shared_cache: Path
+    wrote: str, reads: str, trained_run: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
-    start, reference = written(wrote), written(reads)
-    job = JobRunner(tmp_path, shared_cache)
-    resumed = job.without_defaults(
+    start, reference = trained_run(wrote), trained_run(reads)
+    run_job = JobRunner(tmp_path, shared_cache)
+    resumed = run_job.without_defaults(
         *TINY_DECODER, *LLAMA, *STEPS, *KINDS[reads], resume=start.checkpoint(2)
     )
     assert resumed.steps == reference.steps
@@ -116,15 +116,15 @@ def test_checkpoint_resumes_under_another_strategy(
     + ["fsdp"],
 )
 def test_async_checkpoint_equals_sync_checkpoint(
-    kind: str, written: Written, tmp_path: Path, shared_cache: Path
+    kind: str, trained_run: Written, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     parts = (*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
-    beside = job.without_defaults(*parts, "checkpoint.background=true", "checkpoint.every=1")
-    reference = written(kind)
+    beside = run_job.without_defaults(*parts, "checkpoint.background=true", "checkpoint.every=1")
+    reference = trained_run(kind)
     for step in (2, 4) if 2 in beside.checkpoints else (4,):
         assert same_weights(beside.weights(step), reference.weights(step))
-    resumed = job.without_defaults(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
+    resumed = run_job.without_defaults(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
     assert resumed.column("train/loss")[:4] == reference.column("train/loss")
 
 
@@ -152,10 +152,10 @@ def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> Non
     for number in range(4):  # by turns, as the disk is others' too
         for beside, writer in writers.items():
             path = tmp_path / f"{beside}-{number}"
-            began = time.perf_counter()
+            start = time.perf_counter()
             staged = writer.stage(tensors)
             writer.submit(partial(store.save_checkpoint, path, staged, rest))
-            blocked[beside].append(time.perf_counter() - began)
+            blocked[beside].append(time.perf_counter() - start)
             writer.finish()
     ratio = min(blocked[True][1:]) / min(blocked[False][1:])  # the first makes room
     print(f"training is blocked for {ratio:.1%} of a save")

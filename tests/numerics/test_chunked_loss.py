@@ -50,7 +50,7 @@ class Case:
 
 
 @pytest.fixture
-def case() -> Callable[[int, int], Case]:
+def make_case() -> Callable[[int, int], Case]:
     def made(tokens: int, vocabulary: int) -> Case:
         generator = torch.Generator().manual_seed(1)
         head = nn.Linear(WIDTH, vocabulary, bias=False)
@@ -75,9 +75,9 @@ def one_core() -> Iterator[None]:
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_chunked_loss_gradients_equal_full_loss(
-    case: Callable[[int, int], Case], chunk: int, in_forward: bool, smoothing: float
+    make_case: Callable[[int, int], Case], chunk: int, in_forward: bool, smoothing: float
 ) -> None:
-    asked = case(50, 300)
+    asked = make_case(50, 300)
     expected, gradients = asked.take(chunk=None, smoothing=smoothing), asked.taken()
     loss = asked.take(chunk=chunk, in_forward=in_forward, smoothing=smoothing)
     torch.testing.assert_close((loss, asked.taken()), (expected, gradients))
@@ -85,17 +85,19 @@ def test_chunked_loss_gradients_equal_full_loss(
 
 @pytest.mark.parametrize("frozen", ["head", "x"])
 def test_chunked_loss_leaves_frozen_parameters_without_gradient(
-    case: Callable[[int, int], Case], frozen: str
+    make_case: Callable[[int, int], Case], frozen: str
 ) -> None:
-    asked = case(50, 300)
+    asked = make_case(50, 300)
     {"head": asked.head.weight, "x": asked.x_BTW}[frozen].requires_grad_(False)
     expected, gradients = asked.take(chunk=None), asked.taken()
     assert [gradient is None for gradient in gradients] == [frozen == "x", frozen == "head"]
     torch.testing.assert_close((asked.take(chunk=24), asked.taken()), (expected, gradients))
 
 
-def test_chunked_loss_without_grad_computes_no_gradient(case: Callable[[int, int], Case]) -> None:
-    asked = case(50, 300)
+def test_chunked_loss_without_grad_computes_no_gradient(
+    make_case: Callable[[int, int], Case],
+) -> None:
+    asked = make_case(50, 300)
     objective, weights = CausalLM(24), asked.head.parameters
     with torch.no_grad():
         loss = chunked_loss(objective, weights)(asked.head, asked.x_BTW, asked.labels_BT)
@@ -103,9 +105,9 @@ def test_chunked_loss_without_grad_computes_no_gradient(case: Callable[[int, int
     assert not loss.requires_grad
 
 
-def test_chunked_loss_rejects_a_second_backward(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_rejects_a_second_backward(make_case: Callable[[int, int], Case]) -> None:
     """Backward scales what forward kept in place; a second time would do so twice."""
-    asked = case(50, 300)
+    asked = make_case(50, 300)
     weights = asked.head.parameters
     loss = chunked_loss(CausalLM(24), weights)(asked.head, asked.x_BTW, asked.labels_BT)
     loss.backward(retain_graph=True)
@@ -113,8 +115,8 @@ def test_chunked_loss_rejects_a_second_backward(case: Callable[[int, int], Case]
         loss.backward()
 
 
-def test_chunked_loss_in_mixed_precision_is_close(case: Callable[[int, int], Case]) -> None:
-    asked = case(50, 300)
+def test_chunked_loss_in_mixed_precision_is_close(make_case: Callable[[int, int], Case]) -> None:
+    asked = make_case(50, 300)
     asked.take(chunk=None)
     exact = asked.taken()
     errors = []
@@ -123,17 +125,17 @@ def test_chunked_loss_in_mixed_precision_is_close(case: Callable[[int, int], Cas
             asked.take(chunk=chunk)
         pairs = zip(asked.taken(), exact, strict=True)
         errors.append([float((a - b).norm() / b.norm()) for a, b in pairs])
-    whole, pieces = errors
+    whole, chunks = errors
     assert max(whole) < 0.01
-    assert all(piece < 1.05 * error for piece, error in zip(pieces, whole, strict=True))
+    assert all(chunk < 1.05 * error for chunk, error in zip(chunks, whole, strict=True))
 
 
 TOKENS, VOCABULARY, CHUNK = 2048, 32_000, 128
 
 
-def test_chunked_loss_stores_few_logits_at_a_time(case: Callable[[int, int], Case]) -> None:
+def test_chunked_loss_stores_few_logits_at_a_time(make_case: Callable[[int, int], Case]) -> None:
     """Beside the gradients that any way ends with, at most a fifth of the logits."""
-    asked = case(TOKENS, VOCABULARY)
+    asked = make_case(TOKENS, VOCABULARY)
     logits = ROWS * TOKENS * VOCABULARY * 4
     most = {}
     for chunk in (None, CHUNK):
@@ -148,15 +150,15 @@ def test_chunked_loss_stores_few_logits_at_a_time(case: Callable[[int, int], Cas
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("one_core")
-def test_chunked_loss_is_as_fast_as_the_full_loss(case: Callable[[int, int], Case]) -> None:
-    asked = case(TOKENS, VOCABULARY)
+def test_chunked_loss_is_as_fast_as_the_full_loss(make_case: Callable[[int, int], Case]) -> None:
+    asked = make_case(TOKENS, VOCABULARY)
     ratios = []
     for _ in range(5):  # by turns
         seconds = []
         for chunk in (None, CHUNK):
-            began = time.process_time()
+            start = time.process_time()
             asked.take(chunk=chunk)
-            seconds.append(time.process_time() - began)
+            seconds.append(time.process_time() - start)
             asked.taken()
         ratios.append(seconds[1] / seconds[0])
     print(f"{statistics.median(ratios):.2f} of the time, {min(ratios):.2f} to {max(ratios):.2f}")

@@ -36,7 +36,7 @@ USUAL = ("ddp", "fsdp")
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [
         pytest.param(n, marks=(*marks(n), *(() if n in USUAL else (pytest.mark.exhaustive,))))
         for n in STRATEGIES
@@ -44,10 +44,10 @@ USUAL = ("ddp", "fsdp")
     ],
 )
 def test_classification_under_each_strategy_equals_one_device(
-    layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *CLASSES
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *CLASSES
     )
     reference = reference_run("accumulated", *CLASSES)
     assert_same_training(run, reference)

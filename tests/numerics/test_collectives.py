@@ -97,47 +97,47 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "again"),
+    ("strategy", "shape", "again"),
     [
-        pytest.param(layout, shape, again, marks=() if usual else pytest.mark.exhaustive)
-        for layout in STRATEGIES
-        if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
+        pytest.param(strategy, shape, again, marks=() if usual else pytest.mark.exhaustive)
+        for strategy in STRATEGIES
+        if strategy not in INEXACT and not strategy.startswith("deepspeed")  # which declares none
         for shape in SHAPES
         for again in AGAIN
-        if not ("zero_bubble" in layout and SELECTIVE & {*AGAIN[again]})  # which is refused
-        if not any(axis in layout for axis in CUT.get(again, ()))
-        if not ("dpo" in again and ("pipeline" in layout or "context" in layout))  # as is this
-        for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
-        for usual in [plain or (shape, layout, again) in USUAL]
+        if not ("zero_bubble" in strategy and SELECTIVE & {*AGAIN[again]})  # which is refused
+        if not any(axis in strategy for axis in CUT.get(again, ()))
+        if not ("dpo" in again and ("pipeline" in strategy or "context" in strategy))  # as is this
+        for plain in [(shape, again) == ("llama", "nothing") and strategy not in SELDOM]
+        for usual in [plain or (shape, strategy, again) in USUAL]
     ]
-    + [pytest.param(layout, "llama", "muon", marks=pytest.mark.exhaustive) for layout in MUON],
+    + [pytest.param(strategy, "llama", "muon", marks=pytest.mark.exhaustive) for strategy in MUON],
 )
 def test_collectives_of_each_strategy_equal_prediction(
-    layout: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
+    strategy: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
 ) -> None:
     parts = (
         *TINY_DECODER,
         *THIRD_STEP,
         *SHAPES[shape],
-        *STRATEGIES[layout],
+        *STRATEGIES[strategy],
         *WAYS[again],
     )
     assert_sent(parts, JobRunner(tmp_path, shared_cache))
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "again"),
+    ("family", "strategy", "again"),
     [
-        pytest.param(family, layout, again, marks=() if usual else pytest.mark.exhaustive)
+        pytest.param(family, strategy, again, marks=() if usual else pytest.mark.exhaustive)
         for family in ("llama", "qwen2", "gemma2")
-        for layout in ("tensor", "tensor_alone", "shard_tensor")
+        for strategy in ("tensor", "tensor_alone", "shard_tensor")
         for again in ("nothing", "full", "selective", "mixture", "loss")
-        for usual in [(family, layout, again) == ("qwen2", "tensor", "full")]
+        for usual in [(family, strategy, again) == ("qwen2", "tensor", "full")]
     ],
 )
 def test_collectives_of_transformers_models_equal_prediction(
     family: str,
-    layout: str,
+    strategy: str,
     again: str,
     hf_checkpoint: HFCheckpoints,
     tmp_path: Path,
@@ -145,7 +145,7 @@ def test_collectives_of_transformers_models_equal_prediction(
 ) -> None:
     own = (each for each in (*TINY_DECODER, *THIRD_STEP) if not each.startswith("model"))
     model = ("model=hf", f"model.path={hf_checkpoint(family)}")
-    parts = (*own, *model, *STRATEGIES[layout], NO_SEQUENCE_PARALLEL, *WAYS[again])
+    parts = (*own, *model, *STRATEGIES[strategy], NO_SEQUENCE_PARALLEL, *WAYS[again])
     assert_sent(parts, JobRunner(tmp_path, shared_cache))
 
 
@@ -155,10 +155,10 @@ def assert_sent(parts: tuple[str, ...], run_job: JobRunner) -> None:
     run = compose(parts)
     folder = run_job.without_defaults(*parts)
     for rank in range(run.world_size):
-        wanted, got = declared(run, rank), sent(folder, rank)
+        expected, got = declared(run, rank), sent(folder, rank)
         if "parallelism=ddp" in parts:  # buckets are cut where parameters end
-            wanted, got = whole(wanted), whole(got)
-        assert got == wanted, f"rank {rank}"
+            expected, got = whole(expected), whole(got)
+        assert got == expected, f"rank {rank}"
 
 
 KEPT: list[dist.ProcessGroup | None] = []

@@ -25,7 +25,7 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[Cell, str]]:
+def results() -> Iterator[dict[Cell, str]]:
     """Collects the cells; writes record and page where ``SCALEWISE_RECORD`` asks for it.
 
     What did not run this time (``-k`` the name of a new option) stays as it was recorded.
@@ -47,9 +47,9 @@ def found() -> Iterator[dict[Cell, str]]:
 @pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("cell", CELLS)
 def test_matrix_cell_runs_or_is_rejected(
-    cell: Cell, found: dict[Cell, str], tmp_path: Path, shared_cache: Path
+    cell: Cell, results: dict[Cell, str], tmp_path: Path, shared_cache: Path
 ) -> None:
     refusal = cell.rejection()
     if refusal is None:
         JobRunner(tmp_path, shared_cache).without_defaults(*cell.overrides)
-    found[cell] = refusal or compatibility_matrix.RUNS
+    results[cell] = refusal or compatibility_matrix.RUNS

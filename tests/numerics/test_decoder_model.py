@@ -38,9 +38,9 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 
 
 @torch.no_grad()
-def assert_same_logits(ours: nn.Module, theirs: nn.Module, spec: DecoderConfig) -> None:
+def assert_same_logits(actual: nn.Module, expected: nn.Module, spec: DecoderConfig) -> None:
     batch = random_tokens(spec)
-    torch.testing.assert_close(ours.eval()(batch), theirs(batch).logits, **EXACT)
+    torch.testing.assert_close(actual.eval()(batch), expected(batch).logits, **EXACT)
 
 
 def read(name: str) -> DecoderConfig:
@@ -54,10 +54,10 @@ def read(name: str) -> DecoderConfig:
 
 @for_each_hf_decoder
 def test_decoder_logits_equal_transformers(spec: DecoderConfig) -> None:
-    theirs = hf_model(spec)
-    ours = build_model(spec, 0)
-    ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
-    assert_same_logits(ours, theirs, spec)
+    reference = hf_model(spec)
+    actual = build_model(spec, 0)
+    actual.load_state_dict(from_hf_state_dict(reference.state_dict(), spec))
+    assert_same_logits(actual, reference, spec)
 
 
 @for_each_hf_decoder
@@ -65,28 +65,28 @@ def test_decoder_logits_equal_transformers(spec: DecoderConfig) -> None:
 def test_decoder_loads_a_transformers_folder(
     spec: DecoderConfig, shard: str, tmp_path: Path
 ) -> None:
-    theirs = hf_model(spec)
-    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    reference = hf_model(spec)
+    reference.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
+    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), reference, spec)
 
 
 @for_each_hf_decoder
 def test_decoder_export_loads_in_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
-    ours = build_model(replace(spec, initial_std=0.3), 0)
-    export_folder(ours.state_dict(), spec, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert_same_logits(ours, theirs, spec)
-    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), theirs, spec)
+    actual = build_model(replace(spec, initial_std=0.3), 0)
+    export_folder(actual.state_dict(), spec, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same_logits(actual, reference, spec)
+    assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), reference, spec)
 
 
 def test_decoder_loads_published_gpt2_names() -> None:
-    theirs = hf_model(GPT2)
-    bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
+    reference = hf_model(GPT2)
+    bare = {k.removeprefix("transformer."): v for k, v in reference.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    ours = build_model(GPT2, 0)
-    ours.load_state_dict(from_hf_state_dict(bare, GPT2))
-    assert_same_logits(ours, theirs, GPT2)
+    actual = build_model(GPT2, 0)
+    actual.load_state_dict(from_hf_state_dict(bare, GPT2))
+    assert_same_logits(actual, reference, GPT2)
 
 
 @pytest.mark.parametrize("spec", OTHER_DECODERS.values(), ids=OTHER_DECODERS.keys())
@@ -265,10 +265,10 @@ def test_decoder_dropout_acts_in_training_only() -> None:
 def test_decoder_bf16_error_is_that_of_transformers(spec: DecoderConfig) -> None:
     batch, ours_off, theirs_off = random_tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
-        theirs, ours = hf_model(spec, seed), build_model(spec, 0).eval()
-        ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
+        expected, actual = hf_model(spec, seed), build_model(spec, 0).eval()
+        actual.load_state_dict(from_hf_state_dict(expected.state_dict(), spec))
         with torch.no_grad():
-            exact = ours(batch)
-            ours_off += (ours.bfloat16()(batch) - exact).abs().mean().item()
-            theirs_off += (theirs.bfloat16()(batch).logits - exact).abs().mean().item()
+            exact = actual(batch)
+            ours_off += (actual.bfloat16()(batch) - exact).abs().mean().item()
+            theirs_off += (expected.bfloat16()(batch).logits - exact).abs().mean().item()
     assert ours_off < 1.1 * theirs_off

@@ -41,11 +41,11 @@ USUAL = {"kept": ("fsdp",), "asked": ("tensor",), "pissa": ()}
 ROUNDING = 1e-5
 """Of a margin: a difference of log-probabilities of a hundred nats and more."""
 CASES = [
-    pytest.param(way, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
+    pytest.param(way, strategy, marks=() if usual else (*marks(strategy), pytest.mark.exhaustive))
     for way in WAYS
-    for layout in STRATEGIES
-    for usual in [layout in USUAL[way]]
-    if not ("pipeline" in layout or "context" in layout)  # which is refused
+    for strategy in STRATEGIES
+    for usual in [strategy in USUAL[way]]
+    if not ("pipeline" in strategy or "context" in strategy)  # which is refused
 ]
 
 
@@ -102,10 +102,10 @@ def test_dpo_loss_and_gradients_equal_the_formula(
     objective = replace(run.objective, loss_chunk=chunk)
     assert isinstance(objective, DPO)
     given = batch(run, 5)
-    wanted = by_hand(
+    expected = by_hand(
         module(given["inputs"]), reference(given["inputs"]).detach(), given["labels"], 0.5
     )
-    wanted.backward()
+    expected.backward()
     gradients = _gradients(module)
     module.zero_grad()
     set_chunked_loss(objective, module, in_forward=False)
@@ -113,7 +113,7 @@ def test_dpo_loss_and_gradients_equal_the_formula(
         given["reference"] = ScaledLoss(objective.reference_objective).compute(module, given)
     found_3 = ScaledLoss(objective, 1 / 5).compute(module, given)
     found_3[0].backward()
-    torch.testing.assert_close(found_3[0], wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found_3[0], expected, rtol=1e-5, atol=0)
     assert_tensors_close(_gradients(module), gradients, "gradients")
 
 
@@ -187,31 +187,31 @@ def test_dpo_reference_logprobs_are_computed_once(ranks: int, micro_batch: int) 
             assert (given["reference"] == (1 + given["inputs"][:, 0]) * real).all()
 
 
-@pytest.mark.parametrize(("way", "layout"), CASES)
+@pytest.mark.parametrize(("mode", "strategy"), CASES)
 def test_dpo_under_each_strategy_equals_one_device(
-    way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    mode: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[layout], "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS[way]
+        STRATEGIES[strategy], "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS[mode]
     )
-    wanted = reference_run("all_at_once", *WAYS[way])
-    assert_same_training(run, wanted)
-    assert_margins_equal(run, wanted)
+    expected = reference_run("all_at_once", *WAYS[mode])
+    assert_same_training(run, expected)
+    assert_margins_equal(run, expected)
 
 
 def test_dpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy((), "all_at_once", JobRunner(tmp_path, shared_cache), *WAYS["kept"])
-    wanted = reference_run("all_at_once", *WAYS["kept"])
-    assert_same_training(run, wanted)
-    assert_margins_equal(run, wanted)
-    assert wanted.column("train/reward_accuracy")[0] == 0.5
-    assert any(wanted.column("train/reward_margin"))
+    expected = reference_run("all_at_once", *WAYS["kept"])
+    assert_same_training(run, expected)
+    assert_margins_equal(run, expected)
+    assert expected.column("train/reward_accuracy")[0] == 0.5
+    assert any(expected.column("train/reward_margin"))
 
 
-def assert_margins_equal(run: RunDir, wanted: RunDir) -> None:
+def assert_margins_equal(run: RunDir, expected: RunDir) -> None:
     for key in ("train/reward_margin", "val/reward_margin"):
-        assert run.column(key) == pytest.approx(wanted.column(key), abs=ROUNDING), key
+        assert run.column(key) == pytest.approx(expected.column(key), abs=ROUNDING), key
     for key in ("train/reward_accuracy", "val/reward_accuracy"):
-        assert run.column(key) == pytest.approx(wanted.column(key)), key
+        assert run.column(key) == pytest.approx(expected.column(key)), key

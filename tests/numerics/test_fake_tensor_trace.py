@@ -31,23 +31,28 @@ def run_of(compose: Compose) -> Compose:
 
 
 @pytest.mark.parametrize(
-    "line", [*TRACED, *(pytest.param(line, marks=LONG) for line in TRACED_SELDOM)], ids=" ".join
+    "overrides",
+    [*TRACED, *(pytest.param(line, marks=LONG) for line in TRACED_SELDOM)],
+    ids=" ".join,
 )
-def test_memory_breakdown_equals_trace(line: tuple[str, ...], run_of: Compose) -> None:
-    run = run_of(*line)
+def test_memory_breakdown_equals_trace(overrides: tuple[str, ...], run_of: Compose) -> None:
+    run = run_of(*overrides)
     assert rejection_reason(run) is None
     found, predicted = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
     error = predicted.peak / found.peak - 1
     fullest = max(found.phase_peaks, key=lambda moment: found.phase_peaks[moment])
-    print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {fullest}")
+    print(f"{' '.join(overrides)}: {error:+.2%}, {found.peak:,} at {fullest}")
     assert abs(error) < 0.05
     assert not dist.is_initialized()
 
 
 def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
-    line = (MIXED, *fsdp_overrides(8), FULL)
-    plain, averaged = trace_run(run_of(*line)), trace_run(run_of(*line, "callbacks=[ema]"))
-    run = run_of(*line, "callbacks=[ema]")
+    overrides = (MIXED, *fsdp_overrides(8), FULL)
+    plain, averaged = (
+        trace_run(run_of(*overrides)),
+        trace_run(run_of(*overrides, "callbacks=[ema]")),
+    )
+    run = run_of(*overrides, "callbacks=[ema]")
     expected = build_rank_memory(run.parallelism, run).ema_bytes(run)
     assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
     told = {line.name: line.max_bytes for line in averaged.build_breakdown().entries}
@@ -55,7 +60,7 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "line"),
+    ("layers", "overrides"),
     [
         (12, (MIXED, FULL)),
         *(
@@ -72,14 +77,14 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_trace_of_a_shallow_model_predicts_the_deep_one(
-    layers: int, line: tuple[str, ...], run_of: Compose
+    layers: int, overrides: tuple[str, ...], run_of: Compose
 ) -> None:
-    run = run_of(*line, f"model.layers={layers}")
+    run = run_of(*overrides, f"model.layers={layers}")
     assert trace_run(run).peak == pytest.approx(trace_run(run, full_depth=True).peak, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("overrides", "reason"),
     [
         (("parallelism=ddp", "parallelism.replicas=8"), "ddp requires real memory"),
         (("parallelism=deepspeed_zero3",), "deepspeed requires real memory"),
@@ -88,5 +93,5 @@ def test_trace_of_a_shallow_model_predicts_the_deep_one(
         ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "offloading copies real memory"),
     ],
 )
-def test_untraceable_run_says_why(line: tuple[str, ...], reason: str, run_of: Compose) -> None:
-    assert reason in (rejection_reason(run_of(*line)) or "")
+def test_untraceable_run_says_why(overrides: tuple[str, ...], reason: str, run_of: Compose) -> None:
+    assert reason in (rejection_reason(run_of(*overrides)) or "")

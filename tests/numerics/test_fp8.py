@@ -70,16 +70,18 @@ def test_fp8_losses_and_gradients_equal_torchao(
     run = compose([*TINY_DECODER, *shape, *FP8, f"precision.recipe={recipe}"])
     plain = build_model(run.model, 1)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
-    theirs = convert_to_float8_training(
+    reference = convert_to_float8_training(
         deepcopy(plain), config=config, module_filter_fn=lambda _, name: "blocks." in name
     )
     apply_precision(run.precision, plain, run.model, DeviceKind.cpu)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
-    for module in (plain, theirs):
+    for module in (plain, reference):
         module(tokens).logsumexp(-1).sum().backward()
-    for (name, ours), wanted in zip(plain.named_parameters(), theirs.parameters(), strict=True):
-        assert ours.grad is not None
-        assert torch.equal(ours.grad, wanted.grad), name
+    for (name, actual), expected in zip(
+        plain.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert actual.grad is not None
+        assert torch.equal(actual.grad, expected.grad), name
 
 
 def largest_error(a: Tensor, b: Tensor, of_a: float, of_b: float) -> Tensor:
@@ -118,33 +120,33 @@ def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
 
 
 def micro_batched(
-    run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, piece: int | None
+    run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, chunk: int | None
 ) -> RunDir:
     """Returns the same steps on one device, whose scales are of as many rows."""
-    rows = piece or run.resolved["trainer"]["micro_batch"]
+    rows = chunk or run.resolved["trainer"]["micro_batch"]
     parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
     return run_job.without_defaults(*parts)
 
 
 @pytest.mark.parametrize(
-    ("layout", "recipe"),
+    ("strategy", "recipe"),
     [
         ("fsdp", ROWWISE),
         *(
-            pytest.param(layout, recipe, marks=LONG)
-            for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp", "pipeline_one_f_one_b")
+            pytest.param(strategy, recipe, marks=LONG)
+            for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp", "pipeline_one_f_one_b")
             for recipe in (FP8, ROWWISE)
-            if (layout, recipe) != ("fsdp", ROWWISE)
+            if (strategy, recipe) != ("fsdp", ROWWISE)
         ),
     ],
 )
 def test_fp8_under_each_strategy_equals_one_device(
-    layout: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
+    strategy: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
-    job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy(STRATEGIES[layout], "accumulated", job, *recipe)
-    alone = micro_batched(run, recipe, job, 1 if "pipeline" in layout else None)
+    run_job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(STRATEGIES[strategy], "accumulated", run_job, *recipe)
+    alone = micro_batched(run, recipe, run_job, 1 if "pipeline" in strategy else None)
     if recipe == ROWWISE:
         assert_same_training(run, alone)
         return
@@ -157,10 +159,10 @@ def test_fp8_under_each_strategy_equals_one_device(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_fp8_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
-    compiled = job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
-    assert_same_training(compiled, job.without_defaults(*parts))
+    compiled = run_job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_same_training(compiled, run_job.without_defaults(*parts))
 
 
 def test_fp8_evaluation_reports_the_fp32_loss(
@@ -170,8 +172,8 @@ def test_fp8_evaluation_reports_the_fp32_loss(
     parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
     run = JobRunner(tmp_path, shared_cache).without_defaults(*parts, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
+    record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
     assert "fp8 matmuls: the loss is " in capsys.readouterr().out
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["loss_in_fp32"] != found["loss"]
-    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
+    assert record["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert record["loss_in_fp32"] != record["loss"]
+    assert record["loss_in_fp32"] == pytest.approx(record["loss"], rel=0.01)

@@ -109,8 +109,8 @@ def test_grpo_gradients_equal_the_formula(run: RunConfig, module: ModelModule) -
     given = explored(run, module, prompts(run))
     assert given["advantage"].any()
     reference = build_model(run.model, run.seed)(given["inputs"]).detach()
-    wanted = by_hand(module(given["inputs"]), reference, given, 4, 0.2)
-    wanted.backward()
+    expected = by_hand(module(given["inputs"]), reference, given, 4, 0.2)
+    expected.backward()
     gradients = _gradients(module)
     module.zero_grad()
     question = run.objective.reference_objective
@@ -121,7 +121,7 @@ def test_grpo_gradients_equal_the_formula(run: RunConfig, module: ModelModule) -
     loss.backward()
     assert_tensors_close(_gradients(module), gradients, "gradients")
     assert kl > 0
-    torch.testing.assert_close(loss, wanted + 1 - reward)  # what is lost of the whole reward
+    torch.testing.assert_close(loss, expected + 1 - reward)  # what is lost of the whole reward
 
 
 def _gradients(module: ModelModule) -> dict[str, Tensor]:
@@ -140,14 +140,14 @@ def test_grpo_padding_samples_add_nothing(run: RunConfig, module: ModelModule) -
 
 def test_grpo_completions_depend_on_the_prompt_only(run: RunConfig, module: ModelModule) -> None:
     given = prompts(run)
-    wanted = explored(run, module, given)["labels"]
+    expected = explored(run, module, given)["labels"]
     blind = {key: tensor.clone() for key, tensor in given.items()}
     blind["labels"][blind["labels"] != IGNORED] = 0
     blind["inputs"][:, 1 - run.data.answer_length :] = 0
-    assert torch.equal(explored(run, module, blind)["labels"], wanted)
+    assert torch.equal(explored(run, module, blind)["labels"], expected)
     apart = {key: given[key][2:3] for key in ("inputs", "labels")}
-    assert torch.equal(explored(run, module, apart)["labels"], wanted[8:12])
-    assert not torch.equal(explored(run, module, given, step=1)["labels"], wanted)
+    assert torch.equal(explored(run, module, apart)["labels"], expected[8:12])
+    assert not torch.equal(explored(run, module, given, step=1)["labels"], expected)
 
 
 def test_grpo_sampling_follows_token_probabilities(run: RunConfig) -> None:
@@ -175,28 +175,28 @@ def test_grpo_flops_equal_torch_counter() -> None:
     assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)
 
 
-@pytest.mark.parametrize(("way", "layout"), CASES)
+@pytest.mark.parametrize(("mode", "strategy"), CASES)
 def test_grpo_under_each_strategy_equals_one_device(
-    way: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    mode: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[layout], "one_pass", JobRunner(tmp_path, shared_cache), *WAYS[way]
+        STRATEGIES[strategy], "one_pass", JobRunner(tmp_path, shared_cache), *WAYS[mode]
     )
-    wanted = reference_run("one_pass", *WAYS[way])
-    assert_same_training(run, wanted)
-    assert_rewards_equal(run, wanted)
+    expected = reference_run("one_pass", *WAYS[mode])
+    assert_same_training(run, expected)
+    assert_rewards_equal(run, expected)
 
 
 def test_grpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy((), "one_pass", job, *WAYS["free"], "trainer.micro_batch=3")
+    run_job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy((), "one_pass", run_job, *WAYS["free"], "trainer.micro_batch=3")
     assert_same_training(run, reference_run("one_pass", *WAYS["free"]))
     assert_rewards_equal(run, reference_run("one_pass", *WAYS["free"]))
 
 
-def assert_rewards_equal(run: RunDir, wanted: RunDir) -> None:
+def assert_rewards_equal(run: RunDir, expected: RunDir) -> None:
     for key in ("train/reward", "val/reward"):
-        assert run.column(key) == pytest.approx(wanted.column(key)), key
-    assert any(wanted.column("train/reward"))
+        assert run.column(key) == pytest.approx(expected.column(key)), key
+    assert any(expected.column("train/reward"))

@@ -64,51 +64,51 @@ def test_hf_fp8_gradients_equal_torchao(
     run = compose(
         [*transformers_overrides(hf_checkpoint(family), *FP8, f"precision.recipe={recipe}")]
     )
-    ours, theirs = (
+    actual, expected = (
         SingleDevice(DeviceKind.cpu).build(run),
         model_of_transformers(hf_checkpoint(family)),
     )
-    assert isinstance(ours, CausalLMModule)
+    assert isinstance(actual, CausalLMModule)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
-    head = theirs.get_output_embeddings()
+    head = expected.get_output_embeddings()
     convert_to_float8_training(
-        theirs, config=config, module_filter_fn=lambda layer, _: layer is not head
+        expected, config=config, module_filter_fn=lambda layer, _: layer is not head
     )
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
-    logits, wanted = ours(tokens), theirs(tokens).logits
+    logits, wanted = actual(tokens), expected(tokens).logits
     assert torch.equal(logits, wanted)
     for each in (logits, wanted):
         each.logsumexp(-1).sum().backward()
-    for name, parameter in ours.named_parameters():
+    for name, parameter in actual.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, theirs.get_parameter(ours.hf_name(name)).grad), name
-    converted = [each for each in ours.modules() if isinstance(each, Float8Linear)]
+        assert torch.equal(parameter.grad, expected.get_parameter(actual.hf_name(name)).grad), name
+    converted = [each for each in actual.modules() if isinstance(each, Float8Linear)]
     assert len(converted) == len(run.precision.fp8_layers(run.model)) * run.model.layers
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "recipe"),
+    ("family", "strategy", "recipe"),
     [
         pytest.param(*case, marks=() if case == ("qwen2", "fsdp", ROWWISE) else LONG)
         for family in DECODER_MODELS
-        for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
+        for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp")
         for recipe in (FP8, ROWWISE)
-        for case in [(family, layout, recipe)]
+        for case in [(family, strategy, recipe)]
     ],
 )
 def test_hf_fp8_under_each_strategy_equals_one_device(
     family: str,
-    layout: str,
+    strategy: str,
     recipe: tuple[str, ...],
     hf_checkpoint: HFCheckpoints,
     run_job: JobRunner,
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
     parts = transformers_overrides(hf_checkpoint(family), *recipe)
-    ranks = compose([*parts, *STRATEGIES[layout]]).parallelism.data_parallel_size
+    ranks = compose([*parts, *STRATEGIES[strategy]]).parallelism.data_parallel_size
     rows = f"trainer.micro_batch={12 // ranks // 3}"
     run, alone = (
-        run_job.without_defaults(*parts, *STRATEGIES[layout], rows),
+        run_job.without_defaults(*parts, *STRATEGIES[strategy], rows),
         run_job.without_defaults(*parts, rows),
     )
     assert_tensors_close(load_gradients(run, 0), load_gradients(alone, 0), "gradients of step 0")
@@ -141,11 +141,11 @@ def test_hf_fp8_evaluation_reports_the_fp32_loss(
     trained: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(trained.path)]) == 0
-    found = json.loads((trained.path / "evaluation.json").read_text("utf-8"))["3"]
+    record = json.loads((trained.path / "evaluation.json").read_text("utf-8"))["3"]
     assert "fp8 matmuls: the loss is " in capsys.readouterr().out
-    assert found["loss"] == pytest.approx(trained.column("val/loss")[-1], rel=1e-5)
-    assert found["loss_in_fp32"] != found["loss"]
-    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
+    assert record["loss"] == pytest.approx(trained.column("val/loss")[-1], rel=1e-5)
+    assert record["loss_in_fp32"] != record["loss"]
+    assert record["loss_in_fp32"] == pytest.approx(record["loss"], rel=0.01)
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])

@@ -129,7 +129,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     return JobRunner(tmp_path_factory.mktemp("hf_memory"), shared_cache)
 
 
-def small(folder: Path, *line: str) -> tuple[str, ...]:
+def small(folder: Path, *overrides: str) -> tuple[str, ...]:
     return (
         "model=hf",
         f"model.path={folder}",
@@ -143,7 +143,7 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
         "trainer.micro_batch=8",
         "schedule.warmup_steps=1",
         "launch.isolation=process",
-        *line,
+        *overrides,
     )
 
 
@@ -192,7 +192,7 @@ def test_hf_offloaded_bytes_equal_prediction(
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         (),
         *(
@@ -202,9 +202,9 @@ def test_hf_offloaded_bytes_equal_prediction(
     ],
 )
 def test_hf_memory_breakdown_equals_trace(
-    family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints
+    family: str, overrides: tuple[str, ...], hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose(small(hf_checkpoint(family), *line, "model.init=random", "model.depth=8"))
+    run = compose(small(hf_checkpoint(family), *overrides, "model.init=random", "model.depth=8"))
     assert rejection_reason(run) is None
     assert worst_rank.worst_rank_breakdown(run).peak == pytest.approx(trace_run(run).peak, rel=0.02)
 

@@ -36,11 +36,11 @@ def test_hf_logits_equal_transformers(
     folder = hf_checkpoint(family, shards)
     assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
     spec = HuggingFaceConfig(path=str(folder))
-    module, wanted = build_model(spec, 1), theirs(folder)
-    torch.testing.assert_close(module(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
+    module, expected = build_model(spec, 1), theirs(folder)
+    torch.testing.assert_close(module(tokens()), expected(tokens()).logits, rtol=0, atol=0)
     held = {name: tuple(each.shape) for name, each in module.named_parameters()}
     assert held == {weight.name: weight.shape for weight in spec.weight_census()}
-    assert spec.num_parameters == wanted.num_parameters()
+    assert spec.num_parameters == expected.num_parameters()
 
 
 @pytest.mark.exhaustive
@@ -52,8 +52,8 @@ def test_hf_logits_of_more_architectures_equal_transformers(
     folder = hf_checkpoint(family)
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    ours, wanted = build_model(spec, 1).eval(), theirs(folder)
-    torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
+    actual, expected = build_model(spec, 1).eval(), theirs(folder)
+    torch.testing.assert_close(actual(tokens()), expected(tokens()).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
@@ -63,10 +63,10 @@ def test_hf_initial_weights_do_not_depend_on_the_stage(
     spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random)
     whole = dict(build_model(spec, 7).named_parameters())
     for part in spec.split_stages(4, 32):
-        piece = build_meta(spec, part)
-        piece.to_empty(device="cpu")
-        init_weights(spec, piece, 7)
-        for name, parameter in piece.named_parameters():
+        chunk = build_meta(spec, part)
+        chunk.to_empty(device="cpu")
+        init_weights(spec, chunk, 7)
+        for name, parameter in chunk.named_parameters():
             torch.testing.assert_close(parameter, whole.pop(name), rtol=0, atol=0)
     assert whole == {}
 
@@ -94,8 +94,8 @@ def test_hf_rank_never_stores_all_weights(
     assert live.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
     head = module.get_parameter("head.lm_head.weight")
     assert isinstance(head, DTensor)
-    wanted = theirs(hf_checkpoint("llama")).lm_head.weight[: 256 // 8]
-    torch.testing.assert_close(head.to_local(), wanted, rtol=0, atol=0)
+    expected = theirs(hf_checkpoint("llama")).lm_head.weight[: 256 // 8]
+    torch.testing.assert_close(head.to_local(), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", [*DECODER_MODELS, "opt_narrow"])

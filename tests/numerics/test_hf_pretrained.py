@@ -30,9 +30,12 @@ def tokens() -> Tensor:
 def assert_same_logits(folder: Path) -> None:
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    ours, theirs = build_model(spec, 1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
+    actual, expected = (
+        build_model(spec, 1).eval(),
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+    )
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=0)
+        torch.testing.assert_close(actual(tokens()), expected(tokens()).logits, rtol=0, atol=0)
 
 
 def changed(hf_checkpoint: HFCheckpoints, family: str, change: Change, folder: Path) -> Path:
@@ -227,11 +230,11 @@ def test_hf_export_equals_transformers_save(
     folder = changed(hf_checkpoint, family, change, tmp_path / family)
     spec, out, saved = HuggingFaceConfig(path=str(folder)), tmp_path / "out", tmp_path / "saved"
     export_model(spec, dict(build_model(spec, 1).state_dict()), out)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    theirs.save_pretrained(saved)
-    held, wanted = load_file(out / SINGLE), load_file(saved / SINGLE)
-    assert held.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    reference.save_pretrained(saved)
+    held, expected = load_file(out / SINGLE), load_file(saved / SINGLE)
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert torch.equal(held[name], tensor), name
     assert_same_logits(out)
     tied = AutoConfig.from_pretrained(out).tie_word_embeddings

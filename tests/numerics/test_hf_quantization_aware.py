@@ -64,42 +64,44 @@ def test_hf_qat_logits_and_gradients_equal_torchao(
     family: str, name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     run = compose([*transformers_overrides(hf_checkpoint(family), *QATS[name])])
-    ours = SingleDevice(DeviceKind.cpu).build(run)
-    assert isinstance(ours, CausalLMModule)
-    theirs = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
+    actual = SingleDevice(DeviceKind.cpu).build(run)
+    assert isinstance(actual, CausalLMModule)
+    reference = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
     prepared = QATConfig(torchao_config(run), step="prepare")
     linear = {
-        ours.hf_name(f"{key}.weight").removesuffix(".weight")
-        for key, each in ours.named_modules()
+        actual.hf_name(f"{key}.weight").removesuffix(".weight")
+        for key, each in actual.named_modules()
         if isinstance(each, FakeQuantizedLinear)
     }
     assert len(linear) == 7 * run.model.layers
-    quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear)
-    logits, wanted = ours(TOKENS_BT), theirs(TOKENS_BT).logits
-    assert torch.equal(logits, wanted)
-    for each in (logits, wanted):
+    quantize_(reference, prepared, filter_fn=lambda _, key: key in linear)
+    logits, expected = actual(TOKENS_BT), reference(TOKENS_BT).logits
+    assert torch.equal(logits, expected)
+    for each in (logits, expected):
         each.logsumexp(-1).sum().backward()
-    for key, parameter in ours.named_parameters():
+    for key, parameter in actual.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, theirs.get_parameter(ours.hf_name(key)).grad), key
+        assert torch.equal(parameter.grad, reference.get_parameter(actual.hf_name(key)).grad), key
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "strategy"),
     [
-        pytest.param(name, layout, marks=() if (name, layout) == ("qat_8da4w", "fsdp") else LONG)
+        pytest.param(
+            name, strategy, marks=() if (name, strategy) == ("qat_8da4w", "fsdp") else LONG
+        )
         for name in QATS
-        for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
+        for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp")
     ],
 )
 def test_hf_qat_under_each_strategy_equals_one_device(
-    name: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    name: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
     parts = transformers_overrides(hf_checkpoint("llama"), *QATS[name])
-    ranks = compose([*parts, *STRATEGIES[layout]]).parallelism.data_parallel_size
+    ranks = compose([*parts, *STRATEGIES[strategy]]).parallelism.data_parallel_size
     run = run_job.without_defaults(
-        *parts, *STRATEGIES[layout], f"trainer.micro_batch={12 // ranks // 3}"
+        *parts, *STRATEGIES[strategy], f"trainer.micro_batch={12 // ranks // 3}"
     )
     alone = run_job.without_defaults(*parts, "trainer.micro_batch=12")
     assert_same_first_step(run, alone)

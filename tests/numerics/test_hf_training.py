@@ -64,23 +64,23 @@ def alone(run_job: JobRunner, folder: Path, *further: str) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "strategy"),
     [
-        pytest.param(family, layout, marks=(*marks(layout), *(() if usual else (LONG,))))
-        for layouts, families in (
+        pytest.param(family, strategy, marks=(*marks(strategy), *(() if usual else (LONG,))))
+        for strategies, families in (
             ((*TAKEN, *ZERO), DECODER_MODELS),
             (SPLIT, TENSOR_PARALLEL_MODELS),
         )
         for family in families
-        for layout in layouts
-        for usual in [(family, layout) in USUAL]
+        for strategy in strategies
+        for usual in [(family, strategy) in USUAL]
     ],
 )
 def test_hf_training_under_each_strategy_equals_one_device(
-    family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
-    parts = (*STRATEGIES[layout], *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []))
+    parts = (*STRATEGIES[strategy], *([NO_SEQUENCE_PARALLEL] if "tensor" in strategy else []))
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
     assert_same_training(
@@ -96,27 +96,27 @@ SAVING = {
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "way"),
+    ("family", "strategy", "mode"),
     [
-        pytest.param(family, layout, way, marks=(*marks(layout), *(() if usual else (LONG,))))
-        for layouts, families in (
+        pytest.param(family, strategy, way, marks=(*marks(strategy), *(() if usual else (LONG,))))
+        for strategies, families in (
             ((*TAKEN, *ZERO), DECODER_MODELS),
             (SPLIT, TENSOR_PARALLEL_MODELS),
         )
         for family in families
-        for layout in layouts
+        for strategy in strategies
         for way in SAVING
-        for usual in [(family, layout, way) == ("llama", "fsdp", "offload_all")]
+        for usual in [(family, strategy, way) == ("llama", "fsdp", "offload_all")]
     ],
 )
 def test_hf_memory_options_under_strategies_change_no_step(
-    family: str, layout: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, strategy: str, mode: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
     parts = (
-        *STRATEGIES[layout],
-        *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []),
-        *SAVING[way],
+        *STRATEGIES[strategy],
+        *([NO_SEQUENCE_PARALLEL] if "tensor" in strategy else []),
+        *SAVING[mode],
     )
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
@@ -129,24 +129,24 @@ AT_ONCE = ("trainer.global_batch=12", "trainer.clip_norm=null")
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "strategy"),
     [
-        pytest.param(family, layout, marks=() if (family, layout) == ("gpt2", "hsdp") else LONG)
-        for layouts, families in (
+        pytest.param(family, strategy, marks=() if (family, strategy) == ("gpt2", "hsdp") else LONG)
+        for strategies, families in (
             (("single", "fsdp", "hsdp"), DECODER_MODELS),
             (SPLIT, TENSOR_PARALLEL_MODELS),
         )
         for family in families
-        for layout in layouts
+        for strategy in strategies
     ],
 )
 def test_hf_optimizer_in_backward_under_each_strategy(
-    family: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
     parts = (
-        *STRATEGIES.get(layout, ()),
-        *([NO_SEQUENCE_PARALLEL] if "tensor" in layout else []),
+        *STRATEGIES.get(strategy, ()),
+        *([NO_SEQUENCE_PARALLEL] if "tensor" in strategy else []),
         *AT_ONCE,
     )
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
@@ -154,10 +154,10 @@ def test_hf_optimizer_in_backward_under_each_strategy(
     found = run_job.without_defaults(
         *line(folder, *parts, micro_batch, "optimizer.in_backward=true")
     )
-    wanted = alone(run_job, folder, *AT_ONCE)
+    expected = alone(run_job, folder, *AT_ONCE)
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert found.column(key) == pytest.approx(wanted.column(key), rel=TOLERANCE), key
-    assert_tensors_close(found.weights(), wanted.weights(), "weights")
+        assert found.column(key) == pytest.approx(expected.column(key), rel=TOLERANCE), key
+    assert_tensors_close(found.weights(), expected.weights(), "weights")
     assert found.summary["metrics"]["memory/gradients_bytes"] == 0
 
 
@@ -172,7 +172,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "mode"),
     [
         pytest.param(family, way, marks=() if usual else LONG)
         for family in DECODER_MODELS
@@ -181,10 +181,10 @@ WAYS = {
     ],
 )
 def test_hf_memory_options_change_no_step(
-    family: str, way: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, mode: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder = hf_checkpoint(family)
-    assert_same_training(alone(run_job, folder, *WAYS[way]), alone(run_job, folder))
+    assert_same_training(alone(run_job, folder, *WAYS[mode]), alone(run_job, folder))
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_hf_training_equals_a_plain_transformers_loop(
     assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
     to = found.path / "exported"
     exports.write_export(load_trained(found.path), to, AdapterExport.merged)
-    ours, trained = load_file(to / "model.safetensors"), model.state_dict()
-    for name, tensor in ours.items():
+    actual, trained = load_file(to / "model.safetensors"), model.state_dict()
+    for name, tensor in actual.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
 
 
@@ -220,7 +220,7 @@ SMALL = ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]")
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(e, marks=LONG) for e in ("ddp", "hsdp"))]
+    "strategy", ["fsdp", *(pytest.param(e, marks=LONG) for e in ("ddp", "hsdp"))]
 )
 @pytest.mark.parametrize(
     ("family", "packed"),
@@ -235,11 +235,11 @@ SMALL = ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]")
     ],
 )
 def test_hf_quantized_training_equals_one_device(
-    family: str, packed: str, layout: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, packed: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     folder, more = hf_checkpoint(family), (*SMALL, f"quantization={packed}")
     found = run_job.without_defaults(
-        *line(folder, *STRATEGIES[layout], *more, "trainer.micro_batch=2")
+        *line(folder, *STRATEGIES[strategy], *more, "trainer.micro_batch=2")
     )
     assert_same_training(found, alone(run_job, folder, *more))
 
@@ -255,14 +255,14 @@ def packed_by_transformers(folder: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("family", DECODER_MODELS)
 def test_hf_quantized_weights_equal_transformers(family: str, hf_checkpoint: HFCheckpoints) -> None:
     folder = hf_checkpoint(family)
-    theirs = packed_by_transformers(folder)
+    reference = packed_by_transformers(folder)
     run = compose([*line(folder, *SMALL, "quantization=nf4")])
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        ours = SingleDevice(DeviceKind.cpu).build(run)(tokens)
-        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+        actual = SingleDevice(DeviceKind.cpu).build(run)(tokens)
+        torch.testing.assert_close(actual, reference(tokens).logits, rtol=1e-5, atol=1e-6)
         whole = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-    assert not torch.allclose(ours, whole, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(actual, whole, rtol=1e-3, atol=1e-3)
 
 
 PISSA = ("adapter=pissa", *SMALL[1:])
@@ -282,18 +282,18 @@ def test_hf_run_evaluates_exports_and_resumes(
     folder = hf_checkpoint(family)
     sharded = (*STRATEGIES["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
     found = run_job.without_defaults(*line(folder, *sharded))
-    told = load_trained(found.path)
-    exports.write_export(told, found.path / "exported", AdapterExport.merged)
+    trained = load_trained(found.path)
+    exports.write_export(trained, found.path / "exported", AdapterExport.merged)
     tokens = torch.randint(256, (2, 32))
-    theirs = AutoModelForCausalLM.from_pretrained(found.path / "exported")
+    reference = AutoModelForCausalLM.from_pretrained(found.path / "exported")
     with torch.no_grad():
-        logits = load_model.load_model(told, torch.device("cpu"))(tokens)
-        torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+        logits = load_model.load_model(trained, torch.device("cpu"))(tokens)
+        torch.testing.assert_close(reference(tokens).logits, logits, rtol=1e-5, atol=1e-5)
         packed = "quantization=nf4" in more
         base = (packed_by_transformers if packed else AutoModelForCausalLM.from_pretrained)(folder)
         begun = base(tokens).logits
         if more:
-            exports.write_export(told, found.path / "adapter", AdapterExport.alone)
+            exports.write_export(trained, found.path / "adapter", AdapterExport.alone)
             adapted = PeftModel.from_pretrained(base, found.path / "adapter").train()
             torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits, begun)
@@ -308,15 +308,15 @@ def test_hf_run_evaluates_exports_and_resumes(
 def test_hf_lora_modules_equal_peft(family: str, hf_checkpoint: HFCheckpoints) -> None:
     run = compose([*line(hf_checkpoint(family), "adapter=lora")])
     base = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
-    theirs = get_peft_model(base, LoraConfig(r=8, fan_in_fan_out=family == "gpt2"))
-    wanted = {
+    reference = get_peft_model(base, LoraConfig(r=8, fan_in_fan_out=family == "gpt2"))
+    expected = {
         ".".join(name.split(".")[-6:])
-        for name, parameter in theirs.named_parameters()
+        for name, parameter in reference.named_parameters()
         if parameter.requires_grad
     }
-    ours = [weight.name for weight in run.weight_census() if weight.trainable]
-    assert {".".join(name.split(".")[-6:]) for name in ours} == wanted
-    assert len(ours) == len(wanted)
+    actual = [weight.name for weight in run.weight_census() if weight.trainable]
+    assert {".".join(name.split(".")[-6:]) for name in actual} == expected
+    assert len(actual) == len(expected)
 
 
 @pytest.mark.parametrize("launched", ["none", "process"])
@@ -328,9 +328,9 @@ def test_hf_unreadable_weights_are_reported(
     A file's header is read before the start, its values are read by the ranks.
     """
     folder = shutil.copytree(hf_checkpoint("apertus"), tmp_path / "other")
-    held = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.act_fn.beta"
-    save_file({**held, name: held[name] + 1}, folder / "model.safetensors")
+    save_file({**tensors, name: tensors[name] + 1}, folder / "model.safetensors")
     isolation = f"launch.isolation={launched}"
     reason = run_job.without_defaults(*line(folder, isolation), status="refused").status["reason"]
     assert f"has a buffer {name} with other values than config.json gives" in reason

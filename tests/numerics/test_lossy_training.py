@@ -38,14 +38,14 @@ USUAL = () if EMULATED else ("fsdp",)
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
+def exact_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     return JobRunner(tmp_path_factory.mktemp("exact"), shared_cache).without_defaults(
         *LEARN, *STRATEGIES["ddp"]
     )
 
 
-def assert_near(run: RunDir, exact: RunDir) -> None:
-    first, last = exact.column("train/loss")[0], exact.column("val/loss")[-1]
+def assert_near(run: RunDir, exact_run: RunDir) -> None:
+    first, last = exact_run.column("train/loss")[0], exact_run.column("val/loss")[-1]
     assert last < 0.8 * first, "it learns"
     assert run.column("val/loss")[-1] == pytest.approx(last, rel=NEAR)
 
@@ -54,35 +54,35 @@ def assert_near(run: RunDir, exact: RunDir) -> None:
     "hook", [pytest.param(x, marks=() if x == "fp16" else LONG) for x in HOOKS]
 )
 def test_compressed_gradients_converge(
-    hook: str, exact: RunDir, tmp_path: Path, shared_cache: Path
+    hook: str, exact_run: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     parts = (*STRATEGIES["ddp"], f"parallelism.comm_hook={hook}", *HOOKS[hook])
     run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *parts)
-    assert run.column("train/loss") != exact.column("train/loss"), "the hook is at work"
-    assert_near(run, exact)
+    assert run.column("train/loss") != exact_run.column("train/loss"), "the hook is at work"
+    assert_near(run, exact_run)
 
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", pytest.param("bf16_true", marks=LONG)])
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [pytest.param(x, marks=() if x in USUAL else LONG) for x in BF16],
 )
 def test_bf16_converges_under_each_strategy(
-    layout: str, precision: str, exact: RunDir, tmp_path: Path, shared_cache: Path
+    strategy: str, precision: str, exact_run: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
-    rows = "trainer.micro_batch=4" if "pipeline" in layout else "trainer.micro_batch=2"
-    parts = (*STRATEGIES[layout], f"precision={precision}", rows)
+    rows = "trainer.micro_batch=4" if "pipeline" in strategy else "trainer.micro_batch=2"
+    parts = (*STRATEGIES[strategy], f"precision={precision}", rows)
     run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *parts)
-    assert_near(run, exact)
+    assert_near(run, exact_run)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_fp8_converges(
-    layout: str, recipe: str, exact: RunDir, tmp_path: Path, shared_cache: Path
+    strategy: str, recipe: str, exact_run: RunDir, tmp_path: Path, shared_cache: Path
 ) -> None:
     fp8 = ("precision=fp8", "precision.compute=fp32", f"precision.recipe={recipe}")
-    run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *STRATEGIES[layout], *fp8)
-    assert run.column("train/loss") != exact.column("train/loss"), "fp8 is at work"
-    assert_near(run, exact)
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*LEARN, *STRATEGIES[strategy], *fp8)
+    assert run.column("train/loss") != exact_run.column("train/loss"), "fp8 is at work"
+    assert_near(run, exact_run)

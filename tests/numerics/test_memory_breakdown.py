@@ -23,16 +23,16 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [*TRAINED, *(pytest.param(line, marks=LONG) for line in TRAINED_SELDOM)],
     ids=" ".join,
 )
-def test_peak_memory_equals_prediction(line: tuple[str, ...], run_job: JobRunner) -> None:
-    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
-    metrics = run_job.without_defaults(*SMALL, *line).summary["metrics"]
+def test_peak_memory_equals_prediction(overrides: tuple[str, ...], run_job: JobRunner) -> None:
+    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *overrides)))
+    metrics = run_job.without_defaults(*SMALL, *overrides).summary["metrics"]
     assert metrics["plan/peak_bytes"] == predicted.peak
     error = predicted.peak / metrics["memory/peak_bytes"] - 1
-    print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
+    print(f"{' '.join(overrides)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.02
 
 
@@ -43,7 +43,7 @@ LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
 
 @LONG
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ("memory=checkpoint_full",),
         ("memory=checkpoint_every_n",),
@@ -66,16 +66,16 @@ LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
     ids=" ".join,
 )
 def test_peak_memory_of_compiled_blocks_equals_prediction(
-    line: tuple[str, ...], run_job: JobRunner
+    overrides: tuple[str, ...], run_job: JobRunner
 ) -> None:
-    test_peak_memory_equals_prediction((*FULLEST, *line), run_job)
+    test_peak_memory_equals_prediction((*FULLEST, *overrides), run_job)
 
 
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [
         pytest.param((), id="single"),
         pytest.param(PIPED, id="1f1b", marks=LONG),
@@ -88,14 +88,16 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
 )
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
 def test_auto_checkpointing_reaches_its_memory_budget(
-    layout: tuple[str, ...], share: float, run_job: JobRunner
+    strategy: tuple[str, ...], share: float, run_job: JobRunner
 ) -> None:
     most, least = (
-        worst_rank.worst_rank_breakdown(compose((*BLOCKS, *layout, f"memory={option}"))).peak
+        worst_rank.worst_rank_breakdown(compose((*BLOCKS, *strategy, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
     )
     budget = (least + share * (most - least)) / GIB
-    found = run_job.without_defaults(*BLOCKS, *layout, "memory=auto", f"memory.budget_gib={budget}")
+    found = run_job.without_defaults(
+        *BLOCKS, *strategy, "memory=auto", f"memory.budget_gib={budget}"
+    )
     peak = found.summary["metrics"]["memory/peak_bytes"] / GIB
     print(f"{budget:.4f} GiB allowed, {peak:.4f} taken: {found.resolved['memory']}")
     assert 0.9 * budget < peak < 1.02 * budget
@@ -103,16 +105,18 @@ def test_auto_checkpointing_reaches_its_memory_budget(
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         *ZERO[::4],
         *(pytest.param(line, marks=LONG) for line in ZERO if line not in ZERO[::4]),
     ],
     ids=" ".join,
 )
-def test_zero_peak_memory_is_near_prediction(line: tuple[str, ...], run_job: JobRunner) -> None:
-    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
-    found = run_job.without_defaults(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
+def test_zero_peak_memory_is_near_prediction(
+    overrides: tuple[str, ...], run_job: JobRunner
+) -> None:
+    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *overrides)))
+    found = run_job.without_defaults(*SMALL, *overrides).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1
-    print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
+    print(f"{' '.join(overrides)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.08

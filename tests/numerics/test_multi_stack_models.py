@@ -51,21 +51,21 @@ def test_multi_stack_loss_and_gradients_equal_transformers(
     )
     assert [*spec.validate()] == []
     assert spec.num_parameters == peer.num_parameters()
-    ours, (batch,) = build_model(spec, 1), [*stack.batches(1)]
-    logits = ours(batch["inputs"], batch["labels"])
-    compared = stack.logits(ours, batch)
+    actual, (batch,) = build_model(spec, 1), [*stack.batches(1)]
+    logits = actual(batch["inputs"], batch["labels"])
+    compared = stack.logits(actual, batch)
     torch.testing.assert_close(
         compared, stack.transformers_logits(peer, batch), rtol=1e-5, atol=1e-5
     )
     loss = sum_over_tokens(run.objective, logits, batch["labels"]) / (batch["labels"] != -100).sum()
-    wanted = peer(**stack.transformers_inputs(batch)).loss
-    torch.testing.assert_close(loss, wanted)
+    expected = peer(**stack.transformers_inputs(batch)).loss
+    torch.testing.assert_close(loss, expected)
     loss.backward()
-    wanted.backward()
+    expected.backward()
     own = dict(peer.named_parameters())
-    assert {ours.hf_name(name) for name, _ in ours.named_parameters()} == {*own}
-    for name, parameter in ours.named_parameters():
-        want = own[ours.hf_name(name)].grad
+    assert {actual.hf_name(name) for name, _ in actual.named_parameters()} == {*own}
+    for name, parameter in actual.named_parameters():
+        want = own[actual.hf_name(name)].grad
         atol = 1e-5 * max(float(want.abs().max()), stack.gradient_noise)
         torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=atol)
 
@@ -112,17 +112,17 @@ def test_multi_stack_training_equals_a_plain_transformers_loop(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "strategy"),
     [
-        pytest.param(family, layout, marks=() if (family, layout) == USUAL else LONG)
+        pytest.param(family, strategy, marks=() if (family, strategy) == USUAL else LONG)
         for family in (ENCODER, "t5_gated", BLIP2, TOLD)
-        for layout in TAKEN
+        for strategy in TAKEN
     ],
 )
 def test_multi_stack_under_each_strategy_equals_one_device(
-    family: str, layout: str, multi_stack_model: Stack, run_job: JobRunner
+    family: str, strategy: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack, parts = multi_stack_model(family), STRATEGIES[layout]
+    stack, parts = multi_stack_model(family), STRATEGIES[strategy]
     ranks = stack.compose(*parts).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
     assert_same_training(
@@ -141,13 +141,13 @@ WAYS = {
 
 @LONG
 @EACH
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
-@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("mode", [*WAYS])
 def test_multi_stack_memory_options_change_no_step(
-    way: str, layout: str, family: str, multi_stack_model: Stack, run_job: JobRunner
+    mode: str, strategy: str, family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
-    parts = (f"parallelism={layout}", "trainer.micro_batch=6", *WAYS[way])
+    parts = (f"parallelism={strategy}", "trainer.micro_batch=6", *WAYS[mode])
     assert_same_training(
         run_job.without_defaults(*stack.overrides(*parts)), stack.train_on_one_device(run_job)
     )
@@ -159,13 +159,17 @@ def test_multi_stack_memory_options_change_no_step(
     [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (BLIP2, LORA), (TOLD, LORA)],
     ids=str,
 )
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_multi_stack_adapter_equals_one_device(
-    layout: str, family: str, adapter: tuple[str, ...], multi_stack_model: Stack, run_job: JobRunner
+    strategy: str,
+    family: str,
+    adapter: tuple[str, ...],
+    multi_stack_model: Stack,
+    run_job: JobRunner,
 ) -> None:
     stack = multi_stack_model(family)
     found = run_job.without_defaults(
-        *stack.overrides(*adapter, *STRATEGIES[layout], "trainer.micro_batch=3")
+        *stack.overrides(*adapter, *STRATEGIES[strategy], "trainer.micro_batch=3")
     )
     assert_same_training(found, stack.train_on_one_device(run_job, *adapter))
 
@@ -178,12 +182,12 @@ def test_multi_stack_lora_modules_equal_peft(family: str, multi_stack_model: Sta
         stack.compose("adapter=lora"),
         get_peft_model(stack.transformers_model(), LoraConfig(r=8)),
     )
-    wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
+    expected = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
     assert isinstance(run.model, HuggingFaceConfig)
     module = build_model(run.model, 1)
-    ours = [weight.name for weight in run.weight_census() if weight.trainable]
-    assert {f"base_model.model.{module.hf_name(name)}" for name in ours} == wanted
-    assert len(ours) == len(wanted) > 0
+    actual = [weight.name for weight in run.weight_census() if weight.trainable]
+    assert {f"base_model.model.{module.hf_name(name)}" for name in actual} == expected
+    assert len(actual) == len(expected) > 0
 
 
 @LONG
@@ -200,24 +204,24 @@ def test_multi_stack_run_evaluates_exports_and_resumes(
     stack = multi_stack_model(family)
     sharded = (*STRATEGIES["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
     found = run_job.without_defaults(*stack.overrides(*sharded))
-    told = load_trained(found.path)
+    trained = load_trained(found.path)
     (batch,) = stack.batches(1)
     with torch.no_grad():
-        logits = stack.logits(load_model.load_model(told, torch.device("cpu")), batch)
+        logits = stack.logits(load_model.load_model(trained, torch.device("cpu")), batch)
         assert not torch.equal(logits, stack.transformers_logits(stack.transformers_model(), batch))
     to, alone = found.path / "exported", found.path / "adapter"
-    exports.write_export(told, to, AdapterExport.merged)
+    exports.write_export(trained, to, AdapterExport.merged)
     models = [stack.transformers_model(to)]
     if more:
-        exports.write_export(told, alone, AdapterExport.alone)
+        exports.write_export(trained, alone, AdapterExport.alone)
         base = stack.transformers_model(alone / "base" if "model.init=random" in more else None)
         models.append(PeftModel.from_pretrained(base, alone))
         asked = None if stack.reads_images else "SEQ_2_SEQ_LM"
         assert models[-1].active_peft_config.task_type == asked
     for model in models:
         with torch.no_grad():
-            wanted = stack.transformers_logits(model.eval(), batch)
-        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+            expected = stack.transformers_logits(model.eval(), batch)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     again = run_job.without_defaults(
         *stack.overrides(*more, "trainer.micro_batch=12"), resume=found.checkpoint(2)
     )

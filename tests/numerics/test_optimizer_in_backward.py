@@ -31,7 +31,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [
         pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive)
         for name in EVERY
@@ -39,10 +39,10 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
     ],
 )
 def test_optimizer_in_backward_under_each_strategy_equals_one_device(
-    layout: str, reference_run: ReferenceRun, run_job: JobRunner
+    strategy: str, reference_run: ReferenceRun, run_job: JobRunner
 ) -> None:
     run, reference = (
-        train_strategy(EVERY[layout], "one_pass", run_job, IN_BACKWARD),
+        train_strategy(EVERY[strategy], "one_pass", run_job, IN_BACKWARD),
         reference_run("one_pass"),
     )
     for key in ("train/loss", "train/grad_norm", "val/loss"):
@@ -71,7 +71,7 @@ def test_optimizer_in_backward_equals_a_separate_step(name: str, run_job: JobRun
 
 
 def test_optimizer_in_backward_checkpoints_are_interchangeable(run_job: JobRunner) -> None:
-    whole = run_job.without_defaults(*ADAMW, "checkpoint.every=2")
-    resumed = run_job.without_defaults(*ADAMW, IN_BACKWARD, resume=whole.checkpoint(2))
-    assert resumed.column("train/loss") == whole.column("train/loss")
-    assert same_weights(resumed.weights(), whole.weights())
+    full_run = run_job.without_defaults(*ADAMW, "checkpoint.every=2")
+    resumed = run_job.without_defaults(*ADAMW, IN_BACKWARD, resume=full_run.checkpoint(2))
+    assert resumed.column("train/loss") == full_run.column("train/loss")
+    assert same_weights(resumed.weights(), full_run.weights())

@@ -98,17 +98,17 @@ def test_lion_step_equals_the_paper() -> None:
 
 def test_muon_equals_torch_muon_and_adamw() -> None:
     spec, held, peers = MuonConfig(lr=0.01), held_by(), held_by()
-    ours = build_optimizer(spec, held)
+    actual = build_optimizer(spec, held)
     hidden = [p for w, p in peers if spec.is_hidden(w)]
     matrices = [p for w, p in peers if not spec.is_hidden(w) and len(w.shape) > 1]
     vectors = [p for w, p in peers if len(w.shape) == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    theirs = [
+    expected = [
         torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
     ]
     for _ in range(3):
-        for optimizer in (ours, *theirs):
+        for optimizer in (actual, *expected):
             optimizer.step()
     for (weight, own), (_, peer) in zip(held, peers, strict=True):
         assert torch.equal(own, peer), weight
@@ -203,27 +203,30 @@ USUAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "strategy"),
     [
         pytest.param(
             name,
-            layout,
-            marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
+            strategy,
+            marks=(
+                *marks(strategy),
+                *(() if strategy in USUAL[name] else (pytest.mark.exhaustive,)),
+            ),
         )
-        for name, layouts in EQUAL.items()
-        for layout in layouts
+        for name, strategies in EQUAL.items()
+        for strategy in strategies
     ],
 )
 def test_optimizer_under_each_strategy_equals_one_device(
-    name: str, layout: str, run_job: JobRunner
+    name: str, strategy: str, run_job: JobRunner
 ) -> None:
     parts = (*STEPS, *(WIDE if name.endswith("bit") else ()), f"optimizer={name}")
     alone, run = (
         run_job.without_defaults(*parts),
-        run_job.without_defaults(*parts, *STRATEGIES.get(layout, (f"parallelism={layout}",))),
+        run_job.without_defaults(*parts, *STRATEGIES.get(strategy, (f"parallelism={strategy}",))),
     )
     for key in ("train/loss", "val/loss"):
-        near = OTHER_BLOCKS.get((name, layout), 1e-5)
+        near = OTHER_BLOCKS.get((name, strategy), 1e-5)
         assert run.column(key) == pytest.approx(alone.column(key), rel=near), key
 
 
@@ -240,10 +243,10 @@ RESUMED = ("lion", "adafactor", "muon", "schedule_free")
 )
 def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> None:
     parts = (*STEPS, f"optimizer={name}", "checkpoint.every=2")
-    whole = run_job.without_defaults(*parts)
-    resumed = run_job.without_defaults(*parts, resume=whole.checkpoint(2))
-    assert resumed.column("train/loss") == whole.column("train/loss")
-    assert same_weights(resumed.weights(), whole.weights())
+    full_run = run_job.without_defaults(*parts)
+    resumed = run_job.without_defaults(*parts, resume=full_run.checkpoint(2))
+    assert resumed.column("train/loss") == full_run.column("train/loss")
+    assert same_weights(resumed.weights(), full_run.weights())
 
 
 @pytest.mark.exhaustive
@@ -251,9 +254,9 @@ def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> N
 def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRunner) -> None:
     """A checkpoint holds them as numbers, which any layout can cut."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
-    whole = run_job.without_defaults(*parts)
-    resumed = run_job.without_defaults(*parts, "parallelism=fsdp", resume=whole.checkpoint(2))
-    assert resumed.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-4)
+    full_run = run_job.without_defaults(*parts)
+    resumed = run_job.without_defaults(*parts, "parallelism=fsdp", resume=full_run.checkpoint(2))
+    assert resumed.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -321,11 +324,13 @@ def test_low_bit_moments_are_rounded_once() -> None:
 def test_cpu_offload_step_equals_device_step(parts: tuple[str, ...], run_job: JobRunner) -> None:
     """On the CPU the two are one memory: what is asked here is the arithmetic."""
     plain = run_job.without_defaults(*STEPS, *parts, "checkpoint.every=2")
-    whole = run_job.without_defaults(*STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2")
+    full_run = run_job.without_defaults(
+        *STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2"
+    )
     resumed = run_job.without_defaults(
         *STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2)
     )
-    for run in (whole, resumed):
+    for run in (full_run, resumed):
         assert run.column("train/loss") == plain.column("train/loss")
         assert same_weights(run.weights(), plain.weights())
 

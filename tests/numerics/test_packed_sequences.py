@@ -39,10 +39,10 @@ SEQUENCE = 32
 PACKING = ("data.packing=true",)
 USUAL = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
 CASES = [
-    pytest.param(batch, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
+    pytest.param(batch, strategy, marks=() if usual else (*marks(strategy), pytest.mark.exhaustive))
     for batch in USUAL
-    for layout in STRATEGIES
-    for usual in [layout in USUAL[batch]]
+    for strategy in STRATEGIES
+    for usual in [strategy in USUAL[batch]]
 ]
 
 
@@ -70,10 +70,10 @@ def by_itself(ids_S: NDArray[np.int32]) -> Batch:
 
 def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
     """Returns the row of a text in a batch, and its places there but the last token's."""
-    wanted = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
+    expected = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
     for row, first in (batch["positions"] == 0).nonzero().tolist():
-        there = slice(first, first + len(wanted))
-        if torch.equal(batch["inputs"][row, there], wanted):
+        there = slice(first, first + len(expected))
+        if torch.equal(batch["inputs"][row, there], expected):
             return row, there
     raise AssertionError("a text is in no row")
 
@@ -102,12 +102,12 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
 
 @for_each_hf_decoder
 def test_packed_logits_equal_transformers_position_ids(spec: DecoderConfig) -> None:
-    theirs, batch = hf_model(spec), packed(spec)
-    ours = build_model(spec, 0)
-    ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
+    expected, batch = hf_model(spec), packed(spec)
+    actual = build_model(spec, 0)
+    actual.load_state_dict(from_hf_state_dict(expected.state_dict(), spec))
     with torch.no_grad():
-        wanted = theirs(batch["inputs"], position_ids=batch["positions"], use_cache=False).logits
-        found = ours(batch["inputs"], None, batch["positions"])
+        wanted = expected(batch["inputs"], position_ids=batch["positions"], use_cache=False).logits
+        found = actual(batch["inputs"], None, batch["positions"])
     torch.testing.assert_close(found, wanted, **EXACT)
 
 
@@ -129,9 +129,9 @@ def test_packed_compiled_equals_eager(
     assert_same_training(run, reference_run("accumulated", *PACKING))
 
 
-@pytest.mark.parametrize(("batch", "layout"), CASES)
+@pytest.mark.parametrize(("batch", "strategy"), CASES)
 def test_packed_training_under_each_strategy_equals_one_device(
-    batch: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    batch: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache), *PACKING)
+    run = train_strategy(STRATEGIES[strategy], batch, JobRunner(tmp_path, shared_cache), *PACKING)
     assert_same_training(run, reference_run(batch, *PACKING))

@@ -74,7 +74,7 @@ def beside(tensors: Iterable[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "strategy"),
     [
         pytest.param(
             kind,
@@ -86,30 +86,30 @@ def beside(tensors: Iterable[Tensor]) -> Tensor:
     ],
 )
 def test_prompt_tuning_under_each_strategy_equals_one_device(
-    kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    kind: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *KINDS[kind]
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *KINDS[kind]
     )
     reference = reference_run("accumulated", *KINDS[kind])
     assert_same_training(run, reference)
-    held, wanted = run.weights(), reference.weights()
+    held, expected = run.weights(), reference.weights()
     module = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA, *KINDS[kind]]))
     first = dict(module.named_parameters())
     assert {*load_gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
     assert held.keys() == {f"model.{name}" for name in first}
     for name, tensor in first.items():
         assert torch.equal(held[f"model.{name}"], tensor) != is_adapter_weight(name), name
-        assert torch.equal(wanted[f"model.{name}"], tensor) != is_adapter_weight(name), name
+        assert torch.equal(expected[f"model.{name}"], tensor) != is_adapter_weight(name), name
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["single", "fsdp", "tensor"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "tensor"])
 def test_prefix_keys_precede_each_packed_text(
-    layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     packed = (*KINDS["prefix"], "data.packing=true")
-    parts = STRATEGIES.get(layout, ())
+    parts = STRATEGIES.get(strategy, ())
     run = train_strategy(parts, "accumulated", JobRunner(tmp_path, shared_cache), *packed)
     assert_same_training(run, reference_run("accumulated", *packed))
 
@@ -126,30 +126,30 @@ def test_prompt_tuning_of_packed_texts_equals_separate_texts() -> None:
 @SHAPES
 def test_prompt_tuning_equals_peft(kind: str, shape: tuple[str, ...], tmp_path: Path) -> None:
     spec = compose([*TINY_DECODER, *shape, *KINDS[kind]])
-    ours = SingleDevice(DeviceKind.cpu).build(spec)
+    actual = SingleDevice(DeviceKind.cpu).build(spec)
     state_dict_adapter.export_folder(
         build_model(spec.model, spec.seed).state_dict(), spec.model, tmp_path
     )
     config = THEIRS[kind](num_virtual_tokens=6, task_type="CAUSAL_LM")
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
-    vectors = theirs.prompt_encoder["default"].embedding.weight
+    reference = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
+    vectors = reference.prompt_encoder["default"].embedding.weight
     with torch.no_grad():
-        vectors.copy_(beside(learnt(ours).values()))
+        vectors.copy_(beside(learnt(actual).values()))
     labels_BT = TOKENS_BT.roll(-1, 1)
     labels_BT[:, -1] = IGNORED
-    found = ours(TOKENS_BT)
+    found = actual(TOKENS_BT)
     asked_BT = TOKENS_BT.clone()
     asked_BT[:, 0] = IGNORED  # which the last vector would be asked for
-    wanted = theirs(TOKENS_BT, labels=asked_BT)
-    torch.testing.assert_close(found, wanted.logits[:, -32:], rtol=1e-5, atol=1e-5)
+    expected = reference(TOKENS_BT, labels=asked_BT)
+    torch.testing.assert_close(found, expected.logits[:, -32:], rtol=1e-5, atol=1e-5)
     loss = F.cross_entropy(found.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED)
-    torch.testing.assert_close(loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-6)
     loss.backward()
-    wanted.loss.backward()
-    trained = {name for name, p in ours.named_parameters() if p.grad is not None}
-    assert trained == {*learnt(ours)}
+    expected.loss.backward()
+    trained = {name for name, p in actual.named_parameters() if p.grad is not None}
+    assert trained == {*learnt(actual)}
     assert vectors.grad is not None
-    gradient = beside(each.grad for each in learnt(ours).values() if each.grad is not None)
+    gradient = beside(each.grad for each in learnt(actual).values() if each.grad is not None)
     torch.testing.assert_close(gradient, vectors.grad, rtol=1e-4, atol=1e-7)
 
 
@@ -164,21 +164,21 @@ def test_prompt_tuning_export_round_trips_through_peft(
 ) -> None:
     batch = "accumulated" if shape is LLAMA else "all_at_once"
     run = reference_run(batch, *KINDS[kind])
-    told = load_trained(run.path)
-    assert hf_export.write_export(told, tmp_path / "alone", AdapterExport.alone) == [
+    trained = load_trained(run.path)
+    assert hf_export.write_export(trained, tmp_path / "alone", AdapterExport.alone) == [
         "no tokenizer: the data were token ids"
     ]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "base")
-    theirs = PeftModel.from_pretrained(base, tmp_path / "alone").eval()
+    expected = PeftModel.from_pretrained(base, tmp_path / "alone").eval()
     resume = f"adapter.resume={tmp_path / 'alone'}"
-    ours = SingleDevice(DeviceKind.cpu).build(
+    actual = SingleDevice(DeviceKind.cpu).build(
         compose([*TINY_DECODER, *shape, *KINDS[kind], resume])
     )
-    for name, tensor in learnt(ours).items():
+    for name, tensor in learnt(actual).items():
         assert torch.equal(tensor, run.weights()[f"model.{name}"])
     with torch.no_grad():
-        wanted = theirs(TOKENS_BT).logits[:, -32:]
-        torch.testing.assert_close(ours(TOKENS_BT), wanted, rtol=1e-5, atol=1e-5)
+        wanted = expected(TOKENS_BT).logits[:, -32:]
+        torch.testing.assert_close(actual(TOKENS_BT), wanted, rtol=1e-5, atol=1e-5)
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
     other = compose(
@@ -197,19 +197,21 @@ def test_prompt_tuning_resumes_and_evaluates(
     run = reference_run("accumulated", *KINDS[kind], f"adapter.resume={earlier.path}")
     assert run.column("train/loss")[0] < earlier.column("train/loss")[0]
     assert cli.main(["evaluate", str(run.path)]) == 0
-    told = capsys.readouterr().out
-    assert f"{run.column('val/loss')[-1]:.4f}" in told
+    stderr = capsys.readouterr().out
+    assert f"{run.column('val/loss')[-1]:.4f}" in stderr
 
 
 @BOTH
 @pytest.mark.parametrize(
-    "layout", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
+    "strategy", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
 )
 def test_prompt_tuning_of_tensor_ranks_loads_elsewhere(
-    kind: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    kind: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy(STRATEGIES[layout], "accumulated", job, *KINDS[kind], "checkpoint.every=2")
+    run_job = JobRunner(tmp_path, shared_cache)
+    run = train_strategy(
+        STRATEGIES[strategy], "accumulated", run_job, *KINDS[kind], "checkpoint.every=2"
+    )
     reference = reference_run("accumulated", *KINDS[kind])
     exported = []
     for told, to in ((run, tmp_path / "tensor"), (reference, tmp_path / "alone")):
@@ -217,9 +219,9 @@ def test_prompt_tuning_of_tensor_ranks_loads_elsewhere(
         exported.append(load_file(to / peft_import.WEIGHTS))
     assert_tensors_close(*exported, "exports")
     half = run.checkpoint(2)
-    for other in ((), STRATEGIES["fsdp"], STRATEGIES[layout]):
+    for other in ((), STRATEGIES["fsdp"], STRATEGIES[strategy]):
         parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *KINDS[kind], *other)
-        again = job.without_defaults(*parts, "trainer.micro_batch=2", resume=half)
+        again = run_job.without_defaults(*parts, "trainer.micro_batch=2", resume=half)
         assert_tensors_close(again.weights(), reference.weights(), "weights after step 2")
 
 

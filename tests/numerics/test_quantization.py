@@ -47,32 +47,35 @@ NEVER = ("tensor", "deepspeed")
 CASES = [
     pytest.param(
         name,
-        layout,
-        marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
+        strategy,
+        marks=(*marks(strategy), *(() if strategy in USUAL[name] else (pytest.mark.exhaustive,))),
     )
     for name in QUANTIZATIONS
-    for layout in (STRATEGIES if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
-    if not any(never in layout for never in NEVER)
+    for strategy in (STRATEGIES if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
+    if not any(never in strategy for never in NEVER)
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_quantized_training_under_each_strategy_equals_one_device(
-    name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    name: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    line = (*LORA, *QUANTIZATIONS[name])
+    overrides = (*LORA, *QUANTIZATIONS[name])
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
-    assert_same_training(run, reference_run("accumulated", *line))
+    assert_same_training(run, reference_run("accumulated", *overrides))
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_quantized_weights_stay_and_the_adapter_trains(
     name: str, reference_run: ReferenceRun
 ) -> None:
-    line = (*LORA, *QUANTIZATIONS[name])
-    run, spec = reference_run("accumulated", *line), compose([*TINY_DECODER, *LLAMA, *line])
+    overrides = (*LORA, *QUANTIZATIONS[name])
+    run, spec = (
+        reference_run("accumulated", *overrides),
+        compose([*TINY_DECODER, *LLAMA, *overrides]),
+    )
     held = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
     assert held.keys() == {weight.name for weight in spec.weight_census()}
     trained = {weight.name for weight in spec.weight_census() if weight.trainable}
@@ -95,22 +98,22 @@ def test_quantized_parameter_shapes_equal_the_module(name: str, shape: tuple[str
 
 
 def theirs(
-    packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None
+    packing: FourBitConfig | Int8Config, matrix: Tensor, bias: Tensor | None
 ) -> torch.nn.Linear:
     """Returns bitsandbytes' own layer of a matrix."""
-    out, into = whole.shape
+    out, into = matrix.shape
     layer: torch.nn.Linear
     if isinstance(packing, Int8Config):
         layer = bnb.nn.Linear8bitLt(
             into, out, bias=bias is not None, has_fp16_weights=False, threshold=packing.threshold
         )
-        layer.weight = bnb.nn.Int8Params(whole, requires_grad=False, has_fp16_weights=False)
+        layer.weight = bnb.nn.Int8Params(matrix, requires_grad=False, has_fp16_weights=False)
     else:
         kind = {"quant_type": packing.code, "compress_statistics": packing.double}
         layer = bnb.nn.Linear4bit(
             into, out, bias=bias is not None, compute_dtype=torch.float32, **kind
         )
-        layer.weight = bnb.nn.Params4bit(whole, requires_grad=False, **kind)
+        layer.weight = bnb.nn.Params4bit(matrix, requires_grad=False, **kind)
     layer = layer.to("cpu")
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -127,43 +130,43 @@ PACKINGS = [
 
 
 def packed(
-    packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None = None
+    packing: FourBitConfig | Int8Config, matrix: Tensor, bias: Tensor | None = None
 ) -> PackedLinear:
-    out, into = whole.shape
+    out, into = matrix.shape
     layer = build_packed_linear(packing, into, out, bias=bias is not None).to_empty(device="cpu")
-    layer.pack(whole)
+    layer.pack(matrix)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)
     return layer
 
 
 @pytest.fixture
-def whole() -> Tensor:
+def matrix() -> Tensor:
     """A matrix of which neither blocks nor scales come out even."""
     return torch.randn(136, 250, generator=torch.Generator().manual_seed(7)) / 16
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 def test_quantized_matmuls_and_gradients_equal_bitsandbytes(
-    packing: FourBitConfig | Int8Config, whole: Tensor
+    packing: FourBitConfig | Int8Config, matrix: Tensor
 ) -> None:
     bias, x = torch.randn(136), torch.randn(3, 5, 250)
     found = []
-    for layer in (packed(packing, whole, bias), theirs(packing, whole, bias)):
+    for layer in (packed(packing, matrix, bias), theirs(packing, matrix, bias)):
         given = x.clone().requires_grad_()
         product = layer(given)
         product.pow(2).sum().backward()
         assert given.grad is not None
         found.append((product.detach(), given.grad))
-    for ours, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 def test_quantized_bytes_equal_bitsandbytes(
-    packing: FourBitConfig | Int8Config, whole: Tensor
+    packing: FourBitConfig | Int8Config, matrix: Tensor
 ) -> None:
-    layer = theirs(packing, whole, None)
+    layer = theirs(packing, matrix, None)
     held = [tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")]
     held = [tensor for tensor in held if tensor.numel() > 1]
     if isinstance(packing, FourBitConfig):  # what is no tensor lies packed as text
@@ -171,36 +174,36 @@ def test_quantized_bytes_equal_bitsandbytes(
         offset = 4 * packing.double
     else:
         offset = 0
-    ours = sum(parameter.nbytes for parameter in packed(packing, whole).parameters())
-    assert ours == sum(tensor.nbytes for tensor in held) + offset
+    actual = sum(parameter.nbytes for parameter in packed(packing, matrix).parameters())
+    assert actual == sum(tensor.nbytes for tensor in held) + offset
 
 
-def test_quantization_error_decreases_with_bits(whole: Tensor) -> None:
+def test_quantization_error_decreases_with_bits(matrix: Tensor) -> None:
     """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
     errors = {
-        name: float((packed(packing, whole).unpack(torch.float32) - whole).norm() / whole.norm())
+        name: float((packed(packing, matrix).unpack(torch.float32) - matrix).norm() / matrix.norm())
         for name, packing in {"nf4": NF4Config(), "fp4": FP4Config(), "int8": Int8Config()}.items()
     }
     assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-def test_int8_matmul_equals_bitsandbytes(threshold: float, whole: Tensor) -> None:
+def test_int8_matmul_equals_bitsandbytes(threshold: float, matrix: Tensor) -> None:
     """What CUDA runs; here with the operators that stand for its kernels."""
     packing = Int8Config(threshold=threshold)
-    ours, wanted = packed(packing, whole), theirs(packing, whole, None).eval()
-    assert isinstance(ours, Int8Linear)
+    actual, expected = packed(packing, matrix), theirs(packing, matrix, None).eval()
+    assert isinstance(actual, Int8Linear)
     x = torch.randn(2, 8, 250, generator=torch.Generator().manual_seed(3))
     x[..., 11] *= 30  # a feature of outliers
     with torch.no_grad():
-        found = ours.int8_matmul(x)
-        torch.testing.assert_close(found, wanted(x), rtol=1e-5, atol=1e-5)
-        error = float((found - x @ whole.T).norm() / (x @ whole.T).norm())
+        found = actual.int8_matmul(x)
+        torch.testing.assert_close(found, expected(x), rtol=1e-5, atol=1e-5)
+        error = float((found - x @ matrix.T).norm() / (x @ matrix.T).norm())
     assert (error < 0.02) == (threshold > 0)
 
 
-def test_quantized_matmul_uses_the_autocast_dtype(whole: Tensor) -> None:
-    layer, x = packed(NF4Config(), whole), torch.randn(4, 250, requires_grad=True)
+def test_quantized_matmul_uses_the_autocast_dtype(matrix: Tensor) -> None:
+    layer, x = packed(NF4Config(), matrix), torch.randn(4, 250, requires_grad=True)
     assert isinstance(layer, FourBitLinear)
     with torch.autocast("cpu", torch.bfloat16):
         product = layer(x)
@@ -208,8 +211,8 @@ def test_quantized_matmul_uses_the_autocast_dtype(whole: Tensor) -> None:
     product.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    wanted = x @ layer.unpack(torch.float32).T
-    torch.testing.assert_close(product.float(), wanted, rtol=0.02, atol=0.1)
+    expected = x @ layer.unpack(torch.float32).T
+    torch.testing.assert_close(product.float(), expected, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -86,17 +86,17 @@ def test_qat_rounds_linear_layers_and_stores_fp32(name: str) -> None:
 @pytest.mark.parametrize("name", QATS)
 def test_qat_logits_and_gradients_equal_torchao(name: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *QATS[name]])
-    ours = SingleDevice(DeviceKind.cpu).build(run)
-    theirs = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA]))
+    actual = SingleDevice(DeviceKind.cpu).build(run)
+    expected = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA]))
     prepared = QATConfig(torchao_config(run), step="prepare")
-    quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear(theirs))
+    quantize_(expected, prepared, filter_fn=lambda _, key: key in linear(expected))
     found = []
-    for module in (ours, theirs):
+    for module in (actual, expected):
         logits = module(TOKENS_BT)
         logits.logsumexp(-1).sum().backward()
         found.append(logits.detach())
     assert torch.equal(*found)
-    for (key, held), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (key, held), wanted in zip(actual.named_parameters(), expected.parameters(), strict=True):
         assert held.grad is not None
         assert torch.equal(held.grad, wanted.grad), key
 
@@ -114,34 +114,36 @@ def test_qat_clipped_weights_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "strategy"),
     [
-        pytest.param(name, layout, marks=() if (name, layout) == ("qat_8da4w", "fsdp") else LONG)
+        pytest.param(
+            name, strategy, marks=() if (name, strategy) == ("qat_8da4w", "fsdp") else LONG
+        )
         for name in QATS
-        for layout in STRATEGIES
-        if not any(never in layout for never in NEVER)
+        for strategy in STRATEGIES
+        if not any(never in strategy for never in NEVER)
     ],
 )
 def test_qat_under_each_strategy_equals_one_device(
-    name: str, layout: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    name: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
-    line = (*QATS[name], f"seed={SEEDS.get((name, layout), 1)}")
+    overrides = (*QATS[name], f"seed={SEEDS.get((name, strategy), 1)}")
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
-    assert_same_first_step(run, reference_run("accumulated", *line))
+    assert_same_first_step(run, reference_run("accumulated", *overrides))
 
 
 @LONG
 @pytest.mark.parametrize("memory", ["checkpoint_full", "checkpoint_selective"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_qat_recomputation_rounds_again(
-    layout: str, memory: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    strategy: str, memory: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    line = (*QATS["qat_8da4w"], f"memory={memory}")
+    overrides = (*QATS["qat_8da4w"], f"memory={memory}")
     run = train_strategy(
-        STRATEGIES[layout], "accumulated", JobRunner(tmp_path, shared_cache), *line
+        STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
     assert_same_first_step(run, reference_run("accumulated", *QATS["qat_8da4w"]))
 
@@ -149,7 +151,7 @@ def test_qat_recomputation_rounds_again(
 @LONG
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_qat_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     parts = (
         *TINY_DECODER,
         *SGD,
@@ -157,13 +159,13 @@ def test_qat_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Pat
         *QATS["qat_8da4w"],
         "trainer.micro_batch=12",
     )
-    compiled = job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
-    assert_same_training(compiled, job.without_defaults(*parts))
+    compiled = run_job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_same_training(compiled, run_job.without_defaults(*parts))
 
 
 @LONG
 def test_qat_resume_is_bitwise_equal(tmp_path: Path, shared_cache: Path) -> None:
-    job = JobRunner(tmp_path, shared_cache)
+    run_job = JobRunner(tmp_path, shared_cache)
     parts = (
         *TINY_DECODER,
         *SGD,
@@ -171,19 +173,19 @@ def test_qat_resume_is_bitwise_equal(tmp_path: Path, shared_cache: Path) -> None
         *QATS["qat_8da4w"],
         "trainer.micro_batch=4",
     )
-    whole = job.without_defaults(*parts, "checkpoint.every=2")
-    first = whole.path / "checkpoints" / "step-00000002"
-    rest = job.without_defaults(*parts, resume=first)
-    for key, tensor in whole.weights().items():
+    full_run = run_job.without_defaults(*parts, "checkpoint.every=2")
+    first = full_run.path / "checkpoints" / "step-00000002"
+    rest = run_job.without_defaults(*parts, resume=first)
+    for key, tensor in full_run.weights().items():
         assert torch.equal(rest.weights()[key], tensor), key
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, RunDir]:
     """Returns runs of a few steps on text, by name."""
-    job = JobRunner(tmp_path_factory.mktemp("trained"), shared_cache)
+    run_job = JobRunner(tmp_path_factory.mktemp("trained"), shared_cache)
     parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
-    return {name: job.without_defaults(*parts, *line) for name, line in QATS.items()}
+    return {name: run_job.without_defaults(*parts, *line) for name, line in QATS.items()}
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -213,9 +215,9 @@ def test_qat_export_has_the_validation_loss(
     assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
 
     assert_conversion_recorded(run, to)
-    said = capsys.readouterr().out
-    assert "28 weights in 4 bits: " in said
-    for line in said.splitlines()[1:3]:
+    stdout = capsys.readouterr().out
+    assert "28 weights in 4 bits: " in stdout
+    for line in stdout.splitlines()[1:3]:
         assert line in (to / "README.md").read_text("utf-8")
 
 

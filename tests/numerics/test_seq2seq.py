@@ -55,5 +55,5 @@ def test_seq2seq_generation_equals_transformers(multi_stack_model: Stack) -> Non
     written = generate_answer(module, question, 0.0, 1)
     ids = [next(written) for _ in range(6)]
     given = torch.tensor([question])
-    wanted = peer.generate(given, max_new_tokens=6, do_sample=False, use_cache=False)
-    assert ids == wanted[0, 1:].tolist()
+    expected = peer.generate(given, max_new_tokens=6, do_sample=False, use_cache=False)
+    assert ids == expected[0, 1:].tolist()

@@ -24,21 +24,21 @@ SELDOM += ("deepspeed_zero1", "deepspeed_zero2")
 
 CASES = [
     pytest.param(
-        layout,
+        strategy,
         batch,
-        marks=(*marks(layout), *(() if usual else (pytest.mark.exhaustive,))),
+        marks=(*marks(strategy), *(() if usual else (pytest.mark.exhaustive,))),
     )
-    for layout in STRATEGIES
+    for strategy in STRATEGIES
     for batch in BATCHES
-    for usual in [batch in USUAL and layout not in SELDOM]
+    for usual in [batch in USUAL and strategy not in SELDOM]
 ]
 
 
-@pytest.mark.parametrize(("layout", "batch"), CASES)
+@pytest.mark.parametrize(("strategy", "batch"), CASES)
 def test_strategy_equals_one_device(
-    layout: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+    strategy: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = train_strategy(STRATEGIES[layout], batch, JobRunner(tmp_path, shared_cache))
+    run = train_strategy(STRATEGIES[strategy], batch, JobRunner(tmp_path, shared_cache))
     assert_same_training(run, reference_run(batch))
 
 

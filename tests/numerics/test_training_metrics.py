@@ -26,28 +26,28 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
+def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     """One rank, the whole global batch in one pass."""
     return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache)("trainer.micro_batch=8")
 
 
 @pytest.mark.parametrize(
-    ("layout", "micro_batch"),
+    ("strategy", "micro_batch"),
     [
         ("ddp", 3),
         *(pytest.param(*rest, marks=LONG) for rest in MORE),
     ],
 )
 def test_global_batch_trains_the_same_for_every_split(
-    layout: str, micro_batch: int, alone: RunDir, run_job: JobRunner
+    strategy: str, micro_batch: int, one_device_run: RunDir, run_job: JobRunner
 ) -> None:
-    run = run_job(f"parallelism={layout}", f"trainer.micro_batch={micro_batch}")
+    run = run_job(f"parallelism={strategy}", f"trainer.micro_batch={micro_batch}")
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-4), key
-    furthest = largest_difference(run.weights(), alone.weights())
-    print(f"{layout}, micro batch {micro_batch}: weights differ by at most {furthest:.2e}")
+        assert run.column(key) == pytest.approx(one_device_run.column(key), rel=1e-4), key
+    furthest = largest_difference(run.weights(), one_device_run.weights())
+    print(f"{strategy}, micro batch {micro_batch}: weights differ by at most {furthest:.2e}")
     for name, weight in run.weights().items():
-        torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weight, one_device_run.weights()[name], rtol=1e-3, atol=1e-4)
 
 
 def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
@@ -59,7 +59,7 @@ def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "optimizer", "slots"),
+    ("strategy", "optimizer", "slots"),
     [
         pytest.param("single", "sgd", 1, marks=LONG),
         pytest.param("single", "adamw", 2, marks=LONG),
@@ -67,9 +67,9 @@ def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
     ],
 )
 def test_state_memory_metrics_are_exact(
-    layout: str, optimizer: str, slots: int, run_job: JobRunner
+    strategy: str, optimizer: str, slots: int, run_job: JobRunner
 ) -> None:
-    parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
+    parts = (f"parallelism={strategy}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
     metrics = run_job(*parts).summary["metrics"]
     model = compose(UNTRACKED).model
     module = build_model(model, 1)
@@ -87,21 +87,21 @@ def test_state_memory_metrics_are_exact(
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
+    ("strategy", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
 )
-def test_sharded_rank_stores_its_shards_only(layout: str, ranks: int, run_job: JobRunner) -> None:
+def test_sharded_rank_stores_its_shards_only(strategy: str, ranks: int, run_job: JobRunner) -> None:
     small = (
         *TINY_DECODER,
         "trainer.max_steps=3",
         "trainer.global_batch=8",
         "trainer.micro_batch=2",
     )
-    whole = run_job.without_defaults(*small).summary["metrics"]
-    shard = run_job.without_defaults(*small, *STRATEGIES[layout]).summary["metrics"]
+    full_run = run_job.without_defaults(*small).summary["metrics"]
+    shard = run_job.without_defaults(*small, *STRATEGIES[strategy]).summary["metrics"]
     for name in ("parameters", "gradients", "optimizer"):
         key = f"memory/{name}_bytes"
-        assert shard[key] == pytest.approx(whole[key] / ranks, rel=0.04), key  # norms, positions
-    assert shard["memory/peak_bytes"] < whole["memory/peak_bytes"]
+        assert shard[key] == pytest.approx(full_run[key] / ranks, rel=0.04), key  # norms, positions
+    assert shard["memory/peak_bytes"] < full_run["memory/peak_bytes"]
 
 
 def test_activation_memory_grows_with_the_micro_batch(run_job: JobRunner) -> None:
@@ -136,7 +136,7 @@ TURNS = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("strategy", "rows"),
     [
         ("pipeline_replicate", 4),
         *(
@@ -146,11 +146,11 @@ TURNS = (
     ],
 )
 def test_step_phases_of_several_ranks_sum_to_the_wall_time(
-    layout: str, rows: int, run_job: JobRunner
+    strategy: str, rows: int, run_job: JobRunner
 ) -> None:
     """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
-    run = run_job.without_defaults(*TURNS, *STRATEGIES[layout], f"trainer.micro_batch={rows}")
-    ranks = compose([*TURNS, *STRATEGIES[layout]]).world_size
+    run = run_job.without_defaults(*TURNS, *STRATEGIES[strategy], f"trainer.micro_batch={rows}")
+    ranks = compose([*TURNS, *STRATEGIES[strategy]]).world_size
     ended = [run.json(f"turns-{rank}.json")["ended"] for rank in range(ranks)]
     seconds = run.column("time/step_s")
     for first in (0, 10, 20):  # logging, after every tenth, is no part of a step

@@ -42,7 +42,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
+def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     """One device, all rows of a step in one batch."""
     return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache).without_defaults(
         *YOURS, *SHUFFLED
@@ -55,7 +55,7 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
     run_job: JobRunner, tmp_path: Path
 ) -> None:
     drawn = (*SHUFFLED, "+objective.arguments.dropout=0.3")
-    ours = run_job.without_defaults(
+    actual = run_job.without_defaults(
         *YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null"
     )
     seed_everything(1, workers=True, verbose=False)
@@ -74,15 +74,15 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
         default_root_dir=tmp_path,
     )
     trainer.fit(module, datamodule=data)
-    assert len(ours.metrics) == trainer.global_step == 16
-    assert ours.column("train/loss")[-1] == float(trainer.callback_metrics["own/loss"])
-    assert ours.column("val/loss")[-1] == float(trainer.callback_metrics["val_loss"])
+    assert len(actual.metrics) == trainer.global_step == 16
+    assert actual.column("train/loss")[-1] == float(trainer.callback_metrics["own/loss"])
+    assert actual.column("val/loss")[-1] == float(trainer.callback_metrics["val_loss"])
     for name, weight in module.state_dict().items():
-        assert torch.equal(ours.weights()[name], weight), name
+        assert torch.equal(actual.weights()[name], weight), name
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
+    ("strategy", "ranks"),
     [
         pytest.param(("parallelism=ddp",), 2, marks=LONG),
         (FSDP, 2),
@@ -97,20 +97,20 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
     ],
 )
 def test_user_module_under_each_strategy_equals_one_device(
-    layout: tuple[str, ...], ranks: int, alone: RunDir, run_job: JobRunner
+    strategy: tuple[str, ...], ranks: int, one_device_run: RunDir, run_job: JobRunner
 ) -> None:
     """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
     run = run_job.without_defaults(
-        *YOURS, *SHUFFLED, *layout, f"+data.arguments.batch_size={ROWS // ranks}"
+        *YOURS, *SHUFFLED, *strategy, f"+data.arguments.batch_size={ROWS // ranks}"
     )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/lr", "train/tokens"):
-        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
-    for name, weight in alone.weights().items():
+        assert run.column(key) == pytest.approx(one_device_run.column(key), rel=1e-5), key
+    for name, weight in one_device_run.weights().items():
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "shuffle"),
+    ("strategy", "ranks", "shuffle"),
     [
         (("parallelism=ddp",), 2, True),
         pytest.param(("parallelism=ddp", "parallelism.replicas=4"), 4, False, marks=LONG),
@@ -120,14 +120,14 @@ def test_user_module_under_each_strategy_equals_one_device(
     ],
 )
 def test_user_module_ranks_share_an_iterable_dataset(
-    layout: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
+    strategy: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
 ) -> None:
     """Shuffled anew each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
     stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
     alone = run_job.without_defaults(*YOURS, *stream)
     run = run_job.without_defaults(
-        *YOURS, *stream, *layout, f"+data.arguments.batch_size={ROWS // ranks}"
+        *YOURS, *stream, *strategy, f"+data.arguments.batch_size={ROWS // ranks}"
     )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/tokens"):
         assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
@@ -135,15 +135,15 @@ def test_user_module_ranks_share_an_iterable_dataset(
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
+@pytest.mark.parametrize("strategy", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
 def test_user_module_uneven_validation_samples_count_once(
-    layout: tuple[str, ...], run_job: JobRunner
+    strategy: tuple[str, ...], run_job: JobRunner
 ) -> None:
     """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
-    lines = (*YOURS, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
+    overrides = (*YOURS, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
     alone, run = (
-        run_job.without_defaults(*lines),
-        run_job.without_defaults(*lines, *layout, "+data.arguments.batch_size=4"),
+        run_job.without_defaults(*overrides),
+        run_job.without_defaults(*overrides, *strategy, "+data.arguments.batch_size=4"),
     )
     assert run.column("val/loss") == pytest.approx(alone.column("val/loss"), rel=1e-6)
     (note,) = run.summary["notes"]
@@ -154,22 +154,22 @@ def test_user_module_uneven_validation_samples_count_once(
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
 def test_user_module_resume_is_bitwise_equal(step: int, run_job: JobRunner) -> None:
     """In the first epoch, at its end (8 batches), and in the second."""
-    lines = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
-    whole = run_job.without_defaults(*lines, f"checkpoint.every={step}", "checkpoint.keep=0")
-    rest = run_job.without_defaults(*lines, resume=whole.checkpoint(step))
-    assert rest.column("train/loss") == whole.column("train/loss")
-    for name, weight in whole.weights().items():
+    overrides = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
+    full_run = run_job.without_defaults(*overrides, f"checkpoint.every={step}", "checkpoint.keep=0")
+    rest = run_job.without_defaults(*overrides, resume=full_run.checkpoint(step))
+    assert rest.column("train/loss") == full_run.column("train/loss")
+    for name, weight in full_run.weights().items():
         assert torch.equal(rest.weights()[name], weight), name
 
 
 def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner) -> None:
-    whole = run_job.without_defaults(*YOURS)
-    write_json(whole.path / "status.json", {**whole.status, "status": "running"})
+    full_run = run_job.without_defaults(*YOURS)
+    write_json(full_run.path / "status.json", {**full_run.status, "status": "running"})
     ended = run_job.without_defaults(*YOURS, "resume=auto")
-    assert ended.status["resumed_from"] == str(whole.checkpoint(STEPS))
-    assert ended.column("train/loss") == whole.column("train/loss")
-    assert ended.summary["metrics"]["val/loss"] == whole.summary["metrics"]["val/loss"]
-    assert same_weights(ended.weights(), whole.weights())
+    assert ended.status["resumed_from"] == str(full_run.checkpoint(STEPS))
+    assert ended.column("train/loss") == full_run.column("train/loss")
+    assert ended.summary["metrics"]["val/loss"] == full_run.summary["metrics"]["val/loss"]
+    assert same_weights(ended.weights(), full_run.weights())
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_user_module_with_manual_optimization_trains(run_job: JobRunner) -> None
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "strategy",
     [
         ("parallelism=single",),
         pytest.param(("parallelism=ddp",), marks=LONG),
@@ -210,10 +210,15 @@ def test_user_module_with_manual_optimization_trains(run_job: JobRunner) -> None
         pytest.param(("parallelism=hsdp",), marks=LONG),
     ],
 )
-def test_user_module_trace_predicts_memory(layout: tuple[str, ...], run_job: JobRunner) -> None:
-    lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
-    measured = run_job.without_defaults(*lines).summary["metrics"]
-    predicted = user_module_trace.trace_user_module(compose(lines))
+def test_user_module_trace_predicts_memory(strategy: tuple[str, ...], run_job: JobRunner) -> None:
+    overrides = (
+        *YOURS,
+        *strategy,
+        "+objective.arguments.width=256",
+        "+data.arguments.batch_size=16",
+    )
+    measured = run_job.without_defaults(*overrides).summary["metrics"]
+    predicted = user_module_trace.trace_user_module(compose(overrides))
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         key = f"memory/{name}_bytes"
         print(f"{key}: {predicted[key]:,} traced, {measured[key]:,} measured")

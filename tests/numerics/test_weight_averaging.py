@@ -42,13 +42,13 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 @pytest.fixture(scope="module")
-def plain(run_job: JobRunner) -> RunDir:
+def plain_run(run_job: JobRunner) -> RunDir:
     """A run on one device that averages nothing, and keeps the weights of each step."""
     return run_job.without_defaults(*RUN, "trainer.micro_batch=12")
 
 
 @pytest.fixture(scope="module")
-def single(run_job: JobRunner) -> RunDir:
+def averaged_run(run_job: JobRunner) -> RunDir:
     return run_job.without_defaults(*RUN, *EMA, "trainer.micro_batch=12")
 
 
@@ -68,28 +68,28 @@ def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.T
     return {name.replace("/", "."): it.detach() for name, it in averaged.module.items()}
 
 
-def test_ema_equals_torch_on_one_device(plain: RunDir, single: RunDir) -> None:
-    raw = [plain.weights(step + 1) for step in range(STEPS)]
-    assert same_weights(single.weights(), raw[-1])
-    assert single.column("train/loss") == plain.column("train/loss")
-    assert_tensors_close(average(single, STEPS), averaged_by_torch(raw), "average")
+def test_ema_equals_torch_on_one_device(plain_run: RunDir, averaged_run: RunDir) -> None:
+    raw = [plain_run.weights(step + 1) for step in range(STEPS)]
+    assert same_weights(averaged_run.weights(), raw[-1])
+    assert averaged_run.column("train/loss") == plain_run.column("train/loss")
+    assert_tensors_close(average(averaged_run, STEPS), averaged_by_torch(raw), "average")
 
 
-def test_ema_weights_are_loaded_from_a_run(single: RunDir) -> None:
-    told = load_trained(single.path)
-    assert told.is_averaged
-    given = {f"model.{name}": tensor for name, tensor in told.read_state_dict().items()}
-    held = average(single, STEPS)
+def test_ema_weights_are_loaded_from_a_run(averaged_run: RunDir) -> None:
+    trained = load_trained(averaged_run.path)
+    assert trained.is_averaged
+    given = {f"model.{name}": tensor for name, tensor in trained.read_state_dict().items()}
+    held = average(averaged_run, STEPS)
     assert same_weights({name: given[name] for name in held}, held)
-    assert not same_weights(given, single.weights())
+    assert not same_weights(given, averaged_run.weights())
 
 
 def layout(name: str) -> tuple[str, ...]:
     parts = STRATEGIES[name]
     spec = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism
     rows = 12 // spec.data_parallel_size
-    pieces = [f"parallelism.pipeline_micro_batches={rows}"] * name.startswith("pipeline")
-    return (*parts, f"trainer.micro_batch={rows}", *pieces)
+    chunks = [f"parallelism.pipeline_micro_batches={rows}"] * name.startswith("pipeline")
+    return (*parts, f"trainer.micro_batch={rows}", *chunks)
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -97,12 +97,14 @@ def layout(name: str) -> tuple[str, ...]:
     "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SELDOM)]
 )
 def test_ema_under_each_strategy_equals_one_device(
-    name: str, tied: bool, run_job: JobRunner, single: RunDir
+    name: str, tied: bool, run_job: JobRunner, averaged_run: RunDir
 ) -> None:
     """Each step trains from the weights, after the average has been validated."""
     further = TIED * tied
     reference = (
-        run_job.without_defaults(*RUN, *EMA, *further, "trainer.micro_batch=12") if tied else single
+        run_job.without_defaults(*RUN, *EMA, *further, "trainer.micro_batch=12")
+        if tied
+        else averaged_run
     )
     run = run_job.without_defaults(*RUN, *EMA, *further, *layout(name))
     for key in ("train/loss", "train/grad_norm", "val/loss"):
@@ -121,24 +123,26 @@ def test_ema_under_each_strategy_equals_one_device(
     ],
 )
 def test_ema_run_resumed_after_its_end_trains_from_the_weights(
-    before: str | None, after: str | None, run_job: JobRunner, single: RunDir
+    before: str | None, after: str | None, run_job: JobRunner, averaged_run: RunDir
 ) -> None:
     first = layout(before) if before else ("trainer.micro_batch=12",)
     then = layout(after) if after else ("trainer.micro_batch=12",)
     half = run_job.without_defaults(*RUN, *EMA, *first, "trainer.max_steps=2")
     resumed = run_job.without_defaults(*RUN, *EMA, *then, resume=half.checkpoint(2))
     if before is None:
-        assert same_weights(resumed.weights(), single.weights())
-        assert same_weights(average(resumed, STEPS), average(single, STEPS))
-    assert_tensors_close(resumed.weights(), single.weights(), "weights")
-    assert_tensors_close(average(resumed, STEPS), average(single, STEPS), "average")
-    assert resumed.column("val/loss") == pytest.approx(single.column("val/loss"), rel=TOLERANCE)
+        assert same_weights(resumed.weights(), averaged_run.weights())
+        assert same_weights(average(resumed, STEPS), average(averaged_run, STEPS))
+    assert_tensors_close(resumed.weights(), averaged_run.weights(), "weights")
+    assert_tensors_close(average(resumed, STEPS), average(averaged_run, STEPS), "average")
+    assert resumed.column("val/loss") == pytest.approx(
+        averaged_run.column("val/loss"), rel=TOLERANCE
+    )
 
 
-def test_ema_starts_at_the_configured_step(run_job: JobRunner, plain: RunDir) -> None:
+def test_ema_starts_at_the_configured_step(run_job: JobRunner, plain_run: RunDir) -> None:
     late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
     run = run_job.without_defaults(*RUN, *EMA, *late, "trainer.micro_batch=12")
     has = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
     assert has == [False, False, True]
-    assert same_weights(average(run, 3), plain.weights(3))
-    assert run.column("val/loss")[:2] == plain.column("val/loss")[:2]
+    assert same_weights(average(run, 3), plain_run.weights(3))
+    assert run.column("val/loss")[:2] == plain_run.column("val/loss")[:2]

@@ -26,8 +26,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 blocks."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    line = ["mount", "-t", "tmpfs", "-o", f"size={64 * BLOCK}", "tmpfs", str(folder)]
-    mounted = subprocess.run(line, check=False, capture_output=True, text=True)
+    overrides = ["mount", "-t", "tmpfs", "-o", f"size={64 * BLOCK}", "tmpfs", str(folder)]
+    mounted = subprocess.run(overrides, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder

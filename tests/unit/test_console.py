@@ -69,6 +69,6 @@ os.write(opened, b"only this")
 def test_console_does_not_reuse_closed_descriptors(tmp_path: Path) -> None:
     file = tmp_path / "file"
     shell = 'exec "$@" <&- >&- 2>&-'
-    line = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(file)]
-    assert subprocess.run(line, check=False).returncode == 0
+    overrides = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(file)]
+    assert subprocess.run(overrides, check=False).returncode == 0
     assert file.read_bytes() == b"only this"

@@ -228,14 +228,17 @@ def test_packed_job_without_process_does_not_stop_others(order: JobSpec, tmp_pat
 
 class TestRenderer:
     @pytest.fixture(autouse=True)
-    def own(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.ChartRenderer]:
+    def chart_renderer(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.ChartRenderer]:
         own = renderer.ChartRenderer()
         monkeypatch.setattr(renderer, "svg", own.svg)
         yield own
         own.close()
 
     def test_chart_renderer_restarts_once(
-        self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self,
+        chart_renderer: renderer.ChartRenderer,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
     ) -> None:
         tries = tmp_path / "tries"
         dying = tmp_path / "dying"
@@ -244,7 +247,7 @@ class TestRenderer:
         monkeypatch.setattr("sys.executable", str(dying))
         for reason in (*2 * ["crashed: SIGABRT"], *2 * ["crashed 2 times"]):
             with pytest.raises(renderer.RenderError, match=reason):
-                own.svg({}, "6.1")
+                chart_renderer.svg({}, "6.1")
         assert tries.read_text().split() == ["x", "x"]
 
     def test_missing_chart_renderer_omits_charts_only(
@@ -259,20 +262,20 @@ class TestRenderer:
         assert text.startswith(f"<p>{NO_CHART}: RenderError: cannot start")
 
     def test_chart_renderer_reports_a_failed_chart_and_continues(
-        self, own: renderer.ChartRenderer
+        self, chart_renderer: renderer.ChartRenderer
     ) -> None:
         with pytest.raises(renderer.RenderError, match="conversion failed"):
-            own.svg({"mark": {"type": 3}}, "6.1")
+            chart_renderer.svg({"mark": {"type": 3}}, "6.1")
         chart = {"data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
-        assert own.svg(chart, "6.1").startswith("<svg")
+        assert chart_renderer.svg(chart, "6.1").startswith("<svg")
 
     def test_chart_renderer_discards_answers_after_a_signal(
-        self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch
+        self, chart_renderer: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        process = own._start_process()
+        process = chart_renderer._start_process()
         assert process.stdout is not None
         monkeypatch.setattr(process.stdout, "readline", Mock(side_effect=KeyboardInterrupt))
         with suppress(KeyboardInterrupt):
-            own.svg({"mark": "point"}, "6.1")
+            chart_renderer.svg({"mark": "point"}, "6.1")
         assert process.poll() is not None
-        assert own._start_process() is not process
+        assert chart_renderer._start_process() is not process

@@ -74,8 +74,8 @@ def test_only_one_module_makes_consoles() -> None:
 @pytest.mark.parametrize("stderr", [False, True])
 def test_printed_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_lines("one", HOSTILE, "three", stderr=stderr)
-    said = capsys.readouterr()
-    printed = said.err if stderr else said.out
+    captured = capsys.readouterr()
+    printed = captured.err if stderr else captured.out
     assert_shown(printed)
     assert len(printed.splitlines()) == 3
 
@@ -112,9 +112,9 @@ def test_commands_reject_hostile_arguments_in_plain_text(
     no_null = HOSTILE.replace("\x00", "")
     for arguments in ([no_null], [f"name={no_null}"], [f"--{no_null}"], [f"model={no_null}"]):
         assert cli.main([command, *arguments]) == 2, (command, arguments)
-        said = capsys.readouterr()
-        assert_plain(said.out + said.err)
-        assert "scalewise: " in said.err
+        captured = capsys.readouterr()
+        assert_plain(captured.out + captured.err)
+        assert "scalewise: " in captured.err
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -168,8 +168,8 @@ def test_commands_print_hostile_run_folders_in_plain_text(
         ["publish", str(one)],
     ):
         assert cli.main(line) in (0, 1, 2), line
-        said = capsys.readouterr()
-        assert_plain(said.out + said.err)
+        captured = capsys.readouterr()
+        assert_plain(captured.out + captured.err)
     for page in tmp_path.rglob("report.html"):
         assert "<img" not in page.read_text("utf-8", errors="replace"), page
 

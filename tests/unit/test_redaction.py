@@ -371,10 +371,10 @@ class TestConfig:
         monkeypatch.setenv("STORE", "base64:Zk3nQ9vX2mB7tR5wY8cL1pD4Zk3nQ9vX2mB7tR5wY8c=")
         monkeypatch.setenv("LOG_KEY2", "plain")
 
-    @pytest.mark.parametrize("line", LINES)
-    def test_override_with_a_secret_is_rejected(self, line: str) -> None:
+    @pytest.mark.parametrize("overrides", LINES)
+    def test_override_with_a_secret_is_rejected(self, overrides: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            run_command(Command(), [line])
+            run_command(Command(), [overrides])
         assert "secret" in str(caught.value)
         for told in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
             assert told not in str(caught.value)

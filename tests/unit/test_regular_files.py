@@ -72,8 +72,8 @@ def test_commands_name_special_files_in_a_run(
         (tmp_path / file).write_text('{"status": "ok"}')
     (tmp_path / name).unlink(missing_ok=True)
     KINDS[kind](tmp_path / name)
-    line = [*command.split(), str(tmp_path), *[str(tmp_path)] * (command == "plan explain")]
-    assert cli.main(line) == 2
+    overrides = [*command.split(), str(tmp_path), *[str(tmp_path)] * (command == "plan explain")]
+    assert cli.main(overrides) == 2
     assert f"{tmp_path / name} is {kind}, not a regular file" in capsys.readouterr().err
 
 

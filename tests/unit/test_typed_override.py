@@ -27,8 +27,8 @@ FIX = re.compile(
 """How fixes begin."""
 
 
-def read_back(line: str) -> object:
-    (word,) = shlex.split(line)
+def read_back(overrides: str) -> object:
+    (word,) = shlex.split(overrides)
     return parse_value(word)
 
 

@@ -49,7 +49,7 @@ def test_bench_sizes_end_at_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("overrides", "said"),
     [
         ("", "no benchmark given; scalewise bench collectives"),
         ("colective", "unknown benchmark 'colective'"),
@@ -70,14 +70,14 @@ def test_bench_sizes_end_at_the_largest() -> None:
     ],
 )
 def test_bench_rejects_invalid_arguments(
-    line: str,
+    overrides: str,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *line.split(), *(["hardware=cpu"] if "=" in line else [])]) == 2
+    assert main(["bench", *overrides.split(), *(["hardware=cpu"] if "=" in overrides else [])]) == 2
     assert said in capsys.readouterr().err
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 

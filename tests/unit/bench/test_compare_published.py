@@ -228,10 +228,10 @@ def test_bench_planner_reads_a_file_and_writes_tables(
         writer.writeheader()
         writer.writerows([ROW, ROW | row])
     assert main(["bench", "planner", "--data", "rows.csv"]) == 0
-    said = capsys.readouterr().out
-    assert "fit status of runs that ran: fits 1, borderline 0, out_of_memory 0" in said
+    stdout = capsys.readouterr().out
+    assert "fit status of runs that ran: fits 1, borderline 0, out_of_memory 0" in stdout
     failed = "runs that ran out of memory: fits 0, borderline 0, out_of_memory 1"
-    assert failed in said
+    assert failed in stdout
     (file,) = Path("runs").glob("bench_planner/*/planner.json")
     record = json.loads(file.read_text("utf-8"))
     assert record["rows"] == 2

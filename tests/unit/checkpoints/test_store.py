@@ -367,7 +367,7 @@ def test_weights_of_an_earlier_step_replace_damaged_ones(
     save(later := manifest.checkpoint_path(saved.parent, 4), 4)
     (later / (name := tensors_file(later))).unlink()
     assert trained.choose_checkpoint(tmp_path, "last", ["model"]) == saved
-    said = capsys.readouterr().out
-    assert said == f"step 4 is damaged ({name}: is missing); using step 3 instead\n"
+    stdout = capsys.readouterr().out
+    assert stdout == f"step 4 is damaged ({name}: is missing); using step 3 instead\n"
     with pytest.raises(CheckpointError, match="choose another step"):
         trained.choose_checkpoint(tmp_path, "4", ["model"])

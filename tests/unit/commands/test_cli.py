@@ -37,20 +37,20 @@ def test_help_lists_commands_groups_and_examples(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 0
-    said = capsys.readouterr().out
-    words = " ".join(said.split())
+    stdout = capsys.readouterr().out
+    words = " ".join(stdout.split())
     for command in cli.COMMANDS:
         assert f"{command} {cli.COMMANDS[command]}" in words
     for group, summary in option_docs.group_summaries().items():
         plain = summary.replace("`", "")
         assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words
-    assert max(map(len, said.splitlines())) <= 80
+    assert max(map(len, stdout.splitlines())) <= 80
 
 
 def test_help_examples_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    said = capsys.readouterr().out.replace("\\\n", " ")
-    shown = [" ".join(line.split()) for line in said.splitlines()]
+    stdout = capsys.readouterr().out.replace("\\\n", " ")
+    shown = [" ".join(line.split()) for line in stdout.splitlines()]
     assert all(line in shown for _, line in usage.EXAMPLES)
 
 
@@ -59,15 +59,15 @@ def test_help_of_a_command_shows_its_usage(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([command, "--help"]) == 0
-    said = capsys.readouterr().out
-    words = " ".join(said.split())
+    stdout = capsys.readouterr().out
+    words = " ".join(stdout.split())
     assert words.startswith(f"scalewise {command}: {cli.COMMANDS[command]} ")
     assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[command])
-    assert ("  parallelism" in said) == (command in usage.COMPOSING)
+    assert ("  parallelism" in stdout) == (command in usage.COMPOSING)
     assert all(
         (f"{flag} {does}" in words) == (command in usage.COMPOSING) for flag, does in usage.FLAGS
     )
-    assert max(map(len, said.splitlines())) <= 80
+    assert max(map(len, stdout.splitlines())) <= 80
 
 
 def test_help_of_train_lists_groups_in_config_order(
@@ -131,9 +131,9 @@ def test_outcomes_map_to_exit_codes(
 
 
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("line", [["--version"], ["train", "--version"]])
+@pytest.mark.parametrize("overrides", [["--version"], ["train", "--version"]])
 def test_version_is_printed(
-    line: list[str],
+    overrides: list[str],
     installed: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -144,13 +144,13 @@ def test_version_is_printed(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert cli.main(line) == 0
+    assert cli.main(overrides) == 0
     expected = "1.2.3" if installed else "(source checkout, not installed)"
     assert capsys.readouterr().out == f"scalewise {expected}\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "offered", "not_offered"),
+    ("overrides", "offered", "not_offered"),
     [
         ("scalewise ", {"train", "report", "doctor"}, set()),
         ("scalewise tr", {"train"}, {"report"}),
@@ -161,7 +161,7 @@ def test_version_is_printed(
     ],
 )
 def test_completion_script_is_printed(
-    line: str,
+    overrides: str,
     offered: set[str],
     not_offered: set[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -169,8 +169,8 @@ def test_completion_script_is_printed(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    monkeypatch.setenv("COMP_LINE", overrides)
+    monkeypatch.setenv("COMP_POINT", str(len(overrides)))
     assert cli.main(["-sc", "query=bash"]) == 0
     found = set(capsys.readouterr().out.split())
     assert offered <= found
@@ -185,9 +185,9 @@ class TestDoctor:
 
     def test_doctor_lists_versions_and_machine(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor"]) == 0
-        said = capsys.readouterr().out
+        stdout = capsys.readouterr().out
         for word in ("processor", "memory", "free disk", "torch", "wandb", "W&B", "extra hf"):
-            assert word in said
+            assert word in stdout
 
     @pytest.mark.parametrize("memory", [4 * 1024**3, 512 * 1024**3])
     def test_doctor_reports_a_machine_without_devices(self, memory: int) -> None:
@@ -229,15 +229,15 @@ LONG = "x" * 5000
 
 
 def test_long_prompt_is_not_a_folder(tmp_path: Path) -> None:
-    line = [str(tmp_path), f"prompt={LONG}"]
-    assert trained.parse_options(line) == {"prompt": LONG}
-    folder, options = trained.read_arguments("evaluate", line, {"prompt": ""}, [])
+    overrides = [str(tmp_path), f"prompt={LONG}"]
+    assert trained.parse_options(overrides) == {"prompt": LONG}
+    folder, options = trained.read_arguments("evaluate", overrides, {"prompt": ""}, [])
     assert (folder, options) == (tmp_path, {"prompt": LONG})
 
 
 @pytest.mark.usefixtures("cpu_machine")
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ["status", LONG],
         ["report", LONG],
@@ -252,14 +252,14 @@ def test_long_prompt_is_not_a_folder(tmp_path: Path) -> None:
     ids=lambda line: line[0] + line[-1][:12],
 )
 def test_too_long_path_is_rejected(
-    line: list[str],
+    overrides: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(line) == 2
-    said = capsys.readouterr().err
-    assert "xxx...: File name too long" in said
-    assert len(said) < 300
+    assert cli.main(overrides) == 2
+    stderr = capsys.readouterr().err
+    assert "xxx...: File name too long" in stderr
+    assert len(stderr) < 300
     assert list(tmp_path.iterdir()) == []

@@ -67,10 +67,10 @@ def test_compare_command_shows_measured_and_predicted(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "explain", *pair]) == 0
-    said = capsys.readouterr().out
-    assert "Peak memory is 50% lower; predicted: 50% lower" in said
-    assert "Step time is 50% higher; predicted: 50% higher" in said
-    rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if line}
+    stdout = capsys.readouterr().out
+    assert "Peak memory is 50% lower; predicted: 50% lower" in stdout
+    assert "Step time is 50% higher; predicted: 50% higher" in stdout
+    rows = {line.split("  ")[0]: line.split() for line in stdout.splitlines() if line}
     assert rows["memory"][-2:] == ["none", "checkpoint_full"]
     assert rows["block activations"][-1] == "-67%"
     assert "optimizer state" not in rows  # the same in both
@@ -83,9 +83,9 @@ def test_compare_accepts_incomplete_runs(
     for name in ("plan", "summary"):
         (Path(pair[1]) / f"{name}.json").unlink()
     assert cli.main(["plan", "explain", *pair]) == 0
-    said = capsys.readouterr().out
-    assert "; predicted: " not in said
-    assert "time/step_s" in said
+    stdout = capsys.readouterr().out
+    assert "; predicted: " not in stdout
+    assert "time/step_s" in stdout
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_compare_rejects_other_folders(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "explain", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words)
+    stderr = capsys.readouterr().err
+    assert all(word in stderr for word in words)
 
 
 def test_compare_distinguishes_names_with_control_characters(
@@ -109,7 +109,7 @@ def test_compare_distinguishes_names_with_control_characters(
     one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
     other = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
     assert cli.main(["plan", "explain", one, other]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    row = next(line.split() for line in said.splitlines() if line.startswith("memory "))
+    stdout = capsys.readouterr().out
+    assert "\x1b" not in stdout
+    row = next(line.split() for line in stdout.splitlines() if line.startswith("memory "))
     assert row[-2:] == ["a\\x1b[31mb", "ab\\x07"]

@@ -13,7 +13,7 @@ from scalewise.config.diagnostics import diagnose_overrides
 
 
 @pytest.fixture
-def explained(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_explain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Returns what gives the output of ``scalewise explain``."""
 
     def run(*arguments: str) -> str:
@@ -28,9 +28,9 @@ def words(text: str) -> str:
 
 
 def test_explain_key_shows_documentation_type_unit_and_example(
-    explained: Callable[..., str],
+    run_explain: Callable[..., str],
 ) -> None:
-    assert explained("trainer.max_steps").splitlines() == [
+    assert run_explain("trainer.max_steps").splitlines() == [
         "trainer.max_steps",
         "",
         "  Training length, in optimizer steps.",
@@ -43,59 +43,59 @@ def test_explain_key_shows_documentation_type_unit_and_example(
 
 
 def test_explain_key_shows_the_default_of_each_option(
-    explained: Callable[..., str],
+    run_explain: Callable[..., str],
 ) -> None:
-    said = words(explained("parallelism.shards"))
-    assert "default 1 with parallelism=context, mesh, pipeline, tensor" in said
-    assert "auto with parallelism=fsdp, hsdp" in said
-    assert "example scalewise train parallelism=fsdp parallelism.shards=2" in said
+    text = words(run_explain("parallelism.shards"))
+    assert "default 1 with parallelism=context, mesh, pipeline, tensor" in text
+    assert "auto with parallelism=fsdp, hsdp" in text
+    assert "example scalewise train parallelism=fsdp parallelism.shards=2" in text
 
 
-def test_explain_defaults_are_composed(explained: Callable[..., str]) -> None:
-    said = words(explained("optimizer.lr"))
+def test_explain_defaults_are_composed(run_explain: Callable[..., str]) -> None:
+    text = words(run_explain("optimizer.lr"))
     for name in ("adamw", "sgd", "muon"):
         lr = compose([f"optimizer={name}"], check_machine=False).optimizer.lr
-        listed = said.split(f"{lr} with optimizer=")[1].split("0.")[0]
+        listed = text.split(f"{lr} with optimizer=")[1].split("0.")[0]
         assert name in listed.replace(",", " ").split(), name
 
 
-def test_explain_choice_lists_its_values(explained: Callable[..., str]) -> None:
-    said = words(explained("data.dtype"))
-    assert "values uint16: 2 bytes per token. uint32: 4 bytes per token." in said
-    assert "values true, false" in words(explained("optimizer.fused"))
+def test_explain_choice_lists_its_values(run_explain: Callable[..., str]) -> None:
+    text = words(run_explain("data.dtype"))
+    assert "values uint16: 2 bytes per token. uint32: 4 bytes per token." in text
+    assert "values true, false" in words(run_explain("optimizer.fused"))
 
 
 def test_explain_names_options_with_different_documentation(
-    explained: Callable[..., str],
+    run_explain: Callable[..., str],
 ) -> None:
-    said = words(explained("optimizer.lr"))
-    assert "Peak learning rate. With optimizer=adafactor: Largest relative step." in said
+    text = words(run_explain("optimizer.lr"))
+    assert "Peak learning rate. With optimizer=adafactor: Largest relative step." in text
 
 
-def test_explain_shows_top_level_keys(explained: Callable[..., str]) -> None:
-    assert "Seed of initial weights" in explained("seed")
-    assert "default   ${scalewise.run_name:}" in explained("name")
+def test_explain_shows_top_level_keys(run_explain: Callable[..., str]) -> None:
+    assert "Seed of initial weights" in run_explain("seed")
+    assert "default   ${scalewise.run_name:}" in run_explain("name")
 
 
-def test_explain_group_lists_options_and_keys(explained: Callable[..., str]) -> None:
-    said = words(explained("optimizer"))
+def test_explain_group_lists_options_and_keys(run_explain: Callable[..., str]) -> None:
+    text = words(run_explain("optimizer"))
     group = option_docs.group_doc("optimizer")
     for option in group.options:
-        assert f"{option.name} {option.summary}".replace("`", "") in said
-    assert "AdamW, fused. (default)" in said
-    assert "optimizer.lr Peak learning rate." in said
+        assert f"{option.name} {option.summary}".replace("`", "") in text
+    assert "AdamW, fused. (default)" in text
+    assert "optimizer.lr Peak learning rate." in text
 
 
-def test_explain_option_lists_keys_with_defaults(explained: Callable[..., str]) -> None:
-    said = explained("optimizer=muon")
-    assert "Jordan et al., 2024" in said
-    assert "  optimizer.momentum=0.95" in said
+def test_explain_option_lists_keys_with_defaults(run_explain: Callable[..., str]) -> None:
+    text = run_explain("optimizer=muon")
+    assert "Jordan et al., 2024" in text
+    assert "  optimizer.momentum=0.95" in text
 
 
-def test_explain_accepts_several_arguments(explained: Callable[..., str]) -> None:
-    said = explained("seed", "resume")
-    assert said.startswith("seed\n")
-    assert "\n\nresume\n" in said
+def test_explain_accepts_several_arguments(run_explain: Callable[..., str]) -> None:
+    text = run_explain("seed", "resume")
+    assert text.startswith("seed\n")
+    assert "\n\nresume\n" in text
 
 
 def test_explain_output_of_every_key_fits_80_columns() -> None:
@@ -160,6 +160,6 @@ def test_explain_without_argument_is_rejected_with_an_example(
 
 def test_explain_reports_every_unknown_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "seed", "sead", "optimizer=x"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "2 issues" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "2 issues" in captured.err

@@ -155,7 +155,7 @@ SWEPT = ("experiment=smoke", "seed=1,2")
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ["-m", *SWEPT],
         [*SWEPT, "-m"],
@@ -167,18 +167,18 @@ SWEPT = ("experiment=smoke", "seed=1,2")
     ids=" ".join,
 )
 def test_flags_are_accepted_among_overrides(
-    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("own", "seed=1,2"):
         (tmp_path / name).mkdir()
     noted = RecordingCommand()
-    assert run_command(noted, line) == 0
+    assert run_command(noted, overrides) == 0
     assert [run.seed for run in noted.runs] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ["seed=7", "--cfg", "job", "trainer.max_steps=3"],
         ["--cfg=job", "seed=7", "trainer.max_steps=3"],
@@ -187,9 +187,9 @@ def test_flags_are_accepted_among_overrides(
     ids=" ".join,
 )
 def test_flags_with_values_are_accepted_among_overrides(
-    line: list[str], capsys: pytest.CaptureFixture[str]
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(RecordingCommand(), line) == 0
+    assert run_command(RecordingCommand(), overrides) == 0
     shown = capsys.readouterr().out
     assert "seed: 7" in shown
     assert "max_steps: 3" in shown
@@ -217,9 +217,9 @@ def test_error_of_a_command_is_not_wrapped(compose: Callable[..., RunConfig]) ->
             run_command(Broken(), arguments)
 
 
-@pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
+@pytest.mark.parametrize("overrides", [[], ["-m", "seed=1,2"]])
 def test_signal_while_composing_leaves_nothing(
-    line: list[str], compose: Callable[..., RunConfig], tmp_path: Path
+    overrides: list[str], compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     class Signalled(BaseException):
         pass
@@ -231,12 +231,12 @@ def test_signal_while_composing_leaves_nothing(
         run_sweep = run_single
 
     with pytest.raises(Signalled):
-        run_command(Stops(), line)
+        run_command(Stops(), overrides)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ["train", "name=../../x"],
         ["train", "-m", "name=../../x", "seed=1,2"],
@@ -257,7 +257,7 @@ def test_signal_while_composing_leaves_nothing(
     ids=" ".join,
 )
 def test_rejected_command_leaves_folders_unchanged(
-    line: list[str],
+    overrides: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -268,12 +268,26 @@ def test_rejected_command_leaves_folders_unchanged(
     (work / "a.txt").write_text("text")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(work)
-    assert cli.main([line[0], "experiment=smoke", *line[1:]] if line[0] != "bench" else line) == 2
+    assert (
+        cli.main(
+            [overrides[0], "experiment=smoke", *overrides[1:]]
+            if overrides[0] != "bench"
+            else overrides
+        )
+        == 2
+    )
     assert "scalewise: config rejected" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     for empty in ("there", "runs"):
         (work / empty).rmdir()
-    assert cli.main([line[0], "experiment=smoke", *line[1:]] if line[0] != "bench" else line) == 2
+    assert (
+        cli.main(
+            [overrides[0], "experiment=smoke", *overrides[1:]]
+            if overrides[0] != "bench"
+            else overrides
+        )
+        == 2
+    )
     assert sorted(path.name for path in work.iterdir()) == ["a.txt"]
 
 
@@ -281,7 +295,7 @@ def test_rejected_command_leaves_folders_unchanged(
     "name", ["../../x", "../../new", "..", ".", "/", "a/b", "x" * 300, "/tmp/x"]
 )
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ["train"],
         ["plan"],
@@ -294,7 +308,7 @@ def test_rejected_command_leaves_folders_unchanged(
 )
 def test_rejected_name_creates_no_folder(
     name: str,
-    line: list[str],
+    overrides: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -307,7 +321,7 @@ def test_rejected_name_creates_no_folder(
     mkdir = os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda path, *rest: (made.append(path), mkdir(path, *rest)))
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main([*line, "experiment=smoke", f"name={name}"]) == 2
+    assert cli.main([*overrides, "experiment=smoke", f"name={name}"]) == 2
     assert "1 to 128 printable" in capsys.readouterr().err
     assert made == []
     assert sorted(tmp_path.rglob("*")) == before
@@ -324,9 +338,9 @@ def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("subdir", ["../..", "..", ".", "a/../..", "/tmp/elsewhere", "a/.."])
 def test_job_folders_stay_in_the_sweep_folder(subdir: str, tmp_path: Path) -> None:
-    line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
+    overrides = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
     with pytest.raises(ConfigError, match=r"is outside of the sweep folder.*job\.num") as caught:
-        run_command(Never(), line)
+        run_command(Never(), overrides)
     (issue,) = caught.value.issues
     assert (issue.key, issue.value) == ("hydra.sweep.subdir", subdir)
     assert list(tmp_path.iterdir()) == []

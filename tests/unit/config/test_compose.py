@@ -217,14 +217,12 @@ def test_changed_lists_values_that_differ_from_options(
 
 
 def test_changed_lists_options_alone_where_no_value_was_set() -> None:
-    drawn = random.Random(5)
+    rng = random.Random(5)
     groups = [group for group in paths.CLOSED_GROUPS if len(group_choices([group])[group]) > 1]
     usual = compose(check_machine=False).choices
     valid = 0
     for _ in range(30):
-        chosen = {
-            group: drawn.choice(paths.option_names(group)) for group in drawn.sample(groups, 3)
-        }
+        chosen = {group: rng.choice(paths.option_names(group)) for group in rng.sample(groups, 3)}
         try:
             run = compose(
                 [f"{group}={name}" for group, name in chosen.items()], check_machine=False

@@ -87,24 +87,24 @@ overrides = st.one_of(
 lines = st.lists(overrides, min_size=1, max_size=3)
 
 
-def answered(line: list[str]) -> tuple[RunConfig | ConfigError, float]:
+def answered(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
     """Returns what comes out of a line, and the processor time it took."""
     started = time.process_time()
     answer: RunConfig | ConfigError
     try:
-        answer = compose(line)
+        answer = compose(overrides)
     except ConfigError as error:
         answer = error
     return answer, time.process_time() - started
 
 
-def a_run_or_a_refusal(line: list[str]) -> None:
+def a_run_or_a_refusal(overrides: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answer, seconds = answered(line)
+        answer, seconds = answered(overrides)
         if seconds >= ENOUGH:  # a busy machine is slow once, a slow line always
             plain = min(answered([])[1] for _ in range(3))
-            assert min(answered(line)[1] for _ in range(3)) < TIMES * plain
+            assert min(answered(overrides)[1] for _ in range(3)) < TIMES * plain
     if isinstance(answer, ConfigError):
         assert answer.issues
         for issue in answer.issues:

@@ -150,16 +150,16 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(dedent(text))
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     lines = []
     for _ in range(40):
-        line = [drawn.choice(axis) for axis in CHOICES if drawn.random() < 0.5]
-        drawn.shuffle(line)
+        line = [rng.choice(axis) for axis in CHOICES if rng.random() < 0.5]
+        rng.shuffle(line)
         lines.append(line)
 
-    def composed(line: list[str]) -> tuple[object, ...]:
+    def composed(overrides: list[str]) -> tuple[object, ...]:
         try:
-            config = hydra_compose("config", line, return_hydra_config=True)
+            config = hydra_compose("config", overrides, return_hydra_config=True)
         except Exception as error:
             return type(error).__name__, str(error)
         raw = OmegaConf.to_container(config, resolve=False)
@@ -169,27 +169,27 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         alone = [composed(line) for line in lines]
         with shared_composition_cache():
-            for line, wanted in zip(lines, alone, strict=True):
-                assert composed(line) == wanted, line
+            for line, expected in zip(lines, alone, strict=True):
+                assert composed(line) == expected, line
     assert sum(len(found) == 3 for found in alone) > 10, alone[:9]
 
 
 def test_shared_compositions_of_random_options_equal_each_alone() -> None:
-    drawn = random.Random(3)
+    rng = random.Random(3)
     groups = [group for group in paths.GROUPS if len(paths.option_names(group)) > 1]
     lines = []
     for _ in range(25):
-        some = drawn.sample(groups, 4)
-        line = [f"{group}={drawn.choice(paths.option_names(group))}" for group in some]
-        if drawn.random() < 0.3:
-            line.append(f"experiment={drawn.choice(paths.option_names('experiment'))}")
-        lines.append(line)
+        some = rng.sample(groups, 4)
+        overrides = [f"{group}={rng.choice(paths.option_names(group))}" for group in some]
+        if rng.random() < 0.3:
+            overrides.append(f"experiment={rng.choice(paths.option_names('experiment'))}")
+        lines.append(overrides)
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
         alone = [outcome(loader, master, line) for line in lines]
         with shared_composition_cache():
-            for line, wanted in zip(lines, alone, strict=True):
-                assert outcome(loader, master, line) == wanted, line
+            for overrides, expected in zip(lines, alone, strict=True):
+                assert outcome(loader, master, overrides) == expected, overrides
     assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
 
 
@@ -215,8 +215,8 @@ def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Reco
 
     monkeypatch.setattr(composition_cache, "compose_defaults", counted)
     noted = RecordingCommand()
-    line = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
-    assert app.run_command(noted, line) == 0
+    overrides = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
+    assert app.run_command(noted, overrides) == 0
     monkeypatch.undo()
     return len(composed), noted
 
@@ -247,8 +247,8 @@ def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyP
         master = hydra_compose("config", [], return_hydra_config=True)
         with shared_composition_cache():
             for optimizer, schedule in product(optimizers, schedules):
-                line = [f"optimizer={optimizer}", f"schedule={schedule}"]
-                loader.load_sweep_config(master, line)
+                overrides = [f"optimizer={optimizer}", f"schedule={schedule}"]
+                loader.load_sweep_config(master, overrides)
     assert len(composed) == len(optimizers) + len(schedules) - 1
 
 
@@ -288,9 +288,9 @@ def test_composition_of_a_sweep_job_takes_at_most_30_ms(axes: str) -> None:
     least = float("inf")
     for _ in range(4):
         noted = Hashed()
-        began = time.process_time()
+        start = time.process_time()
         assert app.run_command(noted, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
-        least = min(least, (time.process_time() - began) / len(noted.runs))
+        least = min(least, (time.process_time() - start) / len(noted.runs))
         if least <= 0.03:  # a busy machine only ever adds to it
             break
     print(f"{axes}: {1e3 * least:.1f} ms a job")

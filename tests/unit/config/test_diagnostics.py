@@ -229,6 +229,8 @@ def test_overrides_must_be_a_list_of_strings() -> None:
     assert "an override is a string" in issue.reason
 
 
-@pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])
-def test_valid_overrides_have_no_issues(line: str) -> None:
-    assert diagnose_overrides([line]) == []
+@pytest.mark.parametrize(
+    "overrides", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"]
+)
+def test_valid_overrides_have_no_issues(overrides: str) -> None:
+    assert diagnose_overrides([overrides]) == []

@@ -18,7 +18,7 @@ Here = Callable[..., Hardware]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Returns the hardware of ``auto`` where these devices are."""
 
     def on(*gpus: str, line: tuple[str, ...] = ()) -> Hardware:
@@ -44,9 +44,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     ],
 )
 def test_profile_is_detected_by_device_name(
-    device: str, profile: str, memory: float | None, here: Here
+    device: str, profile: str, memory: float | None, detect_hardware: Here
 ) -> None:
-    found = here(device, device)
+    found = detect_hardware(device, device)
     assert (found.device, found.memory_gib, found.host_memory_gib) == ("cuda", memory, 512)
     assert (found.total_devices, found.nodes) == (None, 1)
     assert found.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
@@ -58,32 +58,32 @@ def test_profile_is_detected_by_device_name(
 
 
 def test_profile_detection_takes_the_longest_match(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+    detect_hardware: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"short": {"match": "H100"}, "long": {"match": "H100 NVL"}, "other": {"match": "NVL"}}
     known = {name: {**told, "memory_gib": 94.0} for name, told in known.items()}
     monkeypatch.setattr(
         "scalewise.config.hardware_detection._single_device_profiles", lambda: known
     )
-    assert here("NVIDIA H100 NVL").match == "H100 NVL"
+    assert detect_hardware("NVIDIA H100 NVL").match == "H100 NVL"
 
 
-def test_profile_detection_keeps_typed_values(here: Here) -> None:
-    line = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
-    found = here("NVIDIA H100 PCIe", line=line)
+def test_profile_detection_keeps_typed_values(detect_hardware: Here) -> None:
+    overrides = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
+    found = detect_hardware("NVIDIA H100 PCIe", line=overrides)
     assert (found.memory_gib, found.host_memory_gib, found.nodes) == (10, 64, 2)
     assert found.bf16_tflops == 989.5
 
 
-def test_cpu_has_no_profile(here: Here) -> None:
-    found = here()
+def test_cpu_has_no_profile(detect_hardware: Here) -> None:
+    found = detect_hardware()
     assert (found.device, found.match, found.read_off) == ("cpu", "", "")
 
 
 def test_plan_with_detected_hardware_has_a_fit_status(
-    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    detect_hardware: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here("NVIDIA H100 80GB HBM3")
+    detect_hardware("NVIDIA H100 80GB HBM3")
     run = compose(["hardware=auto", "tracking=none"])
     plan = build_plan(run)
     assert plan.fit.status is FitStatus.fits
@@ -91,9 +91,9 @@ def test_plan_with_detected_hardware_has_a_fit_status(
     show_plan.print_plan(plan)
     begin_job(JobSpec(run), tmp_path, None)
     told = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"
-    said = capsys.readouterr().out
-    assert f"hardware=auto: {told}" in said
-    assert "of 512.00 GiB (" in said
+    stdout = capsys.readouterr().out
+    assert f"hardware=auto: {told}" in stdout
+    assert "of 512.00 GiB (" in stdout
     resolved = yaml.safe_load((tmp_path / "resolved.yaml").read_text("utf-8"))
     assert resolved["hardware"]["read_off"] == told
 

@@ -25,19 +25,19 @@ LINES = [
 """Every option at least once."""
 
 
-def composed(line: list[str]) -> DictConfig:
+def composed(overrides: list[str]) -> DictConfig:
     app.prepare()
     with hydra_session():
-        return hydra.compose("config", overrides=line)
+        return hydra.compose("config", overrides=overrides)
 
 
-@pytest.mark.parametrize("line", LINES, ids=" ".join)
+@pytest.mark.parametrize("overrides", LINES, ids=" ".join)
 def test_composed_config_equals_plain_hydra(
-    line: list[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = composed(line)
+    found = composed(overrides)
     monkeypatch.setattr(PartSearchPath, "manipulate_search_path", lambda self, search_path: None)
-    plain = composed(line)
+    plain = composed(overrides)
     assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(plain)
     for group in GROUPS:
         assert OmegaConf.get_type(found, group) is OmegaConf.get_type(plain, group)

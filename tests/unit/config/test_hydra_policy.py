@@ -125,7 +125,7 @@ def test_config_group_file_cannot_run_code(
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         "+hydra.callbacks.x._target_=os.makedirs",
         "hydra.launcher._target_=os.makedirs",
@@ -138,14 +138,14 @@ def test_config_group_file_cannot_run_code(
         "hydra.searchpath=[pkg:///json]",
     ],
 )
-def test_override_cannot_run_code(line: str) -> None:
+def test_override_cannot_run_code(overrides: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose([line])
+        compose([overrides])
     (issue,) = caught.value.issues
     assert issue.key.startswith("hydra")
-    assert_fixes_work([line], issue, compose)
+    assert_fixes_work([overrides], issue, compose)
     with pytest.raises(ConfigError, match=issue.key.replace(".", r"\.")):
-        run_command(Quiet(), [line])
+        run_command(Quiet(), [overrides])
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
@@ -161,7 +161,7 @@ def test_config_search_path_imports_no_package(
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         "hydra/job_logging=default",
         "hydra/job_logging=stdout",
@@ -178,8 +178,8 @@ def test_config_search_path_imports_no_package(
         "hydra.searchpath=[pkg://scalewise.config]",
     ],
 )
-def test_policy_accepts_hydra_plugins_of_scalewise(line: str) -> None:
-    compose([line])
+def test_policy_accepts_hydra_plugins_of_scalewise(overrides: str) -> None:
+    compose([overrides])
 
 
 def test_policy_does_not_affect_other_applications() -> None:

@@ -93,7 +93,7 @@ def test_grid_runs_with_and_without_the_multirun_flag(flags: tuple[str, ...], jo
 
 
 @pytest.mark.parametrize(
-    ("sweeper", "complaint"),
+    ("sweeper", "issue"),
     [
         (
             {"zip": {"model.layers": "2,4,6", "optimizer.lr": "1e-3,5e-4"}},
@@ -115,12 +115,12 @@ def test_grid_runs_with_and_without_the_multirun_flag(flags: tuple[str, ...], jo
     ],
 )
 def test_invalid_sweep_is_rejected_and_leaves_nothing(
-    sweeper: dict[str, object], complaint: str, jobs: Jobs, tmp_path: Path
+    sweeper: dict[str, object], issue: str, jobs: Jobs, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         jobs(**sweeper)
     (found,) = caught.value.issues
-    assert complaint in str(found)
+    assert issue in str(found)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
@@ -128,7 +128,7 @@ HUGE = "range(1,1000000000)"
 
 
 @pytest.mark.parametrize(
-    ("line", "key", "reason"),
+    ("overrides", "key", "reason"),
     [
         ([f"seed={HUGE}"], "seed", "results in 999,999,999 jobs, and the maximum is 10,000"),
         ([f"seed=shuffle({HUGE})"], "seed", "results in 999,999,999 jobs"),
@@ -147,15 +147,23 @@ HUGE = "range(1,1000000000)"
 )
 @pytest.mark.parametrize("command", ["train", "wandb", "optuna"])
 def test_sweep_of_too_many_jobs_is_rejected_without_listing(
-    line: list[str], key: str, reason: str, command: str
+    overrides: list[str], key: str, reason: str, command: str
 ) -> None:
     if command == "optuna":
-        line = [*line, "hydra/sweeper=optuna", "+hydra.sweeper.objectives={val/loss: minimize}"]
-        line += ["hydra.sweeper.sampler=grid"]
-        key = key if "infinite range" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
+        overrides = [
+            *overrides,
+            "hydra/sweeper=optuna",
+            "+hydra.sweeper.objectives={val/loss: minimize}",
+        ]
+        overrides += ["hydra.sweeper.sampler=grid"]
+        key = (
+            key
+            if "infinite range" in reason or "shuffle" in overrides[0]
+            else "hydra.sweeper.sampler"
+        )
     with pytest.raises(ConfigError) as caught:
-        preview_search(["-m", *line]) if command == "wandb" else run_command(
-            RecordingCommand(), ["-m", *line]
+        preview_search(["-m", *overrides]) if command == "wandb" else run_command(
+            RecordingCommand(), ["-m", *overrides]
         )
     found = {issue.key: issue for issue in caught.value.issues}
     issue = found.get(key) or found[""]  # W&B has the grid by its size alone
@@ -164,17 +172,17 @@ def test_sweep_of_too_many_jobs_is_rejected_without_listing(
 
 
 @pytest.mark.parametrize(
-    ("line", "key"),
+    ("overrides", "key"),
     [
         (["hydra/sweeper=optuna", "hydra.sweeper.trials=1000000000"], "hydra.sweeper.trials"),
         (["hydra/sweeper=screen", "hydra.sweeper.repeats=1000000000"], "hydra.sweeper.repeats"),
     ],
 )
-def test_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> None:
+def test_search_of_too_many_jobs_is_rejected(overrides: list[str], key: str) -> None:
     factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
-    axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
+    axis = "seed=1,2" if "hydra/sweeper=optuna" in overrides else factors
     with pytest.raises(ConfigError, match="jobs, and the maximum is 10,000") as caught:
-        run_command(RecordingCommand(), ["-m", axis, *line])
+        run_command(RecordingCommand(), ["-m", axis, *overrides])
     assert key in [issue.key for issue in caught.value.issues]
 
 

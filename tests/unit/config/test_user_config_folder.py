@@ -60,7 +60,7 @@ def test_user_folder_package_is_imported(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "complaint"),
+    ("lines", "issue"),
     [
         (["model=mine", "optimizer.lrr=1"], "optimizer.lrr=1: no such key"),
         (["experiment=deep/copi"], "experiment=deep/copi: no such option; did you mean deep/copy"),
@@ -72,11 +72,11 @@ def test_user_folder_package_is_imported(folder: str) -> None:
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],
 )
-def test_user_folder_is_named_in_rejections(lines: list[str], complaint: str, folder: str) -> None:
+def test_user_folder_is_named_in_rejections(lines: list[str], issue: str, folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(folder, *lines)
     (found,) = caught.value.issues
-    assert complaint in str(found)
+    assert issue in str(found)
 
 
 def test_user_folder_is_removed_after_the_command(folder: str) -> None:
@@ -102,7 +102,7 @@ tracking: {tags: [foreign]}
 
 
 @pytest.fixture
-def trusting(folder: str) -> str:
+def trusting_folder(folder: str) -> str:
     for name, content in TRUSTING.items():
         file = Path(folder) / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,20 +122,20 @@ def trusting(folder: str) -> str:
         ["experiment=trusting", "seed=1", "hydra.mode=MULTIRUN"],
     ],
 )
-def test_user_folder_file_cannot_trust_a_package(lines: list[str], trusting: str) -> None:
+def test_user_folder_file_cannot_trust_a_package(lines: list[str], trusting_folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        runs(trusting, *lines)
+        runs(trusting_folder, *lines)
     said = [str(it) for it in caught.value.issues if it.key == "trusted_packages"]
     assert len(said) == 1, caught.value
     assert "trusted_packages=[foreign]: is set by a file" in said[0]
     assert "add 'trusted_packages=[foreign]'" in said[0]
 
 
-def test_wandb_sweep_cannot_trust_a_package(trusting: str) -> None:
+def test_wandb_sweep_cannot_trust_a_package(trusting_folder: str) -> None:
     more = ",".join(map(str, range(300)))  # more jobs than are validated one by one
     for line in ((), (f"seed={more}",)):
         with pytest.raises(ConfigError, match="is set by a file"):
-            preview_search(["-cd", trusting, "sweep=trusting", *line])
+            preview_search(["-cd", trusting_folder, "sweep=trusting", *line])
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,6 @@ def test_wandb_sweep_cannot_trust_a_package(trusting: str) -> None:
     ],
 )
 def test_command_line_trusts_packages(
-    lines: list[str], trusted: list[tuple[str, ...]], trusting: str
+    lines: list[str], trusted: list[tuple[str, ...]], trusting_folder: str
 ) -> None:
-    assert [run.trusted_packages for run in runs(trusting, *lines)] == trusted
+    assert [run.trusted_packages for run in runs(trusting_folder, *lines)] == trusted

@@ -124,8 +124,8 @@ def test_truncated_cache_is_rejected(capfd):
 def test_cache_progress_is_one_terminal_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     prepare_splits(StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8), 300, 0)
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)
+    stderr = capsys.readouterr().err
+    assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", stderr)
 
 
 def test_cache_reports_a_full_disk_of_a_rust_library(

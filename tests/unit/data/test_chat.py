@@ -137,11 +137,11 @@ def tokenizer(tmp_path: Path) -> Path:
     """Returns a tokenizer.json with the marks of ChatML and its template beside it."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    made = train_tokenizer(
+    tokenizer = train_tokenizer(
         TokenizerSource(300), lambda: iter(["Add 2 and 2. user assistant system " * 20])
     )
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     bos = {"__type": "AddedToken", "content": "<s>"}
     config = {"chat_template": CHATML, "bos_token": bos, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -152,10 +152,10 @@ def tokenizer(tmp_path: Path) -> Path:
 def test_chat_template_equals_transformers(
     messages: list[dict[str, str]], tokenizer: Path, tmp_path: Path
 ) -> None:
-    theirs = PreTrainedTokenizerFast(
+    hf_tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer), chat_template=CHATML, bos_token="<s>"
     )
-    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    expected = hf_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     path = lines(tmp_path / "a.jsonl", {"messages": messages})
     splits = prepare_splits(
         ChatData(paths=(path,), tokenizer=str(tokenizer), sequence=128, validation_fraction=0),
@@ -215,13 +215,13 @@ def test_chat_template_is_read_from_a_file_or_list(tokenizer: Path, tmp_path: Pa
 
 def test_chat_default_template_is_exported() -> None:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    theirs = environment.from_string(PLAIN_TEMPLATE)
+    expected = environment.from_string(PLAIN_TEMPLATE)
     developer = [{"role": "developer", "content": "Be brief."}, *MESSAGES["messages"]]
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES, developer):
         told = tuple(Message(**turn) for turn in messages)
-        ours = "".join(piece.text for piece in PlainTemplate(END_OF_TEXT)(Conversation(told)))
-        assert theirs.render(messages=messages, eos_token=END_OF_TEXT) == ours
-    asked = theirs.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
+        actual = "".join(chunk.text for chunk in PlainTemplate(END_OF_TEXT)(Conversation(told)))
+        assert expected.render(messages=messages, eos_token=END_OF_TEXT) == actual
+    asked = expected.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
     assert prompt_text(PlainTemplate(END_OF_TEXT), "Add 2 and 2.") == asked
 
 
@@ -258,17 +258,17 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("line", BAD)
+@pytest.mark.parametrize("overrides", BAD)
 def test_chat_bad_records_are_named_and_counted(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(f"{json.dumps(MESSAGES)}\n\n{line}\n{json.dumps(ALPACA)}\n")
+    path.write_text(f"{json.dumps(MESSAGES)}\n\n{overrides}\n{json.dumps(ALPACA)}\n")
     chat = ChatData(paths=(str(path),), **SMALL)
     with pytest.raises(DataError) as error:
         prepare_splits(chat, 300, 0)
     assert "1 record that is not a valid conversation: a.jsonl:3 " in str(error.value)
-    assert BAD[line] in str(error.value)
+    assert BAD[overrides] in str(error.value)
     assert "data.max_bad_rows=1" in str(error.value)
     allowed = prepare_splits(ChatData(paths=(str(path),), max_bad_rows=1, **SMALL), 300, 0)
     assert len(allowed.train) == 2

@@ -515,7 +515,7 @@ def test_chat_deeply_nested_records_are_rejected(tmp_path: Path) -> None:
 
 def sides(record: dict[str, Any]) -> list[str]:
     texts = parse_pair(record, PlainTemplate("."), RecordKeys())
-    return ["".join(piece.text for piece in pieces) for pieces in texts]
+    return ["".join(chunk.text for chunk in chunks) for chunks in texts]
 
 
 PREFERENCES = {

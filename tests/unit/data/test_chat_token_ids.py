@@ -86,9 +86,9 @@ def test_token_ids_equal_apply_chat_template(tokenizer: str, tmp_path: Path) -> 
             conversations.append([SYSTEM, *TURNS])
         records = [{"messages": messages} for messages in conversations]
         splits = prepared(tmp_path / name, template, tokenizer, *records)
-        theirs = AutoTokenizer.from_pretrained(tmp_path / name / "tokenizer")
+        hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / name / "tokenizer")
         for row, messages in enumerate(conversations):
-            expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+            expected = hf_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
             assert ids_of(splits, row, len(expected))[0] == expected, (name, row)
 
 
@@ -103,9 +103,9 @@ def test_token_ids_equal_the_transformers_tokenizer_class(kind: str, tmp_path: P
     chat = ChatData(
         paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0
     )
-    theirs = AutoTokenizer.from_pretrained(file.parent)
-    expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
-    assert ids_of(prepare_splits(chat, len(theirs), 0), 0, len(expected))[0] == expected
+    hf_tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    expected = hf_tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert ids_of(prepare_splits(chat, len(hf_tokenizer), 0), 0, len(expected))[0] == expected
 
 
 TOKEN = {
@@ -158,13 +158,13 @@ def test_token_ids_of_declared_tokens_equal_transformers(
     chat = ChatData(
         paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0
     )
-    theirs = AutoTokenizer.from_pretrained(file.parent)
-    assert len(theirs) > own.get_vocab_size()
-    expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
-    assert ids_of(prepare_splits(chat, len(theirs), 0), 0, len(expected))[0] == expected
+    hf_tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    assert len(hf_tokenizer) > own.get_vocab_size()
+    expected = hf_tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert ids_of(prepare_splits(chat, len(hf_tokenizer), 0), 0, len(expected))[0] == expected
     with pytest.raises(DataError, match="beyond the model's embedding: <") as caught:
-        prepare_splits(chat, len(theirs) - 1, 0)
-    assert f"model.vocabulary={len(theirs)} " in caught.value.issues[0].fix
+        prepare_splits(chat, len(hf_tokenizer) - 1, 0)
+    assert f"model.vocabulary={len(hf_tokenizer)} " in caught.value.issues[0].fix
     assert "cp " in caught.value.issues[0].fix
 
 
@@ -180,8 +180,8 @@ BARE_MARKED = CHATML_MARKED.replace(
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_labels_equal_the_assistant_mask(tokenizer: str, template: str, tmp_path: Path) -> None:
     splits = prepared(tmp_path, template, tokenizer, {"messages": TURNS})
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    expected = theirs.apply_chat_template(
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = hf_tokenizer.apply_chat_template(
         TURNS, return_dict=True, return_assistant_tokens_mask=True
     )
     ids, labels = ids_of(splits, 0, len(expected["input_ids"]))
@@ -251,8 +251,10 @@ def test_token_ids_of_tools_equal_transformers(tmp_path: Path) -> None:
     thought = {**CALLS[3], "reasoning_content": "cold"}
     messages = [*CALLS[:3], thought]
     splits = prepared(tmp_path, THINKING, "prepending", {"messages": messages, "tools": TOOLS})
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    expected = theirs.apply_chat_template(messages, tools=TOOLS, return_dict=True)["input_ids"]
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = hf_tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=True)[
+        "input_ids"
+    ]
     assert ids_of(splits, 0, len(expected))[0] == expected
     assert '{"city": "Oslo"}' in learnt(splits)
     assert "cold" in learnt(splits)
@@ -283,8 +285,8 @@ def test_tool_template_is_selected_for_tools(tmp_path: Path) -> None:
         paths=(str(path),), tokenizer=str(file.parent), end_of_text="</s>", sequence=256
     )
     splits = prepare_splits(ChatData(**{**vars(chat), "validation_fraction": 0}), 1000, 0)
-    theirs = AutoTokenizer.from_pretrained(file.parent)
-    expected = theirs.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
+    hf_tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    expected = hf_tokenizer.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
     assert ids_of(splits, 0, len(expected))[0] == expected
 
 

@@ -82,7 +82,7 @@ def test_data_preparation_imports_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "line"),
+    ("data", "overrides"),
     [
         (StdlibCorpus(sequence=0), "data.sequence=0: must be positive; set data.sequence=256"),
         (
@@ -137,8 +137,8 @@ def test_data_preparation_imports_no_torch(tmp_path):
         (RandomTokens(masked=-0.1), "data.masked=-0.1: must be at least 0 and below 1"),
     ],
 )
-def test_data_issues_name_key_value_and_fix(data, line):
-    assert said(data) == [line]
+def test_data_issues_name_key_value_and_fix(data, overrides):
+    assert said(data) == [overrides]
 
 
 def test_data_validation_shards_are_checked(tmp_path):

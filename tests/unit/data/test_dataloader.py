@@ -102,14 +102,14 @@ def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
     torch.set_num_threads(1)
     try:
         steps = count * (pairs + 1)
-        ours = iter(
+        actual = iter(
             TrainLoader(PackedDataset([tokens], sequence), BatchShare(8, 8), seed=0, steps=steps)
         )
         mapped = DataLoader(Mapped(tokens, sequence), batch_size=micro_batch, shuffle=True)
         ratios = []
         for _ in range(pairs + 1):
             usual = seconds(iter(mapped), count)
-            ratios.append(usual / seconds(ours, count))
+            ratios.append(usual / seconds(actual, count))
     finally:
         torch.set_num_threads(threads)
     # The first pair pays for the pages that are not mapped yet.

@@ -139,9 +139,9 @@ def test_tokenizer_training_chunks_are_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(encoding, "MAX_WORD_CHARACTERS", 200)
     text = story(1) + "x" * 1000 + story(2)
-    pieces = [*iter_training_text([text, text], len(text) + 77)]
-    assert "".join(pieces) == text + text[:77]
-    assert max(map(len, pieces)) <= 300
+    chunks = [*iter_training_text([text, text], len(text) + 77)]
+    assert "".join(chunks) == text + text[:77]
+    assert max(map(len, chunks)) <= 300
     assert [*itertools.islice(iter_training_text(["ab", "cd", "ef"], 3), 9)] == ["ab", "c"]
 
 

@@ -146,11 +146,11 @@ def test_hf_stream_repeats_and_rewinds():
 
 
 def test_hf_uses_a_given_tokenizer(folder, tmp_path):
-    made = train_tokenizer(TokenizerSource(320), lambda: iter(TEXTS))
-    made.save(str(tmp_path / "own.json"))
+    tokenizer = train_tokenizer(TokenizerSource(320), lambda: iter(TEXTS))
+    tokenizer.save(str(tmp_path / "own.json"))
     data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
     row = prepare_splits(data, 400, 0).train.gather([0])[0]
-    assert row.tolist() == [*made.encode(TEXTS[0]).ids, 0][:9]
+    assert row.tolist() == [*tokenizer.encode(TEXTS[0]).ids, 0][:9]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

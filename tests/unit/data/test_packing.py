@@ -107,14 +107,14 @@ def test_packing_reports_the_fraction_without_padding() -> None:
 def test_random_tokens_pack_several_texts() -> None:
     rows = RandomDataset(3, 50, 0, 20, 128, masked_fraction=0.3, packing=True)
     plain = RandomDataset(3, 50, 0, 20, 128)
-    batch, wanted = (
+    batch, expected = (
         as_batch(each.gather(range(20)), False, masked=each.masked, packing=each.packing)
         for each in (rows, plain)
     )
-    assert (batch["inputs"] == wanted["inputs"]).all()
+    assert (batch["inputs"] == expected["inputs"]).all()
     assert 40 < int((batch["positions"] == 0).sum()) < 160
     masked = batch["labels"] == IGNORED
-    assert (batch["labels"] == wanted["labels"])[~masked].all()
+    assert (batch["labels"] == expected["labels"])[~masked].all()
     assert masked[:, :-1][batch["positions"][:, 1:] == 0].all()
 
 

@@ -98,9 +98,9 @@ def test_pretrained_weights_accept_token_ids(data: str, files: Path) -> None:
 
 @pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
 def test_hf_model_keeps_its_tokenizer(data: str, files: Path) -> None:
-    line = [*OF_TRANSFORMERS, *named(LINES[data])]
-    assert_rejected(line, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
-    compose([*line, "model.init=random"])
+    overrides = [*OF_TRANSFORMERS, *named(LINES[data])]
+    assert_rejected(overrides, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
+    compose([*overrides, "model.init=random"])
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,13 @@ def test_tokenizer_fix_of_a_hub_name_is_its_cache(
     snapshot.symlink_to(files / "weights")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(files))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    line = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
+    overrides = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
     found = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
-    assert_rejected(line, "data.tokenizer", "trains a new tokenizer", found)
+    assert_rejected(overrides, "data.tokenizer", "trains a new tokenizer", found)
     (files / "weights" / "tokenizer.json").unlink()
-    assert_rejected(line, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH")
+    assert_rejected(
+        overrides, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH"
+    )
 
 
 @pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])

@@ -122,22 +122,22 @@ def test_text_cache_detects_changed_files(tmp_path):
 
 def test_text_uses_a_given_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
-    made = train_tokenizer(TokenizerSource(320), lambda: iter([STORY]))
-    made.save(str(tmp_path / "own.json"))
+    tokenizer = train_tokenizer(TokenizerSource(320), lambda: iter([STORY]))
+    tokenizer.save(str(tmp_path / "own.json"))
     data = TextData(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
     splits = prepare_splits(data, 400, 0)
-    assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
+    assert splits.train.gather([0])[0].tolist() == tokenizer.encode(STORY).ids[:9]
 
 
 @pytest.mark.parametrize("kind", ["text", "corpus"])
 def test_text_notes_special_tokens_of_a_given_tokenizer(tmp_path, kind):
     (tmp_path / "a.txt").write_text(STORY)
-    made = train_tokenizer(TokenizerSource(300, end_of_text="<bos>"), lambda: iter([STORY]))
-    made.add_special_tokens(["</s>"])
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer = train_tokenizer(TokenizerSource(300, end_of_text="<bos>"), lambda: iter([STORY]))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
     )
-    made.save(str(tmp_path / "own.json"))
+    tokenizer.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "</s>", "sequence": 8}
     note = "documents begin with <bos>, as the tokenizer adds it"
     if kind == "corpus":
@@ -145,28 +145,28 @@ def test_text_notes_special_tokens_of_a_given_tokenizer(tmp_path, kind):
         return
     splits = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), **own), 400, 0)
     assert splits.note == f"{note}; set data.special_tokens=false to omit it"
-    assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
+    assert splits.train.gather([0])[0].tolist() == tokenizer.encode(STORY).ids[:9]
     plain = prepare_splits(
         TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own), 400, 0
     )
     assert plain.note == ""
-    assert plain.train.gather([0])[0].tolist() == made.encode(STORY).ids[1:10]
+    assert plain.train.gather([0])[0].tolist() == tokenizer.encode(STORY).ids[1:10]
 
 
 def test_text_stores_large_vocabularies_in_four_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(STORY + "rare")
-    made = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
-    made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
-    made.save(str(tmp_path / "own.json"))
+    tokenizer = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
+    tokenizer.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
+    tokenizer.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
     rows = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **own), 2**17, 0).train
-    assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
+    assert rows.gather([len(rows) - 1])[0, 0] == tokenizer.token_to_id("rare") >= 2**16
 
 
 def test_text_trained_tokenizer_ends_texts_as_configured():
-    made = train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([STORY]))
-    assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None
-    assert made.token_to_id(END_OF_TEXT) is None
+    tokenizer = train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([STORY]))
+    assert tokenizer.encode(f"{STORY}</s>").ids[-1] == tokenizer.token_to_id("</s>") is not None
+    assert tokenizer.token_to_id(END_OF_TEXT) is None
 
 
 def test_tokenizer_training_reads_a_bounded_part(monkeypatch):

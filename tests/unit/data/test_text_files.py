@@ -248,10 +248,10 @@ def test_many_replacement_characters_are_noted(tmp_path, capsys):
         texts(tmp_path / f"a{suffix}", "x")
     (tmp_path / "few.txt").write_text("\ufffd" + "a" * 999, encoding="utf-8")
     texts(tmp_path / "few.txt")
-    told = capsys.readouterr().err
-    assert "a.txt has 2 replacement characters (U+FFFD) among 10" in told
-    assert "a.jsonl has 1 replacement characters (U+FFFD) among 5" in told
-    assert "few.txt" not in told
+    stderr = capsys.readouterr().err
+    assert "a.txt has 2 replacement characters (U+FFFD) among 10" in stderr
+    assert "a.jsonl has 1 replacement characters (U+FFFD) among 5" in stderr
+    assert "few.txt" not in stderr
 
 
 def test_nul_in_a_record_is_rejected(tmp_path):
@@ -270,7 +270,7 @@ def test_duplicate_columns_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("overrides", "reason"),
     [
         (b'{"x": "caf\xe9"}', "is not UTF-8 (byte 0xe9)"),
         (b'{"x": "\\ud800"}', "has a lone surrogate (half a character)"),
@@ -286,9 +286,9 @@ def test_duplicate_columns_are_rejected(tmp_path):
         (b"null", "is not a JSON object but a NoneType"),
     ],
 )
-def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
+def test_bad_records_are_rejected_with_their_line(tmp_path, overrides, reason):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"x": "one"}\n\n' + line + b'\n{"x": "two"}\n')
+    path.write_bytes(b'{"x": "one"}\n\n' + overrides + b'\n{"x": "two"}\n')
     with pytest.raises(DataError) as caught:
         texts(path, "x")
     assert caught.value.issues[0].reason.startswith(f"line 3 {reason}")

@@ -40,15 +40,15 @@ SETTINGS = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 3}
 
 
 def tokenizer() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(["hello how are you fine thanks"], trainer)
-    return made
+    tokenizer.train_from_iterator(["hello how are you fine thanks"], trainer)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +134,14 @@ def test_export_keeps_the_generation_config(
     compose: Compose,
     tmp_path: Path,
 ) -> None:
-    told = trained(compose, tmp_path / "run", *model(instruct), *data(instruct))
+    trained_run = trained(compose, tmp_path / "run", *model(instruct), *data(instruct))
     to = tmp_path / "out"
-    assert hf_export.write_export(told, to, AdapterExport.merged) == []
-    ours, theirs = AutoTokenizer.from_pretrained(to), AutoTokenizer.from_pretrained(instruct)
+    assert hf_export.write_export(trained_run, to, AdapterExport.merged) == []
+    actual, expected = AutoTokenizer.from_pretrained(to), AutoTokenizer.from_pretrained(instruct)
     for name in ("bos_token", "eos_token", "pad_token", "padding_side", "chat_template"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.special_tokens_map == theirs.special_tokens_map
-    assert ours.model_max_length == theirs.model_max_length
+        assert getattr(actual, name) == getattr(expected, name), name
+    assert actual.special_tokens_map == expected.special_tokens_map
+    assert actual.model_max_length == expected.model_max_length
     settings = read_json(to / "generation_config.json")
     assert settings == read_json(instruct / "generation_config.json")
     config = read_json(to / "config.json")
@@ -151,7 +151,7 @@ def test_export_keeps_the_generation_config(
         each.apply_chat_template(
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        for each in (ours, theirs)
+        for each in (actual, expected)
     ]
     written = []
     for at, batch in zip((to, instruct), batches, strict=True):
@@ -174,17 +174,17 @@ def test_export_tokenizer_has_the_ids_of_training(
     write_json(model / "tokenizer_config.json", config)
     write_json(model / "added_tokens.json", {"fine": 303})
     copy_file(model / "tokenizer.json", model / "plain.json")
-    line = [part.replace("tokenizer.json", name) for part in of_chat(model)]
-    told = trained(compose, tmp_path / "run", *hf(model), *line)
-    splits = told.load_splits()
-    save_tokenizer(splits, told.folder)
-    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
+    overrides = [part.replace("tokenizer.json", name) for part in of_chat(model)]
+    trained_run = trained(compose, tmp_path / "run", *hf(model), *overrides)
+    splits = trained_run.load_splits()
+    save_tokenizer(splits, trained_run.folder)
+    hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
-    made = AutoTokenizer.from_pretrained(tmp_path / "out")
-    expected = made.apply_chat_template(messages, return_dict=True)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     ids_S = splits.train.gather([0])[0][: len(expected)]
     assert [int(max(token, ~token)) for token in ids_S] == expected
-    assert (made.vocab.keys() >= {"how", "fine"}) == (name == "tokenizer.json")
+    assert (tokenizer.vocab.keys() >= {"how", "fine"}) == (name == "tokenizer.json")
 
 
 def without_template(model: Path, to: Path) -> Path:
@@ -201,11 +201,11 @@ def test_export_adds_the_trained_end_token(
     config = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}
     for name in ("config.json", "generation_config.json"):
         write_json(model / name, read_json(model / name) | config)
-    told = trained(compose, tmp_path / "run", *hf(model), *of_chat(model))
-    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
-    made = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (made.eos_token, made.pad_token) == ("<|end_of_text|>", "<|pad|>")
-    assert made.chat_template == chat_templates.PLAIN_TEMPLATE
+    trained_run = trained(compose, tmp_path / "run", *hf(model), *of_chat(model))
+    hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|end_of_text|>", "<|pad|>")
+    assert tokenizer.chat_template == chat_templates.PLAIN_TEMPLATE
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert peer.generation_config.eos_token_id == [2, 1]
     assert peer.config.eos_token_id == [2, 1]
@@ -217,10 +217,10 @@ def test_export_without_end_tokens_stops_at_end_of_text(
     bare = tmp_path / "tokenizer"
     bare.mkdir()
     shutil.copyfile(instruct / "tokenizer.json", bare / "tokenizer.json")
-    told = trained(compose, tmp_path / "run", *DECODER, *of_text(bare))
-    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
-    made = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert made.eos_token == "<|end_of_text|>"
+    trained_run = trained(compose, tmp_path / "run", *DECODER, *of_text(bare))
+    hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == "<|end_of_text|>"
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert peer.generation_config.eos_token_id == 1
 
@@ -228,10 +228,10 @@ def test_export_without_end_tokens_stops_at_end_of_text(
 def test_export_of_token_id_data_keeps_the_tokenizer(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
-    told = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
-    assert hf_export.write_export(told, tmp_path / "out", AdapterExport.merged) == []
-    made = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert made.chat_template == TEMPLATE
+    trained_run = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
+    assert hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged) == []
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["pad_token", "no_pad_token"])
@@ -249,27 +249,29 @@ def test_export_of_a_classifier_accepts_batches(
     (tmp_path / "texts.jsonl").write_text(lines, "utf-8")
     data = ("data=labelled", f"data.paths=[{tmp_path}/texts.jsonl]", "data.classes=[no,yes]")
     given = (f"data.tokenizer={model}/tokenizer.json", "data.end_of_text='<|end_of_text|>'")
-    line = (*DECODER, "model.classes=2", "objective=classification", *data, *given)
-    told = trained(compose, tmp_path / "run", *line)
-    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
-    made = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert made.pad_token == ("<|pad|>" if padded else "<|end_of_text|>")
+    overrides = (*DECODER, "model.classes=2", "objective=classification", *data, *given)
+    trained_run = trained(compose, tmp_path / "run", *overrides)
+    hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.pad_token == ("<|pad|>" if padded else "<|end_of_text|>")
     peer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     assert peer.config.pad_token_id == (3 if padded else 1)
     texts = ["hello", "how are you fine thanks"]
     with torch.no_grad():
-        made.padding_side = "right"
-        both = peer(**made(texts, padding=True, return_tensors="pt")).logits
-        alone = torch.cat([peer(**made(text, return_tensors="pt")).logits for text in texts])
+        tokenizer.padding_side = "right"
+        both = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        alone = torch.cat([peer(**tokenizer(text, return_tensors="pt")).logits for text in texts])
     torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_export_respects_the_umask(instruct: Path, compose: Compose, tmp_path: Path) -> None:
-    told = trained(compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora")
+    trained_run = trained(
+        compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora"
+    )
     before = os.umask(0o027)
     try:
         for form in AdapterExport:
-            hf_export.write_export(told, tmp_path / form, form)
+            hf_export.write_export(trained_run, tmp_path / form, form)
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):

@@ -37,7 +37,7 @@ def resolution(rows: Sequence[Sequence[int]]) -> float:
 
 class TestDesigns:
     @pytest.mark.parametrize(
-        ("factors", "wanted", "runs"),
+        ("factors", "expected", "runs"),
         # Box, Hunter and Hunter, 2nd edition, table 6.22; NIST/SEMATECH e-Handbook, 5.3.3.4.7
         [
             (3, 4, 8), (4, 4, 8), (5, 4, 16), (6, 4, 16), (7, 4, 16), (8, 4, 16), (9, 4, 32),
@@ -45,10 +45,10 @@ class TestDesigns:
             (9, 5, 128), (10, 5, 128), (11, 5, 128),
         ],
     )  # fmt: skip
-    def test_designs_have_published_sizes(self, factors: int, wanted: int, runs: int) -> None:
-        rows = fractional_design(factors, wanted)
+    def test_designs_have_published_sizes(self, factors: int, expected: int, runs: int) -> None:
+        rows = fractional_design(factors, expected)
         assert len(rows) == len(set(rows)) == runs
-        assert resolution(rows) >= wanted
+        assert resolution(rows) >= expected
         assert all(sum(column) == 0 for column in zip(*rows, strict=True))
         assert set(rows[0]) == {-1}
 

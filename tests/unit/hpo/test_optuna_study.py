@@ -42,7 +42,7 @@ def axes(*lines: str) -> tuple[list[Axis], list[str]]:
 
 class TestAxes:
     @pytest.mark.parametrize(
-        ("line", "axis"),
+        ("overrides", "axis"),
         [
             ("a=x,null,true,1", ChoiceAxis("a", ("x", "null", "True", "1"))),
             ("a=choice(1,'b c')", ChoiceAxis("a", ("1", "b\\ c"))),
@@ -55,8 +55,8 @@ class TestAxes:
             ("+inject=none,oom", ChoiceAxis("+inject", ("none", "oom"))),
         ],
     )
-    def test_search_space_parses_the_sweep_grammar(self, line: str, axis: Axis) -> None:
-        found, fixed = axes(line)
+    def test_search_space_parses_the_sweep_grammar(self, overrides: str, axis: Axis) -> None:
+        found, fixed = axes(overrides)
         assert found == [axis]
         assert fixed == []
 
@@ -289,21 +289,25 @@ class TestKilledSweep:
     """A sweep that died at any moment; the owner of its trials is no process any more."""
 
     @pytest.fixture
-    def died(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OptunaSearch]:
+    def killed_search(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[OptunaSearch]:
         with monkeypatch.context() as patch:
             patch.setattr(optuna_study, "_process_id", lambda: f"{os.uname().nodename} 1 0.0")
             yield optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
 
-    def test_killed_sweep_loses_no_finished_trial(self, died: OptunaSearch, tmp_path: Path) -> None:
-        for number, trial in enumerate(died.ask_trials()):
-            died.assign_job(trial, tmp_path, number, tmp_path / str(number))
+    def test_killed_sweep_loses_no_finished_trial(
+        self, killed_search: OptunaSearch, tmp_path: Path
+    ) -> None:
+        for number, trial in enumerate(killed_search.ask_trials()):
+            killed_search.assign_job(trial, tmp_path, number, tmp_path / str(number))
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
         job(tmp_path, 1, "running", "ok", **{"val/loss": 2.0})  # killed before it was listed
         job(tmp_path, 2, "running", "running")
         again = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
         assert len(again.reclaim_trials()) == 4
         assert [trial.value for trial in again.study.trials[:4]] == [1.0, 2.0, None, None]
-        lost = [trial.params for trial in died.study.trials[2:4]]
+        lost = [trial.params for trial in killed_search.study.trials[2:4]]
         assert [trial.params for trial in (*again.ask_trials(), *again.ask_trials())] == lost
         assert again.ask_trials() == []
 

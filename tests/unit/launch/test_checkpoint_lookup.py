@@ -182,8 +182,8 @@ def test_lookup_skips_a_damaged_checkpoint_with_a_message(
     resume = asked if asked == "last" else tmp_path / asked
     path = found(compose(f"resume='{resume}'"), tmp_path / "now")
     assert path == manifest.checkpoint_path(folder / "checkpoints", 3)
-    said = capsys.readouterr().out
-    assert said == f"resume: {damaged} is damaged; resuming from step-00000003\n"
+    stdout = capsys.readouterr().out
+    assert stdout == f"resume: {damaged} is damaged; resuming from step-00000003\n"
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ def test_resume_of_earlier_versions_has_no_special_tokens(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "x.txt").write_text("some text")
-    line = [f"data.tokenizer={'tokenizer.json' if given else 'null'}"]
-    run = compose("data=text", "data.paths=[x.txt]", *line)
+    overrides = [f"data.tokenizer={'tokenizer.json' if given else 'null'}"]
+    run = compose("data=text", "data.paths=[x.txt]", *overrides)
     values = yaml.safe_load(yaml.safe_dump(run.as_dict()))
     del values["data"]["special_tokens"]
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
@@ -362,5 +362,5 @@ def test_resume_of_earlier_versions_has_no_special_tokens(
     if given:
         (issue,) = resume_issues(run, tmp_path)
         assert issue.fix == "set data.special_tokens=false, or resume=null"
-        line.append("data.special_tokens=false")
-    assert not list(resume_issues(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))
+        overrides.append("data.special_tokens=false")
+    assert not list(resume_issues(compose("data=text", "data.paths=[x.txt]", *overrides), tmp_path))

@@ -163,16 +163,16 @@ def test_mpirun_processes_are_rejected(name: str) -> None:
     assert name in str(error)
 
 
-@pytest.mark.parametrize("line", [("train", "--cfg", "job"), ("plan",), ("doctor",)])
+@pytest.mark.parametrize("overrides", [("train", "--cfg", "job"), ("plan",), ("doctor",)])
 def test_commands_ignore_stale_rank_variables(
-    line: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert cli.main([*line]) == 0
+    assert cli.main([*overrides]) == 0
     assert "LOCAL_RANK" not in os.environ
     monkeypatch.setenv("LOCAL_RANK", "3")
-    expected = 2 if line[0] == "train" else 0
-    assert cli.main([*line]) == expected
+    expected = 2 if overrides[0] == "train" else 0
+    assert cli.main([*overrides]) == expected
     assert ("RANK, WORLD_SIZE" in capsys.readouterr().err) == bool(expected)
 
 

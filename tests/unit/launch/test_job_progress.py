@@ -179,18 +179,18 @@ class TestStatusCommand:
         sweep = a_sweep(tmp_path / "sweep", "running", "waiting")
         a_job(sweep / "0", "running", rows=400)
         assert cli.main(["status", str(sweep)]) == 0
-        said = capsys.readouterr().out
-        assert f"{sweep}: 1 running, 1 queued" in said.replace("\n", "")
-        assert "400/1000  8.6000  5 min 00 s" in said
+        stdout = capsys.readouterr().out
+        assert f"{sweep}: 1 running, 1 queued" in stdout.replace("\n", "")
+        assert "400/1000  8.6000  5 min 00 s" in stdout
 
     def test_status_rejects_other_folders(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["status"]) == 2
         assert cli.main(["status", str(tmp_path)]) == 2
-        said = capsys.readouterr().err
-        assert "no folder given" in said
-        assert "is neither a run (status.json) nor a sweep (sweep.json)" in said
+        stderr = capsys.readouterr().err
+        assert "no folder given" in stderr
+        assert "is neither a run (status.json) nor a sweep (sweep.json)" in stderr
 
     def test_status_watches_until_all_jobs_ended(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,8 +203,8 @@ class TestStatusCommand:
         def pause(seconds: float) -> None:
             looks.append(seconds)
             if len(looks) == 2:
-                said = json.loads((sweep / "0" / "status.json").read_text())
-                write_json(sweep / "0" / "status.json", {**said, "status": "ok"})
+                record = json.loads((sweep / "0" / "status.json").read_text())
+                write_json(sweep / "0" / "status.json", {**record, "status": "ok"})
 
         monkeypatch.setattr(status_command.time, "sleep", pause)
         assert cli.main(["status", str(sweep)]) == 0

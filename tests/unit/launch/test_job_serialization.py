@@ -38,7 +38,7 @@ def test_job_specs_round_trip(
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         "data=text data.paths=[a.txt,b.txt] callbacks=[guard,ema]",
         "parallelism=mesh parallelism.shards=2 parallelism.tensor=2 parallelism.attention=gather",
@@ -46,11 +46,11 @@ def test_job_specs_round_trip(
     ],
 )
 def test_job_spec_keeps_overrides(
-    line: str, compose: Callable[..., RunConfig], tmp_path: Path
+    overrides: str, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
-    assert comes_back(compose(*line.split(), check_machine=False), tmp_path)
+    assert comes_back(compose(*overrides.split(), check_machine=False), tmp_path)
 
 
 def test_missing_job_spec_is_rejected(tmp_path: Path) -> None:

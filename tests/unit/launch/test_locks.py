@@ -29,10 +29,10 @@ time.sleep(600)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process, which holds the lock of ``tmp_path``."""
-    line = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+    overrides = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(overrides, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
         yield process
@@ -40,15 +40,15 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_lock_excludes_other_processes_until_their_end(
-    tmp_path: Path, holder: subprocess.Popen[str]
+    tmp_path: Path, lock_holder: subprocess.Popen[str]
 ) -> None:
-    with pytest.raises(InUseError, match=f"process {holder.pid} on {socket.gethostname()}"):
+    with pytest.raises(InUseError, match=f"process {lock_holder.pid} on {socket.gethostname()}"):
         locks.acquire_lock(tmp_path)
     owner = locks.lock_owner(tmp_path)
     assert owner is not None
-    assert owner.kill_command == f"kill {holder.pid}"
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    assert owner.kill_command == f"kill {lock_holder.pid}"
+    lock_holder.send_signal(signal.SIGKILL)
+    lock_holder.wait()
     assert locks.lock_owner(tmp_path) is None
     with locks.acquire_lock(tmp_path) as lock:
         assert lock.is_held

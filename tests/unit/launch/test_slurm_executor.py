@@ -111,7 +111,7 @@ def test_slurm_requests_devices(
 
 
 @pytest.mark.parametrize(
-    ("line", "changed", "words"),
+    ("overrides", "changed", "words"),
     [
         ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks cannot be divided evenly"),
         ("", {"gpus_per_node": 2}, "the run uses the CPU"),
@@ -120,7 +120,7 @@ def test_slurm_requests_devices(
     ],
 )
 def test_slurm_rejects_invalid_settings(
-    line: str,
+    overrides: str,
     changed: dict[str, Any],
     words: str,
     options: dict[str, Any],
@@ -128,7 +128,7 @@ def test_slurm_rejects_invalid_settings(
     compose: Callable[..., RunConfig],
     tmp_path: Path,
 ) -> None:
-    task = SweepTask(0, JobSpec(compose(*line.split(), check_machine=False)), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose(*overrides.split(), check_machine=False)), tmp_path / "0")
     with pytest.raises(ConfigError, match=re.escape(words)):
         next(engine(options | changed).iter_results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()
@@ -217,11 +217,11 @@ class TestLostJob:
         facts = {"JobState": state, "ExitCode": "0:9"}
         monkeypatch.setattr(slurm_cli, "job_facts", lambda job: facts)
         slurm.write_lost_status(folder, "7_0", folder.parent)
-        said = json.loads((folder / "status.json").read_text())
-        assert (said["status"], said["exit_code"]) == (status, code)
-        assert f"Slurm state of job 7_0: {state}, exit code 0:9" in said["reason"]
-        assert said["log_tail"] == ["one", "two"]
-        assert said["seconds"] > 0
+        record = json.loads((folder / "status.json").read_text())
+        assert (record["status"], record["exit_code"]) == (status, code)
+        assert f"Slurm state of job 7_0: {state}, exit code 0:9" in record["reason"]
+        assert record["log_tail"] == ["one", "two"]
+        assert record["seconds"] > 0
 
     def test_lost_job_has_the_report_of_another_rank(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,9 +229,9 @@ class TestLostJob:
         monkeypatch.setattr(slurm_cli, "job_facts", lambda job: {})
         exit_reports.write_report(folder, 1, Outcome("failed", "it broke", 1, ("here",)))
         slurm.write_lost_status(folder, "7_0", folder.parent)
-        said = json.loads((folder / "status.json").read_text())
-        assert said["reason"].startswith("it broke; job 7_0 is unknown")
-        assert (said["rank"], said["log_tail"]) == (1, ["here"])
+        record = json.loads((folder / "status.json").read_text())
+        assert record["reason"].startswith("it broke; job 7_0 is unknown")
+        assert (record["rank"], record["log_tail"]) == (1, ["here"])
 
 
 @pytest.mark.parametrize(

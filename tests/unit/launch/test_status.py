@@ -147,10 +147,10 @@ def test_status_of_an_ended_run(compose: Callable[..., RunConfig], tmp_path: Pat
 
 def test_status_of_a_running_run(tmp_path: Path) -> None:
     a_status().write(tmp_path)
-    found = json.loads((tmp_path / "status.json").read_text())
-    assert (found["status"], found["exit_code"], found["ended"]) == ("running", None, None)
-    assert {"device", "cores", "memory_bytes"} <= found["machine"].keys()
-    assert {"python", "torch", "lightning", "wandb"} <= found["versions"].keys()
+    record = json.loads((tmp_path / "status.json").read_text())
+    assert (record["status"], record["exit_code"], record["ended"]) == ("running", None, None)
+    assert {"device", "cores", "memory_bytes"} <= record["machine"].keys()
+    assert {"python", "torch", "lightning", "wandb"} <= record["versions"].keys()
 
 
 def test_status_command_can_be_pasted() -> None:

@@ -133,7 +133,7 @@ def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "known", "numbers"),
+    ("expected", "known", "numbers"),
     [
         ([("a", {}), ("b", {})], [job(0, "b"), job(1, "a")], [1, 0]),
         ([("a", {}), ("a", {})], [job(0)], [0, None]),
@@ -150,9 +150,9 @@ def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
     ],
 )
 def test_resume_matches_each_job_once(
-    wanted: list[Any], known: list[EarlierJob], numbers: list[int | None]
+    expected: list[Any], known: list[EarlierJob], numbers: list[int | None]
 ) -> None:
-    found = [None if one is None else one.number for one in match_jobs(wanted, known)]
+    found = [None if one is None else one.number for one in match_jobs(expected, known)]
     assert found == numbers
 
 
@@ -385,7 +385,7 @@ class TestResumeOptions:
         assert parse_resume_request(["-m", "seed=1,2"]) == (None, ["-m", "seed=1,2"])
 
     @pytest.mark.parametrize(
-        ("words", "complaint"),
+        ("words", "issue"),
         [
             (["retry=failed"], "no sweep to resume is given; add resume_sweep=last"),
             (["resume_sweep="], "no sweep to resume"),
@@ -396,22 +396,24 @@ class TestResumeOptions:
             (["resume_sweep=last", "retry=ok"], "retry=ok: is not a status that can be retried"),
         ],
     )
-    def test_resume_options_are_validated(self, words: list[str], complaint: str) -> None:
+    def test_resume_options_are_validated(self, words: list[str], issue: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse_resume_request(words)
-        assert complaint in str(caught.value)
+        assert issue in str(caught.value)
 
     @pytest.mark.parametrize("command", [TrainCommand, lambda _, found: PlanCommand(found)])
-    @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
+    @pytest.mark.parametrize("overrides", [[], ["-m", "seed=1,2"]])
     def test_resume_options_leave_nothing_when_rejected(
         self,
-        line: list[str],
+        overrides: list[str],
         command: Callable[..., Command],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        found, rest = parse_resume_request([*line, "resume_sweep=last"])
-        with pytest.raises(ConfigError, match="single run" if not line else "there is no sweep"):
+        found, rest = parse_resume_request([*overrides, "resume_sweep=last"])
+        with pytest.raises(
+            ConfigError, match="single run" if not overrides else "there is no sweep"
+        ):
             run_command(command(rest, found), rest)
         assert list(tmp_path.iterdir()) == []

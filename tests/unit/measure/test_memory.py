@@ -85,11 +85,11 @@ def test_memory_is_halved_by_half_precision() -> None:
 
 
 def test_memory_of_activations_excludes_gradients() -> None:
-    network, pieces = Network(), [torch.randn(ROWS, IN) for _ in range(2)]
+    network, chunks = Network(), [torch.randn(ROWS, IN) for _ in range(2)]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
     probe.start()
-    losses = [network(x) for x in pieces]
+    losses = [network(x) for x in chunks]
     while losses:
         probe.before_backward()
         losses.pop().backward()

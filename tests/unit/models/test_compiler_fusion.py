@@ -121,10 +121,10 @@ def test_fusion_kernel_reuses_its_inputs() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp8"])
 def test_fusion_reduces_planned_memory_and_time(precision: str) -> None:
-    line = ["model=llama3_8b", "hardware=h100", "data=synthetic", f"precision={precision}"]
-    line += ["parallelism=fsdp", "parallelism.shards=8", "tracking=none"]
+    overrides = ["model=llama3_8b", "hardware=h100", "data=synthetic", f"precision={precision}"]
+    overrides += ["parallelism=fsdp", "parallelism.shards=8", "tracking=none"]
     runs = [
-        compose([*line, f"compile={scope}"], check_machine=False)
+        compose([*overrides, f"compile={scope}"], check_machine=False)
         for scope in ("none", "block", "whole")
     ]
     eager, block, whole = (worst_rank_breakdown(run).peak for run in runs)

@@ -55,27 +55,27 @@ def described(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
 @pytest.mark.parametrize("memory", ["none", "checkpoint_full"])
 def test_hf_plan_of_8b_equals_the_decoder(
-    layout: str, memory: str, compose: Compose, tmp_path: Path
+    strategy: str, memory: str, compose: Compose, tmp_path: Path
 ) -> None:
     """The two are written otherwise inside a block, and hold and compute the same weights."""
-    rest = ("data=synthetic", "data.sequence=2048", f"parallelism={layout}", f"memory={memory}")
+    rest = ("data=synthetic", "data.sequence=2048", f"parallelism={strategy}", f"memory={memory}")
     path = described(tmp_path / "8b", **LLAMA_8B)
-    line = ("model=hf", f"model.path={path}", "model.init=random", *rest)
+    overrides = ("model=hf", f"model.path={path}", "model.init=random", *rest)
     run, decoder = (
-        compose(*line, check_machine=False),
+        compose(*overrides, check_machine=False),
         compose("model=llama3_8b", *rest, check_machine=False),
     )
     held = sorted(weight.shape for weight in run.model.weight_census())
     assert held == sorted(weight.shape for weight in decoder.model.weight_census())
     assert run.flops_per_token == decoder.flops_per_token
-    ours, theirs = (build_rank_memory(each.parallelism, each, 0) for each in (run, decoder))
-    assert ours.weight_bytes(4, ours.parameter_shards) == theirs.weight_bytes(
-        4, theirs.parameter_shards
+    actual, expected = (build_rank_memory(each.parallelism, each, 0) for each in (run, decoder))
+    assert actual.weight_bytes(4, actual.parameter_shards) == expected.weight_bytes(
+        4, expected.parameter_shards
     )
-    assert ours.state_bytes(run) == theirs.state_bytes(decoder)
+    assert actual.state_bytes(run) == expected.state_bytes(decoder)
 
 
 TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
@@ -212,9 +212,9 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_hf_search_omits_incompatible_strategies(compose: Compose) -> None:
-    line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
+    overrides = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
     run = compose(
-        *line, "hardware.devices_per_node=4", "trainer.global_batch=4", check_machine=False
+        *overrides, "hardware.devices_per_node=4", "trainer.global_batch=4", check_machine=False
     )
     found = {axis_sizes(candidate.run.parallelism) for candidate in search_runs(run).candidates}
     assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
@@ -293,12 +293,12 @@ def test_hf_weights_of_another_model_are_rejected(
 ) -> None:
     import torch
 
-    held = load_file(hf_checkpoint("llama") / "model.safetensors")
-    held.pop(name, None)
+    tensors = load_file(hf_checkpoint("llama") / "model.safetensors")
+    tensors.pop(name, None)
     if "has no tensor" not in said:
-        held[name] = torch.zeros(shape)
+        tensors[name] = torch.zeros(shape)
     path = described(tmp_path / "other", **CONFIGS["llama"][1])
-    save_file(held, tmp_path / "other" / "model.safetensors")
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
     with pytest.raises(CheckpointError, match=said.replace("[", r"\[")):
         build_model(HuggingFaceConfig(path=path), 1)
 

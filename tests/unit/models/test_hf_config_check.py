@@ -165,8 +165,8 @@ def test_absent_config_keys_have_transformers_defaults(kind: str) -> None:
 def test_accepted_activations_equal_the_decoder() -> None:
     x = torch.linspace(-6, 6, 1001)
     for name in beside_of.TANH_GELU:
-        wanted = torch.nn.functional.gelu(x, approximate="tanh")
-        torch.testing.assert_close(ACT2FN[name](x), wanted, rtol=1e-5, atol=1e-6)
+        expected = torch.nn.functional.gelu(x, approximate="tanh")
+        torch.testing.assert_close(ACT2FN[name](x), expected, rtol=1e-5, atol=1e-6)
     for name in beside_of.SILU:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
@@ -223,15 +223,15 @@ def test_config_is_rejected_or_gives_equal_logits(
     config = AutoConfig.for_model(kind, **sizes | more, bos_token_id=0, eos_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        theirs = AutoModelForCausalLM.from_config(config).eval()
-        for parameter in theirs.parameters():
+        reference = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in reference.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(tmp_path)
+    reference.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text("utf-8"))
     if "rope_scaling" in more:  # as files of transformers 4 have it
         text.pop("rope_parameters")
     (tmp_path / "config.json").write_text(json.dumps(text | more), "utf-8")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tied = bool(config.tie_word_embeddings)
     begun = dataclasses.replace(GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied)
     while found := list(begun.validate()):
@@ -246,8 +246,8 @@ def test_config_is_rejected_or_gives_equal_logits(
         begun = dataclasses.replace(begun, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
     with torch.no_grad():
-        ours, wanted = build_model(begun, 1).eval()(tokens), theirs(tokens).logits
-    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+        actual, expected = build_model(begun, 1).eval()(tokens), reference(tokens).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_config_key_is_named_with_a_fix(tmp_path: Path) -> None:

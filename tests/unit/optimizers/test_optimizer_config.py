@@ -106,7 +106,7 @@ def test_patterns_are_set_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout", "reason"),
+    ("optimizer", "strategy", "reason"),
     [
         ("muon", "fsdp_offload", "requires unsharded parameters"),
         ("muon", "tensor", "requires unsharded parameters"),
@@ -117,8 +117,10 @@ def test_patterns_are_set_on_the_command_line() -> None:
         ("schedule_free", "deepspeed_zero3", "updates one flat vector"),
     ],
 )
-def test_optimizer_rejects_incompatible_strategy(optimizer: str, layout: str, reason: str) -> None:
-    parts = STRATEGIES.get(layout, (f"parallelism={layout}",))
+def test_optimizer_rejects_incompatible_strategy(
+    optimizer: str, strategy: str, reason: str
+) -> None:
+    parts = STRATEGIES.get(strategy, (f"parallelism={strategy}",))
     with pytest.raises(ConfigError) as refused:
         compose([*TINY_DECODER, *parts, f"optimizer={optimizer}", "schedule=constant"])
     assert [c.key for c in refused.value.issues] == ["optimizer"]

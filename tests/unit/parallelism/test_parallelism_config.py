@@ -156,13 +156,13 @@ def test_open_mesh_sizes_are_resolved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "theirs"),
+    ("spec", "expected"),
     [(SingleConfig(), "SingleDeviceStrategy"), (DDPConfig(), "DDPStrategy"),
      (MeshConfig(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
 def test_parallelism_configs_build_lightning_strategies(
-    spec: ParallelismConfig, theirs: str
+    spec: ParallelismConfig, expected: str
 ) -> None:
     strategy = build_strategy(spec, DeviceKind.cpu)
     assert isinstance(strategy, ParallelStrategy)
-    assert isinstance(strategy, getattr(strategies, theirs))
+    assert isinstance(strategy, getattr(strategies, expected))

@@ -48,11 +48,11 @@ def extremes(run: RunConfig) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
-@pytest.mark.parametrize("line", [ROOMY, PIPED], ids=["fsdp", "pipeline"])
+@pytest.mark.parametrize("overrides", [ROOMY, PIPED], ids=["fsdp", "pipeline"])
 def test_auto_checkpointing_is_optimal_within_the_budget(
-    line: tuple[str, ...], share: float, compose: Compose
+    overrides: tuple[str, ...], share: float, compose: Compose
 ) -> None:
-    run = compose(*line, "memory=auto", check_machine=False)
+    run = compose(*overrides, "memory=auto", check_machine=False)
     low, high = extremes(run)
     budget = low + share * (high - low)
     limited = replace(run, memory=AutoCheckpointing(budget / GIB))

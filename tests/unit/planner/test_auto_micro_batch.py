@@ -44,18 +44,18 @@ STATED = [
 ]
 
 
-def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
+def limited(compose: Compose, *overrides: str, rows: int = 8) -> RunConfig:
     """Returns a run whose device is as large as ``rows`` at a time ask for."""
-    roomy = compose(*LINE, "trainer.global_batch=64", *line, check_machine=False)
+    roomy = compose(*LINE, "trainer.global_batch=64", *overrides, check_machine=False)
     needed = check_fit(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
     return compose(
         *roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", check_machine=False
     )
 
 
-@pytest.mark.parametrize("layout", ["single", *STATED])
-def test_auto_micro_batch_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
-    line = STRATEGIES[layout] if layout != "single" else ()
+@pytest.mark.parametrize("strategy", ["single", *STATED])
+def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Compose) -> None:
+    line = STRATEGIES[strategy] if strategy != "single" else ()
     run = limited(compose, *line)
     option = auto_micro_batch.resolve_auto_micro_batch(RunOption(run))
     found, told = option.run, option.overrides
@@ -158,8 +158,8 @@ def test_external_ranks_size_micro_batches_by_prediction(
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         monkeypatch.setenv(rank, "0")
         monkeypatch.setenv(size, "1")
-    line = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
-    run, found = fit.resolve_auto(compose(*line))
+    overrides = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
+    run, found = fit.resolve_auto(compose(*overrides))
     assert run.trainer.micro_batch == run.global_batch == 8
     assert found is not None
     assert "torchrun" in found.description
@@ -176,8 +176,13 @@ def test_run_without_fitting_micro_batch_is_rejected_with_a_fix(compose: Compose
 
 
 def test_micro_batch_trial_is_a_short_run(compose: Compose) -> None:
-    line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=64", "checkpoint.every=1")
-    run = compose(*line, "trainer.micro_batch=4")
+    overrides = (
+        "experiment=smoke",
+        "hardware=cpu",
+        "trainer.global_batch=64",
+        "checkpoint.every=1",
+    )
+    run = compose(*overrides, "trainer.micro_batch=4")
     short = shorten_run(run)
     assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 8, 4)
     on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))

@@ -88,9 +88,9 @@ def test_host_memory_counts_the_ranks_of_a_node(run_of: Compose) -> None:
 
 
 def test_nvme_offload_is_not_in_host_memory(compose: Compose) -> None:
-    def held(name: str, *line: str) -> dict[str, int]:
+    def held(name: str, *overrides: str) -> dict[str, int]:
         rest = [part for part in LINE if not part.startswith("parallelism")]
-        return lines(compose(*rest, f"parallelism={name}", *line, check_machine=False))
+        return lines(compose(*rest, f"parallelism={name}", *overrides, check_machine=False))
 
     assert "offloaded parameters" in held("deepspeed_zero3_offload")
     on_disk = held("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")
@@ -123,15 +123,16 @@ def test_host_memory_includes_async_checkpoint_copies(run_of: Compose) -> None:
 
 
 def test_host_memory_may_exceed_the_node(run_of: Compose) -> None:
-    line = ("hardware.host_memory_gib=100", "checkpoint.background=true")
-    plan = build_plan(run_of(*line))
+    overrides = ("hardware.host_memory_gib=100", "checkpoint.background=true")
+    plan = build_plan(run_of(*overrides))
     assert plan.fit.host_breakdown is not None
     assert plan.fit.host_breakdown.peak > 100 * GIB
     assert plan.fit.status is FitStatus.host_out_of_memory
     assert plan.suggested_fix is not None
     assert plan.suggested_fix.overrides == ("checkpoint.background=false",)
     assert (
-        build_plan(run_of("hardware.host_memory_gib=200", *line[1:])).fit.status is FitStatus.fits
+        build_plan(run_of("hardware.host_memory_gib=200", *overrides[1:])).fit.status
+        is FitStatus.fits
     )
 
 

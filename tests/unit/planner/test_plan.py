@@ -65,12 +65,12 @@ def ledger(gib: float) -> MemoryBreakdown:
 
 
 @pytest.mark.parametrize(
-    ("gib", "verdict"),
+    ("gib", "fit_status"),
     [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
 )
-def test_fit_status_includes_allocator_reserve(gib: float, verdict: FitStatus) -> None:
+def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus) -> None:
     fit = FitReport(ledger(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
-    assert fit.status is verdict
+    assert fit.status is fit_status
     least, usual, most = fit.reserved
     assert least == int(gib * GIB) + GIB < usual < most
     assert fit.margin == 80 * GIB - usual
@@ -86,11 +86,11 @@ def test_cpu_reserve_equals_allocation() -> None:
 
 
 def test_plan_peak_is_the_maximum_over_phases() -> None:
-    lines = (
+    overrides = (
         MemoryEntry("activations", {StepPhase.loss: 6, StepPhase.backward_last: 4}, "", ""),
         MemoryEntry("gradients", {StepPhase.backward_last: 3, StepPhase.optimizer: 5}, "", ""),
     )
-    assert (MemoryBreakdown(lines).peak, MemoryBreakdown(lines).peak_phase) == (
+    assert (MemoryBreakdown(overrides).peak, MemoryBreakdown(overrides).peak_phase) == (
         7,
         StepPhase.backward_last,
     )
@@ -109,7 +109,7 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    "overrides",
     [
         ("trainer.micro_batch=8", "trainer.global_batch=64"),
         ("trainer.micro_batch=4", "trainer.global_batch=null"),
@@ -122,10 +122,10 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
     ids=" ".join,
 )
 def test_suggested_fix_makes_the_run_fit(
-    line: tuple[str, ...], plan_of: Compose, compose: Compose
+    overrides: tuple[str, ...], plan_of: Compose, compose: Compose
 ) -> None:
-    relaid = any(part.startswith("parallelism=") for part in line)
-    whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *line]
+    relaid = any(part.startswith("parallelism=") for part in overrides)
+    whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *overrides]
     plan = plan_of(*whole)
     assert plan.fit.status is FitStatus.out_of_memory
     assert plan.suggested_fix is not None
@@ -189,22 +189,22 @@ def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -
 
 
 def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
-    line = ("parallelism=pipeline", "parallelism.pipeline=4", "hardware=h100", *LLAMA[3:8])
+    overrides = ("parallelism=pipeline", "parallelism.pipeline=4", "hardware=h100", *LLAMA[3:8])
     steps = {
-        pieces: predict_step_time(
+        chunks: predict_step_time(
             compose(
                 "model=llama3_8b",
-                *line,
+                *overrides,
                 "trainer.micro_batch=32",
-                f"parallelism.pipeline_micro_batches={pieces}",
+                f"parallelism.pipeline_micro_batches={chunks}",
                 check_machine=False,
             )
         )
-        for pieces in (4, 32)
+        for chunks in (4, 32)
     }
     bubbles = {
-        pieces: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
-        for pieces, step in steps.items()
+        chunks: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
+        for chunks, step in steps.items()
         if step
     }
     assert bubbles[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / pieces
@@ -212,10 +212,12 @@ def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
 
 
 def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
-    line = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
+    overrides = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
     within, across = (
         predict_step_time(
-            compose(*line, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False)
+            compose(
+                *overrides, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False
+            )
         )
         for ranks in (8, 16)
     )
@@ -235,7 +237,7 @@ def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
 def test_collectives_are_named_by_mesh_axes(
     sizes: list[str], axes: set[str], compose: Compose
 ) -> None:
-    line = (
+    overrides = (
         "model=openllama_7b",
         "data.sequence=64",
         "parallelism=mesh",
@@ -243,7 +245,7 @@ def test_collectives_are_named_by_mesh_axes(
         "trainer.micro_batch=1",
     )
     step = predict_step_time(
-        compose(*line, *(f"parallelism.{size}" for size in sizes), check_machine=False)
+        compose(*overrides, *(f"parallelism.{size}" for size in sizes), check_machine=False)
     )
     assert step is not None
     assert set(step.exposed_communication) - {"the whole mesh"} == axes
@@ -261,10 +263,10 @@ def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compos
         )
         for rows, shards in grid
     ] * 8
-    began = time.process_time()
+    start = time.process_time()
     for each in runs:
         check_fit(each)
-    rate = len(runs) / (time.process_time() - began)
+    rate = len(runs) / (time.process_time() - start)
     print(f"{rate:,.0f} ledgers/s")
     assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
 
@@ -290,8 +292,8 @@ CPU = (
 )
 
 
-def step(plan_of: Compose, *line: str) -> StepTime:
-    found = plan_of(*CPU, *line).step_time
+def step(plan_of: Compose, *overrides: str) -> StepTime:
+    found = plan_of(*CPU, *overrides).step_time
     assert isinstance(found, StepTime)
     return found
 
@@ -336,13 +338,13 @@ def test_memory_limit_reduces_the_device(plan_of: Compose) -> None:
 
 
 def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Compose) -> None:
-    line = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
-    fit = plan_of(*line, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
+    overrides = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
+    fit = plan_of(*overrides, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
     assert "deferred weight gradients" in fit.unmodeled_memory
     room = replace(fit, capacity=int(1.5 * fit.reserved[1]))
     assert room.status is FitStatus.borderline
     assert replace(room, traced_peak=fit.peak).status is FitStatus.fits
-    assert plan_of(*line).fit.unmodeled_memory == ""
+    assert plan_of(*overrides).fit.unmodeled_memory == ""
 
 
 def test_zero_collectives_send_gradients_and_weights(plan_of: Compose) -> None:
@@ -374,24 +376,24 @@ def test_suggested_fix_keeps_the_device_count(plan_of: Compose) -> None:
 
 def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
-    for layout, ranks in (
+    for strategy, ranks in (
         (("parallelism=ddp", "parallelism.replicas=8"), 1),
         (("parallelism=fsdp", "parallelism.shards=8"), 8),
         (("parallelism=fsdp", "parallelism.shards=8", "parallelism.cpu_offload=true"), 8),
     ):
-        plain, plan = plan_of(*rest, *layout), plan_of(*rest, *layout, "callbacks=[guard,ema]")
+        plain, plan = plan_of(*rest, *strategy), plan_of(*rest, *strategy, "callbacks=[guard,ema]")
         share = 4 * plan.run.model.num_parameters / ranks
         on_device = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}.get(
             "average", 0
         )
         node = {line.name: line.max_bytes for line in host_memory.node_memory(plan.run).entries}
         on_host = node.get("offloaded average", 0)
-        if len(layout) == 3:
-            assert on_device == 0, layout
+        if len(strategy) == 3:
+            assert on_device == 0, strategy
             assert on_host == pytest.approx(8 * share, rel=1e-3)
         else:
-            assert on_host == 0, layout
-            assert on_device == pytest.approx(share, rel=1e-3), layout
+            assert on_host == 0, strategy
+            assert on_device == pytest.approx(share, rel=1e-3), strategy
         assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device
 
 

@@ -41,7 +41,7 @@ SMALL = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_
 
 
 @pytest.fixture
-def found(compose: Compose) -> Find:
+def find_strategies(compose: Compose) -> Find:
     return lambda search, *line: search_runs(
         compose(f"plan.search={search}", *line, check_machine=False)
     )
@@ -54,10 +54,10 @@ def plan_of(compose: Compose) -> Callable[..., Plan]:
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])
 def test_search_overrides_reproduce_the_candidate(
-    search: str, found: Find, plan_of: Callable[..., Plan]
+    search: str, find_strategies: Find, plan_of: Callable[..., Plan]
 ) -> None:
     kinds = {}
-    for candidate in found(search, *NODE).candidates:
+    for candidate in find_strategies(search, *NODE).candidates:
         run = candidate.run
         axes = tuple(line.split("=")[0] for line in candidate.overrides)
         kinds[type(run.parallelism), axes, candidate.training_overrides] = candidate
@@ -69,10 +69,12 @@ def test_search_overrides_reproduce_the_candidate(
             assert typed.step_time == candidate.step_time, candidate.overrides
 
 
-def test_search_best_beats_every_candidate(found: Find, plan_of: Callable[..., Plan]) -> None:
-    best = found("layout", *NODE).best
+def test_search_best_beats_every_candidate(
+    find_strategies: Find, plan_of: Callable[..., Plan]
+) -> None:
+    best = find_strategies("layout", *NODE).best
     assert best is not None
-    layouts = (
+    strategies = (
         ("parallelism=fsdp", "parallelism.shards=8"),
         ("parallelism=tensor", "parallelism.tensor=8"),
         ("parallelism=mesh", "parallelism.shards=4", "parallelism.context=2"),
@@ -81,33 +83,35 @@ def test_search_best_beats_every_candidate(found: Find, plan_of: Callable[..., P
         ("parallelism=ddp", "parallelism.replicas=8"),
     )
     memories = ("none", "checkpoint_selective", "checkpoint_full")
-    for layout, memory, rows in product(layouts, memories, (1, 2)):
-        plan = plan_of(*NODE, *layout, f"memory={memory}", f"trainer.micro_batch={rows}")
+    for strategy, memory, rows in product(strategies, memories, (1, 2)):
+        plan = plan_of(*NODE, *strategy, f"memory={memory}", f"trainer.micro_batch={rows}")
         if plan.fit.status is FitStatus.fits:
             assert plan.step_time is not None
-            assert plan.step_time.seconds >= best.step_seconds * 0.999, (layout, memory, rows)
+            assert plan.step_time.seconds >= best.step_seconds * 0.999, (strategy, memory, rows)
 
 
 @pytest.mark.parametrize("rank", ["time", "memory"])
-def test_search_prunes_only_losers(rank: str, found: Find, plan_of: Callable[..., Plan]) -> None:
-    line = ("model=tinyllama_1b", "hardware=rtx4090", "precision=bf16_mixed", "data=synthetic")
-    line += ("data.sequence=2048", "trainer.global_batch=8", "adapter=none", "optimizer=adamw")
-    best = found("memory", *line, f"plan.rank_by={rank}").best
+def test_search_prunes_only_losers(
+    rank: str, find_strategies: Find, plan_of: Callable[..., Plan]
+) -> None:
+    overrides = ("model=tinyllama_1b", "hardware=rtx4090", "precision=bf16_mixed", "data=synthetic")
+    overrides += ("data.sequence=2048", "trainer.global_batch=8", "adapter=none", "optimizer=adamw")
+    best = find_strategies("memory", *overrides, f"plan.rank_by={rank}").best
     assert best is not None
     fitting = []
     for memory, chunk, rows in product(
         ("none", "checkpoint_selective", "checkpoint_full"), ("null", "1024"), (1, 2, 4, 8)
     ):
         ways = (f"memory={memory}", f"objective.loss_chunk={chunk}", f"trainer.micro_batch={rows}")
-        plan = plan_of(*line, *ways)
+        plan = plan_of(*overrides, *ways)
         if plan.fit.status is FitStatus.fits and plan.step_time is not None:
             figures = {"time": plan.step_time.seconds, "memory": plan.fit.breakdown.peak}
             fitting.append(figures[rank])
     assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
 
 
-def test_search_front_is_undominated(found: Find) -> None:
-    all_of = found("layout", *BIG)
+def test_search_front_is_undominated(find_strategies: Find) -> None:
+    all_of = find_strategies("layout", *BIG)
 
     def figures(candidate: SearchCandidate) -> tuple[float, float, float]:
         seconds, peak = candidate.step_seconds, candidate.fit.breakdown.peak
@@ -124,17 +128,19 @@ def test_search_front_is_undominated(found: Find) -> None:
         assert (mine in front) == (not beaten), mine
 
 
-def test_search_candidates_keep_the_global_batch(found: Find) -> None:
-    for candidate in found("layout", *BIG).candidates:
+def test_search_candidates_keep_the_global_batch(find_strategies: Find) -> None:
+    for candidate in find_strategies("layout", *BIG).candidates:
         run = candidate.run
         assert run.global_batch == 64
         assert run.samples_per_forward * run.accumulation == 64
         assert 32 % run.world_size == 0
 
 
-def test_search_keeps_typed_values(found: Find) -> None:
+def test_search_keeps_typed_values(find_strategies: Find) -> None:
     typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
-    for candidate in found("all", *BIG, *typed, "adapter=none", "optimizer=adamw").candidates:
+    for candidate in find_strategies(
+        "all", *BIG, *typed, "adapter=none", "optimizer=adamw"
+    ).candidates:
         run = candidate.run
         assert run.parallelism.sizes["tensor"] == 8
         assert run.memory.recompute == "full"
@@ -160,45 +166,47 @@ def test_search_reports_progress(compose: Compose) -> None:
     assert heard == [*range(1, len(found.candidates) + 1)]
 
 
-def test_search_explains_losers(found: Find) -> None:
+def test_search_explains_losers(find_strategies: Find) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
-    lost = {it.value: it.reason for it in neighbor_alternatives(found("layout", *BIG, *flat))}
+    lost = {
+        it.value: it.reason for it in neighbor_alternatives(find_strategies("layout", *BIG, *flat))
+    }
     assert "time: communication over" in lost["shards 32"]
     assert "GiB of 80.00 GiB" in lost["replicate 2 x shards 16"]
     assert "block activations" in lost["nothing"]
 
 
-def test_search_explains_an_invalid_strategy(found: Find) -> None:
-    line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
-    lost = neighbor_alternatives(found("layout", *BIG, *line))
+def test_search_explains_an_invalid_strategy(find_strategies: Find) -> None:
+    overrides = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
+    lost = neighbor_alternatives(find_strategies("layout", *BIG, *overrides))
     assert any("does not divide model.kv_heads" in it.reason for it in lost)
 
 
-def test_search_places_the_pipeline_across_slow_links(found: Find) -> None:
-    best = found("layout", *BIG, "hardware.node_link_gb_per_s=1").best
+def test_search_places_the_pipeline_across_slow_links(find_strategies: Find) -> None:
+    best = find_strategies("layout", *BIG, "hardware.node_link_gb_per_s=1").best
     assert best is not None
     assert best.run.parallelism.sizes["pipeline"] >= 4
 
 
-def test_search_by_price_prefers_few_devices(found: Find) -> None:
+def test_search_by_price_prefers_few_devices(find_strategies: Find) -> None:
     small = ("model=llama_160m", *BIG[1:], "data.sequence=2048")
-    price = found("layout", *small, "plan.rank_by=price").best
-    fastest = found("layout", *small).best
+    price = find_strategies("layout", *small, "plan.rank_by=price").best
+    fastest = find_strategies("layout", *small).best
     assert price is not None
     assert fastest is not None
     assert price.run.world_size < fastest.run.world_size == 32
     assert (price.dollars_for(1e9) or 0) < (fastest.dollars_for(1e9) or 0)
 
 
-def test_search_keeps_full_training_if_it_fits(found: Find) -> None:
-    best = found("memory", *SMALL).best
+def test_search_keeps_full_training_if_it_fits(find_strategies: Find) -> None:
+    best = find_strategies("memory", *SMALL).best
     assert best is not None
     assert best.training_overrides == ()
 
 
-def test_search_proposes_an_adapter_if_nothing_else_fits(found: Find) -> None:
-    line = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
-    all_of = found("memory", *line)
+def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: Find) -> None:
+    overrides = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
+    all_of = find_strategies("memory", *overrides)
     assert all_of.best is not None
     assert "adapter=lora" in all_of.best.overrides
     assert all(
@@ -206,8 +214,10 @@ def test_search_proposes_an_adapter_if_nothing_else_fits(found: Find) -> None:
     )
 
 
-def test_search_separates_changed_training(found: Find, capsys: pytest.CaptureFixture[str]) -> None:
-    all_of = found("memory", *SMALL)
+def test_search_separates_changed_training(
+    find_strategies: Find, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_of = find_strategies("memory", *SMALL)
     assert all_of.best in all_of.pareto_front
     assert not any(candidate.training_overrides for candidate in all_of.pareto_front)
     assert all(candidate.training_overrides for candidate in all_of.changed_training_front)
@@ -217,10 +227,10 @@ def test_search_separates_changed_training(found: Find, capsys: pytest.CaptureFi
     assert gained["adapter=lora"].endswith("% less time, but changes the training")
     assert not any("-" in why for why in gained.values())
     show_search.print_search(all_of)
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     heads = ("\nUnchanged training: Pareto", "\nChanged training: Pareto")
     last = "\nBest time with unchanged training: single"
-    assert 0 < said.find(heads[0]) < said.find(heads[1]) < said.find(last)
+    assert 0 < stdout.find(heads[0]) < stdout.find(heads[1]) < stdout.find(last)
 
 
 @pytest.mark.parametrize(("traced", "code"), [(2**30, 0), (2**50, 3)])
@@ -241,30 +251,33 @@ def test_search_checks_the_best_by_trace(
     assert f"\n{'Out of memory' if code else 'Fits'}: " in capsys.readouterr().out
 
 
-def test_search_reports_that_nothing_fits(found: Find) -> None:
-    all_of = found("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
+def test_search_reports_that_nothing_fits(find_strategies: Find) -> None:
+    all_of = find_strategies("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
     assert all_of.best is None
     assert all_of.pareto_front == ()
     assert neighbor_alternatives(all_of) == ()
 
 
-def test_search_without_rates_ranks_by_memory(found: Find) -> None:
-    all_of = found("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
+def test_search_without_rates_ranks_by_memory(find_strategies: Find) -> None:
+    all_of = find_strategies("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
     assert all_of.best.step_time is None
     assert all_of.rank_by is RankBy.memory
     assert not any("time" in it.reason for it in neighbor_alternatives(all_of))
 
 
-def test_search_may_leave_devices_idle(found: Find) -> None:
+def test_search_may_leave_devices_idle(find_strategies: Find) -> None:
     six = tuple(part for part in NODE if "devices_per_node" not in part)
     counts = {
-        it.run.world_size for it in found("layout", *six, "hardware.devices_per_node=6").candidates
+        it.run.world_size
+        for it in find_strategies("layout", *six, "hardware.devices_per_node=6").candidates
     }
     assert counts == {1, 2, 3, 4, 6}
 
 
-def test_search_lists_each_alternative_once(found: Find) -> None:
-    line = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
-    told = [(it.choice, it.value) for it in neighbor_alternatives(found("layout", *line))]
+def test_search_lists_each_alternative_once(find_strategies: Find) -> None:
+    overrides = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
+    told = [
+        (it.choice, it.value) for it in neighbor_alternatives(find_strategies("layout", *overrides))
+    ]
     assert len(told) == len(set(told))

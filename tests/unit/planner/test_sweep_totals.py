@@ -18,8 +18,8 @@ H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
 
 
 def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
-    lines = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
-    plans = [build_plan(compose(*H100, *line, check_machine=False)) for line in lines]
+    overrides = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
+    plans = [build_plan(compose(*H100, *line, check_machine=False)) for line in overrides]
     found = sum_plans(plans)
     assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
     step = plans[0].step_time
@@ -32,8 +32,8 @@ def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
 
 def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
-    lines = (H100, (*H100, *epochs), ("hardware=cpu",))
-    found = sum_plans([build_plan(compose(*line, check_machine=False)) for line in lines])
+    overrides = (H100, (*H100, *epochs), ("hardware=cpu",))
+    found = sum_plans([build_plan(compose(*line, check_machine=False)) for line in overrides])
     assert (found.jobs, found.unfit, found.untimed, found.unrated) == (3, 0, 2, 1)
     assert found.seconds > 0
     assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
@@ -43,11 +43,11 @@ def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
 def test_sweep_table_hints_at_missing_rates(
     hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
-    print_totals(sum_plans([build_plan(compose(*line, check_machine=False))]), None)
-    said = capsys.readouterr().out
-    assert "; 1 without a predicted time" in said
-    assert (NO_TIME in said) == hinted
+    overrides = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
+    print_totals(sum_plans([build_plan(compose(*overrides, check_machine=False))]), None)
+    stdout = capsys.readouterr().out
+    assert "; 1 without a predicted time" in stdout
+    assert (NO_TIME in stdout) == hinted
 
 
 def test_rejected_job_shows_the_memory_breakdown(compose: Compose) -> None:

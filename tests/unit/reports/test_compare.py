@@ -47,8 +47,8 @@ def four() -> compare.ReportComparison:
         ("bf16_mixed", "ddp", 1432.2, 1.43, 4.13, [9.0, 7.001, 6.003]),
     ]
     jobs = []
-    for number, (precision, layout, tokens, step, peak, curve) in enumerate(rows):
-        varied = {"precision": precision, "parallelism": layout}
+    for number, (precision, strategy, tokens, step, peak, curve) in enumerate(rows):
+        varied = {"precision": precision, "parallelism": strategy}
         ended = {"tokens": tokens, "step": step, "peak": peak * GIB, "loss": curve[-1]}
         jobs.append(run(number, varied, curve, **ended))
     return sweep(varying, jobs)

@@ -67,8 +67,8 @@ class TestRun:
         assert not re.findall(r"@import|url\((?!#)", source)
 
     def test_picture_ids_are_unique(self, run_folder: Path) -> None:
-        found = re.findall(r'\bid="([^"]+)"', text_of(files.write_page(run_folder)))
-        assert len(found) == len(set(found))
+        match = re.findall(r'\bid="([^"]+)"', text_of(files.write_page(run_folder)))
+        assert len(match) == len(set(match))
 
     def test_page_pictures_use_the_page_colors(self, run_folder: Path) -> None:
         drawn = re.findall(
@@ -100,9 +100,9 @@ class TestPipeline:
     def test_pipeline_passes_are_one_part(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", step_s=1.0, metrics=PIPELINE, world_size=2)
         source = text_of(files.write_page(folder))
-        said = words(part(source, "time"))
-        assert "Forward + backward takes 90% of the step" in said
-        assert "forward + backward 900" in said
+        text = words(part(source, "time"))
+        assert "Forward + backward takes 90% of the step" in text
+        assert "forward + backward 900" in text
         assert "var(--t-both)" in part(source, "time")
         assert "Peak memory of the worst rank" in words(part(source, "memory"))
 
@@ -113,18 +113,18 @@ class TestPipeline:
             return {"metrics": PIPELINE if number else fast | rest}
 
         folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
-        said = words(part(text_of(files.write_page(folder)), "time"))
-        assert "forward + backward time differs most: 300 ms vs. 900 ms" in said
+        text = words(part(text_of(files.write_page(folder)), "time"))
+        assert "forward + backward time differs most: 300 ms vs. 900 ms" in text
 
 
 class TestFailedRun:
     def test_failed_page_shows_reason_and_fixes(self, tmp_path: Path) -> None:
         source = text_of(files.write_page(make_run(tmp_path / "r", **out_of_memory())))
-        said = words(part(source, "failed"))
-        assert "The run ran out of memory" in said
-        assert "first backward" in said
-        assert "memory=checkpoint_full" in said
-        assert "torch.OutOfMemoryError" in said
+        text = words(part(source, "failed"))
+        assert "The run ran out of memory" in text
+        assert "first backward" in text
+        assert "memory=checkpoint_full" in text
+        assert "torch.OutOfMemoryError" in text
         assert 'id="memory"' not in source
 
     @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ class TestFailedRun:
 
 def test_page_compares_out_of_memory_with_the_plan(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **out_of_memory(plan=plan_record(4.6, 1.4, 4.25)))
-    said = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
-    assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in said
+    text = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
+    assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in text
 
 
 class TestTorn:
@@ -257,10 +257,10 @@ class TestSweep:
 
     def test_sweep_page_sentences_equal_the_table(self, sweep_folder: Path) -> None:
         source = text_of(files.write_page(sweep_folder))
-        verdict = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
+        fit_status = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
         table = part(source, "comparison")
-        fastest = re.search(r"fastest at ([\d,]+) tok/s", verdict)
-        least = re.search(r"least memory, ([\d.]+) GiB", verdict.replace("\u00a0", " "))
+        fastest = re.search(r"fastest at ([\d,]+) tok/s", fit_status)
+        least = re.search(r"least memory, ([\d.]+) GiB", fit_status.replace("\u00a0", " "))
         assert fastest is not None
         assert least is not None
         marked = re.findall(r'<span class="best">([\d.,%]+)<span', table)
@@ -330,9 +330,9 @@ class TestSweep:
     def test_sweep_page_ignores_job_folders_outside(self, tmp_path: Path) -> None:
         make_run(tmp_path / "other", reason="must not be read")
         folder = make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {})
-        found = json.loads((folder / "sweep.json").read_text("utf-8"))
-        found["jobs"][0]["folder"] = "../other"
-        (folder / "sweep.json").write_text(json.dumps(found), "utf-8")
+        record = json.loads((folder / "sweep.json").read_text("utf-8"))
+        record["jobs"][0]["folder"] = "../other"
+        (folder / "sweep.json").write_text(json.dumps(record), "utf-8")
         sweep = records.read_record(folder)
         assert isinstance(sweep, records.SweepRecord)
         assert sweep.jobs[0].summary is None
@@ -399,7 +399,7 @@ def test_page_shows_the_publish_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "line", "again"),
+    ("status", "overrides", "again"),
     [
         ("failed", "-m seed=1,2", "'resume_sweep=runs/layouts_cpu/my sweep' retry=failed"),
         ("failed", "-m seed=1,2 hydra.sweep.dir=mine", "resume_sweep=DIR retry=failed"),
@@ -407,11 +407,13 @@ def test_page_shows_the_publish_command(tmp_path: Path) -> None:
         ("ok", "-m seed=1,2", ""),
     ],
 )
-def test_page_shows_the_retry_command(status: str, line: str, again: str, tmp_path: Path) -> None:
+def test_page_shows_the_retry_command(
+    status: str, overrides: str, again: str, tmp_path: Path
+) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "status": status if number else "ok"}
 
-    command = f"scalewise train {line}"
+    command = f"scalewise train {overrides}"
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
     told = words(part(text_of(files.write_page(folder)), "reproduce"))
     assert ("Retry failed jobs" in told) == bool(again)

@@ -38,8 +38,8 @@ def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(wandb_report.build_wandb_report(folder).read_text("utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(wandb_report.build_wandb_report(folder).read_text("utf-8"))
+    return record
 
 
 def blocks(folder: Path, kind: str) -> list[dict[str, Any]]:

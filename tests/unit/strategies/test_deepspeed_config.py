@@ -157,9 +157,9 @@ def test_signal_ends_extension_compilers(tmp_path: Path) -> None:
     builder = tmp_path / "builder"
     builder.write_text(textwrap.dedent(BUILDER).lstrip().format(python=sys.executable))
     builder.chmod(0o755)
-    doors = CliRunner(tmp_path, cli_environment(tmp_path, tmp_path))
-    with closing(doors):
-        door = doors.start_process(
+    runner = CliRunner(tmp_path, cli_environment(tmp_path, tmp_path))
+    with closing(runner):
+        door = runner.start_process(
             [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(tmp_path)]
         )
         door.wait_for_file("compiler")

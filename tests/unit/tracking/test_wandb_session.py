@@ -163,22 +163,22 @@ def test_endless_response_delays_five_seconds(how: str, monkeypatch: pytest.Monk
         monkeypatch.setenv("WANDB_BASE_URL", url)
         monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
         monkeypatch.setenv("WANDB_MODE", "online")
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(ScalewiseError, match=r"does not respond|Failed to verify"):
             wandb_client()
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - start < 8.0
 
 
 def test_request_has_a_limit_and_ends_early() -> None:
     release = threading.Event()
     for url in _serve(_hang):
-        began = time.monotonic()
+        start = time.monotonic()
         with (
             patch.object(connection, "REQUEST_TIMEOUT", 0.1),
             pytest.raises(ScalewiseError, match="does not respond"),
         ):
             call_with_timeout(url, release.wait, 60.0)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - start < 5.0
     release.set()
 
 
@@ -233,9 +233,9 @@ def test_lost_network_prints_one_line(
     for _ in range(3):
         tracker.log([])
     tracker.finish("ok", "", 0)
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    assert "gone away" in said
+    stdout = capsys.readouterr().out
+    assert stdout.count("\n") == 1
+    assert "gone away" in stdout
 
 
 @pytest.mark.parametrize(

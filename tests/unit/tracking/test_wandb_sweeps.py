@@ -76,10 +76,10 @@ def test_wandb_sweep_command_is_a_train_command() -> None:
     args = {"precision": {"value": "bf16_mixed"}, "optimizer.lr": {"value": 3e-05}}
     words = create_sweep_command_args({"args": args})
     words |= {"env": ["env"], "interpreter": ["python"], "program": [config["program"]]}
-    line: list[str] = []
+    overrides: list[str] = []
     for part in create_sweep_command(config["command"]):
-        line += words[part[2:-1]] if part.startswith("${") else [part]
-    assert " ".join(line) == (
+        overrides += words[part[2:-1]] if part.startswith("${") else [part]
+    assert " ".join(overrides) == (
         "env python -P -m scalewise train seed=3 precision=bf16_mixed optimizer.lr=3e-05"
     )
 
@@ -124,14 +124,14 @@ class TestAgentOverrides:
         )
 
     @pytest.mark.parametrize(
-        ("line", "words"),
+        ("overrides", "words"),
         [
             ("+hydra.sweeper.zip.seed=[1,2]", "hydra/sweeper=basic: W&B .* support zip; use"),
             ("hydra/sweeper=screen", "hydra/sweeper=screen: W&B .* support .*repeats.*; use"),
         ],
     )
-    def test_other_sweepers_are_rejected_by_name(self, line: str, words: str) -> None:
-        found = preview_search(["optimizer.lr=1e-3,1e-2", line])
+    def test_other_sweepers_are_rejected_by_name(self, overrides: str, words: str) -> None:
+        found = preview_search(["optimizer.lr=1e-3,1e-2", overrides])
         with pytest.raises(ConfigError, match=words):
             wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name)
 

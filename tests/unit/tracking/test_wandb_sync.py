@@ -160,17 +160,17 @@ class TestRejections:
     ) -> None:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path), "nowhere", str(tmp_path / "x")]) == 2
-        told = capsys.readouterr().err
-        assert "config rejected, 2 issues" in told
-        assert "nowhere is not a folder of a run or a sweep" in told
+        stderr = capsys.readouterr().err
+        assert "config rejected, 2 issues" in stderr
+        assert "nowhere is not a folder of a run or a sweep" in stderr
 
     def test_publish_without_a_key_is_rejected(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 2
-        assert "no API key is set" in (told := capsys.readouterr().err)
-        assert "run `wandb login`, or set WANDB_API_KEY" in told
+        assert "no API key is set" in (stderr := capsys.readouterr().err)
+        assert "run `wandb login`, or set WANDB_API_KEY" in stderr
 
     def test_publish_without_a_server_is_rejected(
         self,
@@ -182,8 +182,8 @@ class TestRejections:
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 1
-        told = capsys.readouterr().err
-        assert told == "scalewise: http://127.0.0.1:9 does not respond; try again later\n"
+        stderr = capsys.readouterr().err
+        assert stderr == "scalewise: http://127.0.0.1:9 does not respond; try again later\n"
 
 
 class TestGroup:

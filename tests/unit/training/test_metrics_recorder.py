@@ -56,9 +56,12 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]
 
 
 def test_recorder_uses_the_steps_of_one_rank(two_ranks: Callable[[torch.Tensor], None]) -> None:
-    ours, theirs = torch.tensor([[1.0, 5.0], [4.0, 1.0]]), torch.tensor([[4.0, 3.0], [1.0, 4.0]])
-    two_ranks(theirs)
-    assert slowest_rank_times(ours).tolist() == theirs.tolist()
+    actual, expected = (
+        torch.tensor([[1.0, 5.0], [4.0, 1.0]]),
+        torch.tensor([[4.0, 3.0], [1.0, 4.0]]),
+    )
+    two_ranks(expected)
+    assert slowest_rank_times(actual).tolist() == expected.tolist()
 
 
 def test_recorder_on_one_device_uses_its_own_steps() -> None:
@@ -69,8 +72,8 @@ def test_recorder_memory_is_that_of_the_largest_peak(
     two_ranks: Callable[[torch.Tensor], None],
 ) -> None:
     two_ranks(torch.tensor([1, 9]))
-    ours = {"memory/parameters_bytes": 3, "memory/peak_bytes": 8}
-    assert peak_rank_memory(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
+    actual = {"memory/parameters_bytes": 3, "memory/peak_bytes": 8}
+    assert peak_rank_memory(actual, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
 
 
 def test_recorder_omits_unmarked_phases() -> None:
@@ -121,7 +124,7 @@ def test_recorder_line_compares_the_peak_with_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("metrics", "line"),
+    ("metrics", "overrides"),
     [
         ({}, ""),
         ({"memory/peak_bytes": 2**20, "time/step_s": 0.2}, ""),
@@ -133,9 +136,9 @@ def test_recorder_line_compares_the_peak_with_the_plan(
     ],
 )  # fmt: skip
 def test_recorder_compares_measured_with_planned_values(
-    metrics: dict[str, float | None], line: str
+    metrics: dict[str, float | None], overrides: str
 ) -> None:
-    assert tables.comparison_text(metrics) == line
+    assert tables.comparison_text(metrics) == overrides
 
 
 def test_recorder_summary_has_medians(compose: Composed) -> None:

@@ -45,7 +45,7 @@ def test_user_module_composes_like_other_runs(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "key", "reason", "fix"),
+    ("overrides", "key", "reason", "fix"),
     [
         ("model=gpt2_124m", "model", "its own model", "model=module"),
         ("data=corpus", "data", "its own data", "data=module"),
@@ -109,12 +109,15 @@ def test_user_module_composes_like_other_runs(compose: Compose) -> None:
     ids=overrides_id,
 )
 def test_user_module_rejects_options_without_effect(
-    compose: Compose, line: str, key: str, reason: str, fix: str
+    compose: Compose, overrides: str, key: str, reason: str, fix: str
 ) -> None:
-    given = [line] if "{" in line else line.split()
+    given = [overrides] if "{" in overrides else overrides.split()
     replaced = {entry.partition("=")[0] for entry in given}
     kept = [entry for entry in YOURS if entry.partition("=")[0] not in replaced]
-    if line in ("data=corpus", "trusted_packages=[]"):  # of the target there is another complaint
+    if overrides in (
+        "data=corpus",
+        "trusted_packages=[]",
+    ):  # of the target there is another complaint
         kept = [entry for entry in kept if not entry.startswith("data.")]
     assert_rejected([*kept, *given], key, reason, fix)
 
@@ -194,9 +197,9 @@ def test_user_module_imports_only_trusted_modules(
     with pytest.raises(ConfigError, match="theirs"):
         import_class("objective.target", "theirs.Nothing", nn.Module, ("json", "yaml", "theirs"))
     assert sys.path == path
-    theirs = find_spec("theirs")
-    assert theirs is not None
-    assert theirs.origin == str(tmp_path / "theirs.py")
+    expected = find_spec("theirs")
+    assert expected is not None
+    assert expected.origin == str(tmp_path / "theirs.py")
     assert find_spec("not_theirs") is None
     for name in ("json", "yaml"):
         monkeypatch.delitem(sys.modules, name)

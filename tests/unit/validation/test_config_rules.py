@@ -344,12 +344,12 @@ RULES: list[RejectionCase] = [
     (["data=reversal", "data.sequence=9"], "data.sequence", "must be twice", "sequence=10"),
     *(
         (
-            ["objective=grpo", "data=reversal", f"parallelism={layout}", "data.sequence=32"],
+            ["objective=grpo", "data=reversal", f"parallelism={strategy}", "data.sequence=32"],
             "objective",
             reason,
             "parallelism=fsdp",
         )
-        for layout, reason in (
+        for strategy, reason in (
             ("tensor", "samples from complete logits"),
             ("pipeline", "generates token by token"),
             ("context", "generates from complete sequences"),

@@ -243,35 +243,35 @@ def test_parallelism_issue_names_key_reason_and_fix(
 
 
 def test_fp16_rejects_options_that_read_scaled_gradients() -> None:
-    line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
+    overrides = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
-        compose([*line, "precision=fp16_mixed"], check_machine=False)
+        compose([*overrides, "precision=fp16_mixed"], check_machine=False)
     (issue,) = caught.value.issues
     assert issue.key == "optimizer.in_backward"
     assert "known to be finite" in issue.reason
 
 
 def test_fp16_is_rejected_with_a_mesh() -> None:
-    line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
+    overrides = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
-        compose(line, check_machine=False)
+        compose(overrides, check_machine=False)
     (issue,) = caught.value.issues
     assert (issue.key, issue.value) == ("precision", "fp16_mixed")
     assert "does not scale fp16 gradients" in issue.reason
     assert "parallelism=ddp" in issue.fix
-    compose(["parallelism=ddp", *line[1:]], check_machine=False)
+    compose(["parallelism=ddp", *overrides[1:]], check_machine=False)
 
 
 @pytest.mark.parametrize(
-    ("line", "key", "reason"),
+    ("overrides", "key", "reason"),
     [
         (["hardware=a100_80g"], "precision", "A100 has no fp8 matmuls"),
         (["hardware=h100", "precision.compute=fp16"], "precision.compute", "no loss scale"),
     ],
 )
-def test_fp8_requires_device_support(line: list[str], key: str, reason: str) -> None:
+def test_fp8_requires_device_support(overrides: list[str], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["precision=fp8", *line], check_machine=False)
+        compose(["precision=fp8", *overrides], check_machine=False)
     (issue,) = caught.value.issues
     assert issue.key == key
     assert reason in issue.reason
