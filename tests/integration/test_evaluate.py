@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
 from scalewise import cli
+from scalewise.checkpoints.trained import load_model
 from scalewise.commands import evaluate
 from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError, ConfigError
-from scalewise.evaluation import generation, load_model, validation_metrics
+from scalewise.evaluation import generation, validation_metrics
 from scalewise.models.base_module import ModelModule
 
 SMOKE = (
@@ -99,7 +100,7 @@ def test_evaluate_equals_transformers_loss_and_generation(
     trained = load_trained(plain_run.path)
     rows = trained.load_splits().validation
     assert rows is not None
-    module = load_model.load_model(trained, CPU)
+    module = load_model(trained, CPU)
     actual = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
     tokens_BS = torch.from_numpy(rows.gather([0, 1, 2])).long()
     with torch.no_grad():

@@ -30,9 +30,9 @@ from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM
 
 from scalewise import compose
+from scalewise.checkpoints.trained import load_model
 from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import load_model
 from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
 from scalewise.models.build import export_model
@@ -168,7 +168,7 @@ def test_hf_qat_export_has_the_validation_loss(
     module = compressed_tensors.load_compressed(to, told, CPU)
     matrices = [parameter for _, parameter in module.named_parameters()]
     assert sum(isinstance(each, IntxUnpackedToInt8Tensor) for each in matrices) == 28
-    assert torch.equal(module(TOKENS_BT), load_model.load_model(told, CPU)(TOKENS_BT))
+    assert torch.equal(module(TOKENS_BT), load_model(told, CPU)(TOKENS_BT))
     config = json.loads((to / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["format"] == "pack-quantized"
 

@@ -29,10 +29,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from scalewise import compose
+from scalewise.checkpoints.trained import load_model
 from scalewise.commands.trained import load_trained
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
-from scalewise.evaluation import load_model
 from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
 from scalewise.hardware import DeviceKind
@@ -287,7 +287,7 @@ def test_hf_run_evaluates_exports_and_resumes(
     tokens = torch.randint(256, (2, 32))
     reference = AutoModelForCausalLM.from_pretrained(found.path / "exported")
     with torch.no_grad():
-        logits = load_model.load_model(trained, torch.device("cpu"))(tokens)
+        logits = load_model(trained, torch.device("cpu"))(tokens)
         torch.testing.assert_close(reference(tokens).logits, logits, rtol=1e-5, atol=1e-5)
         packed = "quantization=nf4" in more
         base = (packed_by_transformers if packed else AutoModelForCausalLM.from_pretrained)(folder)

@@ -14,8 +14,8 @@ from fixtures.strategies import STRATEGIES
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from scalewise import compose
+from scalewise.checkpoints.trained import load_model
 from scalewise.commands.trained import load_trained
-from scalewise.evaluation import load_model
 from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
 from scalewise.models.build import build_model
@@ -207,7 +207,7 @@ def test_multi_stack_run_evaluates_exports_and_resumes(
     trained = load_trained(found.path)
     (batch,) = stack.batches(1)
     with torch.no_grad():
-        logits = stack.logits(load_model.load_model(trained, torch.device("cpu")), batch)
+        logits = stack.logits(load_model(trained, torch.device("cpu")), batch)
         assert not torch.equal(logits, stack.transformers_logits(stack.transformers_model(), batch))
     to, alone = found.path / "exported", found.path / "adapter"
     exports.write_export(trained, to, AdapterExport.merged)

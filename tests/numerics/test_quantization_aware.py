@@ -34,9 +34,9 @@ from torchao.quantization import (
 from torchao.quantization.qat import QATConfig
 
 from scalewise import compose
+from scalewise.checkpoints.trained import load_model
 from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import load_model
 from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
 from scalewise.models.base_module import ModelModule
@@ -211,7 +211,7 @@ def test_qat_export_has_the_validation_loss(
     levels = torch.cat([layer.weight.qdata.flatten() for layer in layers])  # type: ignore[union-attr]  # torchao's
     assert levels.dtype == torch.int8
     assert levels.unique().tolist() == [*range(-8, 8)]
-    assert torch.equal(module(TOKENS_BT), load_model.load_model(told, CPU)(TOKENS_BT))
+    assert torch.equal(module(TOKENS_BT), load_model(told, CPU)(TOKENS_BT))
     assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
 
     assert_conversion_recorded(run, to)
@@ -226,7 +226,7 @@ def compose_of(run: RunDir) -> RunConfig:
 
 
 def told_exact(run: RunDir) -> ModelModule:
-    return load_model.load_model(load_trained(run.path), CPU, unquantized=True)
+    return load_model(load_trained(run.path), CPU, unquantized=True)
 
 
 def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:

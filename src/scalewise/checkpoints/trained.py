@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ from scalewise.console import print_lines
 from scalewise.data.base import DataConfig
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.errors import CheckpointError, ConfigError
+from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig, StageSlice, Weight
+from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_meta, build_model
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.build import average_weights
-from scalewise.precision import Precision
+from scalewise.precision import FloatFormat, Precision
+from scalewise.precision.build import apply_precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
-from scalewise.quantization.build import round_state_dict, unpack_state_dict
+from scalewise.quantization.build import apply_quantization, round_state_dict, unpack_state_dict
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
@@ -280,3 +283,41 @@ def _damage(path: Path, parts: Collection[str]) -> str:
     for text in [*damaged.values()][:1]:
         print_lines(f"note: the training state of {path} {text}; no run can resume from it")
     return ""
+
+
+def load_model(
+    trained_run: TrainedRun, device: torch.device, *, unquantized: bool = False
+) -> ModelModule:
+    """Load the unsharded model of a run for inference, with its adapter merged if possible.
+
+    Args:
+        trained_run: Run and checkpoint.
+        device: Device of the model.
+        unquantized: Whether to restore quantized weights from before quantization, and to disable
+            fake quantization and fp8.
+    """
+    module = build_meta(trained_run.model, StageSlice(range(trained_run.model.layers)))
+    if not trained_run.adapter.can_merge:
+        apply_adapter(trained_run.adapter, module, trained_run.model)
+    if not unquantized:
+        apply_precision(trained_run.precision, module, trained_run.model, DeviceKind(device.type))
+    if trained_run.fake_quantized_weights and not unquantized:
+        apply_quantization(trained_run.quantization, module, trained_run.model)
+    module.to_empty(device=device)
+    module.init_buffers()
+    state = trained_run.read_merged_state_dict(unquantized=unquantized)
+    with checkpoint_errors(trained_run.checkpoint):
+        module.load_state_dict(state)
+    is_bf16 = trained_run.precision.parameters is FloatFormat.bf16
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+def autocast_context(
+    trained_run: TrainedRun, device: torch.device
+) -> AbstractContextManager[object]:
+    """Autocast context with the compute precision of a run."""
+    dtypes = {FloatFormat.bf16: torch.bfloat16, FloatFormat.fp16: torch.float16}
+    compute = trained_run.precision.compute
+    is_mixed = compute is not trained_run.precision.parameters
+    return torch.autocast(device.type, dtypes.get(compute), enabled=is_mixed)

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from scalewise.evaluation import evaluate_run, load_model
+    from scalewise.checkpoints.trained import autocast_context, load_model
+    from scalewise.evaluation import evaluate_run
     from scalewise.evaluation.sample import SamplingOptions, sample_text
     from scalewise.evaluation.validation_metrics import CaptionMetrics, ValidationMetrics
     from scalewise.models.base_module import ModelModule
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
                 trained_run, module, splits, options["rows"], show_progress
             )
 
-    with load_model.autocast_context(trained_run, device):
-        module = load_model.load_model(trained_run, device)
+    with autocast_context(trained_run, device):
+        module = load_model(trained_run, device)
         metrics = measure(module)
         labels = f"{metrics.labels:,} labels of " if isinstance(metrics, ValidationMetrics) else ""
         noun = "pairs" if trained_run.data.pairs else "samples"

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 import torch
 from tokenizers import Tokenizer
 
-from scalewise.checkpoints.trained import TrainedRun
+from scalewise.checkpoints.trained import TrainedRun, load_model
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
-from scalewise.evaluation import ALL, AS_TRAINED, load_model, validation_metrics
+from scalewise.evaluation import ALL, AS_TRAINED, validation_metrics
 from scalewise.evaluation.validation_metrics import (
     PreferenceMetrics,
     RewardMetrics,
@@ -64,9 +64,7 @@ def measure_run(
         if isinstance(trained_run.objective, Classification):
             return validation_metrics.ClassificationMetrics(**asdict(metrics))
         return metrics
-    reference = load_model.load_model(
-        replace(trained_run, checkpoint=None), next(module.parameters()).device
-    )
+    reference = load_model(replace(trained_run, checkpoint=None), next(module.parameters()).device)
     return validation_metrics.measure_preferences(
         module, reference, trained_run.objective, *dataset_args, on_progress
     )
@@ -83,7 +81,7 @@ def quantization_costs(
     if not (trained_run.packed_weights or trained_run.fake_quantized_weights or fp8):
         return
     with torch.autocast(device.type, enabled=False):
-        fp32_module = load_model.load_model(trained_run, device, unquantized=True).float()
+        fp32_module = load_model(trained_run, device, unquantized=True).float()
         fp32_loss = measure(fp32_module).loss
     metric = "1 - reward" if isinstance(metrics, RewardMetrics) else "the loss"
     change = f"{metric} is {fp32_loss:.4f} in fp32, {metrics.loss - fp32_loss:+.4f} by"

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from scalewise.checkpoints.trained import TrainedRun
+from scalewise.checkpoints.trained import TrainedRun, load_model
 from scalewise.data.prepare import TokenDataset
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import load_model, validation_metrics
+from scalewise.evaluation import validation_metrics
 from scalewise.hardware import this_machine
 from scalewise.models.base import ModelConfig, StageSlice
 from scalewise.models.base_module import ModelModule
@@ -149,8 +149,8 @@ def measure_compressed(
         return record
     module = load_compressed(folder, trained_run, device)
     baselines = {
-        "as_trained": load_model.load_model(trained_run, device).float(),
-        "in_fp32": load_model.load_model(trained_run, device, unquantized=True).float(),
+        "as_trained": load_model(trained_run, device).float(),
+        "in_fp32": load_model(trained_run, device, unquantized=True).float(),
     }
     dataset_args = (
         validation_data,
