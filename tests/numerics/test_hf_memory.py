@@ -17,7 +17,7 @@ from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_transfer, worst_rank
 from scalewise.planner.liveness_cache import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory
-from scalewise.strategies.activation_offload import OffloadedStorages, Restore
+from scalewise.strategies.activation_checkpointing import OffloadedStorages, Restore
 from scalewise.strategies.single import SingleDevice
 from scalewise.tracing.step_trace import rejection_reason, trace_run
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -28,9 +30,7 @@ from scalewise.optimizers.build import build_optimizer
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
-from scalewise.strategies.activation_checkpointing import apply_checkpointing
-from scalewise.strategies.compilation import compile_module
-from scalewise.strategies.optimizer_in_backward import OptimizerInBackward
+from scalewise.strategies.activation_checkpointing import apply_checkpointing, compile_module
 
 if TYPE_CHECKING:
     from scalewise.checkpoint_config import CheckpointConfig
@@ -273,3 +273,38 @@ class ParallelStrategy(Strategy):
         assert self.lightning_module is not None
         named_parameters = self.lightning_module.named_parameters()
         return {parameter: self.canonical_name(name) for name, parameter in named_parameters}
+
+
+class OptimizerInBackward:
+    """Steps each parameter when its gradient is accumulated, then frees the gradient.
+
+    Each parameter is a parameter group of its own. The regular optimizer step finds no gradients
+    and does nothing.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._squared_norm = torch.zeros((), dtype=torch.float32, device=device)
+        parts: list[Any] = getattr(optimizer, "parts", [optimizer])
+        for part in parts:
+            for group in part.param_groups:
+                (parameter,) = group["params"]
+                parameter.register_post_accumulate_grad_hook(partial(self._step, part, group))
+
+    def take_grad_norm(self) -> Tensor:
+        """2-norm of all gradients since the last call, equal on every rank; resets it."""
+        square = self._squared_norm.clone()
+        self._squared_norm.zero_()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def _step(self, optimizer: Any, group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._squared_norm += grad_norm.squared_grad_norm(parameter.grad).to(
+            self._squared_norm.device
+        )
+        all_groups, optimizer.param_groups = optimizer.param_groups, [group]
+        optimizer.step()
+        optimizer.param_groups = all_groups
+        parameter.grad = None

@@ -25,11 +25,10 @@ from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.build import build_parameter_groups
 from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.precision import FloatFormat
-from scalewise.strategies import deepspeed_ops, zero3_init, zero_state_dict
+from scalewise.strategies import deepspeed_ops, deepspeed_setup, zero_state_dict
 from scalewise.strategies.base import Batch, ParallelStrategy, ScaledLoss
 from scalewise.strategies.build import build_strategy
-from scalewise.strategies.deepspeed_config import build_deepspeed_config
-from scalewise.strategies.nvme_swap import SwapFolder
+from scalewise.strategies.deepspeed_setup import SwapFolder, build_deepspeed_config
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig
@@ -88,7 +87,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         if self.spec.stage < 3:
             with self.root_device:
                 return super().build(run)
-        return zero3_init.build_zero3_sharded(run, self.config, self.root_device)
+        return deepspeed_setup.build_zero3_sharded(run, self.config, self.root_device)
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
         """Store the run; DeepSpeed partitions a user-defined module in ``setup``."""
@@ -143,7 +142,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         DeepSpeed has copied them from parameters that were rounded to bf16.
         """
         layer_tensors: dict[str, Tensor] = {}
-        layers = zero3_init.iter_layers(self.run, self.root_device)
+        layers = deepspeed_setup.iter_layers(self.run, self.root_device)
 
         def read(name: str, tensor: Tensor) -> None:
             model_name = name.removeprefix("model.")

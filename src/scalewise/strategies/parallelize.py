@@ -35,8 +35,7 @@ from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import context_parallel, tensor_parallel
-from scalewise.strategies.activation_checkpointing import apply_checkpointing
-from scalewise.strategies.compilation import compile_module
+from scalewise.strategies.activation_checkpointing import apply_checkpointing, compile_module
 
 if TYPE_CHECKING:
     from scalewise.run_config import RunConfig

@@ -19,8 +19,7 @@ from fixtures.strategies import needs_deepspeed
 
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
-from scalewise.strategies.deepspeed_config import build_deepspeed_config
-from scalewise.strategies.nvme_swap import SwapFolder
+from scalewise.strategies.deepspeed_setup import SwapFolder, build_deepspeed_config
 from scalewise.validation.parallelism_rules import parallelism_machine_issues
 
 Compose = Callable[..., RunConfig]
@@ -117,7 +116,7 @@ def test_deepspeed_config_is_derived_from_the_run(compose: Compose) -> None:
 
 def test_deepspeed_swap_files_of_killed_ranks_are_removed(tmp_path: Path) -> None:
     code = (
-        "import os, signal; from scalewise.strategies.nvme_swap import SwapFolder;"
+        "import os, signal; from scalewise.strategies.deepspeed_setup import SwapFolder;"
         f"SwapFolder({str(tmp_path)!r}).open().joinpath('state').write_text('x');"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
