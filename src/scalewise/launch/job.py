@@ -33,8 +33,7 @@ from scalewise.planner.fit_check import reject_unfit
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_text
 from scalewise.strategies import deepspeed_ops
-from scalewise.training.callbacks.instantiate import instantiate_callbacks
-from scalewise.training.import_class import import_user_classes
+from scalewise.training.import_class import import_user_classes, instantiate_callbacks
 
 
 @dataclass(frozen=True)

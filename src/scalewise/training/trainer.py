@@ -25,9 +25,9 @@ from scalewise.run_files import write_json
 from scalewise.strategies.build import build_strategy
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
-from scalewise.training.callbacks.instantiate import instantiate_callbacks
 from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, MetricsRecorder, Row
 from scalewise.training.callbacks.pruning import Pruning
+from scalewise.training.import_class import instantiate_callbacks
 from scalewise.units import GIB
 
 WARM_UP_FRACTION = 0.1

@@ -26,11 +26,9 @@ from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, write_json
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training import import_class
-from scalewise.training.callbacks.dataloader_state import DataLoaderState
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row, trainer_strategy
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
-from scalewise.training.sharded_sampler import shard_dataloaders
 from scalewise.training.signal_stop import STOP
 from scalewise.training.trainer import (
     RankInfo,
@@ -39,6 +37,7 @@ from scalewise.training.trainer import (
     silence_lightning,
     write_summary,
 )
+from scalewise.training.user_dataloaders import DataLoaderState, shard_dataloaders
 
 LOGGED_FOLDER = "logged"
 """Subfolder of a run folder with the metrics that a module logs under other names."""

@@ -12,9 +12,9 @@ from scalewise.launch.job import JobSpec, execute
 from scalewise.run_config import RunConfig
 from scalewise.training.callbacks.ema import EMAWeightAveraging
 from scalewise.training.callbacks.fault_injection import InjectException
-from scalewise.training.callbacks.instantiate import instantiate_callbacks
 from scalewise.training.callbacks.loss_guard import LossGuard
 from scalewise.training.callbacks.profiler import Profiler
+from scalewise.training.import_class import instantiate_callbacks
 
 NAMES = "lightning.pytorch.callbacks"
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from scalewise.training.sharded_sampler import ShardedIterable, shard_dataloaders
+from scalewise.training.user_dataloaders import ShardedIterable, shard_dataloaders
 
 
 class Numbers(IterableDataset[int]):

@@ -1,4 +1,4 @@
-"""Sharding of user-defined samplers and iterable datasets over data-parallel ranks."""
+"""Data loaders of user-defined modules: sharded over ranks, and resumed at their position."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from itertools import cycle, islice
 from math import ceil
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from scalewise.compat.lightning import replace_loader_preparation
+from scalewise.compat.lightning import data_fetcher, replace_loader_preparation
 from scalewise.planner.padding import amount_text
+
+POSITION_KEY = "position"
+"""Key of a loader position in a checkpoint."""
 
 
 class ShardedSampler(Sampler[int]):
@@ -228,3 +232,57 @@ def _iter_notes(loader: Any, ranks: int, is_validation: bool) -> Iterator[str]:
                 f"{period}: {dropped:,} of {samples:,} samples dropped ({dropped / samples:.1%}) "
                 f"by drop_last=True of the loader, with {ranks} ranks x batches of {size}"
             )
+
+
+class DataLoaderState(Callback):
+    """Save and restore the position of the training loader and torch's random state.
+
+    A loader shuffles with torch's default generator when an epoch starts. Lightning would restart
+    the epoch from its first sample and, with several ranks, seed the generator again.
+    """
+
+    def __init__(self) -> None:
+        self._initial_rng_state = torch.get_rng_state()
+        self._epoch_rng_state: Tensor | None = None
+        self._resume_rng_state: Tensor | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the random state after module construction, the same for every strategy."""
+        torch.set_rng_state(self._initial_rng_state)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Store the random state at the start of an epoch; the seed gives that of the first."""
+        if trainer.current_epoch > 0:
+            self._epoch_rng_state = torch.get_rng_state()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the random state at the start of the epoch and the current one."""
+        checkpoint[POSITION_KEY] = {"began": self._epoch_rng_state, "then": torch.get_rng_state()}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Load both random states."""
+        self._epoch_rng_state, self._resume_rng_state = (
+            checkpoint[POSITION_KEY]["began"],
+            checkpoint[POSITION_KEY]["then"],
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Skip the batches that were read before the checkpoint, in the order of their epoch."""
+        if self._resume_rng_state is None:
+            return
+        loop = trainer.fit_loop
+        fetcher, done = data_fetcher(trainer), loop.epoch_loop.batch_progress.current.ready
+        assert fetcher is not None
+        if done >= loop.max_batches:  # the checkpoint was saved at the end of an epoch
+            self._epoch_rng_state, done = self._resume_rng_state, 0
+        if self._epoch_rng_state is not None:
+            torch.set_rng_state(self._epoch_rng_state)
+            iter(fetcher)
+        for _ in range(done):
+            next(fetcher)
+        fetcher.fetched -= done  # Lightning adds them again
+        torch.set_rng_state(self._resume_rng_state)
