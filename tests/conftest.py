@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from scalewise.console import print_log_messages
 from scalewise.data.build_cache import cache_folder
 from scalewise.run_config import RunConfig
 
@@ -65,6 +66,13 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("NETRC", str(shared_cache / "no-netrc"))
     monkeypatch.setenv("SCALEWISE_CACHE", str(shared_cache))
+
+
+@pytest.fixture(autouse=True)
+def _printed_log() -> Iterator[None]:
+    """Print log messages as in a command, so that tests of functions see the output of commands."""
+    with print_log_messages():
+        yield
 
 
 @cache

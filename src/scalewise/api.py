@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from scalewise import console
 from scalewise.commands.fit import resolve_auto
 from scalewise.commands.publish import after_training
 from scalewise.config.compose import changed_from_defaults, compose
@@ -32,16 +33,17 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     Raises:
         ConfigError: The data or the checkpoint cannot be used.
     """
-    run, sizing = resolve_auto(run)
-    if folder is None:
-        folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    command = command_line("train", run.overrides)
-    job_spec = JobSpec(
-        run, command, changed=tuple(changed_from_defaults(run)), micro_batch_choice=sizing
-    )
-    result = execute(job_spec, Path(folder).absolute())
-    if external_launcher.is_leader():
-        with report_errors("no report"):
-            files.write_reports([result.folder])
-        after_training(result.folder, [result.folder])
-    return result
+    with console.shield_streams():
+        run, sizing = resolve_auto(run)
+        if folder is None:
+            folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        command = command_line("train", run.overrides)
+        job_spec = JobSpec(
+            run, command, changed=tuple(changed_from_defaults(run)), micro_batch_choice=sizing
+        )
+        result = execute(job_spec, Path(folder).absolute())
+        if external_launcher.is_leader():
+            with report_errors("no report"):
+                files.write_reports([result.folder])
+            after_training(result.folder, [result.folder])
+        return result

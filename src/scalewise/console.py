@@ -1,4 +1,4 @@
-"""Terminal output: printable text and streams that never raise."""
+"""Terminal output: printable text, log messages and streams that never raise."""
 
 from __future__ import annotations
 
@@ -43,6 +43,65 @@ def print_lines(*lines: object, stderr: bool = False, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
+def print_output(line: str) -> None:
+    """Print a line of another process unchanged and flush stdout."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def show_cursor() -> None:
+    """Show the terminal cursor, which a killed rank may have left hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()
+
+
+class ProgressLine:
+    """Progress line on stderr, rewritten in place on a terminal."""
+
+    def __init__(self, line: str) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._line = line
+        print_lines(self._line, end="" if self._is_terminal else "\n", stderr=True)
+
+    def show(self, text: str) -> None:
+        """Show the progress on a terminal."""
+        if self._is_terminal:
+            sys.stderr.write("\r")
+            print_lines(f"{self._line} {text}", end="", stderr=True)
+
+    def close(self, text: str) -> None:
+        """End the line on a terminal."""
+        if self._is_terminal:
+            print_lines(f" {text}", stderr=True)
+
+
+class _LineHandler(logging.Handler):
+    """Log handler that prints each message as one line: warnings on stderr, others on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_lines(record.getMessage(), stderr=record.levelno >= logging.WARNING)
+
+
+@contextmanager
+def print_log_messages() -> Iterator[None]:
+    """Print the messages of scalewise's loggers as plain lines, and no second time by the root."""
+    logger = logging.getLogger("scalewise")
+    if any(isinstance(it, _LineHandler) for it in logger.handlers):
+        yield
+        return
+    handler, level, propagates = _LineHandler(), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
 def open_standard_streams() -> None:
     """Open closed standard streams on the null device.
 
@@ -59,11 +118,15 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def shield_streams() -> Iterator[None]:
-    """Replace stdout and stderr by streams that drop text that cannot be written."""
+    """Replace stdout and stderr by streams that drop text that cannot be written.
+
+    Messages of scalewise's loggers are printed there.
+    """
     originals = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_shield_stream(stream) for stream in originals)
     try:
-        yield
+        with print_log_messages():
+            yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:

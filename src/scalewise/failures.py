@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from scalewise.atomic import disk_full_reason
-from scalewise.console import print_lines
 from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.redaction import redact
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_LENGTH = 2000
 """Maximum length of an exception message, in characters."""
@@ -53,7 +55,7 @@ def _installed_folders() -> list[Path]:
 
 
 class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
-    """Context manager that prints an exception as ``consequence: reason`` and suppresses it.
+    """Context manager that logs an exception as ``consequence: reason`` and suppresses it.
 
     ``Interrupted`` and exceptions that are not ``Exception`` propagate.
     """
@@ -73,5 +75,5 @@ class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
         if not isinstance(error, Exception) or isinstance(error, Interrupted):
             return False
         reason = str(error) if isinstance(error, ScalewiseError) else describe_exception(error)
-        print_lines(f"{self._consequence}: {reason}", stderr=True)
+        logger.warning(f"{self._consequence}: {reason}")
         return True

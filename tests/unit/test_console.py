@@ -1,6 +1,8 @@
 """Printing to streams that cannot take it: characters are lost, the work is not."""
 
+import ast
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -54,6 +56,69 @@ def test_console_replaces_unencodable_characters(monkeypatch: pytest.MonkeyPatch
     with console.shield_streams():
         print("a ━ b")
     assert held.getvalue() == b"a ? b\n"
+
+
+def test_log_messages_are_printed_once_as_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, logger = logging.getLogger("scalewise"), logging.getLogger("scalewise.data.text_files")
+    before = ([], logging.NOTSET, True)
+    for name, value in zip(("handlers", "level", "propagate"), before, strict=True):
+        monkeypatch.setattr(package, name, value)
+    with console.shield_streams(), console.shield_streams():
+        logger.debug("hidden")
+        logger.info("100% of \x1b[1m a\nline")
+        logger.warning("a warning")
+    printed = capsys.readouterr()
+    assert printed.out == "100% of \\x1b[1m a\\nline\n"
+    assert printed.err == "a warning\n"
+    assert (package.handlers, package.level, package.propagate) == before
+
+
+SOURCE = Path(__file__).parents[2] / "src"
+PRINTING = (
+    "scalewise/bench/",  # tables of `scalewise bench`, row by row
+    "scalewise/cli.py",
+    "scalewise/commands/",
+    "scalewise/config/app.py",
+    "scalewise/console.py",
+    "scalewise/plain_console.py",
+    "scalewise/training/callbacks/progress_display.py",
+)
+"""Modules of the command line and displays of progress; all others log."""
+PRINT_FUNCTIONS = {"print", "print_lines", "get_console", "PlainConsole", "show_progress"}
+STREAM_METHODS = {
+    f"sys.{name}.{end}" for name in ("stdout", "stderr") for end in ("write", "writelines")
+}
+
+
+def printing_calls(path: Path) -> list[str]:
+    """Calls of a file that print, with their lines."""
+    calls = [
+        node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)
+    ]
+    names = [(node.lineno, ast.unparse(node.func)) for node in calls]
+    return [
+        f"line {line}: {name}"
+        for line, name in names
+        if name.rpartition(".")[2] in PRINT_FUNCTIONS or name in STREAM_METHODS
+    ]
+
+
+def test_only_the_command_line_and_progress_displays_print() -> None:
+    files = {str(path.relative_to(SOURCE)): path for path in SOURCE.rglob("*.py")}
+    assert all(any(name.startswith(entry) for name in files) for entry in PRINTING)
+    calls = {
+        name: printing_calls(path) for name, path in files.items() if not name.startswith(PRINTING)
+    }
+    assert {name: found for name, found in calls.items() if found} == {}
+
+
+def test_printing_calls_are_detected(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("def f():\n    sys.stderr.write('a')\n    print()\nconsole.print_lines('a')\n")
+    names = ["line 2: sys.stderr.write", "line 3: print", "line 4: console.print_lines"]
+    assert sorted(printing_calls(file)) == names
 
 
 CLOSED = """

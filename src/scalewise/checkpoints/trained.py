@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
 from scalewise.checkpoints import adapter_resume, manifest, run_tokenizer, store
-from scalewise.console import print_lines
 from scalewise.data.base import DataConfig
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.errors import CheckpointError, ConfigError
@@ -33,6 +33,8 @@ from scalewise.quantization.build import apply_quantization, round_state_dict, u
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.run_files import RecordError, load_yaml
 from scalewise.trainer_config import TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 CONFIG_GROUPS = (
     "model",
@@ -255,7 +257,7 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
             damages.append(f"step {number} {damage}")
             continue
         if damages:
-            print_lines(f"{damages[0]}; using step {number} instead")
+            logger.info(f"{damages[0]}; using step {number} instead")
         return path
     if damages:
         reason = f"all checkpoints of {folder} are damaged: "
@@ -270,7 +272,7 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
 
 
 def _damage(path: Path, parts: Collection[str]) -> str:
-    """Damage of ``parts`` of a checkpoint, or an empty text; prints a note on other damage."""
+    """Damage of ``parts`` of a checkpoint, or an empty text; logs other damage."""
     try:
         damaged = {
             name: f"is damaged ({name}: {reason})" for name, reason in manifest.damaged_files(path)
@@ -281,7 +283,7 @@ def _damage(path: Path, parts: Collection[str]) -> str:
     if relevant:
         return relevant[0]
     for text in [*damaged.values()][:1]:
-        print_lines(f"note: the training state of {path} {text}; no run can resume from it")
+        logger.info(f"note: the training state of {path} {text}; no run can resume from it")
     return ""
 
 

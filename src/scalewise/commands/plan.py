@@ -182,7 +182,7 @@ def _plan_stacks(run: RunConfig) -> Plan:
         run,
         compare_with_hardware(run, trace.build_breakdown()),
         None,
-        trace_fit_check=TraceFitCheck(),
+        trace_fit_check=TraceFitCheck(plain_console.get_console().status),
     )
     show_plan.print_stacks_trace(plan, trace)
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from scalewise.console import print_lines
+from scalewise.console import ProgressLine
 from scalewise.data.base import DataConfig
 from scalewise.data.build_cache import build_cached
 from scalewise.data.chat import ChatData
@@ -38,10 +39,12 @@ from scalewise.data.encoding import encode_texts, special_ids, train_tokenizer
 from scalewise.data.input_files import digests_by_content, match_paths
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.data.record_files import BadRecord, iter_records
-from scalewise.data.tokenized_cache import TokenizeProgress, is_held_out
+from scalewise.data.tokenized_cache import is_held_out
 from scalewise.data.tokenizer import TokenizerSource, tokenizer_path
 from scalewise.errors import DataError
 from scalewise.units import format_count
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 4
 """Cache format; increased when the cached content changes for the same key."""
@@ -116,7 +119,7 @@ def check_records(
         fix = f"correct them, or set data.max_bad_rows={len(bad_records)} to skip them"
         raise DataError.for_key("data.max_bad_rows", config.max_bad_rows, reason, fix)
     if bad_records:
-        print_lines(f"skipped {_records_text(bad_records)}, first: {bad_records[0]}", stderr=True)
+        logger.warning(f"skipped {_records_text(bad_records)}, first: {bad_records[0]}")
     if not any(splits.values()):
         reason = f"have no {config.record_description}"
         raise DataError.for_key(
@@ -137,7 +140,7 @@ def write_splits(
     notes: Sequence[str] = (),
 ) -> None:
     """Write the tokenizer, and the ids, text starts and first labels of each split."""
-    progress = TokenizeProgress(kind)
+    progress = ProgressLine(f"preparing {kind} ...")
     texts_by_split = {
         split: [text for record in records for text in record] for split, records in splits.items()
     }

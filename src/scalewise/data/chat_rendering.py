@@ -389,7 +389,8 @@ def serve_requests() -> None:
     for line in sys.stdin:
         response = json.dumps(_render_request(renderer, line, setup.seconds))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(response, file=responses, flush=True)
+        responses.write(f"{response}\n")
+        responses.flush()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, models
 
 from scalewise.data.encoding import encode_texts, special_ids
-from scalewise.data.text_files import Document, open_document, print_note_once, split_chunks
+from scalewise.data.text_files import Document, open_document, split_chunks, warn_once
 from scalewise.data.tokenizer import TokenizerSource
 
 PART_TOKENS = 500_000
@@ -152,7 +152,7 @@ def encode_windows(
                 if len(previous.window.text) + len(remaining_text) <= MAX_WINDOW_CHARACTERS:
                     text, start = previous.window.text + remaining_text, previous.window.start
                 else:
-                    print_note_once(
+                    warn_once(
                         f"{window.source} is encoded in parts of up to {MAX_WINDOW_CHARACTERS:,} "
                         "characters: no position starts a word independently of the text before it"
                     )

@@ -19,9 +19,9 @@ from scalewise.data.text_files import (
     iter_json_lines,
     no_constant,
     note_replaced,
-    print_note_once,
     read_text,
     text_chunks,
+    warn_once,
 )
 from scalewise.errors import DataError
 
@@ -172,9 +172,7 @@ def skip_nulls(
     note_replaced(name, replaced, characters)
     if null_sources:
         count = f"{len(null_sources)} record{'s' * (len(null_sources) > 1)}"
-        print_note_once(
-            f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}"
-        )
+        warn_once(f"skipped {count} of {name} without {field} (null), first: {null_sources[0]}")
 
 
 def _iter_jsonl(path: Path, field: str) -> Iterator[tuple[str, str | None]]:

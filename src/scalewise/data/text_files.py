@@ -3,6 +3,7 @@
 import codecs
 import io
 import json
+import logging
 import os
 import re
 import unicodedata
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
-from scalewise.console import print_lines
 from scalewise.errors import DataError
 from scalewise.typed_override import shell_word
+
+logger = logging.getLogger(__name__)
 
 PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".html", ".xml"})
 CODE_SUFFIXES = frozenset(
@@ -124,7 +126,7 @@ def text_chunks(path: Path) -> Iterator[str]:
 def note_replaced(name: str, replaced: int, characters: int) -> None:
     """Print a note if an earlier conversion of a file has lost many characters."""
     if replaced * MIN_CHARACTERS_PER_REPLACEMENT > characters:
-        print_note_once(
+        warn_once(
             f"{name} has {replaced:,} replacement characters (U+FFFD) among {characters:,}: "
             "it was converted from another encoding than its own"
         )
@@ -235,9 +237,9 @@ def no_constant(name: str) -> Any:
 
 
 @cache
-def print_note_once(line: str) -> None:
-    """Print a line on stderr, once per process, since files are read several times."""
-    print_lines(line, stderr=True)
+def warn_once(line: str) -> None:
+    """Log a warning once per process, since files are read several times."""
+    logger.warning(line)
 
 
 def open_document(document: str | Document, number: int) -> tuple[Iterable[str], str]:

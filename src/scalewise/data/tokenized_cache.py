@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scalewise.console import print_lines
+from scalewise.console import ProgressLine
 from scalewise.data.build_cache import build_cached
 from scalewise.data.chunked_encoding import encode_documents
 from scalewise.data.datasets import PackedDataset
@@ -118,7 +117,7 @@ def special_tokens_note(folder: Path, hint: str = OMIT_HINT) -> str:
 
 def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
     started = time.perf_counter()
-    progress = TokenizeProgress(source.name)
+    progress = ProgressLine(f"preparing {source.name} ...")
     tokenizer_source = source.tokenizer_source
     tokenizer = tokenizer_source.load() or train_tokenizer(
         tokenizer_source, source.training_documents
@@ -143,26 +142,6 @@ def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
         ]
     (folder / "meta.json").write_text(json.dumps(metadata), encoding="utf-8")
     progress.close(f"in {format_seconds(time.perf_counter() - started)}")
-
-
-class TokenizeProgress:
-    """Progress line on stderr, rewritten in place on a terminal."""
-
-    def __init__(self, name: str) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._line = f"preparing {name} ..."
-        print_lines(self._line, end="" if self._is_terminal else "\n", stderr=True)
-
-    def show(self, text: str) -> None:
-        """Show the progress on a terminal."""
-        if self._is_terminal:
-            sys.stderr.write("\r")
-            print_lines(f"{self._line} {text}", end="", stderr=True)
-
-    def close(self, text: str) -> None:
-        """End the line on a terminal."""
-        if self._is_terminal:
-            print_lines(f" {text}", stderr=True)
 
 
 @prepare_splits.register(TextData)

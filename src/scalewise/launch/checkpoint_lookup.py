@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 
 from scalewise import inputs, registry
 from scalewise.checkpoints import manifest
-from scalewise.console import print_lines
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
 from scalewise.launch.locks import InUseError, LockOwner
@@ -19,6 +19,8 @@ from scalewise.run_config import RunConfig
 from scalewise.run_files import RecordError, load_yaml, read_json
 from scalewise.tracking.sweep_record import is_running, release_reserved, run_start
 from scalewise.typed_override import format_override
+
+logger = logging.getLogger(__name__)
 
 ComparedKeys = tuple[tuple[str, tuple[str, ...] | None], ...]
 _MUTABLE_MODEL_FIELDS = ("weights", "dropout")
@@ -63,7 +65,7 @@ def find_checkpoint(
     if issues:
         raise CheckpointError(issues)
     if step == steps:
-        print_lines(f"resume: {path.parents[1]} has completed all {steps} steps; finishing the run")
+        logger.info(f"resume: {path.parents[1]} has completed all {steps} steps; finishing the run")
     return path
 
 
@@ -233,7 +235,7 @@ def _newest_complete_checkpoint(folder: Path) -> Path | None:
             if checkpoint
             else "the run has no other complete one"
         )
-        print_lines(f"resume: {newest} is damaged; {fallback}")
+        logger.info(f"resume: {newest} is damaged; {fallback}")
     return checkpoint
 
 
@@ -271,7 +273,7 @@ def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None
             return None
         if checkpoint := _newest_complete_checkpoint(earlier_run / "checkpoints"):
             if is_damaged:
-                print_lines(f"resume: resuming from {checkpoint} of an earlier run")
+                logger.info(f"resume: resuming from {checkpoint} of an earlier run")
             return checkpoint
         is_damaged = is_damaged or bool(manifest.list_checkpoints(earlier_run / "checkpoints"))
     return None

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from scalewise import console
 from scalewise.launch import exit_reports, processes, rendezvous, signals
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.processes import (
@@ -96,7 +97,7 @@ def run_entry(
     finally:
         with signals.ignore_signals():
             processes.terminate(processes.descendants(), grace=1.0)
-            _show_cursor()
+            console.show_cursor()
     return watchdog.apply_timeout(outcome)
 
 
@@ -202,13 +203,6 @@ def _silence_elastic_log() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _show_cursor() -> None:
-    """Show the terminal cursor, which a killed rank may have left hidden."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")
-        sys.stdout.flush()
 
 
 ORPHAN_GRACE_S = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ import yaml
 from scalewise import atomic, inputs
 from scalewise.callback_config import is_builtin
 from scalewise.checkpoints import manifest
-from scalewise.console import print_lines
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
@@ -34,6 +34,8 @@ from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_text
 from scalewise.strategies import deepspeed_ops
 from scalewise.training.import_class import import_user_classes, instantiate_callbacks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,7 @@ def _run_attempts(
         if outcome.status not in ("failed", "timeout") or number >= max_attempts:
             return outcome, number
         resume = manifest.newest_checkpoint(folder / "checkpoints") or resume
-        print_lines(f"attempt {number} {outcome.status}: {outcome.reason}; restarting")
+        logger.info(f"attempt {number} {outcome.status}: {outcome.reason}; restarting")
 
 
 def _run_attempt(

@@ -6,6 +6,7 @@ and the reason if a job ended without writing a status.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import time
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
-from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
@@ -25,6 +25,8 @@ from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_json
 from scalewise.typed_override import command_line
+
+logger = logging.getLogger(__name__)
 
 MIN_POLL_S, MAX_POLL_S = 1.0, 30.0
 """Poll interval of the queue, in seconds; it grows with time to limit the load on Slurm."""
@@ -66,7 +68,8 @@ class SlurmExecutor:
             on_start(task)
         arrays = " ".join(sorted({job.partition("_")[0] for job in job_ids.values()}))
         status_command = command_line("status", [self._folder.parent])
-        print_lines("", f"submitted to Slurm: {arrays}; {status_command}")
+        logger.info("")
+        logger.info(f"submitted to Slurm: {arrays}; {status_command}")
         try:
             yield from self._watch({job_ids[task.number]: task for task in tasks})
         except Interrupted as error:

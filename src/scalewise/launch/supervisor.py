@@ -196,8 +196,7 @@ def _print_output(supervisor: _SupervisorProcess) -> None:
     assert supervisor.process.stdout is not None
     with suppress(ValueError):  # the stream is closed
         for line in supervisor.process.stdout:
-            sys.stdout.write(f"{supervisor.job_number:>3} | {line.rstrip()}\n")
-            sys.stdout.flush()
+            console.print_output(f"{supervisor.job_number:>3} | {line.rstrip()}")
 
 
 PR_SET_PDEATHSIG = 1

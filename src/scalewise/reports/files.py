@@ -5,6 +5,7 @@ The page is reproducible and loads nothing from the network.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scalewise.console import print_lines
 from scalewise.failures import describe_exception, report_errors
 from scalewise.reports import records, report_model, summary_sentences, summary_tables
 from scalewise.reports.report_model import ReportModel
 from scalewise.run_files import write_text
+
+logger = logging.getLogger(__name__)
 
 PAGE_FILE, WANDB_REPORT_FILE = "report.html", "report_spec.json"
 _WANDB_REPORT_MODULE = "scalewise.reports.wandb_report"
@@ -57,7 +59,7 @@ def _write_wandb_reports(folders: Sequence[Path]) -> Iterator[None]:
             command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
     except OSError as error:
-        print_lines(f"cannot write {WANDB_REPORT_FILE}: {describe_exception(error)}")
+        logger.info(f"cannot write {WANDB_REPORT_FILE}: {describe_exception(error)}")
         yield
         return
     with process:
@@ -65,7 +67,7 @@ def _write_wandb_reports(folders: Sequence[Path]) -> Iterator[None]:
         _, stderr = process.communicate()
     if process.returncode:
         reason = (stderr.splitlines() or [f"exit code {process.returncode}"])[-1]
-        print_lines(f"cannot write {WANDB_REPORT_FILE}: {reason}")
+        logger.info(f"cannot write {WANDB_REPORT_FILE}: {reason}")
 
 
 def write_page(folder: Path) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
 from scalewise.reports import files, wandb_report
 from scalewise.run_files import load_json, read_json, write_json
@@ -15,6 +15,8 @@ from scalewise.tracking import sweep_record
 from scalewise.tracking.connection import server_error_text
 from scalewise.tracking.wandb_api import WandbServer
 from scalewise.tracking.wandb_sync import SyncedRun, deliver_run, send_missing
+
+logger = logging.getLogger(__name__)
 
 
 class ReportPublication:
@@ -102,7 +104,7 @@ class ReportPublication:
         except Exception as error:  # the client raises many types
             self._record_failure(self._folder, f"W&B report: {server_error_text(error)}")
         else:
-            print_lines(f"W&B report {url}")
+            logger.info(f"W&B report {url}")
 
     def _send_missing(self, folder: Path, run: Any) -> None:
         try:
@@ -126,7 +128,7 @@ class ReportPublication:
     def _print_status(self, folder: Path, message: str) -> None:
         is_job = self._count > 1 and folder in self._folders
         position = f"{self._folders.index(folder) + 1}/{self._count} " if is_job else ""
-        print_lines(f"{position}{_display_path(folder)}  {message}")
+        logger.info(f"{position}{_display_path(folder)}  {message}")
 
 
 def _failure_reason(error: Exception, folder: Path) -> str:

@@ -8,6 +8,7 @@ into a folder that is complete or absent.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -23,10 +24,11 @@ from threading import Thread
 import psutil
 
 from scalewise.compat.deepspeed import loaded_extensions
-from scalewise.console import print_lines
 from scalewise.data.build_cache import build_cached, is_cached
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 
@@ -62,7 +64,7 @@ def build_extension(name: str, device: DeviceKind) -> Path:
         "device": device.value,
     }
     if not is_cached(name, key, subfolder="extensions"):
-        print_lines(f"compiling DeepSpeed's {name}, once: about {COMPILE_SECONDS[name]} s")
+        logger.info(f"compiling DeepSpeed's {name}, once: about {COMPILE_SECONDS[name]} s")
     return build_cached(
         name, key, lambda folder: _build_in_process(name, device, folder), subfolder="extensions"
     )

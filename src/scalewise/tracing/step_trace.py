@@ -6,12 +6,11 @@ sufficient: the memory of each phase of a step is linear in the number of layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from scalewise import plain_console
 from scalewise.checkpoints import adapter_resume
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
@@ -199,9 +198,16 @@ def _with_depth(run: RunConfig, depth: int | None) -> Iterator[ModelConfig]:
 
 
 class TraceFitCheck:
-    """Fit check that traces runs, except those that an earlier trace rules out."""
+    """Fit check that traces runs, except those that an earlier trace rules out.
 
-    def __init__(self) -> None:
+    Args:
+        show_status: Function that shows a text while a run is traced.
+    """
+
+    def __init__(
+        self, show_status: Callable[[str], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._show_status = show_status
         self._remaining_traces = MAX_TRACES
         self._rejected_kinds: list[tuple[object, ...]] = []
 
@@ -215,7 +221,7 @@ class TraceFitCheck:
         ):
             return None
         self._remaining_traces -= 1
-        with plain_console.get_console().status(
+        with self._show_status(
             f"tracing configs that may fit, at most {self._remaining_traces} more"
         ):
             trace = trace_run(run, full_depth=True)

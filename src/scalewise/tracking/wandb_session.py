@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
 from scalewise.redaction import redact, redact_tree
 from scalewise.run_config import RunConfig
@@ -22,6 +22,8 @@ from scalewise.tracking.tables import (
 )
 from scalewise.tracking.wandb_sweeps import flat_keys
 from scalewise.tracking_config import WandbConfig, WandbMode
+
+logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT = 5.0
 """Seconds for the creation of the run."""
@@ -156,7 +158,7 @@ class GuardedSession(NullSession):
             raise
         except Exception as error:  # no tracking error may stop the training
             self._failed = True
-            print_lines(
+            logger.info(
                 f"W&B tracking stopped ({_short_text(error)}); the run folder has all the data"
             )
 
@@ -183,7 +185,7 @@ def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> N
             hide_credentials()
         mode = choose_mode(run.tracking)
     except Exception as error:  # invalid W&B settings files or variables
-        print_lines(f"W&B mode is offline: {_short_text(error)}")
+        logger.info(f"W&B mode is offline: {_short_text(error)}")
         mode = WandbMode.offline
     for attempt in dict.fromkeys((mode, WandbMode.offline)):
         if mode is WandbMode.disabled:
@@ -191,7 +193,7 @@ def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> N
         try:
             return GuardedSession(WandbSession(run, folder, attempt, facts))
         except Exception as error:  # the client raises many types; the next mode is tried
-            print_lines(f"W&B {attempt} mode is unavailable: {_short_text(error)}")
+            logger.info(f"W&B {attempt} mode is unavailable: {_short_text(error)}")
     return NullSession()
 
 

@@ -24,7 +24,7 @@ from scalewise.training.signal_stop import STOP
 from scalewise.training.trainer import (
     RankInfo,
     build_trainer,
-    print_notes,
+    log_notes,
     set_device,
     silence_lightning,
     write_summary,
@@ -63,7 +63,7 @@ def fit_run(
         run_tokenizer.check_tokenizer(splits, resume.parents[1])
     if rank_info.rank == 0:
         run_tokenizer.save_tokenizer(splits, folder)
-        print_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
+        log_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
     module = TrainingModule(run, steps)
     recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))
     terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None

@@ -17,7 +17,6 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.compat.lightning import disable_signal_broadcast
-from scalewise.console import print_lines
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
 from scalewise.run_config import RunConfig
@@ -29,6 +28,8 @@ from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, Metric
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.import_class import instantiate_callbacks
 from scalewise.units import GIB
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_FRACTION = 0.1
 """Fraction of the steps excluded from medians, while caches and allocators warm up."""
@@ -148,10 +149,10 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on the data of a run to stderr."""
-    if notes:
-        print_lines(*notes, stderr=True)
+def log_notes(notes: Sequence[str]) -> None:
+    """Log notes on the data of a run."""
+    for note in notes:
+        logger.warning(note)
 
 
 def write_summary(

@@ -33,7 +33,7 @@ from scalewise.training.signal_stop import STOP
 from scalewise.training.trainer import (
     RankInfo,
     build_trainer,
-    print_notes,
+    log_notes,
     silence_lightning,
     write_summary,
 )
@@ -69,7 +69,7 @@ def fit_user_module(
         plan = {"steps": steps}
         write_json(folder / "plan.json", plan)
         session.log_plan(plan)
-        print_notes(notes)
+        log_notes(notes)
         earlier = resume.parents[1] / "metrics.csv" if resume else None
         files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
         terminals.append(ProgressDisplay(run, steps, start))

@@ -105,7 +105,7 @@ def test_hf_stream_resumes_and_is_split_by_rank(folder):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_hf_reads_arrow_string_types_and_nulls(tmp_path, streaming, kind, capfd):
-    text_files.print_note_once.cache_clear()
+    text_files.warn_once.cache_clear()
     types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
     column = pyarrow.array([*TEXTS, None]).cast(types.get(kind) or getattr(pyarrow, kind)())
     (tmp_path / "pq").mkdir()

@@ -32,7 +32,7 @@ MARKS = {
 
 @pytest.fixture(autouse=True)
 def _notes():
-    text_files.print_note_once.cache_clear()
+    text_files.warn_once.cache_clear()
 
 
 def texts(path, field=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.console import print_lines
 from scalewise.errors import Pruned
 from scalewise.hpo import storage
 from scalewise.hpo.storage import TrialLink
@@ -17,6 +17,8 @@ from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
+
+logger = logging.getLogger(__name__)
 
 
 class Pruning(Callback):
@@ -95,7 +97,7 @@ class PruningMonitor:
                 trial.report(value, step)
             return bool(trial.should_prune())
         except Exception as error:  # file system, lock and database errors have no common class
-            print_lines(f"cannot reach the study; the run continues without pruning: {error}")
+            logger.info(f"cannot reach the study; the run continues without pruning: {error}")
             return False
 
     def _open_trial(self, first_step: int) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Sequence
 
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.console import print_lines
 from scalewise.data.dataloader import PADDING_INDEX, MicroBatches
 from scalewise.errors import Interrupted
 from scalewise.run_config import RunConfig
 from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.signal_stop import STOP
+
+logger = logging.getLogger(__name__)
 
 
 class ReferenceLogProbs(Callback):
@@ -33,7 +35,7 @@ class ReferenceLogProbs(Callback):
         objective = self._run.objective.reference_objective
         assert objective is not None
         if trainer.is_global_zero:
-            print_lines("computing reference log-probabilities of each pair ...")
+            logger.info("computing reference log-probabilities of each pair ...")
         for loader in self._loaders:
             logprobs_N2 = torch.zeros(loader.num_samples, 2, device=pl_module.device)
             for index_B, batch in loader.iter_indexed_batches(pl_module.num_steps):
