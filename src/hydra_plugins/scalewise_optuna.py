@@ -113,7 +113,7 @@ class OptunaSweeper(Sweeper):
         folder: Path,
     ) -> None:
         from scalewise.commands import show
-        from scalewise.hpo import optuna_study, record
+        from scalewise.hpo import optuna_study
 
         optuna_search = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,8 +130,8 @@ class OptunaSweeper(Sweeper):
                 trial_outcome = optuna_study.job_outcome(folder, number)
                 optuna_search.tell_outcome(trial, trial_outcome)
                 is_stopped = is_stopped or trial_outcome.is_lost
-            record.write_record(optuna_search, folder)
-        show.print_search_result(record.build_record(optuna_search, folder), folder)
+            optuna_study.write_record(optuna_search, folder)
+        show.print_search_result(optuna_study.build_record(optuna_search, folder), folder)
 
     def _launch_trials(
         self,

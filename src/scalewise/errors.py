@@ -21,6 +21,16 @@ EXIT_CODES = {
 
 MAX_VALUE_LENGTH = 120
 """Number of characters of a value that a config issue shows."""
+EXPECTED_OPTIONS = {
+    ("objective", "sft"): "objective=causal_lm data=chat",
+    ("objective", "ppo"): "objective=grpo",
+    ("optimizer", "deepspeed_cpu"): "parallelism=deepspeed_zero2_offload",
+    ("optimizer", "paged"): "optimizer=adamw_paged",
+    ("hydra/launcher", "joblib"): "hydra/launcher=packed",
+}
+"""Override to suggest for an option name of other libraries, by group and option."""
+MAX_LISTED = 12
+"""Maximum number of names to list if none is similar."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +108,6 @@ class Interrupted(ScalewiseError):  # noqa: N818 (an outcome, not an error)
 
 class Pruned(ScalewiseError):  # noqa: N818 (an outcome, named as in Optuna)
     """The pruner of the hyperparameter search ended this trial; its measurements are kept."""
-
-
-EXPECTED_OPTIONS = {
-    ("objective", "sft"): "objective=causal_lm data=chat",
-    ("objective", "ppo"): "objective=grpo",
-    ("optimizer", "deepspeed_cpu"): "parallelism=deepspeed_zero2_offload",
-    ("optimizer", "paged"): "optimizer=adamw_paged",
-    ("hydra/launcher", "joblib"): "hydra/launcher=packed",
-}
-"""Override to suggest for an option name of other libraries, by group and option."""
-MAX_LISTED = 12
-"""Maximum number of names to list if none is similar."""
 
 
 def suggested_option(group: str, option: str, options: Iterable[str], prefix: str = "") -> str:

@@ -23,6 +23,8 @@ from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
 from scalewise.training.lightning_module import build_lr_scheduler
 
+Times = dict[str, list[float]]
+
 
 class BaselineLoop:
     """Training loop with the model, data, optimizer, schedule and clipping of a run.
@@ -77,9 +79,6 @@ class BaselineLoop:
         self._optimizer.zero_grad()
         self.loss = loss.detach()
         return self.loss
-
-
-Times = dict[str, list[float]]
 
 
 class InterleavedLoader:

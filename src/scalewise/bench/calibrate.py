@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 MIN_REPEATS = 5
 CHAIN_LENGTH = 200
 """Number of operators that are launched in sequence."""
+PROFILE_FOLDER = Path("conf", "hardware")
+DISK_TEST_BYTES = 256 * MIB
+MAX_SPREAD = 0.5
+"""Relative spread above which a measurement is reported as unreliable."""
+MAX_SECONDS = 60.0
+"""Maximum measuring time of one value, in seconds."""
+MAX_MESSAGE_BYTES = 16 * MIB
+FLOAT_FORMATS = {
+    DeviceKind.cpu: ("fp32", "bf16"),
+    DeviceKind.cuda: ("fp32", "tf32", "bf16", "fp16"),
+}
+MAIN_FORMAT = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -151,20 +163,6 @@ def summarize(values: list[float]) -> MeasuredFigure:
     deciles = quantiles(values, n=10)
     center = median(values)
     return MeasuredFigure(center, (deciles[-1] - deciles[0]) / center)
-
-
-PROFILE_FOLDER = Path("conf", "hardware")
-DISK_TEST_BYTES = 256 * MIB
-MAX_SPREAD = 0.5
-"""Relative spread above which a measurement is reported as unreliable."""
-MAX_SECONDS = 60.0
-"""Maximum measuring time of one value, in seconds."""
-MAX_MESSAGE_BYTES = 16 * MIB
-FLOAT_FORMATS = {
-    DeviceKind.cpu: ("fp32", "bf16"),
-    DeviceKind.cuda: ("fp32", "tf32", "bf16", "fp16"),
-}
-MAIN_FORMAT = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
 
 
 @dataclass(frozen=True)

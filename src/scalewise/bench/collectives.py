@@ -23,13 +23,28 @@ from scalewise.run_files import read_json, write_json, write_text
 from scalewise.typed_override import shell_word
 from scalewise.units import KIB, MIB, format_bytes
 
-BLUE, ORANGE = "#1f4e8c", "#c9802b"
 KIND_NAMES = {"send": "point to point"}
 _BYTES = "datum.value >= 1048576 ? datum.value / 1048576 + ' MiB' : datum.value / 1024 + ' KiB'"
 _TIME = (
     "datum.value >= 1 ? datum.value + ' s' : datum.value >= 1e-3 ? "
     "format(datum.value * 1e3, '~r') + ' ms' : format(datum.value * 1e6, '~r') + ' us'"
 )
+KINDS = (
+    CollectiveKind.all_reduce,
+    CollectiveKind.all_gather,
+    CollectiveKind.reduce_scatter,
+    CollectiveKind.all_to_all,
+    CollectiveKind.send,
+)
+MIN_MESSAGE_BYTES = KIB
+SIZE_RATIO = 4
+"""Ratio of consecutive message sizes."""
+MIN_REPEAT_SECONDS = 2e-3
+"""Minimum duration of a repeat; small messages are sent several times."""
+RUNS: Mapping[str, tuple[str, ...]] = {"": ("tracking=none",)}
+_TIMES = ".times.json"
+
+BLUE, ORANGE = "#1f4e8c", "#c9802b"
 
 
 def draw_collectives(
@@ -103,23 +118,6 @@ def collectives_chart(samples: Sequence[CollectiveSample], link: RingLink | None
         .configure_view(stroke=None)
     )
     return chart
-
-
-KINDS = (
-    CollectiveKind.all_reduce,
-    CollectiveKind.all_gather,
-    CollectiveKind.reduce_scatter,
-    CollectiveKind.all_to_all,
-    CollectiveKind.send,
-)
-MIN_MESSAGE_BYTES = KIB
-SIZE_RATIO = 4
-"""Ratio of consecutive message sizes."""
-MIN_REPEAT_SECONDS = 2e-3
-"""Minimum duration of a repeat; small messages are sent several times."""
-
-RUNS: Mapping[str, tuple[str, ...]] = {"": ("tracking=none",)}
-_TIMES = ".times.json"
 
 
 @dataclass(frozen=True)

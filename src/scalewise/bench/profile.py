@@ -26,6 +26,8 @@ STEP_SCALE_KEYS = ("step_scale", "step_shortest", "step_longest")
 STEP_SCALE_COMMENT = "Step scale fitted"
 """Start of the comment on the step scale."""
 DEFAULTS = "defaults:\n  - /schema/hardware/device@_here_\n  - _self_\n\n"
+MIN_RUNS = 3
+"""Minimum number of runs for a spread."""
 
 
 def utc_date() -> str:
@@ -92,10 +94,6 @@ def write_profile(
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, head + yaml.safe_dump(entries, sort_keys=False))
     return file
-
-
-MIN_RUNS = 3
-"""Minimum number of runs for a spread."""
 
 
 @dataclass(frozen=True)

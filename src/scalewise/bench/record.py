@@ -17,6 +17,9 @@ from scalewise.run_files import write_json
 from scalewise.units import MEGA
 
 RECORDS = Path("experiments", "records")
+WIDTH = 100
+STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline")
+"""Golden runs with the model and data of the golden run ``llama`` on several ranks."""
 
 
 def build_record(result: Mapping[str, object], command: str) -> dict[str, object]:
@@ -45,11 +48,6 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write a record; create the folder of its device."""
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)
-
-
-WIDTH = 100
-STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline")
-"""Golden runs with the model and data of the golden run ``llama`` on several ranks."""
 
 
 def documents(root: Path) -> Iterator[Path]:

@@ -25,6 +25,20 @@ from scalewise.run_files import read_json
 from scalewise.units import format_bytes, format_seconds
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_BASE = "experiment=communication/slow_link"
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "ddp": (_BASE, "parallelism=ddp"),
+    "powersgd": (
+        _BASE,
+        "parallelism=ddp",
+        "parallelism.comm_hook=powersgd",
+        "parallelism.lossless_steps=2",
+    ),
+    "fsdp": (_BASE, "parallelism=fsdp"),
+}
+PORT = 29477
+TIMEOUT_SECONDS = 300.0
+"""Timeout of one run."""
 BURST, QUEUE = "256kb", "50ms"
 """Burst size and maximum queueing delay of the token bucket filter."""
 
@@ -99,22 +113,6 @@ def _run_command(*command: str) -> str:
         reason = f"{' '.join(command[:4])} failed: {' '.join(result.stderr.split())}"
         raise ConfigError.for_key("", "", f"skipped: {reason}")
     return result.stdout
-
-
-_BASE = "experiment=communication/slow_link"
-RUNS: Mapping[str, tuple[str, ...]] = {
-    "ddp": (_BASE, "parallelism=ddp"),
-    "powersgd": (
-        _BASE,
-        "parallelism=ddp",
-        "parallelism.comm_hook=powersgd",
-        "parallelism.lossless_steps=2",
-    ),
-    "fsdp": (_BASE, "parallelism=fsdp"),
-}
-PORT = 29477
-TIMEOUT_SECONDS = 300.0
-"""Timeout of one run."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ AVERAGE = "average"
 """Folder of the moving average of the weights, with the names of ``model``."""
 Group = dist.ProcessGroup | None
 Tensors = Mapping[str, Mapping[str, Tensor]]
+StagedTensors = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -287,9 +288,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-StagedTensors = dict[str, dict[str, Tensor]]
 
 
 class BackgroundWriter:

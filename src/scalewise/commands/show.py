@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from scalewise.hpo.optuna_study import OptunaSearch
 
 _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused": "yellow"}
+MAX_TRIALS = 12
+"""Maximum number of trials in the output."""
 
 
 def print_heading(job_spec: JobSpec) -> None:
@@ -160,10 +162,6 @@ def _short_text(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-MAX_TRIALS = 12
-"""Maximum number of trials in the output."""
 
 
 def print_search_start(optuna_search: OptunaSearch, reclaimed: Sequence[FrozenTrial]) -> None:

@@ -28,6 +28,15 @@ CONVERSION_FILE = "conversion.json"
 """File with the disk size and the loss of integer weights."""
 NOT_MERGEABLE_REASON = "cannot be merged: the adapter adds prompt tokens, not weights"
 DEQUANTIZED_NOTE = "quantized weights are exported dequantized, as they were used in training"
+METRIC_KEYS = (
+    "val/loss",
+    "val/reward_accuracy",
+    "val/reward",
+    "val/accuracy",
+    "train/loss",
+    "train/tokens",
+)
+"""Metrics of the last step that the card shows."""
 
 
 def write_export(
@@ -151,17 +160,6 @@ def _write_hf(
     if is_random:  # no pretrained weights are published elsewhere
         base = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
         export_model(model, base, target_folder / "base")
-
-
-METRIC_KEYS = (
-    "val/loss",
-    "val/reward_accuracy",
-    "val/reward",
-    "val/accuracy",
-    "train/loss",
-    "train/tokens",
-)
-"""Metrics of the last step that the card shows."""
 
 
 def model_card(

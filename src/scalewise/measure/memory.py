@@ -25,6 +25,9 @@ from scalewise.compat.torch import (
     tree_leaves,
 )
 
+GLOO_RELEASE_S = 0.005
+"""Time for a gloo thread to free a sent buffer after the collective returns, in seconds."""
+
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the size of the storages of tensors on this rank, each counted once, in bytes."""
@@ -157,10 +160,6 @@ class ProfiledAllocations:
 def _sorted_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yield address and size of each allocation, in order; the size of a free is negative."""
     yield from ((address, size) for _, _, address, size in sorted(iter_allocations(events)))
-
-
-GLOO_RELEASE_S = 0.005
-"""Time for a gloo thread to free a sent buffer after the collective returns, in seconds."""
 
 
 class StrategyBuffers:

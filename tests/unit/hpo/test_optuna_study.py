@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.search_space import read_axes
 from scalewise.errors import ConfigError, Pruned
-from scalewise.hpo import optuna_study, record
+from scalewise.hpo import optuna_study
 from scalewise.hpo.config import SearchConfig
 from scalewise.hpo.optuna_study import OptunaSearch, TrialOutcome
 from scalewise.hpo.space import (
@@ -142,7 +142,7 @@ class TestStudy:
             for trial in trials:
                 found.tell_outcome(trial, ended(trial.params["optimizer.lr"]))
         assert batches == [2, 2, 1]
-        (best,) = record.pareto_trials(found)
+        (best,) = optuna_study.pareto_trials(found)
         assert best.value == min(t.params["optimizer.lr"] for t in found.study.trials)
 
     def test_study_records_failed_trials(self, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ class TestStudy:
         states = [trial.state for trial in found.study.trials]
         assert states == [TrialState.COMPLETE, *[TrialState.FAIL] * 3]
         assert all(trial.values is None for trial in found.study.trials[1:])
-        told = record.build_record(found, tmp_path)["trials"]
+        told = optuna_study.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
         assert [trial["status"] for trial in told] == [
             "ok", "out_of_memory", "refused", "unmeasured",
@@ -224,8 +224,8 @@ class TestStudy:
         small, large = found.ask_trials()
         found.tell_outcome(small, ended(2.0, **{"memory/peak_bytes": 90.0}))
         found.tell_outcome(large, ended(1.0, **{"memory/peak_bytes": 110.0}))
-        assert [trial.number for trial in record.pareto_trials(found)] == [small.number]
-        told = record.build_record(found, tmp_path)["trials"]
+        assert [trial.number for trial in optuna_study.pareto_trials(found)] == [small.number]
+        told = optuna_study.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
         assert told[1]["over"] == {"memory/peak_bytes": 10.0}
 
@@ -241,7 +241,7 @@ class TestStudy:
                     found.tell_outcome(trial, ended(1 - a, **{"memory/peak_bytes": 100 * a}))
             late = [trial.params["a"] for trial in found.study.trials[15:]]
             within[len(bounds)] = sum(point <= 0.5 for point in late) / len(late)
-            (best,) = record.pareto_trials(found)
+            (best,) = optuna_study.pareto_trials(found)
             assert best.params["a"] <= (0.5 if bounds else 1.0)
         assert within[1] > 0.4 > 0.1 > within[0]
 
@@ -254,14 +254,14 @@ class TestStudy:
             found.ask_trials(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True
         ):
             found.tell_outcome(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
-        assert [trial.number for trial in record.pareto_trials(found)] == [0, 1]
+        assert [trial.number for trial in optuna_study.pareto_trials(found)] == [0, 1]
 
     def test_study_importance_is_reported(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=30, sampler="random"), SPACE, tmp_path)
         while trials := found.ask_trials():
             for trial in trials:
                 found.tell_outcome(trial, ended(float(trial.params["optimizer.lr"])))
-        shares = record.axis_importance(found)["val/loss"]
+        shares = optuna_study.axis_importance(found)["val/loss"]
         assert shares["optimizer.lr"] > 0.9
         assert sum(shares.values()) == pytest.approx(1)
 
@@ -269,7 +269,7 @@ class TestStudy:
         found = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
         for trial in found.ask_trials():
             found.tell_outcome(trial, ended(1.0))
-        json.dumps(record.build_record(found, tmp_path))
+        json.dumps(optuna_study.build_record(found, tmp_path))
 
 
 def job(sweep: Path, number: int, listed: str, status: str | None = None, **metrics: float) -> None:
@@ -361,7 +361,7 @@ class TestPruning:
         trial.report(3.0, 10)
         found.tell_outcome(trial, ended(3.0, status="pruned"))
         assert found.study.trials[0].state is TrialState.PRUNED
-        assert record.pareto_trials(found) == []
+        assert optuna_study.pareto_trials(found) == []
         assert found.ask_trials() == []
 
     def test_pruned_outcome_is_not_a_failure(self) -> None:
