@@ -29,7 +29,7 @@ from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
-from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision.config import ScalingRecipe
 from scalewise.strategies.single import SingleDevice

@@ -14,8 +14,8 @@ from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
 from scalewise.models.op_graph import Recompute
-from scalewise.planner import host_transfer, worst_rank
-from scalewise.planner.liveness_cache import offloaded_bytes
+from scalewise.planner import host_memory, worst_rank
+from scalewise.planner.activation_liveness import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.strategies.activation_checkpointing import OffloadedStorages, Restore
 from scalewise.strategies.single import SingleDevice
@@ -187,7 +187,7 @@ def test_hf_offloaded_bytes_equal_prediction(
     module(torch.randint(256, (8, 64))).sum().backward()
     found, rank_memory = sum(gone), build_rank_memory(run.parallelism, run)
     assert found == offloaded_bytes(run, rank_memory) > 0
-    assert host_transfer.rank_traffic(run, rank_memory).activations == 2 * found
+    assert host_memory.rank_traffic(run, rank_memory).activations == 2 * found
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)

@@ -38,7 +38,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.build import export_model
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import OpWork
-from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.strategies.single import SingleDevice

@@ -18,7 +18,7 @@ from scalewise.trainer_config import AUTO, SIZE
 from scalewise.units import format_bytes
 
 if TYPE_CHECKING:
-    from scalewise.planner.auto_micro_batch import MicroBatchChoice
+    from scalewise.planner.auto_settings import MicroBatchChoice
 
 
 def resolve_auto(
@@ -36,7 +36,7 @@ def resolve_auto(
     if run.plan.fit is not UnfitPolicy.none:
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
     if isinstance(run.memory, AutoCheckpointing):
-        from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
+        from scalewise.planner.auto_settings import resolve_auto_checkpointing
         from scalewise.planner.run_option import RunOption
 
         run = _with_overrides(run, resolve_auto_checkpointing(RunOption(run)).overrides)
@@ -48,7 +48,7 @@ def resolve_auto(
 
 def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoice:
     from scalewise.launch import memory_probe_run
-    from scalewise.planner.auto_micro_batch import choose_by_probes
+    from scalewise.planner.auto_settings import choose_by_probes
 
     if external_launcher.is_external_rank():
         no_probe_reason = "not probed: ranks were started by torchrun or srun"

@@ -15,7 +15,7 @@ from scalewise.launch.job import JobSpec, Result
 from scalewise.metric_names import METRICS
 from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
-from scalewise.planner.auto_micro_batch import MicroBatchChoice
+from scalewise.planner.auto_settings import MicroBatchChoice
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json

@@ -12,7 +12,7 @@ from scalewise.console import MISSING
 from scalewise.hardware import DeviceKind
 from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
-from scalewise.planner import host_transfer
+from scalewise.planner import host_memory
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
@@ -287,7 +287,7 @@ def _print_time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(", ".join(shares), style="dim")
-    if missing := host_transfer.missing_rates(plan.run):
+    if missing := host_memory.missing_rates(plan.run):
         options = " and ".join(f"hardware.{name}" for name in missing)
         console.print(
             f"Not included: transfer time of offloaded data; set {options}", style="yellow"

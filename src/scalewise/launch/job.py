@@ -28,7 +28,7 @@ from scalewise.launch.ranks import ElasticRanks, InProcess, run_ranks
 from scalewise.launch.status import Status, git_state
 from scalewise.launch_config import Isolation
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
-from scalewise.planner.auto_micro_batch import MicroBatchChoice
+from scalewise.planner.auto_settings import MicroBatchChoice
 from scalewise.planner.fit_check import reject_unfit
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json, write_text

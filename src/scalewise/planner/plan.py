@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
-from scalewise.planner.auto_micro_batch import resolve_auto_micro_batch
+from scalewise.planner.auto_settings import resolve_auto_checkpointing, resolve_auto_micro_batch
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, check_fit
 from scalewise.planner.run_option import RunOption

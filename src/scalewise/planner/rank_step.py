@@ -9,9 +9,9 @@ from itertools import accumulate, repeat
 
 from scalewise.models.base import StageSlice
 from scalewise.models.op_graph import Recompute
-from scalewise.planner.activation_liveness import PartLiveness
-from scalewise.planner.liveness_cache import (
+from scalewise.planner.activation_liveness import (
     EMPTY,
+    PartLiveness,
     block_liveness,
     ends_liveness,
     first_block_liveness,

@@ -15,10 +15,9 @@ from scalewise.hardware import DeviceKind, Hardware
 from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES
-from scalewise.planner import host_transfer
-from scalewise.planner.activation_liveness import selective_ops
+from scalewise.planner import host_memory
+from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 from scalewise.planner.communication import list_collectives
-from scalewise.planner.liveness_cache import model_op_graphs
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.run_config import RunConfig
@@ -185,7 +184,7 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     reference = (
         micro_batches * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
     )
-    host = host_transfer.transfer_seconds(run, rank_memory)
+    host = host_memory.transfer_seconds(run, rank_memory)
     optimizer = host.stepping
     if not rank_memory.states_on_host or run.hardware.device is DeviceKind.cpu:
         # Weights and state are read and written; gradients are read twice, once for their norm.

@@ -13,7 +13,7 @@ from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpoin
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time, worst_rank
-from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
+from scalewise.planner.auto_settings import resolve_auto_checkpointing
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.plan import build_plan
 from scalewise.planner.run_option import RunOption, checkpointing_overrides

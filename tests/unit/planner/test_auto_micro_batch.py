@@ -14,7 +14,7 @@ from scalewise.commands import fit
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.launch.memory_probe_run import shorten_run
-from scalewise.planner import auto_micro_batch
+from scalewise.planner import auto_settings
 from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.plan import build_plan
 from scalewise.planner.run_option import RunOption
@@ -57,7 +57,7 @@ def limited(compose: Compose, *overrides: str, rows: int = 8) -> RunConfig:
 def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Compose) -> None:
     line = STRATEGIES[strategy] if strategy != "single" else ()
     run = limited(compose, *line)
-    option = auto_micro_batch.resolve_auto_micro_batch(RunOption(run))
+    option = auto_settings.resolve_auto_micro_batch(RunOption(run))
     found, told = option.run, option.overrides
     assert told == ("trainer.micro_batch=8",)
     assert check_fit(found).status is FitStatus.fits
@@ -73,20 +73,20 @@ def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
     piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
         way.run.micro_batch
-        for way in auto_micro_batch.micro_batch_options(
+        for way in auto_settings.micro_batch_options(
             RunOption(compose(*LINE, *piped, check_machine=False))
         )
     ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
-    (way,) = auto_micro_batch.micro_batch_options(
+    (way,) = auto_settings.micro_batch_options(
         RunOption(compose(*LINE, *stepped, check_machine=False))
     )
     assert way.run.micro_batch == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
-    ways = auto_micro_batch.micro_batch_options(RunOption(limited(compose)))
+    ways = auto_settings.micro_batch_options(RunOption(limited(compose)))
     for small, large in pairwise(ways):
         assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak
 
@@ -102,8 +102,8 @@ def test_plan_sizes_micro_batches_by_prediction(compose: Compose) -> None:
     assert build_plan(tight).fit.status is FitStatus.out_of_memory
 
 
-def tried(run: RunConfig, ends: dict[int, str]) -> auto_micro_batch.MicroBatchChoice:
-    return auto_micro_batch.choose_by_probes(run, lambda it: ends[it.micro_batch])
+def tried(run: RunConfig, ends: dict[int, str]) -> auto_settings.MicroBatchChoice:
+    return auto_settings.choose_by_probes(run, lambda it: ends[it.micro_batch])
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,7 @@ def test_micro_batch_trials_step_down_without_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
-    assert [way.fit.status for way in auto_micro_batch.micro_batch_options(RunOption(run))][
-        3:5
-    ] == [
+    assert [way.fit.status for way in auto_settings.micro_batch_options(RunOption(run))][3:5] == [
         FitStatus.fits,
         FitStatus.borderline,
     ]
@@ -136,7 +134,7 @@ def test_micro_batch_trials_step_up_to_borderline_sizes(compose: Compose) -> Non
     run = limited(compose, *LARGE)
     doubted = [
         way.run.micro_batch
-        for way in auto_micro_batch.micro_batch_options(RunOption(run))
+        for way in auto_settings.micro_batch_options(RunOption(run))
         if way.fit.status is FitStatus.borderline
     ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
@@ -145,9 +143,7 @@ def test_micro_batch_trials_step_up_to_borderline_sizes(compose: Compose) -> Non
 
 
 def test_micro_batch_trials_that_cannot_run_say_so(compose: Compose) -> None:
-    found = auto_micro_batch.choose_by_probes(
-        limited(compose), None, "not tried, as it is far away"
-    )
+    found = auto_settings.choose_by_probes(limited(compose), None, "not tried, as it is far away")
     assert (found.micro_batch, found.probes) == (8, ())
     assert found.description == "predicted: fits; not tried, as it is far away"
 
@@ -170,7 +166,7 @@ def test_run_without_fitting_micro_batch_is_rejected_with_a_fix(compose: Compose
     least = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
     small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
     with pytest.raises(ConfigError, match=r"micro_batch=auto: micro-batch 1 needs.*; set "):
-        auto_micro_batch.choose_by_probes(small, None)
+        auto_settings.choose_by_probes(small, None)
     with pytest.raises(ConfigError, match="a probe run ran out of memory"):
         tried(run, {1: "out_of_memory"})
 

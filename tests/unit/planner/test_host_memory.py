@@ -13,8 +13,13 @@ from scalewise.optimizers.config import PagedAdamWConfig
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner import worst_rank
 from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.host_memory import checkpoint_bytes, node_memory, ranks_per_node
-from scalewise.planner.host_transfer import rank_traffic, transfer_seconds
+from scalewise.planner.host_memory import (
+    checkpoint_bytes,
+    node_memory,
+    rank_traffic,
+    ranks_per_node,
+    transfer_seconds,
+)
 from scalewise.planner.plan import build_plan
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from fixtures.strategies import LLAMA_8B
 
-from scalewise.planner import host_transfer
-from scalewise.planner.host_transfer import HostTraffic
+from scalewise.planner import host_memory
+from scalewise.planner.host_memory import HostTraffic
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.run_config import RunConfig
@@ -21,7 +21,7 @@ RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
 
 
 def moved(run: RunConfig) -> HostTraffic:
-    return host_transfer.rank_traffic(run, build_rank_memory(run.parallelism, run))
+    return host_memory.rank_traffic(run, build_rank_memory(run.parallelism, run))
 
 
 def step(run: RunConfig) -> StepTime:
@@ -90,9 +90,9 @@ def test_host_transfer_of_offloaded_activations(run_of: Compose) -> None:
     assert moved(run).activations == 2 * inputs
     assert step(run).host_copies == pytest.approx(2 * inputs / (50 * GIGA))
     unsaid = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
-    assert host_transfer.missing_rates(unsaid) == ("host_link_gb_per_s",)
+    assert host_memory.missing_rates(unsaid) == ("host_link_gb_per_s",)
     on_disk = run_of("memory=offload_activations", "hardware=cpu")
-    assert host_transfer.missing_rates(on_disk) == ("disk_gb_per_s",)
+    assert host_memory.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
 def test_host_transfer_time_is_bytes_over_rates(run_of: Compose) -> None:
@@ -109,22 +109,22 @@ def test_host_transfer_time_is_bytes_over_rates(run_of: Compose) -> None:
 
 
 def test_host_transfer_reports_a_missing_rate(run_of: Compose, deepspeed: Compose) -> None:
-    assert host_transfer.missing_rates(run_of()) == ()
-    assert host_transfer.missing_rates(run_of(OFFLOAD, *RATES)) == ()
+    assert host_memory.missing_rates(run_of()) == ()
+    assert host_memory.missing_rates(run_of(OFFLOAD, *RATES)) == ()
     nothing = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
-    assert host_transfer.missing_rates(run_of(OFFLOAD, *nothing)) == (
+    assert host_memory.missing_rates(run_of(OFFLOAD, *nothing)) == (
         "host_link_gb_per_s",
         "host_memory_gb_per_s",
     )
     on_disk = deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp", *RATES)
-    assert host_transfer.missing_rates(on_disk) == ("disk_gb_per_s",)
+    assert host_memory.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
 def test_host_transfer_on_cpu_is_zero(compose: Compose) -> None:
     run = compose(
         "parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", check_machine=False
     )
-    assert host_transfer.missing_rates(run) == ()
-    assert host_transfer.transfer_seconds(
+    assert host_memory.missing_rates(run) == ()
+    assert host_memory.transfer_seconds(
         run, build_rank_memory(run.parallelism, run)
-    ) == host_transfer.HostTransferTime(0.0, 0.0, 0.0)
+    ) == host_memory.HostTransferTime(0.0, 0.0, 0.0)
