@@ -67,6 +67,9 @@ class JobProgress:
 
 def read_progress(folder: Path) -> list[JobProgress]:
     """Progress of the jobs in a sweep folder or a run folder, else raises ``ConfigError``."""
+    if not folder.is_dir():
+        fix = "scalewise status runs/NAME/TIMESTAMP"
+        raise ConfigError.for_key("", "", f"{folder} is not a folder", fix)
     sweep = sweep_record.read_final_record(folder / "sweep.json", sweep_record.is_abandoned_sweep)
     if sweep:
         job_ids = slurm_cli.sweep_job_ids(folder)
