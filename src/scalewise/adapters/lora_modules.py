@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from scalewise.adapters.build import apply_adapter, disable_adapter, init_adapter, merge_adapter
 from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig, PiSSAAdapterConfig
 from scalewise.adapters.target_modules import module_name
+from scalewise.compat.hugging_face import disable_lora
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
@@ -70,10 +71,10 @@ def without_lora(adapter: LoRAAdapterConfig, module: ModelModule) -> Iterator[No
     """
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
-        layer._disable_adapters = True
+        disable_lora(layer, True)
     yield
     for layer in layers:
-        layer._disable_adapters = False
+        disable_lora(layer, False)
 
 
 @init_adapter.register(LoRAAdapterConfig)

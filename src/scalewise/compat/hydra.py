@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig
@@ -31,6 +32,7 @@ __all__ = [
     "replaced_loading",
     "replaced_path_class",
     "run_job_hook",
+    "suspended_application",
     "without_mode_composition",
 ]
 
@@ -177,6 +179,20 @@ def run_job_hook(callback: Callable[[DictConfig], None]) -> Iterator[None]:
 
     with private.replaced("hydra._internal.hydra:run_job", hooked):
         yield
+
+
+@contextmanager
+def suspended_application() -> Iterator[None]:
+    """Context in which Hydra can be initialized inside of an application.
+
+    The public ``initialize_config_dir`` rejects a second initialization.
+    """
+    state = GlobalHydra.instance()
+    previous, state.hydra = state.hydra, None
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = previous  # Hydra has replaced the instance
 
 
 def without_mode_composition() -> AbstractContextManager[None]:

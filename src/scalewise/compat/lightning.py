@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
@@ -20,6 +20,7 @@ from scalewise.compat import PrivateNames
 __all__ = [
     "HookedDDPStrategy",
     "call_through_wrapper",
+    "configure_optimizers",
     "data_fetcher",
     "ddp_arguments",
     "disable_signal_broadcast",
@@ -27,9 +28,18 @@ __all__ = [
     "init_optimizers",
     "replace_loader_preparation",
     "set_node_environment",
+    "skip_process_group",
 ]
 
 private = PrivateNames("lightning")
+
+with private:
+    from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
+
+    """Optimizers and schedules of what a module returns; the public API sets them in a trainer."""
+
+if not TYPE_CHECKING:
+    __getattr__ = private.missing_name
 
 
 class HookedDDPStrategy(DDPStrategy):
@@ -65,6 +75,11 @@ def _redirection(strategy: Strategy) -> Callable[..., Any]:
 def init_model_parallel(strategy: ModelParallelStrategy) -> None:
     """Initialize the process group; the public method also builds a mesh of two axes."""
     strategy._setup_distributed()
+
+
+def skip_process_group(strategy: ModelParallelStrategy) -> None:
+    """Let ``setup_environment`` build the mesh only; it has no option for an existing group."""
+    private.replace_attribute(strategy, "_setup_distributed", lambda: None)
 
 
 @private.reads("_set_node_environment_variables")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Muon
 
 from scalewise.compat import PrivateNames
@@ -14,6 +14,8 @@ from scalewise.compat import PrivateNames
 __all__ = [
     "ATTENTION_OPS",
     "COLLECTIVE_NAMESPACES",
+    "FakeTensorMode",
+    "ModuleWithApplyHook",
     "TorchDispatchMode",
     "adjust_lr",
     "is_traceable_wrapper_subclass",
@@ -21,11 +23,14 @@ __all__ = [
     "matrices_of_group",
     "multiply_all_",
     "orthogonalize",
+    "registered_buffers",
+    "registered_parameters",
     "start_allocation_profiler",
     "stop_allocation_profiler",
     "storage_id",
     "tensor_version",
     "tree_leaves",
+    "tree_map_only",
     "unset_fake_temporarily",
 ]
 
@@ -41,14 +46,14 @@ with private:
     """
 
 with private:
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
-    """Leaves of nested containers; no public module traverses them."""
+    """Leaves of nested containers, and functions of them; no public module traverses them."""
 
 with private:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-    """Context without fake tensors within a fake mode; no public switch exists."""
+    """Mode of tensors without data, and context that suspends it; neither has a public name."""
 
 with private:
     from torch.optim._muon import _adjust_lr as adjust_lr
@@ -89,6 +94,30 @@ with private:
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name
+
+
+class ModuleWithApplyHook(nn.Module):
+    """Module with a hook after each move or cast, for which several public methods exist."""
+
+    def after_apply(self) -> None:
+        """Called after parameters and buffers were moved or cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self.after_apply()
+        return self
+
+
+@private.reads("_parameters")
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Own parameters of a module, to be replaced; the public iterator omits absent ones."""
+    return module._parameters
+
+
+@private.reads("_buffers")
+def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Own buffers of a module, to be replaced; the public iterator omits absent ones."""
+    return module._buffers
 
 
 @private.reads("_cdata")

@@ -17,6 +17,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "fsdp_parameters",
+    "functional_collectives",
     "process_group",
     "schedule_stages",
     "unsharded_gradients",
@@ -43,11 +44,13 @@ with private:
     """All-to-all with gradients; collectives of ``torch.distributed`` have none."""
 
 with private:
+    functional_collectives: Any = torch.ops._c10d_functional
+    """Collectives as operators, also of fake tensors without a process group; not documented."""
     SAVED_COLLECTIVES = frozenset(
         {
-            torch.ops._c10d_functional.all_reduce.default,
-            torch.ops._c10d_functional.reduce_scatter_tensor.default,
-            torch.ops._c10d_functional.all_to_all_single.default,
+            functional_collectives.all_reduce.default,
+            functional_collectives.reduce_scatter_tensor.default,
+            functional_collectives.all_to_all_single.default,
         }
     )
     """Collective operators whose results selective checkpointing stores; not documented."""

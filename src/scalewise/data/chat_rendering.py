@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from scalewise.compat.hugging_face import compile_template
 from scalewise.data.message_forms import (
     Messages,
     choose_message_form,
@@ -96,11 +97,10 @@ class TemplateRenderer:
     def check_syntax(self) -> None:
         """Raise ``ValueError`` for a template with a syntax error."""
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         for template in self._templates.values():
             try:
-                _compile_jinja_template(template)
+                compile_template(template)
             except TemplateError as error:
                 raise ValueError(f"has an error: {error}") from error
 

@@ -23,6 +23,7 @@ from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from scalewise.compat.sweeps import trial_id
 from scalewise.errors import ConfigError
 from scalewise.hpo import storage
 from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig
@@ -187,7 +188,7 @@ class OptunaSearch:
             trial_outcome = TrialOutcome("waiting")
             if JOB in attributes:
                 trial_outcome = job_outcome(Path(attributes[SWEEP]), attributes[JOB])
-            self.tell_outcome(Trial(self.study, trial._trial_id), trial_outcome)
+            self.tell_outcome(Trial(self.study, trial_id(trial)), trial_outcome)
         return orphaned_trials
 
 

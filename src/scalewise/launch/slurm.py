@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
+from scalewise.compat.sweeps import submit_command
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
@@ -167,8 +168,8 @@ class SlurmExecutor:
             # Log file names then contain the array index.
             executor.parameters["map_count"] = len(numbers)
             # A plain command, because submitit's own runs a pickle.
-            job = executor._submit_command(
-                f'{shlex.join(command)} "$SLURM_ARRAY_TASK_ID" {self._timeouts}'
+            job = submit_command(
+                executor, f'{shlex.join(command)} "$SLURM_ARRAY_TASK_ID" {self._timeouts}'
             )
         except (FailedJobError, FailedSubmissionError, ValueError) as error:
             messages = [line for line in str(error).splitlines() if "error:" in line]

@@ -13,6 +13,7 @@ from typing import Any
 import wandb_workspaces.reports.v2 as wr
 from markupsafe import Markup
 
+from scalewise.compat.wandb import set_block_id
 from scalewise.reports import wandb_panels
 from scalewise.reports.report_model import (
     ComparedPart,
@@ -87,7 +88,7 @@ class ReportBlocks:
         runset = wr.Runset(
             name="Runs", filters=self._runs, order=[wr.OrderBy("CreatedTimestamp", ascending=True)]
         )
-        runset._id = f"runs{self._grids}"  # the default id is random
+        set_block_id(runset, f"runs{self._grids}")  # the default id is random
         width = GRID_COLUMNS if len(titled_panels) == 1 else GRID_COLUMNS // 2
         panels = []
         for index, titled_panel in enumerate(titled_panels):
@@ -99,7 +100,7 @@ class ReportBlocks:
             )
             self._panels += 1
             panels.append(build_panel(titled_panel, layout=layout))
-            panels[-1]._id = f"panel{self._panels}"
+            set_block_id(panels[-1], f"panel{self._panels}")
         yield wr.PanelGrid(runsets=[runset], panels=panels, hide_run_sets=self._grids > 1)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 import wandb_workspaces.reports.v2 as wr
-from wandb_workspaces._graphql import execute_graphql, get_app_url
 from wandb_workspaces.reports.v2 import gql
 
+from scalewise.compat import wandb as compat_wandb
 from scalewise.errors import ScalewiseError
 from scalewise.reports import records, redact, report_model
 from scalewise.reports.files import WANDB_REPORT_FILE
@@ -41,7 +41,7 @@ class WandbReportService:
     def execute(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
         """Execute a GraphQL query and return its data."""
         with wandb_errors():
-            data: dict[str, Any] = execute_graphql(self._api, query, variables)
+            data: dict[str, Any] = compat_wandb.execute_graphql(self._api, query, variables)
             return data
 
     @property
@@ -53,7 +53,7 @@ class WandbReportService:
     @property
     def address(self) -> str:
         """URL of the web app, without a trailing slash."""
-        return str(get_app_url(self._api)).rstrip("/")
+        return str(compat_wandb.get_app_url(self._api)).rstrip("/")
 
     def project(self, entity: str, name: str) -> str:
         """Internal id of a project, which is created if it does not exist."""
@@ -130,13 +130,14 @@ def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
         _shared_value(report.record, "project"),
     )
     # Without an entity, Report would query the server for the default one.
-    model = wr.Report(
+    report_object = wr.Report(
         project=project or PROJECT,
         entity=entity or "-",
         title=report.title[:MAX_TITLE_LENGTH],
         description=to_plain_text(report.summary),
         blocks=list(ReportBlocks(run_set_filter(group, run_ids)).build(report)),
-    )._to_model()
+    )
+    model = compat_wandb.report_model(report_object)
     return {
         "title": model.display_name,
         "description": model.description,

@@ -7,6 +7,7 @@ import hashlib
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces.workspaces import internal
 
+from scalewise.compat.wandb import set_view_name, view_model, workspace_of_view
 from scalewise.reports.compare import (
     ACCURACY,
     LOSS,
@@ -134,10 +135,10 @@ def save_workspace(name: str, *, entity: str | None, project: str) -> str:
     view_name = f"nw-{slug}-v"
     with wandb_errors():
         try:
-            view = ws.Workspace._from_model(internal.View.from_name(entity, project, view_name))
+            view = workspace_of_view(internal.View.from_name(entity, project, view_name))
         except ValueError:  # no workspace has this name
             view = ws.Workspace(entity=entity, project=project)
-            view._internal_name = view_name
+            set_view_name(view, view_name)
             view.runset_settings.groupby = [ws.Metric("Group")]
         view.name = name
         view.settings.x_axis = "step"
@@ -145,5 +146,5 @@ def save_workspace(name: str, *, entity: str | None, project: str) -> str:
             ws.Section(name=title, panels=[build_panel(panel) for panel in panels], is_open=True)
             for title, panels in SECTIONS
         ]
-        internal.upsert_view2(view._to_model())
+        internal.upsert_view2(view_model(view))
     return f"{service.address}/{entity}/{project}?nw={slug}"

@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from scalewise.compat.torch import ATTENTION_OPS, TorchDispatchMode, tree_leaves
 from scalewise.measure.memory import storage_key
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
 aten = torch.ops.aten
-ATTENTION = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+ATTENTION = frozenset(op.default for op in ATTENTION_OPS)
 MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
@@ -85,7 +77,7 @@ class OpRecorder(TorchDispatchMode):
         work, flops, backward_flops = OpWork.pointwise, 0.0, 0.0
         if func in MATMULS:
             work = OpWork.matmul
-            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+            flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
             backward_flops = flops * differentiable
         elif func in ATTENTION:  # a causal kernel skips half of the scores
             work = OpWork.attention

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from scalewise.compat.torch import tree_leaves
 from scalewise.measure.memory import LiveBytes, storage_bytes, storage_keys
 
 Sizes = tuple[int, int, int, int]

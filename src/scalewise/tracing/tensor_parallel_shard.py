@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from scalewise.compat.torch_distributed import functional_collectives
 from scalewise.models.base import TPStyle, Weight, shard_weight
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.op_graph import ForwardSpec
 
-functional_collectives = torch.ops._c10d_functional
 NO_GROUP = ""
 """Name of the process group; fake tensors need none."""
 REPLICATED = (TPStyle.tokens, TPStyle.positions, TPStyle.replicated, TPStyle.prompt)

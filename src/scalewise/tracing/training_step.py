@@ -10,11 +10,12 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from scalewise.adapters.build import disable_adapter
 from scalewise.callback_config import averaging_callback
+from scalewise.compat.lightning import skip_process_group
+from scalewise.compat.torch import FakeTensorMode
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe, storage_bytes
 from scalewise.models.base_module import ModelModule
@@ -51,7 +52,7 @@ def _fake_strategy(run: RunConfig) -> ParallelStrategy:
     if isinstance(strategy, MeshStrategy):
         strategy.parallel_devices = [torch.device("cpu")]
         # The fake process group exists already; Lightning would create a real one.
-        strategy._setup_distributed = skip_call  # type: ignore[method-assign]  # no public API
+        skip_process_group(strategy)
         strategy.setup_environment()
     return strategy
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from scalewise.compat.lightning import configure_optimizers
+from scalewise.compat.torch import tree_map_only
 from scalewise.errors import ConfigError
 from scalewise.measure.memory import MemoryProbe
 from scalewise.objectives import UserModule
@@ -101,7 +101,7 @@ def _trace_step(
     precision: Any = precision_plugin(run.precision.lightning_precision())
     precision.convert_module(module)
     configured: Any = module.configure_optimizers()
-    (optimizer, *others), _, _ = _configure_optimizers(configured)
+    (optimizer, *others), _, _ = configure_optimizers(configured)
     if others:
         raise _trace_error("requires a module with one optimizer", "train a few steps")
 

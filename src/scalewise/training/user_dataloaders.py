@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from scalewise.compat.hugging_face import is_split_by_node
 from scalewise.compat.lightning import data_fetcher, replace_loader_preparation
 from scalewise.planner.padding import amount_text
 
@@ -173,8 +174,7 @@ def _shard_iterable_loader(loader: Any, rank: int, ranks: int) -> Any:
     if not isinstance(loader, DataLoader):
         return ShardedIterable(loader, rank, ranks)
     dataset = loader.dataset
-    hf_shard = getattr(dataset, "_distributed", None)  # by datasets.split_dataset_by_node
-    if not isinstance(dataset, IterableDataset) or hf_shard is not None:
+    if not isinstance(dataset, IterableDataset) or is_split_by_node(dataset):
         return loader
     if not isinstance(dataset, ShardedIterable):
         # DataLoader forbids assignment, and the constructor of a subclass is unknown.

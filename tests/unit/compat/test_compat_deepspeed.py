@@ -1,9 +1,10 @@
 """Private names of DeepSpeed, in its source: importing it chooses an accelerator."""
 
 import ast
+import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -63,13 +64,25 @@ def test_link_states_links_again_and_skips_other_stages() -> None:
 
 def test_extensions_are_read_before_they_are_compiled() -> None:
     source = ast.unparse(parse("ops.op_builder.builder"))
-    assert "    _loaded_ops = {}" in source  # deepspeed.loaded_extensions
+    assert "    _loaded_ops = {}" in source
     assert "if self.name in __class__._loaded_ops" in source
 
 
 def test_native_collectives_are_used_if_listed() -> None:
     source = ast.unparse(parse("comm.torch"))
-    assert "deepspeed.ops.__compatible_ops__.get(" in source  # deepspeed.disable_native_ops
+    assert "deepspeed.ops.__compatible_ops__.get(" in source
+
+
+def test_extensions_and_native_ops_are_set_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, builder = ModuleType("deepspeed"), ModuleType("deepspeed.ops.op_builder.builder")
+    package.ops = ops = ModuleType("deepspeed.ops")  # type: ignore[attr-defined]
+    builder.OpBuilder = SimpleNamespace(_loaded_ops={})  # type: ignore[attr-defined]
+    for module in (package, builder):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    deepspeed.disable_native_ops()
+    deepspeed.loaded_extensions()["name"] = "library"
+    assert ops.__compatible_ops__ == {}  # type: ignore[attr-defined]
+    assert builder.OpBuilder._loaded_ops == {"name": "library"}  # type: ignore[attr-defined]
 
 
 def test_parameter_group_has_no_parameters() -> None:

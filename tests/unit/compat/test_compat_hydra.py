@@ -10,6 +10,7 @@ from typing import Any
 import hydra
 import pytest
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -212,6 +213,19 @@ def test_without_mode_composition_composes_once(
     with compat_hydra.without_mode_composition():
         assert application() == [{"a": 1}]
     assert len(loads) == 1
+
+
+def test_suspended_application_is_restored(loader: Any) -> None:
+    outer = GlobalHydra.instance().hydra
+    with pytest.raises(ValueError, match="already initialized"):
+        hydra.initialize_config_dir(str(Path.cwd()), version_base="1.3")
+    with (
+        compat_hydra.suspended_application(),
+        hydra.initialize_config_dir(str(Path.cwd()), version_base="1.3"),
+    ):
+        assert GlobalHydra.instance().hydra is not outer
+        assert GlobalHydra.instance().config_loader() is not loader
+    assert GlobalHydra.instance().hydra is outer
 
 
 def test_yaml_loader_is_read_at_each_load() -> None:

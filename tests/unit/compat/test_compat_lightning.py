@@ -190,3 +190,19 @@ def test_loaders_that_are_not_sharded_keep_their_sampler(tmp_path: Path) -> None
     lightning.replace_loader_preparation(trainer, lambda _: pytest.fail("sharded"), prepare)
     trainer.fit(module, loader(2))
     assert samplers == [SequentialSampler]
+
+
+def test_configure_optimizers_separates_optimizers_and_schedules() -> None:
+    optimizer = Module().configure_optimizers()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizers, schedules, monitor = lightning.configure_optimizers(([optimizer], [schedule]))  # type: ignore[arg-type]
+    assert (optimizers, monitor) == ([optimizer], None)
+    assert len(schedules) == 1
+    assert lightning.configure_optimizers(optimizer) == ([optimizer], [], None)
+
+
+def test_skipped_process_group_is_not_initialized() -> None:
+    strategy = ModelParallelStrategy()
+    lightning.skip_process_group(strategy)
+    lightning.init_model_parallel(strategy)
+    assert not torch.distributed.is_initialized()

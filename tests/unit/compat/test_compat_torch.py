@@ -239,3 +239,43 @@ def test_pipeline_stages_have_the_methods_that_are_extended() -> None:
     assert "grad_recv_info" in getsource(_PipelineStageBase)
     assert callable(_PipelineStageBase.backward_one_chunk)
     assert callable(checkpoint)
+
+
+def test_tree_map_only_maps_values_of_a_type() -> None:
+    mapped = compat_torch.tree_map_only(int, lambda number: -number, {"a": [1, "b"], "c": (2,)})
+    assert mapped == {"a": [-1, "b"], "c": (-2,)}
+
+
+def test_fake_tensor_mode_has_no_data() -> None:
+    with compat_torch.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(torch.ones(3))
+        assert (fake + torch.ones(3)).shape == (3,)
+    assert type(fake) is not Tensor
+
+
+def test_apply_hook_runs_after_each_move_and_cast() -> None:
+    class Module(compat_torch.ModuleWithApplyHook):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dtypes = nn.Linear(1, 1), list[torch.dtype]()
+
+        def after_apply(self) -> None:
+            self.dtypes.append(self.layer.weight.dtype)
+
+    module = Module()
+    nn.Sequential(module).to(torch.bfloat16)
+    assert module.double().to_empty(device="meta") is module
+    assert module.dtypes == [torch.bfloat16, torch.float64, torch.float64]
+
+
+def test_registered_tensors_can_be_replaced() -> None:
+    module = nn.BatchNorm1d(2, affine=False)
+    assert compat_torch.registered_parameters(module) == {"weight": None, "bias": None}
+    buffers = compat_torch.registered_buffers(module)
+    buffers["running_mean"] = torch.full((2,), 3.0)
+    assert module.get_buffer("running_mean").tolist() == [3, 3]
+    layer = nn.Linear(2, 2)
+    parameters = compat_torch.registered_parameters(layer)
+    parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
+    assert not layer.weight.any()
+    assert dict(layer.named_parameters())["weight"] is parameters["weight"]

@@ -7,19 +7,20 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self, cast
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from scalewise.compat.hugging_face import replaced_mask_checks
+from scalewise.compat.torch import ModuleWithApplyHook
 from scalewise.models.base_module import ModelModule
 
 
-class CausalLMModule(ModelModule):
+class CausalLMModule(ModuleWithApplyHook, ModelModule):
     """Causal language model: ``tokens_BT -> logits_BTV``, computed by transformers' code.
 
     Submodules: ``blocks`` are the transformer blocks, ``body`` the module that runs them, and
@@ -52,7 +53,8 @@ class CausalLMModule(ModelModule):
         )
         self.layer_order: list[str] = []
         self.body = hf_model.get_submodule(body_name)
-        blocks = cast(nn.ModuleList, self.body._modules.pop(blocks_name))
+        blocks = cast(nn.ModuleList, getattr(self.body, blocks_name))
+        delattr(self.body, blocks_name)
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.num_layers = len(blocks)
         # A list is not registered, so that each parameter has one name.
@@ -102,7 +104,7 @@ class CausalLMModule(ModelModule):
     ) -> Tensor:
         """Return ``logits_BTV`` of ``tokens_BT``, or their loss."""
         assert positions_BS is None, "sequence packing is not supported"
-        with patch.object(masking_utils, "find_packed_sequence_indices", _without_packing_check):
+        with replaced_mask_checks(find_packed=_without_packing_check):
             x_BTW = self.body(input_ids=x, use_cache=False).last_hidden_state
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
@@ -118,19 +120,17 @@ class CausalLMModule(ModelModule):
         body = f"{self.body_name}."
         return {"blocks": f"{body}{self.blocks_name}.", "body": body}.get(child, "") + rest
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the module, but restore values and dtypes of buffers, which no checkpoint has.
+    def after_apply(self) -> None:
+        """Restore values and dtypes of buffers, which no checkpoint has.
 
         Rotary frequencies in bf16 are too imprecise for long sequences.
         """
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         for name, constant in self.original_buffers.items():
             module_name, _, key = name.rpartition(".")
             owner = self.get_submodule(module_name)
             device = owner.get_buffer(key).device
             if device.type != "meta":
                 setattr(owner, key, constant.to(device))
-        return self
 
 
 def _without_packing_check(position_ids: Tensor) -> None:

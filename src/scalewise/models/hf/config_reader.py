@@ -14,6 +14,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from scalewise.compat.hugging_face import has_model_class
 from scalewise.errors import ConfigError
 from scalewise.models.hf import hub
 
@@ -56,7 +57,7 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
         *((reason, True) for reason in _vision_issues(config)),
         (
             f"is not a supported language model ({config.model_type})",
-            type(config) not in auto_class(config)._model_mapping,
+            not has_model_class(auto_class(config), config),
         ),
         (f"has a config.json that does not set {', '.join(missing)}", missing),
         ("uses layerdrop, which is not supported", uses_layerdrop),

@@ -9,11 +9,15 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, cast
-from unittest.mock import patch
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
+from scalewise.compat.hugging_face import (
+    block_class_names,
+    causal_mask_check,
+    replaced_mask_checks,
+)
 from scalewise.models.hf.causal_lm import CausalLMModule, TiedLinearHead
 
 
@@ -37,8 +41,9 @@ class MultiStackModule(CausalLMModule):
         self.layer_order: list[str] = []
         blocks: list[nn.Module] = []
         for name in stacks:
-            owner, _, key = name.rpartition(".")
-            blocks += cast(nn.ModuleList, model.get_submodule(owner)._modules.pop(key))
+            stack, _, key = name.rpartition(".")
+            blocks += cast(nn.ModuleList, model.get_submodule(name))
+            delattr(model.get_submodule(stack), key)
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.num_layers = len(blocks)
         self.head = model
@@ -86,7 +91,7 @@ class EncoderDecoderModule(MultiStackModule):
         assert labels_BT is not None, "labels are required"
         assert positions_BS is None, "sequence packing is not supported"
         model = cast(Any, self.head)
-        with patch.multiple(masking_utils, **MASKS):
+        with replaced_mask_checks(**MASKS):
             logits: Tensor = model(
                 input_ids=x.clamp(min=0),
                 attention_mask=x >= 0,
@@ -96,7 +101,7 @@ class EncoderDecoderModule(MultiStackModule):
         return logits if self.loss is None else self.loss(lambda x: x, logits, labels_BT)
 
 
-_ignore_causal = masking_utils._ignore_causal_mask_sdpa
+_ignore_causal = causal_mask_check()
 
 
 def _keep_padding_mask(*_: Any) -> bool:
@@ -110,10 +115,10 @@ def _ignore_unpadded_mask(mask: object, *args: Any) -> bool:
 
 
 MASKS: dict[str, Any] = {
-    "_ignore_bidirectional_mask_sdpa": _keep_padding_mask,
-    "_ignore_causal_mask_sdpa": _ignore_unpadded_mask,
+    "ignore_bidirectional": _keep_padding_mask,
+    "ignore_causal": _ignore_unpadded_mask,
 }
-"""Patches of transformers' mask checks, which would synchronize with the device."""
+"""Replacements of transformers' mask checks, which would synchronize with the device."""
 
 
 def _encoder_and_decoder(model: Any) -> tuple[nn.Module, nn.Module]:
@@ -126,7 +131,7 @@ def find_stacks(model: PreTrainedModel) -> dict[str, int]:
     Raises:
         ValueError: The encoder or the decoder has no single list of blocks of one class.
     """
-    block_classes, stacks = {*(model._no_split_modules or ())}, dict[str, int]()
+    block_classes, stacks = block_class_names(model), dict[str, int]()
     for stack in _encoder_and_decoder(model):
         lists = [
             (name, len(module))
@@ -156,7 +161,7 @@ def tie_embeddings(model: PreTrainedModel) -> None:
                 raise ValueError(
                     f"{type(stack).__name__} has an embedding of another class ({name})"
                 )
-            del stack._modules[name]
+            delattr(stack, name)
             stack.__dict__[name] = shared  # not registered, so that each parameter has one name
     head = cast(Any, model).get_output_embeddings()
     if head.weight is shared.weight:

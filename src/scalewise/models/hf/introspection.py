@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import (
     PretrainedConfig,
@@ -19,6 +18,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from scalewise.compat.hugging_face import block_class_names
+from scalewise.compat.torch import registered_parameters, unset_fake_temporarily
 from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.hf import encoder_decoder, hub, inspect, vision_language
@@ -64,7 +65,7 @@ def build_meta_module(path: str, depth: int | None, stage: StageSlice) -> Causal
         is_input = weight.role in EMBEDDING_ROLES
         if not (stage.is_first if is_input else stage.is_last):
             owner, _, key = weight.name.rpartition(".")
-            del module.get_submodule(owner)._parameters[key]
+            delattr(module.get_submodule(owner), key)
     return module
 
 
@@ -158,9 +159,10 @@ def _cached_module(path: str, depth: int | None) -> CausalLMModule:
     _untie_head(model, path)
     module = _build_any(model, config, path)
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
+        parameters = registered_parameters(owner)
+        for name, parameter in parameters.items():
             if parameter is not None and parameter.device.type != "meta":
-                owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
+                parameters[name] = nn.Parameter(parameter.detach().to("meta"))
     if issues := list(_block_issues(module, path)) or list(_forward_issues(module, path)):
         raise ConfigError(issues)
     return module
@@ -242,7 +244,7 @@ class _MetaWeights(TorchFunctionMode):
 
 def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
     """Return the name of the module that runs the blocks, and that of the list in it."""
-    block_classes = {*(hf_model._no_split_modules or ())}
+    block_classes = block_class_names(hf_model)
     lists = [
         (name, {type(block).__name__ for block in module})
         for name, module in hf_model.named_modules()
@@ -311,7 +313,7 @@ def _forward_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
         if isinstance(module, MultiStackModule) and isinstance(layer, nn.Linear | nn.Conv2d):
             layer.register_forward_hook(partial(_record_positions, module, name))
     for name, layer in probe.layers()[0].named_modules():
-        if layer._parameters:
+        if registered_parameters(layer):
             layer.register_forward_hook(lambda *_, name=name: module.layer_order.append(name))
     scaling = rope_type(module.head.config)
     try:

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from scalewise.compat.hugging_face import unexpected_key_patterns
 from scalewise.models.safetensors_files import SafetensorsFiles
 
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -135,7 +136,7 @@ class PretrainedTensors:
 
 def _ignored_patterns(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a predicate of names that ``_adjust_missing_and_unexpected_keys`` ignores."""
-    patterns = {*(model._keys_to_ignore_on_load_unexpected or ())}
+    patterns = unexpected_key_patterns(model)
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")

@@ -7,13 +7,13 @@ features, V vocabulary.
 from __future__ import annotations
 
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from scalewise.compat.hugging_face import replaced_mask_checks
 from scalewise.models.hf import encoder_decoder
 from scalewise.models.hf.encoder_decoder import MultiStackModule
 from scalewise.models.hf.inspect import VisionInfo
@@ -69,7 +69,7 @@ class VisionLanguageModule(MultiStackModule):
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
         """Return ``tokens_BQD``, the image tokens that the language model reads."""
         normalized_BCHW = (pixels_BCHW - self.mean) / self.std
-        with patch.multiple(masking_utils, **MASKS):
+        with replaced_mask_checks(**MASKS):
             features = cast(Any, self.head).get_image_features(normalized_BCHW)
         tokens_BQD: Tensor = features.pooler_output
         return tokens_BQD
@@ -86,18 +86,18 @@ class VisionLanguageModule(MultiStackModule):
             options = {"logits_to_keep": labels_BT.shape[1]}
         text_BTD = self.find_input_embedding()(text_BT)
         inputs_BTD = torch.cat([tokens_BQD.to(text_BTD.dtype), text_BTD], dim=1)
-        with patch.multiple(masking_utils, **MASKS):
+        with replaced_mask_checks(**MASKS):
             logits: Tensor = model(inputs_embeds=inputs_BTD, use_cache=False, **options).logits
         return logits
 
 
 MASKS: dict[str, Any] = {
     **encoder_decoder.MASKS,
-    "_ignore_bidirectional_mask_sdpa": lambda *_, **__: True,
-    "find_packed_sequence_indices": lambda *_, **__: None,
+    "ignore_bidirectional": lambda *_, **__: True,
+    "find_packed": lambda *_, **__: None,
 }
-"""Patches of transformers' checks for padding and packed sequences, neither of which occurs. The
-checks would synchronize with the device."""
+"""Replacements of transformers' checks for padding and packed sequences, neither of which occurs.
+The checks would synchronize with the device."""
 
 
 def find_stacks(model: PreTrainedModel) -> dict[str, int]:

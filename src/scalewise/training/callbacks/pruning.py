@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from scalewise.compat.sweeps import study_id
 from scalewise.errors import Pruned
 from scalewise.hpo import storage
 from scalewise.hpo.storage import TrialLink
@@ -112,6 +113,6 @@ class PruningMonitor:
             pruner=storage.build_pruner(self._link.pruner, first_step),
         )
         trial_id = study_storage.get_trial_id_from_study_id_trial_number(
-            study._study_id, self._link.trial
+            study_id(study), self._link.trial
         )
         return optuna.trial.Trial(study, trial_id)

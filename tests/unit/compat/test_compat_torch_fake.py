@@ -1,0 +1,137 @@
+"""Private names of torch with which a step runs on fake tensors: the behaviour relied on."""
+
+from collections.abc import Callable, Iterator
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+from scalewise.compat import torch as compat_torch
+from scalewise.compat import torch_distributed, torch_fake
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    torch_fake.init_fake_process_group(1, 4)
+    yield
+    dist.destroy_process_group()
+    torch_fake.clear_sharding_caches()
+
+
+def test_collectives_of_the_fake_group_do_nothing(fake_group: None) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [1, 1]
+
+
+def test_operators_of_collectives_need_no_group_for_fake_tensors() -> None:
+    collectives = torch_distributed.functional_collectives
+    with compat_torch.FakeTensorMode():
+        x = torch.ones(2)
+        assert collectives.all_gather_into_tensor(x, 4, "").shape == (8,)
+        assert collectives.all_reduce(x, "sum", "").shape == (2,)
+
+
+def test_sharding_caches_are_cleared(fake_group: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    sharded = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
+    sharded.redistribute(mesh, [Shard(1)])
+    assert _gen_transform_infos.cache_info().currsize > 0
+    torch_fake.clear_sharding_caches()
+    assert _gen_transform_infos.cache_info().currsize == 0
+
+
+class Ops(compat_torch.TorchDispatchMode):
+    """Note the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_see_the_run_for_shapes(fake_group: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+
+    def count(context: Any) -> int:
+        torch_fake.clear_sharding_caches()
+        sharded = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
+        with context, Ops() as mode:
+            sharded.exp()
+        return mode.names.count("aten::exp")
+
+    seen = count(torch_fake.uncounted_shape_propagation())
+    assert seen == 1
+
+
+def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) -> None:
+    called: list[str] = []
+
+    def record(name: str) -> Callable[..., Any]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
+                called.append(name)
+                return original(*args, **kwargs)
+
+            return recorded
+
+        return wrap
+
+    before = DeviceMesh.__init__, nn.Module.to_empty
+    with (
+        torch_fake.replaced_mesh_init(record("mesh")),
+        torch_fake.replaced_to_empty(record("empty")),
+    ):
+        assert init_device_mesh("cpu", (4,)).size() == 4
+        nn.Linear(1, 1).to_empty(device="meta")
+    assert called == ["mesh", "empty"]
+    assert (DeviceMesh.__init__, nn.Module.to_empty) == before
+
+
+def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> None:
+    sent: list[Any] = []
+
+    def send(stage: PipelineStage, metadata: Any, to_stage: int) -> None:
+        sent.append((stage.stage_index, to_stage, metadata))
+
+    def receive(stage: PipelineStage, from_stage: int) -> Any:
+        if from_stage < stage.stage_index:
+            return sent[0][2]
+        return torch_fake.gradient_metadata(stage)
+
+    def run(index: int) -> Any:
+        stage = PipelineStage(nn.Linear(2, 2), index, 2, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y - t).square().sum())
+        arguments = (torch.ones(2, 2),) if index == 0 else ()
+        schedule.step(*arguments, **({} if index == 0 else {"target": torch.ones(2, 2)}))
+        return stage
+
+    dist.destroy_process_group()
+    for rank in (0, 1):
+        torch_fake.init_fake_process_group(rank, 2)
+        group = dist.group.WORLD
+        with torch_fake.replaced_stage_metadata(send, receive):
+            stage = run(rank)
+        assert all(parameter.grad is not None for parameter in stage.submod.parameters())
+        if rank == 0:
+            dist.destroy_process_group()
+    assert sent[0][:2] == (0, 1)
+
+
+def test_stage_methods_have_the_expected_parameters() -> None:
+    assert [*signature(PipelineStage._send_meta).parameters] == ["self", "meta", "dst_stage"]
+    assert [*signature(PipelineStage._recv_meta).parameters] == ["self", "src_stage"]
