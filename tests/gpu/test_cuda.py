@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; run by ``make gpu``."""
+"""Tests that require a CUDA device; run by ``make gpu``."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
         pytest.param(strategy, compiled, marks=marks(strategy))
         for strategy in ("ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3")
         for compiled in ("none", "block")
-        if (strategy, compiled) != ("deepspeed_zero3", "block")  # which is refused everywhere
+        if (strategy, compiled) != ("deepspeed_zero3", "block")  # which is rejected everywhere
     ],
 )
 def test_strategy_trains_on_one_cuda_rank(strategy: str, compiled: str, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_phase_timer_measures_device_time() -> None:
     ids=" ".join,
 )
 def test_cuda_peak_memory_is_near_prediction(parts: tuple[str, ...], tmp_path: Path) -> None:
-    """Kernels take workspace that no ledger has: the model is large enough to hide it."""
+    """Kernels allocate workspace that the plan omits: the model is large enough to hide it."""
     size = ("model=llama_160m", "data=synthetic", "data.sequence=1024", "trainer.micro_batch=8")
     shape = ("trainer.global_batch=8", "trainer.max_steps=3", "schedule.warmup_steps=1")
     result = scalewise.train(scalewise.compose([*SMOKE, *size, *shape, *parts]), tmp_path / "run")

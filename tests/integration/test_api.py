@@ -1,4 +1,4 @@
-"""The same doors from Python, from torchrun, and with a user's own folder of configs."""
+"""The Python API, torchrun as the launcher, and config folders of a user."""
 
 from __future__ import annotations
 

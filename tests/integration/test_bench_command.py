@@ -1,4 +1,4 @@
-"""``scalewise bench`` at its smallest: what it leaves, how it refuses, how it ends."""
+"""``scalewise bench`` at small sizes: records, rejections and interruption."""
 
 from __future__ import annotations
 

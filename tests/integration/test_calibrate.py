@@ -1,4 +1,4 @@
-"""``scalewise calibrate``: a profile of this machine that plans are made with."""
+"""``scalewise calibrate``: a hardware profile of this machine, and plans that use it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None
     assert line == "use it: scalewise plan -cd conf hardware=mine ..."
     planned = run_cli("-cd", "conf", *UNTRACKED, "hardware=mine", command="plan").assert_ok()
     assert "tok/s" in planned.out
-    run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()  # anew
+    run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()  # again
 
 
 @pytest.mark.exhaustive

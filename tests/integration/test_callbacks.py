@@ -1,4 +1,4 @@
-"""Callbacks of the open group, in real runs."""
+"""Callback options in real runs."""
 
 from __future__ import annotations
 

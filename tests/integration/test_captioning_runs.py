@@ -1,4 +1,4 @@
-"""A model that reads pictures learns to say what they show, and all that asks it hears so."""
+"""Captioning runs: training, evaluation and export of an image model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = "experiment=finetune/captioning_tiny"
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Returns a folder of drawn shapes as files, with their captions and their tokenizer."""
+    """A folder of drawn shapes as files, with their captions and their tokenizer."""
     splits = prepare_splits(SyntheticShapes(image_size=48), len(WORDS), 1)
     assert splits.tokenizer is not None
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())

@@ -1,4 +1,4 @@
-"""A model that is told classes tells them apart, and everything that speaks of it says so."""
+"""Classification runs: training, evaluation and reports."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ raise ImportError(f"{{__file__}} was imported")
 
 
 def set_traps(folder: Path) -> Path:
-    """Writes a module for each importable top-level name; returns the file that they append to."""
+    """Write a module for each importable top-level name; returns the file that they append to."""
     names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
     names |= {path.stem for path in SRC_DIR.iterdir()} | {"apex", "fixtures"}
     marker = folder / MARKER
@@ -37,9 +37,9 @@ def set_traps(folder: Path) -> Path:
 class Trapped:
     """Runs commands in a folder full of modules that must not be imported."""
 
-    def __init__(self, doors: CliRunner) -> None:
-        self.doors, self.marker = doors, set_traps(doors.cwd)
-        self.temporary = doors.cwd.with_name(f"{doors.cwd.name}-tmp")
+    def __init__(self, runner: CliRunner) -> None:
+        self.runner, self.marker = runner, set_traps(runner.cwd)
+        self.temporary = runner.cwd.with_name(f"{runner.cwd.name}-tmp")
         self.temporary.mkdir()
 
     def __call__(self, command: str, *arguments: str, **environment: str) -> CliResult:
@@ -52,7 +52,7 @@ class Trapped:
             *arguments,
         ]  # as the script starts
         environment["TMPDIR"] = str(self.temporary)
-        ended = self.doors.start_process(overrides, environment).wait().assert_ok()
+        ended = self.runner.start_process(overrides, environment).wait().assert_ok()
         imported = self.marker.read_text() if self.marker.exists() else ""
         assert imported == "", f"{command} imported {imported.split()}"
         assert "was imported" not in ended.transcript

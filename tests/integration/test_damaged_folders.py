@@ -1,4 +1,4 @@
-"""Every file of a run or sweep folder, damaged in many ways, under every command that reads it.
+"""Every command on run and sweep folders with damaged files.
 
 A command either works on what is left or rejects the folder: exit code 2 and a line that names the
 file and a fix. It never ends in a traceback.
@@ -89,7 +89,7 @@ def line_of(command: str, folder: Path, trained_folders: Made) -> Sequence[str]:
 def assert_withstood(
     command: str, source: Path, case: tuple[str, str], trained_folders: Made
 ) -> None:
-    """Runs a command on a copy of ``source`` with one file damaged."""
+    """Run a command on a copy of ``source`` with one file damaged."""
     place, name = case
     folder = Path.cwd() / "runs" / source.parent.name / source.name
     shutil.rmtree(Path.cwd() / "runs", ignore_errors=True)

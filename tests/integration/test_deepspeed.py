@@ -1,4 +1,4 @@
-"""DeepSpeed in the suite: offload, bf16, checkpoints that every layout reads, a bit-true resume."""
+"""DeepSpeed runs: offload, bf16, checkpoints across strategies and bitwise resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows as output is what the commands print; its examples run."""
+"""Output shown in the documentation equals the output of the commands; examples run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
 def test_documented_output_equals_command_output(block: Block, run_cli: CliRunner) -> None:
-    """``SCALEWISE_RECORD=1`` writes the output into the document anew."""
+    """``SCALEWISE_RECORD=1`` writes the output into the document again."""
     (command,) = block.lines
     line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
     result = run_cli.start_process(["bash", "-c", line]).wait()

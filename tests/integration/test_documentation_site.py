@@ -1,4 +1,4 @@
-"""The documentation site, built and opened as files: search works, and nothing is fetched."""
+"""The documentation site from files: offline search, no remote resources."""
 
 from __future__ import annotations
 

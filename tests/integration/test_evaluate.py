@@ -1,4 +1,4 @@
-"""A trained model is judged as it was validated, and writes as transformers does."""
+"""``scalewise evaluate``: the loss of the last validation, generation as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model trained here is a model there: checkpoint to Hugging Face folder and back."""
+"""Export to a Hugging Face folder, and training from it."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ PREFIX = "model."
 def trained(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[scalewise.Run, dict[str, torch.Tensor]]:
-    """Returns a run of a few steps and its weights, by the model's own names."""
+    """A run of a few steps and its weights, by the model's own names."""
     run = scalewise.compose(["experiment=smoke", "tracking=none", "trainer.max_steps=8"])
     result = scalewise.train(run, tmp_path_factory.mktemp("trained") / "run")
     assert result.status == "ok", result.reason

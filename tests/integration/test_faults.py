@@ -1,4 +1,4 @@
-"""Jobs that go wrong: the sweep goes on, each status says what happened, nothing stays behind."""
+"""Failing jobs: the sweep continues, each status has a reason, no process remains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fixtures.job_runner import JobRunner
 from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError
 
-ACCIDENTS = {
+FAULTS = {
     "none": ("ok", 0, ""),
     "raise": ("failed", 1, "RuntimeError: injected: this job raises on purpose"),
     "oom": ("out_of_memory", 3, ""),
@@ -38,15 +38,15 @@ LIMIT = "launch.timeout=10"
 
 @pytest.fixture(scope="module")
 def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProcess]:
-    """Five jobs, four accidents, W&B offline."""
+    """Five jobs, four faults, W&B offline."""
     runner = cli_runner_in("faults")
-    door = runner.start("-m", *TINY, "trainer.max_steps=5", LIMIT, f"+inject={','.join(ACCIDENTS)}")
-    return door.wait(), door
+    command = runner.start("-m", *TINY, "trainer.max_steps=5", LIMIT, f"+inject={','.join(FAULTS)}")
+    return command.wait(), command
 
 
 def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
-    for job, (status, code, reason) in zip(ended.folder.jobs, ACCIDENTS.values(), strict=True):
+    for job, (status, code, reason) in zip(ended.folder.jobs, FAULTS.values(), strict=True):
         said = job.status
         assert (said["status"], said["exit_code"]) == (status, code), said["reason"]
         assert reason in said["reason"]
@@ -57,8 +57,8 @@ def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProces
 def test_sweep_json_lists_job_statuses(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     record = ended.folder.json("sweep.json")
-    assert [job["status"] for job in record["jobs"]] == [s for s, _, _ in ACCIDENTS.values()]
-    assert record["varying"] == {"inject": list(ACCIDENTS)}
+    assert [job["status"] for job in record["jobs"]] == [s for s, _, _ in FAULTS.values()]
+    assert record["varying"] == {"inject": list(FAULTS)}
     assert record["ended"] is not None
     assert ended.folder.path.joinpath("report.html").is_file()
 
@@ -73,8 +73,8 @@ def test_sweep_command_fails_without_a_traceback(
 
 
 def test_sweep_leaves_no_process(sweep: tuple[CliResult, CliProcess]) -> None:
-    _, door = sweep
-    assert door.remaining_processes(within=2) == []
+    _, command = sweep
+    assert command.remaining_processes(within=2) == []
 
 
 def test_failed_rank_keeps_its_log_tail(sweep: tuple[CliResult, CliProcess]) -> None:
@@ -97,24 +97,24 @@ USUAL = {("ddp", "oom"), ("pipeline", "kill")}
 
 
 def time_enough(uninterrupted: RunDir) -> int:
-    """Returns seconds in which a job comes to its accident, also where others begin beside it."""
+    """Returns seconds in which a job comes to its fault, also where others begin beside it."""
     return max(8, 2 * ceil(uninterrupted.status["seconds"]))
 
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [
-        pytest.param(strategy, accident, marks=() if usual else LONG)
+        pytest.param(strategy, fault, marks=() if usual else LONG)
         for strategy in LAYOUTS
-        for accident in ENDINGS
-        for usual in [(strategy, accident) in USUAL]
+        for fault in ENDINGS
+        for usual in [(strategy, fault) in USUAL]
     ],
 )
 def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: JobRunner) -> None:
     limit = time_enough(run_job(*LAYOUTS[strategy]))
     start = time.monotonic()
     where = [*LAYOUTS[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
-    noticed = limit if fault == "hang" else 0  # nothing but the clock tells of it
+    noticed = limit if fault == "hang" else 0  # only the timeout detects it
     if noticed:
         where.append(f"launch.timeout={noticed}")
     status, reason = ENDINGS[fault]

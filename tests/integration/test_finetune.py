@@ -1,4 +1,4 @@
-"""What the experiments of fine-tuning promise."""
+"""The fine-tuning experiments: loss and predicted memory."""
 
 from __future__ import annotations
 

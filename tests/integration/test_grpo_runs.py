@@ -1,4 +1,4 @@
-"""A model that is told what its answers earn answers better, and all that speaks of it says so."""
+"""GRPO runs: rewards, resume and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hydra/sweeper=optuna``: trials that fail, are pruned or refused, and a sweep that is killed."""
+"""``hydra/sweeper=optuna``: failed, pruned and rejected trials, and killed sweeps."""
 
 from __future__ import annotations
 

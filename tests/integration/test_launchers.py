@@ -1,4 +1,4 @@
-"""Launchers as a user names them, where what they need is there and where it is not."""
+"""Launchers with and without their extras."""
 
 from __future__ import annotations
 

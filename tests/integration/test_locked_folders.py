@@ -33,7 +33,7 @@ def test_sweep_and_run_folders_are_locked(run_cli: CliRunner) -> None:
         ("resume_sweep", sweep, "runs/swept/*/0/checkpoints/step-*/manifest.json"),
         ("resume", run, "runs/alone/*/checkpoints/step-*/manifest.json"),
     ):
-        door = living[key]
-        door.wait_for_file(pattern)
-        run_cli(*line, f"{key}=last").assert_rejected("process ", str(door.process.pid), "kill ")
+        command = living[key]
+        command.wait_for_file(pattern)
+        run_cli(*line, f"{key}=last").assert_rejected("process ", str(command.process.pid), "kill ")
     assert len(list(run_cli.cwd.glob("runs/*/*"))) == 2

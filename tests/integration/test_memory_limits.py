@@ -1,4 +1,4 @@
-"""Verdicts beside runs whose memory is really limited to what the planner was told."""
+"""Fit status of plans compared with runs under an enforced memory limit."""
 
 from __future__ import annotations
 

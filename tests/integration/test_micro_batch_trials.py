@@ -1,4 +1,4 @@
-"""``trainer.micro_batch=auto`` where memory is really limited."""
+"""``trainer.micro_batch=auto`` under an enforced memory limit."""
 
 from __future__ import annotations
 

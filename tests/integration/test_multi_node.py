@@ -1,4 +1,4 @@
-"""The same command on several nodes: agents of torchrun, tasks of srun; the ranks run in place."""
+"""One command on several nodes: torchrun agents and srun tasks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def free_port() -> int:
         return int(asked.getsockname()[1])
 
 
-def agents(doors: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess]:
+def agents(runner: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess]:
     """Two nodes of one rank each, on the loopback."""
     port = free_port()
     return [
-        doors.start_process(
+        runner.start_process(
             [
                 *(
                     sys.executable,
@@ -80,11 +80,11 @@ def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     assert same_weights(last.weights(8), full_run.weights(8))
 
 
-def tasks(doors: CliRunner, *parts: str) -> list[CliProcess]:
+def tasks(runner: CliRunner, *parts: str) -> list[CliProcess]:
     """Two tasks of one step on one node."""
     port = str(free_port())
     return [
-        doors.start(
+        runner.start(
             *TINY,
             *PARTS,
             *parts,
@@ -114,18 +114,18 @@ def test_srun_tasks_are_ranks_and_exit_despite_threads(run_cli: CliRunner) -> No
 SLOW = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 
 
-def listening(doors: list[CliProcess]) -> set[str]:
-    """Addresses at which the processes of these doors accept connections."""
+def listening(commands: list[CliProcess]) -> set[str]:
+    """Addresses at which the processes of these commands accept connections."""
     return {
         socket.laddr.ip
-        for door in doors
-        for process in door.descendants()
+        for command in commands
+        for process in command.descendants()
         for socket in process.net_connections("tcp")
         if socket.status == psutil.CONN_LISTEN
     }
 
 
-@pytest.mark.parametrize("start", [tasks, lambda doors, *parts: [doors.start(*TINY, *parts)]])
+@pytest.mark.parametrize("start", [tasks, lambda runner, *parts: [runner.start(*TINY, *parts)]])
 def test_single_node_ranks_listen_on_loopback_only(
     start: Callable[..., list[CliProcess]], run_cli: CliRunner
 ) -> None:

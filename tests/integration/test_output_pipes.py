@@ -1,4 +1,4 @@
-"""A reader who leaves, or a terminal that lacks a character, costs lines and no training."""
+"""Closed pipes and missing characters lose output lines but no training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several jobs of a sweep at once: each its own place, and whatever ends one, the others go on."""
+"""Concurrent jobs of a sweep: separate slots, independent failures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
 def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
     killed = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
-    overrides = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.accident={killed}", SEAT)
+    overrides = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.fault={killed}", SEAT)
     process = run_cli.start(*overrides, "parallelism=single,ddp", "+inject=none,kill")
     result = process.wait()
     assert result.code == 1, result.failure_report

@@ -1,4 +1,4 @@
-"""A run of packed conversations measures what one of padded ones does, in fewer rows."""
+"""Packed and padded conversations compared: the same loss in fewer sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = (
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
-    """Returns a file of short conversations, of many lengths."""
+    """A file of short conversations, of many lengths."""
     path, draw = tmp_path / "a.jsonl", random.Random(1)
     with open(path, "w", encoding="utf-8") as file:
         for number in range(100):
@@ -46,7 +46,7 @@ def conversations(tmp_path: Path) -> Path:
 
 
 def evaluated(run: RunDir, step: str) -> dict[str, float]:
-    """Returns what is measured of a step, 0 or 2."""
+    """Metrics of step 0 or 2."""
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
     return dict(json.loads((run.path / "evaluation.json").read_text("utf-8"))[step])
 

@@ -1,4 +1,4 @@
-"""``scalewise train experiment=smoke parallelism=OPTION`` works for every option there is."""
+"""``scalewise train experiment=smoke parallelism=OPTION`` for every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scalewise plan`` as a user types it."""
+"""``scalewise plan`` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is told what to prefer prefers it, and everything that speaks of it says so."""
+"""DPO runs: training, evaluation and reports."""
 
 from __future__ import annotations
 

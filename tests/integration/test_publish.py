@@ -1,4 +1,4 @@
-"""``scalewise publish`` and the real client: what arrives, once, and what becomes of bad days."""
+"""``scalewise publish`` with the real client: complete uploads, no duplicates, server failures."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def reaching(server: WandbServer) -> dict[str, str]:
 
 
 def publish(
-    doors: CliRunner, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
+    runner: CliRunner, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
 ) -> CliResult:
     server.requests.clear()
     overrides = [str(path) for path in paths]
-    return doors(*overrides, command="publish", env={**reaching(server), **(env or {})})
+    return runner(*overrides, command="publish", env={**reaching(server), **(env or {})})
 
 
 def writes(server: WandbServer) -> set[str]:

@@ -1,4 +1,4 @@
-"""``scalewise report``: both renderings of finished folders, whatever ails W&B's packages."""
+"""``scalewise report``: HTML and W&B reports of finished folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens built pages in headless Chromium, offline, at two widths and in both themes."""
+"""Report pages in headless Chromium, offline, at two widths and in both themes."""
 
 import html
 import json
@@ -64,7 +64,7 @@ const waiting = setInterval(() => {
 
 
 def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, object]:
-    """Returns what a copy of the page, with a probe in it, says of itself."""
+    """Measurements of a probe script in a copy of the page."""
     source = path.read_text("utf-8").replace(
         "<head>", "<head><script>const problems = [];</script>", 1
     )

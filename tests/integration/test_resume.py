@@ -1,4 +1,4 @@
-"""A run that dies and is resumed ends as if nothing had happened: the same weights, bit by bit."""
+"""Killed runs that resume end with bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fixtures.job_runner import JobRunner
 
 EVERY = "checkpoint.every=2"
 IN_SAVE, AT_END = (
-    ("trusted_packages=[fixtures]", f"+callbacks.accident._target_=fixtures.faults.{accident}")
-    for accident in ("KillInSave", "KillAtEnd")
+    ("trusted_packages=[fixtures]", f"+callbacks.fault._target_=fixtures.faults.{fault}")
+    for fault in ("KillInSave", "KillAtEnd")
 )
 KINDS = {
     "single": (),
@@ -54,7 +54,7 @@ def reference_runs() -> dict[str, RunDir]:
 
 @pytest.fixture
 def uninterrupted(run_job: JobRunner, reference_runs: dict[str, RunDir]) -> Reference:
-    """Returns the uninterrupted run of a kind; each is trained once."""
+    """The uninterrupted run of a kind; each is trained once."""
 
     def reference(kind: str) -> RunDir:
         if kind not in reference_runs:
@@ -123,7 +123,7 @@ def test_interrupted_save_loses_only_that_checkpoint(
     kind: str, function: str, run_job: JobRunner, uninterrupted: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
-    killed = run_job(*parts, *IN_SAVE, f"+callbacks.accident.function={function}", status="failed")
+    killed = run_job(*parts, *IN_SAVE, f"+callbacks.fault.function={function}", status="failed")
     assert killed.checkpoints == [2]
     resumed = run_job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000002")
@@ -267,7 +267,7 @@ def test_run_killed_at_a_random_time_resumes(
 
 
 def test_resume_under_another_strategy_records_its_own_costs(run_job: JobRunner) -> None:
-    """Two steps are left: too few to measure memory anew."""
+    """Two steps are left: too few to measure memory again."""
     first = run_job(EVERY)
     known = first.summary["metrics"]["memory/peak_bytes"]
     again, other = (

@@ -1,4 +1,4 @@
-"""A resumed run ends bit by bit as an undisturbed one, whatever the options."""
+"""Resumed runs are bitwise equal to uninterrupted ones, for every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be resumed is refused with its reason, before anything is written."""
+"""Invalid checkpoints are rejected with a reason before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps that were cut off go on where they were; sweeps that were edited keep what is done."""
+"""Interrupted and edited sweeps resume and keep finished jobs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
 LONG = pytest.mark.exhaustive
 SWEEP = ("-m", *UNTRACKED, "checkpoint.every=2", "trusted_packages=[fixtures]")
 KILLED_IN_JOB_1 = (
-    "+callbacks.accident._target_=fixtures.faults.KillLauncher",
-    "+callbacks.accident.job=1",
-    "+callbacks.accident.step=5",
+    "+callbacks.fault._target_=fixtures.faults.KillLauncher",
+    "+callbacks.fault.job=1",
+    "+callbacks.fault.step=5",
 )
 SLOW = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
 

@@ -1,4 +1,4 @@
-"""``sweep=screen``: a fraction of all combinations of techniques, and their effects."""
+"""``sweep=screen``: a fractional factorial design and its effects."""
 
 from __future__ import annotations
 

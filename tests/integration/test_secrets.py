@@ -1,4 +1,4 @@
-"""No secret of the environment is in any file, line or request, whatever a run does with it."""
+"""No secret of the environment is in any file, line or request."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_failing_run_that_prints_its_environment_writes_no_secret(run_cli: CliRu
     with WandbServer(handlers=Views().handlers) as server:
         address = server.url.replace("://", "://user:KEYofBASEurl55@")
         env = {**PLANTED, "WANDB_BASE_URL": address}
-        accident = "+callbacks.tell._target_=fixtures.faults.PrintEnvironment"
+        fault = "+callbacks.tell._target_=fixtures.faults.PrintEnvironment"
         logged = ("hydra/job_logging=default", "hydra.output_subdir=.hydra")
-        run = run_cli(*TINY, *logged, "trusted_packages=[fixtures]", accident, env=env)
+        run = run_cli(*TINY, *logged, "trusted_packages=[fixtures]", fault, env=env)
         assert run.code == 1
         assert run.folder.status["wandb"]["mode"] == "online"
         assert "cannot connect with ['[hidden]'" in run.folder.status["reason"]

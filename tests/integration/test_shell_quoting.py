@@ -1,4 +1,4 @@
-"""A POSIX shell hands on overrides that messages print as they stand."""
+"""A POSIX shell passes printed overrides on unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint, a status, an exit code, and nobody left behind."""
+"""Ctrl-C and SIGTERM: a checkpoint, a status, an exit code and no remaining process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps under a real Slurm of two nodes, without accounting: every way in which a job may end."""
+"""Sweeps under Slurm with two nodes, without accounting: every outcome of a job."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Sweep:
     """A sweep handed to Slurm, and what the tests do to its jobs."""
 
     def __init__(self, process: CliProcess, slurm: SlurmCluster) -> None:
-        self.door, self.slurm = process, slurm
+        self.command, self.slurm = process, slurm
 
     @property
     def folder(self) -> RunDir:
-        (only,) = self.door.cwd.glob("runs/*/*")
+        (only,) = self.command.cwd.glob("runs/*/*")
         return RunDir(only)
 
     def job(self, number: int) -> RunDir:
@@ -52,8 +52,8 @@ class Sweep:
         return str(self.folder.json("slurm/jobs.json")[str(number)])
 
     def submitted(self, jobs: int) -> range:
-        """Waits until Slurm has them; returns their numbers."""
-        self.door.wait_for_file("runs/*/*/slurm/jobs.json")
+        """Wait until Slurm has them; returns their numbers."""
+        self.command.wait_for_file("runs/*/*/slurm/jobs.json")
         return range(jobs)
 
     @property
@@ -61,10 +61,10 @@ class Sweep:
         return [job["status"] for job in self.folder.json("sweep.json")["jobs"]]
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        self.door.wait_until(condition, what, 90)
+        self.command.wait_until(condition, what, 90)
 
     def wait_for_step(self, number: int, step: int) -> None:
-        file = self.door.cwd / "runs"
+        file = self.command.cwd / "runs"
 
         def reached() -> bool:
             found = list(file.glob(f"*/*/{number}/metrics.csv"))
@@ -84,7 +84,7 @@ class Sweep:
         self.wait_until(again, f"second attempt at job {number}")
 
     def wait(self) -> CliResult:
-        return self.door.wait(120)
+        return self.command.wait(120)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
 
 
 def inspected(file: Path) -> dict[str, Any]:
-    """Returns the first record of each type that W&B wrote of a run."""
+    """The first record of each type that W&B wrote of a run."""
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     completed = subprocess.run(
         overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True
@@ -203,9 +203,9 @@ def test_ctrl_c_while_watching_slurm_ends_no_job(
     """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
     sweep.wait_for_step(0, 2)
-    door = sweep.door
-    door.signal(signal.SIGINT, group=True)
-    result = door.wait(30)
+    command = sweep.command
+    command.signal(signal.SIGINT, group=True)
+    result = command.wait(30)
     assert result.code == 130, result.failure_report
     array = sweep.id(0).partition("_")[0]
     status = f"scalewise status {sweep.folder.path}"

@@ -1,4 +1,4 @@
-"""One small run through the door, and everything it leaves."""
+"""One small run on the command line, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line costs before anything runs: no torch to look around, no folder for a refusal."""
+"""Cost of commands before anything runs: no torch import, no folder of a rejected run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_doctor_imports_no_torch(run_cli: CliRunner) -> None:
     assert json.loads(result.err.splitlines()[-1]) == [0, []], result.failure_report
 
 
-def processor_seconds(doors: CliRunner, *overrides: str) -> float:
-    """Returns the processor time of a command and its children, seconds."""
+def processor_seconds(runner: CliRunner, *overrides: str) -> float:
+    """The processor time of a command and its children, seconds."""
     before = os.times()
     subprocess.run(
         [sys.executable, *overrides],
-        cwd=doors.cwd,
-        env=doors.environment,
+        cwd=runner.cwd,
+        env=runner.environment,
         capture_output=True,
         stdin=subprocess.DEVNULL,
         check=False,
@@ -57,15 +57,15 @@ def processor_seconds(doors: CliRunner, *overrides: str) -> float:
     return after.children_user + after.children_system - before[2] - before[3]
 
 
-def share_of_torch(doors: CliRunner, most: float, *overrides: str) -> float:
-    """Returns a command's least seconds in several turns, over those of importing torch.
+def share_of_torch(runner: CliRunner, most: float, *overrides: str) -> float:
+    """Least seconds of a command over those of importing torch, in several rounds.
 
-    Turns go on until the share is at most ``most``, for a busy machine only ever adds to them.
+    Rounds continue until the share is at most ``most``, for a busy machine only ever adds to them.
     """
     actual = torchs = float("inf")
     for _ in range(8):
-        actual = min(actual, processor_seconds(doors, "-m", "scalewise", *overrides))
-        torchs = min(torchs, processor_seconds(doors, "-c", "import torch"))
+        actual = min(actual, processor_seconds(runner, "-m", "scalewise", *overrides))
+        torchs = min(torchs, processor_seconds(runner, "-c", "import torch"))
         if actual <= most * torchs:
             break
     print(
@@ -87,7 +87,7 @@ REFUSED = {
     ("-m", "experiment=smoke", "optimizer.lr=1e-3,nan_lr,3e-3"): ("optimizer.lr", "nan_lr"),
     ("model.heads=7", "trainer.global_batch=0", "precision=fp16_mixed"): ("3 issues",),
 }
-"""Lines that are refused, and words of the refusal."""
+"""Rejected overrides, and words of the reason."""
 
 
 @pytest.mark.parametrize("overrides", REFUSED)

@@ -1,4 +1,4 @@
-"""A user's package in the current folder, trained by the real command line."""
+"""A package of the current folder, trained by the command line."""
 
 from __future__ import annotations
 

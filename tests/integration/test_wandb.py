@@ -1,4 +1,4 @@
-"""The real W&B client against a server that works, breaks, dies or is not there."""
+"""The real W&B client with a server that works, fails, disappears or is absent."""
 
 from __future__ import annotations
 
@@ -200,13 +200,13 @@ def test_failed_tracker_restores_the_terminal(run_cli: CliRunner) -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def at_a_terminal(doors: CliRunner, *arguments: str) -> tuple[str, int]:
-    """Runs a door on a pseudo terminal where nobody types."""
-    environment: dict[str, Any] = {**doors.environment, MARK_VARIABLE: "terminal", "TERM": "xterm"}
+def at_a_terminal(runner: CliRunner, *arguments: str) -> tuple[str, int]:
+    """Run a command on a pseudo terminal without input."""
+    environment: dict[str, Any] = {**runner.environment, MARK_VARIABLE: "terminal", "TERM": "xterm"}
     overrides = [sys.executable, "-m", "scalewise", "train", *arguments]
     process, terminal = pty.fork()
     if process == 0:
-        os.chdir(doors.cwd)
+        os.chdir(runner.cwd)
         os.execvpe(overrides[0], overrides, environment)
     content, deadline = b"", time.monotonic() + 60
     os.set_blocking(terminal, False)

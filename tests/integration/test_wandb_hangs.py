@@ -1,4 +1,4 @@
-"""W&B servers that hang or stream garbage cost seconds, at the end of a run and at publish."""
+"""W&B servers that hang or send endless responses delay a run by seconds only."""
 
 from __future__ import annotations
 

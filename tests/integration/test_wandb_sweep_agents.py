@@ -1,4 +1,4 @@
-"""``scalewise wandb-sweep`` against a server on the loopback, and the real ``wandb agent``."""
+"""``scalewise wandb-sweep`` with a local server and the real ``wandb agent``."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TestSweepAgent:
         cls, cli_runner_in: Callable[[str], CliRunner]
     ) -> tuple[SweepServer, CliResult, CliResult]:
         with SweepServer() as server:
-            doors, env = cli_runner_in("agent"), reaching(server)
-            created = doors(*LINE, command="wandb-sweep", env=env).assert_ok()
+            runner, env = cli_runner_in("agent"), reaching(server)
+            created = runner(*LINE, command="wandb-sweep", env=env).assert_ok()
             line = created.out.splitlines()[-1].split()
             assert line[:2] == ["wandb", "agent"]
-            agent = doors.start_process([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
+            agent = runner.start_process([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
             return server, created, agent
 
     def configs(self, server: SweepServer) -> dict[str, dict[str, Any]]:

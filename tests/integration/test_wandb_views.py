@@ -1,4 +1,4 @@
-"""Reports and dashboards at the service: the real clients against a server of our own."""
+"""Reports and dashboards: the real clients with a local server."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from scalewise.config import paths
 
 
 def stand_on_torch() -> set[str]:
-    """Returns the installed distributions that need torch, themselves or by what they need."""
+    """The installed distributions that need torch, themselves or by what they need."""
     wants = {
         canonicalize_name(each.name): {
             canonicalize_name(expected.name)
@@ -35,7 +35,7 @@ def stand_on_torch() -> set[str]:
 
 @pytest.fixture(scope="module")
 def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the Python of an environment with all that is installed here and needs no torch."""
+    """The Python of an environment with all that is installed here and needs no torch."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -57,7 +57,7 @@ LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hard
 
 @pytest.fixture
 def plan(python_without_torch: Path, run_cli: CliRunner) -> Plan:
-    """Returns what plans a line there."""
+    """Function that plans overrides in that environment."""
     return lambda *line: run_cli.start_process(
         [str(python_without_torch), "-m", "scalewise", "plan", *line]
     ).wait()

@@ -1,4 +1,4 @@
-"""What is computed again is what was forgotten: the steps stay those of one device."""
+"""Activation checkpointing changes memory but no step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
     for strategy in EVERY
     for option in OPTIONS
     for usual in [strategy in USUAL[option]]
-    if not ("zero_bubble" in strategy and option in SELECTIVE)  # which is refused
+    if not ("zero_bubble" in strategy and option in SELECTIVE)  # which is rejected
 ]
 
 
@@ -47,7 +47,7 @@ def test_activation_checkpointing_changes_no_step(
     assert_same_training(run, reference_run("all_at_once"))
 
 
-@pytest.mark.exhaustive  # in CI the ledger's lines are measured
+@pytest.mark.exhaustive  # CI measures the entries of the memory breakdown
 def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Path) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
     rows = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")

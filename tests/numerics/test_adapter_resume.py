@@ -1,4 +1,4 @@
-"""A run begins with an adapter trained before: its own kind, PEFT's, in every layout."""
+"""Runs that start from a trained adapter of scalewise or PEFT, under every strategy."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ Written = Callable[[str], tuple[list[str], Path, Tensor]]
 
 @pytest.fixture
 def write_adapter(tmp_path: Path) -> Written:
-    """Returns what writes an adapter by PEFT, beside the model that it is for, and its logits."""
+    """Function that writes an adapter by PEFT, next to the model that it is for, and its logits."""
 
     def write(case: str) -> tuple[list[str], Path, Tensor]:
         config, (kind, *further) = WRITTEN[case]

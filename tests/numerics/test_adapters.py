@@ -1,4 +1,4 @@
-"""Adapters train what they add, in every layout, and leave the rest as it was."""
+"""Adapters: trained parameters, frozen weights, every strategy, PEFT as the reference."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> Non
 
 
 def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
-    """Returns an adapted model, and one that PEFT alone has adapted."""
+    """An adapted model, and one that PEFT alone has adapted."""
     spec = compose([*TINY_DECODER, *shape, *ADAPTERS[adapter]])
     expected = build_model(spec.model, spec.seed)
     config: PeftConfig

@@ -1,4 +1,4 @@
-"""Models that read pictures: flops as torch counts them, captions as transformers writes them."""
+"""Image models: FLOPs as torch counts them, captions as transformers generates them."""
 
 from __future__ import annotations
 

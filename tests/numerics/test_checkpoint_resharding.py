@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on in any other, and in its own to the last bit."""
+"""Checkpoints resume under every other strategy, and bitwise equal under their own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Written = Callable[[str], RunDir]
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
-    """Returns the whole run of a kind, which left a checkpoint in the middle."""
+    """The whole run of a kind, which left a checkpoint in the middle."""
     run_job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
     kept: dict[str, RunDir] = {}
 

@@ -1,4 +1,4 @@
-"""Head and loss of a piece of the tokens at a time, beside both of all tokens at once.
+"""Head and loss in chunks of tokens, compared with both of all tokens at once.
 
 Shape suffixes: B rows, T tokens, W width, V vocabulary.
 """
@@ -30,7 +30,7 @@ class Case:
     labels_BT: Tensor  # noqa: N815
 
     def take(self, *, chunk: int | None, in_forward: bool = True, smoothing: float = 0.0) -> Tensor:
-        """Returns the loss, gone backward from."""
+        """The loss, gone backward from."""
         objective = CausalLM(chunk, label_smoothing=smoothing)
         if chunk is None:
             loss = sum_over_tokens(objective, self.head(self.x_BTW), self.labels_BT)
@@ -41,7 +41,7 @@ class Case:
         return loss.detach()
 
     def taken(self) -> list[Tensor | None]:
-        """Returns the gradients, and leaves none."""
+        """The gradients, and leaves none."""
         leaves = [self.x_BTW, self.head.weight]
         found = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -143,7 +143,7 @@ def test_chunked_loss_stores_few_logits_at_a_time(make_case: Callable[[int, int]
             asked.take(chunk=chunk)
             gradients = sum(gradient.nbytes for gradient in asked.taken() if gradient is not None)
             most[chunk] = (live.take_peak() - gradients) / logits
-    print(f"beside gradients {most[None]:.2f} of the logits, in pieces {most[CHUNK]:.2f}")
+    print(f"beside gradients {most[None]:.2f} of the logits, in chunks {most[CHUNK]:.2f}")
     assert most[None] > 2
     assert most[CHUNK] < 0.2
 

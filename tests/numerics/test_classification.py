@@ -1,4 +1,4 @@
-"""Classes: transformers' logits, steps that no layout changes, and labels where texts end."""
+"""Classification: logits of transformers, every strategy, labels at the end of texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ USUAL = ("ddp", "fsdp")
     [
         pytest.param(n, marks=(*marks(n), *(() if n in USUAL else (pytest.mark.exhaustive,))))
         for n in STRATEGIES
-        if not ("tensor" in n or "zero_bubble" in n)  # which is refused
+        if not ("tensor" in n or "zero_bubble" in n)  # which is rejected
     ],
 )
 def test_classification_under_each_strategy_equals_one_device(

@@ -1,4 +1,4 @@
-"""What layouts declare that they send is what they send, to the byte."""
+"""Collectives of each strategy equal the prediction, to the byte."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SELDOM += ("pipeline_interleaved_zero_bubble",)
 SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
 """What keeps results for one backward, of which zero-bubble schedules make two."""
 CUT = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
-"""Axes along which rows, heads or layers are cut, which an adapter refuses."""
+"""Axes that shard samples, heads or layers, which adapters reject."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]
 
@@ -104,7 +104,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         if strategy not in INEXACT and not strategy.startswith("deepspeed")  # which declares none
         for shape in SHAPES
         for again in AGAIN
-        if not ("zero_bubble" in strategy and SELECTIVE & {*AGAIN[again]})  # which is refused
+        if not ("zero_bubble" in strategy and SELECTIVE & {*AGAIN[again]})  # which is rejected
         if not any(axis in strategy for axis in CUT.get(again, ()))
         if not ("dpo" in again and ("pipeline" in strategy or "context" in strategy))  # as is this
         for plain in [(shape, again) == ("llama", "nothing") and strategy not in SELDOM]
@@ -193,7 +193,7 @@ def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
 
 
 def whole(messages: Messages) -> Messages:
-    """Returns the bytes of each kind as one message."""
+    """The bytes of each kind as one message."""
     sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (kind, ranks, size), count in messages.items():
         sums[kind, ranks] += size * count

@@ -1,4 +1,4 @@
-"""The compatibility matrix is what runs: each cell trains for two steps or is refused before."""
+"""The compatibility matrix: each cell trains for two steps or is rejected."""
 
 from __future__ import annotations
 

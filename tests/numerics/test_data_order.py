@@ -1,4 +1,4 @@
-"""Which rows are read: every row once per epoch, the same rows in every layout, after a resume."""
+"""Data order: each sample once per epoch, equal under every strategy and after a resume."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def numbered(rows):
 
 
 def indices(batch):
-    """Returns the rows of a batch, without those that only fill it up."""
+    """The rows of a batch, without those that only fill it up."""
     real = (batch["labels"] != IGNORED).any(1)
     return (batch["inputs"][real, 0] // SEQUENCE).tolist()
 

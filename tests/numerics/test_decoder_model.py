@@ -1,4 +1,4 @@
-"""The decoder alive, against Hugging Face's Llama and GPT-2 and against its own spec."""
+"""The decoder module compared with Llama and GPT-2 of transformers and with its config."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Preferences: the loss and gradients of the formula, in every layout, on whatever is padded."""
+"""DPO: loss and gradients of the formula, every strategy, padding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
     for way in WAYS
     for strategy in STRATEGIES
     for usual in [strategy in USUAL[way]]
-    if not ("pipeline" in strategy or "context" in strategy)  # which is refused
+    if not ("pipeline" in strategy or "context" in strategy)  # which is rejected
 ]
 
 

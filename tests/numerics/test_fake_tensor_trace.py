@@ -1,4 +1,4 @@
-"""The ledger beside a trace of the suite's own code, on worlds that no machine here has."""
+"""The memory breakdown compared with FakeTensor traces, also for large world sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits are torchao's, as near to fp32 as their formats are, in every layout alike."""
+"""FP8 matmuls: torchao as the reference, error bounds, every strategy."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
 def micro_batched(
     run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, chunk: int | None
 ) -> RunDir:
-    """Returns the same steps on one device, whose scales are of as many rows."""
+    """The same steps on one device, whose scales are of as many rows."""
     rows = chunk or run.resolved["trainer"]["micro_batch"]
     parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
     return run_job.without_defaults(*parts)

@@ -1,4 +1,4 @@
-"""The norm that gradients are clipped by: exact, however they are cut."""
+"""The gradient norm for clipping is exact under every sharding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rewards: the gradients of the formula, answers that no layout changes, and what they cost."""
+"""GRPO: gradients of the formula, sampling, FLOPs, every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers multiply in 8 bits as torchao converts them, and the clock tells it."""
+"""FP8 in models of transformers: torchao as the reference, operator graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 def model_of_transformers(folder: Path) -> PreTrainedModel:
-    """Returns the model with linear layers in the place of ``Conv1D``, which torchao passes by."""
+    """The model with linear layers in the place of ``Conv1D``, which torchao passes by."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, Conv1D):

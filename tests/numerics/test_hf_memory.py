@@ -1,4 +1,4 @@
-"""What plans say of models of transformers, beside what is alive in a run of them, and a trace."""
+"""Planned memory of transformers models compared with measured memory and traces."""
 
 from __future__ import annotations
 

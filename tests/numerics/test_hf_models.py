@@ -1,4 +1,4 @@
-"""Models of transformers in the suite: their logits, and their weights on the way in and out."""
+"""Models of transformers: logits, loading and export of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that a folder gives: those that transformers loads from it, or a rejection."""
+"""Pretrained weights: equal to those that transformers loads, or rejected."""
 
 from __future__ import annotations
 

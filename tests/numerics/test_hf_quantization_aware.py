@@ -1,4 +1,4 @@
-"""Models of transformers are trained to be integers as torchao prepares them, and become so."""
+"""Quantization-aware training of transformers models: torchao as the reference, export."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_hf_qat_logits_and_gradients_equal_torchao(
 def test_hf_qat_under_each_strategy_equals_one_device(
     name: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    """A last bit of a number may turn its rounding: of all, the first step is alike."""
+    """Assert an equal first step: later, a last bit may change the rounding of a weight."""
     parts = transformers_overrides(hf_checkpoint("llama"), *QATS[name])
     ranks = compose([*parts, *STRATEGIES[strategy]]).parallelism.data_parallel_size
     run = run_job.without_defaults(

@@ -1,4 +1,4 @@
-"""Models of transformers train: the steps of one device, and those of a loop by hand."""
+"""Training of transformers models compared with one device and a plain loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 def line(folder: Path, *further: str) -> tuple[str, ...]:
-    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
+    """Overrides of a run of a transformers model, without those of the decoder."""
     own = (*TINY_DECODER, *SGD, *BATCHES[BATCH], *further)
     return (
         "model=hf", f"model.path={folder}", *(each for each in own if not each.startswith("model"))
@@ -245,7 +245,7 @@ def test_hf_quantized_training_equals_one_device(
 
 
 def packed_by_transformers(folder: Path) -> PreTrainedModel:
-    """Returns the model with its linear layers in nf4, as ``quantization=nf4`` packs them."""
+    """The model with its linear layers in nf4, as ``quantization=nf4`` packs them."""
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kind = BitsAndBytesConfig(load_in_4bit=True, **four)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind)

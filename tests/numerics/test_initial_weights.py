@@ -1,4 +1,4 @@
-"""First weights: each drawn from its name and the seed, so that a part has those of the whole."""
+"""Initial weights are drawn from name and seed: a stage has those of the full model."""
 
 from dataclasses import replace
 from pathlib import Path

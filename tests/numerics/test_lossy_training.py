@@ -1,4 +1,4 @@
-"""What is lossy by design still converges: within a stated distance of what is not."""
+"""Lossy training converges within a stated distance of exact training."""
 
 from __future__ import annotations
 

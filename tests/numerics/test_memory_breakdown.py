@@ -1,4 +1,4 @@
-"""What the ledger says before a run, beside what is alive in it."""
+"""Predicted memory compared with measured peaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of several stacks: transformers' logits, losses, gradients, and steps in every layout."""
+"""Models of several stacks: transformers as the reference, every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tape says is alive in a block, beside what is alive in one."""
+"""Activation memory of the operator graph compared with measured memory of a block."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FORMATS = {
 }
 QATS = {"qat_int4": QATInt4Config(), "qat_8da4w": QAT8da4wConfig(group=16)}
 NEVER = {("gpt2", name) for name in FORMATS if "qat" in name}
-"""What is refused: GPT-2's matrices have biases."""
+"""Rejected: the matrices of GPT-2 have biases."""
 CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name) not in NEVER]
 
 

@@ -1,4 +1,4 @@
-"""Stepping in backward is stepping after it: the same numbers, without gradients in between."""
+"""Optimizer steps in backward: the same numbers without stored gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
     [
         pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive)
         for name in EVERY
-        if not (name.startswith(SUM_LATE) or "offload" in name)  # which is refused
+        if not (name.startswith(SUM_LATE) or "offload" in name)  # which is rejected
     ],
 )
 def test_optimizer_in_backward_under_each_strategy_equals_one_device(

@@ -1,4 +1,4 @@
-"""Every optimizer trains, holds the state that is counted, and is the same under every layout."""
+"""Optimizers: convergence, state bytes, every strategy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
-    """Returns the weights of a small decoder, each with a gradient."""
+    """The weights of a small decoder, each with a gradient."""
     module = build_model(GPT2, seed)
     known = {weight.name: weight for weight in GPT2.weight_census()}
     held = [(known[name], parameter) for name, parameter in module.named_parameters()]
@@ -60,7 +60,7 @@ def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
 
 
 def tensors_of(value: Tensor) -> Iterator[Tensor]:
-    """Yields what a state is made of: torchao's is codes, scales and a table."""
+    """Tensors of an optimizer state: codes, scales and a table in torchao."""
     inner = getattr(value, "tensor_attrs", None)
     yield from [value] if inner is None else [getattr(value, name) for name in inner]
 
@@ -145,7 +145,7 @@ REACHED = {
 def test_optimizers_all_have_an_expected_loss() -> None:
     of_the_suite = set(paths.option_names("optimizer")) - {
         "module"
-    }  # a module of the user's brings its own
+    }  # a user-defined module brings its own
     assert set(REACHED) == of_the_suite
 
 

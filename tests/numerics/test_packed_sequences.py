@@ -1,4 +1,4 @@
-"""Several texts in a row: each is read as if it were alone."""
+"""Packed texts are computed as separate texts."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def packed(spec: DecoderConfig) -> Batch:
 
 
 def by_itself(ids_S: NDArray[np.int32]) -> Batch:
-    """Returns a text as a row of its own."""
+    """A text as a row of its own."""
     return as_batch(ids_S[None].astype(np.int64), False, masked=True)
 
 
 def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
-    """Returns the row of a text in a batch, and its places there but the last token's."""
+    """The row of a text in a batch, and its places there but the last token's."""
     expected = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
     for row, first in (batch["positions"] == 0).nonzero().tolist():
         there = slice(first, first + len(expected))

@@ -1,4 +1,4 @@
-"""Prompt and prefix tuning: PEFT's logits, losses and gradients, and one device's steps."""
+"""Prompt and prefix tuning: PEFT as the reference, every strategy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
 def learnt(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns what is trained, by name."""
+    """Trained parameters by name."""
     return {name: each for name, each in module.named_parameters() if is_adapter_weight(name)}
 
 

@@ -1,4 +1,4 @@
-"""Packed matrices are bitsandbytes' own, stay as they are, and train adapters in every layout."""
+"""Quantized base weights: bitsandbytes as the reference, adapters under every strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ USUAL = {
 EACH = ["nf4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp4", "int8"))]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 NEVER = ("tensor", "deepspeed")
-"""What refuses packed matrices."""
+"""Options that reject quantized matrices."""
 CASES = [
     pytest.param(
         name,

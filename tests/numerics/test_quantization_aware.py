@@ -1,4 +1,4 @@
-"""What is trained to be integers is rounded as torchao has it, in every layout, and becomes so."""
+"""Quantization-aware training: torchao as the reference, every strategy, export."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.mega
 SEEDS = {("qat_8da4w", "context_gather"): 2}
 """With seed 1 one of 393,216 activations lies at 53.49999 levels, and falls on either side."""
 NEVER = ("tensor", "deepspeed")
-"""What refuses matrices that are rounded."""
+"""Options that reject rounded matrices."""
 
 
 def linear(module: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the linear layers of the blocks."""
+    """The linear layers of the blocks."""
     named = module.named_modules()
     return {
         name: each
@@ -127,7 +127,7 @@ def test_qat_clipped_weights_get_no_gradient() -> None:
 def test_qat_under_each_strategy_equals_one_device(
     name: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    """A last bit of a number may turn its rounding: of all, the first step is alike."""
+    """Assert an equal first step: later, a last bit may change the rounding of a weight."""
     overrides = (*QATS[name], f"seed={SEEDS.get((name, strategy), 1)}")
     run = train_strategy(
         STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
@@ -230,7 +230,7 @@ def told_exact(run: RunDir) -> ModelModule:
 
 
 def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
-    """Returns the model that torchao makes of a trained one."""
+    """The model that torchao makes of a trained one."""
     quantize_(module, torchao_config(run), filter_fn=lambda _, key: key in linear(module))
     return module
 

@@ -1,4 +1,4 @@
-"""Encoders with decoders: flops as torch counts them, answers as transformers writes them."""
+"""Encoder-decoder models: FLOPs as torch counts them, generation as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout takes the steps that one device takes: losses, gradients and weights, in fp32."""
+"""Every strategy compared with one device: losses, gradients and weights in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts train the same model, and what is measured is what is there."""
+"""Training metrics: equal losses under every strategy, exact memory, step phases."""
 
 from __future__ import annotations
 

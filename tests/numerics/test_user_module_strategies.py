@@ -1,4 +1,4 @@
-"""Modules of the user's learn in the suite what they learn in plain Lightning, in every layout."""
+"""User modules compared with plain Lightning, under every strategy."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_user_module_under_each_strategy_equals_one_device(
 def test_user_module_ranks_share_an_iterable_dataset(
     strategy: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
 ) -> None:
-    """Shuffled anew each epoch, or in order."""
+    """Shuffled again each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
     stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
     alone = run_job.without_defaults(*YOURS, *stream)

@@ -1,4 +1,4 @@
-"""The moving average of the weights is torch's, whatever the strategy, and outlives a run."""
+"""Moving average of the weights: torch as the reference, every strategy, resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, beside planted links and on a full disk."""
+"""Atomic writes: links, permissions and full disks."""
 
 from __future__ import annotations
 

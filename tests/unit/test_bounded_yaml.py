@@ -1,4 +1,4 @@
-"""YAML that expands or nests beyond reason is rejected at once, by the name of its file."""
+"""YAML that expands or nests without bound is rejected with the name of its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Printing to streams that cannot take it: characters are lost, the work is not."""
+"""Printing to streams that fail or lack characters."""
 
 import ast
 import io

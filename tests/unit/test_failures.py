@@ -1,4 +1,4 @@
-"""Unexpected exceptions: one line each, wherever they are raised, and the rest goes on."""
+"""Unexpected exceptions: one line each, and everything else continues."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 
-class Crew:
+class Supervisors:
     """Supervisors of which the first cannot be started."""
 
     stop_signal = 0
@@ -222,7 +222,7 @@ class Crew:
 def test_packed_job_without_process_does_not_stop_others(order: JobSpec, tmp_path: Path) -> None:
     waiting = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
     room = SlotCapacity((0,), 1)
-    found = packed_executor._run_jobs(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
+    found = packed_executor._run_jobs(waiting, room, False, Supervisors(), lambda _: None)  # type: ignore[arg-type]
     assert {task.number: result.status for task, result in found} == {0: "failed", 1: "ok", 2: "ok"}
 
 

@@ -1,4 +1,4 @@
-"""Files that a run has read: found again by content, from any folder."""
+"""Input files of a run are found again by content, from any folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A builder is registered by the module that a config names, imported at the first call."""
+"""Builders are registered by the module that a config names, imported at the first call."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text of users, files and servers is printed as plain text, whatever it holds."""
+"""Text of users, files and servers is printed as plain text."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_plain(printed: str) -> None:
-    """Asserts that nothing but line feeds could move a cursor or turn text around."""
+    """Assert that nothing but line feeds could move a cursor or turn text around."""
     for character in printed.replace("\n", ""):
         kind = unicodedata.category(character)
         assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"), f"{character!a} in {printed!a}"
 
 
 def assert_shown(printed: str) -> None:
-    """Asserts that it is plain and that the hostile text can be read in it, markup and all."""
+    """Assert that it is plain and that the hostile text can be read in it, markup and all."""
     assert_plain(printed)
     together = "".join(printed.split())
     for part in SEEN:

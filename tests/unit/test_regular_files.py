@@ -1,4 +1,4 @@
-"""What stands in the place of a file is named, and never waited for."""
+"""Pipes, devices and folders in place of files are named and never block."""
 
 import os
 import socket

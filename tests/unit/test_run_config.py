@@ -1,4 +1,4 @@
-"""A run's arithmetic, its rules across groups, and its plain form."""
+"""``RunConfig``: batch arithmetic, validation and its plain form."""
 
 import pickle
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The small specs: figures of devices, number formats, optimizers and schedules beside torch's."""
+"""Small configs: hardware figures, precision, optimizers and schedules compared with torch."""
 
 import itertools
 import math

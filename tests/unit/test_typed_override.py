@@ -1,4 +1,4 @@
-"""Overrides that messages print are read back from a shell as what they stand for."""
+"""Printed overrides are read back from a shell with the same value."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Returns what of a node is no text by itself: pieces of an f-string, a docstring."""
+    """Parts of a node that are no text by themselves: constants of an f-string, a docstring."""
     if isinstance(node, ast.JoinedStr):
         return [part for part in ast.walk(node) if part is not node]
     return [node.value] if isinstance(node, ast.Expr) else []

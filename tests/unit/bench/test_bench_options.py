@@ -1,4 +1,4 @@
-"""What ``scalewise bench`` takes and refuses, before anything is measured."""
+"""Options of ``scalewise bench``: accepted and rejected before anything is measured."""
 
 from __future__ import annotations
 

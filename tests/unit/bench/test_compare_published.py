@@ -1,4 +1,4 @@
-"""Published measurements as runs, and the tables that the planner's benchmark makes of them."""
+"""Published measurements as runs, and the tables of ``bench planner``."""
 
 from __future__ import annotations
 

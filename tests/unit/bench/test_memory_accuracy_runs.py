@@ -1,4 +1,4 @@
-"""The runs that the ledger is held against: whatever changes memory is in one of them."""
+"""The runs of ``bench ledger`` cover every option that changes memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 
 def chosen() -> set[str]:
-    """Returns the options of all lines, those that nobody names among them."""
+    """The options of all lines, those that nobody names among them."""
     usual = compose(SMALL).choices
     named = {part for line in (*TRAINED, *TRAINED_SELDOM, *ZERO) for part in line}
     return named | {f"{group}={usual[group]}" for group in GROUPS}

@@ -1,4 +1,4 @@
-"""Paired times: what slows both down changes no ratio, and the interval says how sure it is."""
+"""Paired timing ratios: robust to drift, with a confidence interval."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What runs tell of a profile: the scale of its step times."""
+"""Hardware profiles: the scale of step times that is learned from runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or absent, loaded without running code, pruned but for the best."""
+"""Checkpoint folders: complete or absent, loaded without running code, pruned."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from scalewise.errors import CheckpointError
 
 
 def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns what a layout hands over: a tied head, views, a moment and a count of steps."""
+    """State of a strategy: a tied head, views, a moment and a step count."""
     generator = torch.Generator().manual_seed(step)
     embedding = torch.randn(6, 4, generator=generator)
     return {
@@ -38,7 +38,7 @@ def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def rest(step: int = 3) -> dict[str, Any]:
-    """Returns what Lightning hands over beside the tensors."""
+    """Training state that Lightning passes next to the tensors."""
     return {"global_step": step, "epoch": 0, "callbacks": {"ema": {"decay": 0.9}}}
 
 
@@ -54,7 +54,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def tensors_file(path: Path, part: str = "model") -> str:
-    """Returns the one file of tensors under ``model`` or ``optimizer``, as the manifest has it."""
+    """The one file of tensors under ``model`` or ``optimizer``, as the manifest has it."""
     (file,) = (path / part).iterdir()
     return str(file.relative_to(path))
 

@@ -1,4 +1,4 @@
-"""The command line: what it lists, what it suggests, and the exit code of every ending."""
+"""The command line: help, suggestions and exit codes."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from scalewise.units import format_count
 
 @pytest.fixture
 def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int], int]:
-    """Returns what gives the exit code of a command that ends in a given way."""
+    """Function that returns the exit code of a command with a given outcome."""
 
     def run(ending: BaseException | int) -> int:
         def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Two runs beside each other: what was set, foreseen and measured."""
+"""Comparison of two runs: settings, predictions and measurements."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from scalewise.config.diagnostics import diagnose_overrides
 
 @pytest.fixture
 def run_explain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Returns what gives the output of ``scalewise explain``."""
+    """Function that returns the output of ``scalewise explain``."""
 
     def run(*arguments: str) -> str:
         assert cli.main(["explain", *arguments]) == 0

@@ -1,4 +1,4 @@
-"""One task of a job under Slurm, when the job has ended: its page, or its place in the queue."""
+"""One task of a Slurm job after the job: its report page or its requeue."""
 
 from __future__ import annotations
 

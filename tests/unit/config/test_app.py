@@ -1,4 +1,4 @@
-"""A command that is refused: whole, before the first job, and leaving nothing."""
+"""Rejected commands: before the first job, without remaining files."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
 class Never(Command):
-    """Fails the test when a line that must be refused reaches it."""
+    """Fails the test if a command that must be rejected reaches it."""
 
     def run_single(self, *args: object) -> int:
         raise AssertionError(args)

@@ -1,4 +1,4 @@
-"""Every file of conf/, experiments/ and sweeps/ composes; what is typed wins over what is filed."""
+"""Every file of conf/, experiments/ and sweeps/ composes; precedence of overrides."""
 
 import json
 import random
@@ -30,7 +30,7 @@ INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, list[str]]:
-    """Returns what options need beside them: somebody's files, or a schedule that stays."""
+    """Overrides that options require: files of a user, or a constant schedule."""
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     (tmp_path / "a.jsonl").write_text('{"instruction": "Add 1 and 1.", "output": "2"}\n' * 100)
     np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")
@@ -227,7 +227,7 @@ def test_changed_lists_options_alone_where_no_value_was_set() -> None:
             run = compose(
                 [f"{group}={name}" for group, name in chosen.items()], check_machine=False
             )
-        except ConfigError:  # not every option goes with every other
+        except ConfigError:  # not every option is compatible with every other
             continue
         valid += 1
         found = {

@@ -1,4 +1,4 @@
-"""Random lines into the composer: a Run or a refusal comes out, in time, and nothing else."""
+"""Random overrides compose or are rejected within a time limit."""
 
 import time
 import warnings
@@ -88,7 +88,7 @@ lines = st.lists(overrides, min_size=1, max_size=3)
 
 
 def answered(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
-    """Returns what comes out of a line, and the processor time it took."""
+    """Outcome of overrides, and its processor time."""
     started = time.process_time()
     answer: RunConfig | ConfigError
     try:

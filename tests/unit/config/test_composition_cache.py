@@ -1,4 +1,4 @@
-"""Jobs of a sweep share what Hydra composes, and get what it composes for each alone."""
+"""Jobs of a sweep share compositions and get what Hydra composes for each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: which key is named, why, and what mends it."""
+"""Invalid overrides: key, reason and fix."""
 
 import re
 

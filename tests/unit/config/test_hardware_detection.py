@@ -1,4 +1,4 @@
-"""What ``hardware=auto`` knows on a CUDA machine."""
+"""``hardware=auto`` on a CUDA machine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ Here = Callable[..., Hardware]
 
 @pytest.fixture
 def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Returns the hardware of ``auto`` where these devices are."""
+    """The hardware of ``auto`` where these devices are."""
 
     def on(*gpus: str, line: tuple[str, ...] = ()) -> Hardware:
         for module in ("hardware", "run_config", "validation.run_issues"):

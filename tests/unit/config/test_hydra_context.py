@@ -1,4 +1,4 @@
-"""Parts arrive laid over their schemas, and what is composed is what Hydra makes of the two."""
+"""Options composed from cached schemas equal the compositions of Hydra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing below ``hydra`` runs code that is not the suite's, wherever a config comes from."""
+"""Config nodes below ``hydra`` run no code that is not part of scalewise."""
 
 import copy
 import logging
@@ -39,7 +39,7 @@ class Quiet(Command):
 
 
 def called(target: str) -> dict[str, object]:
-    """Returns a config that makes the folder ``evil`` if anything calls it."""
+    """A config that makes the folder ``evil`` if anything calls it."""
     return {"_target_": target, "name": "evil"}
 
 

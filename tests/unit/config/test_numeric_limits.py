@@ -1,4 +1,4 @@
-"""Numbers that no run can have: each is rejected by its key, or the run can be planned."""
+"""Impossible numbers are rejected under their key; others can be planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every config group, option and field is documented in plain words."""
+"""Every config group, option and field is documented."""
 
 import dataclasses
 import re

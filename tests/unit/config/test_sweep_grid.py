@@ -1,4 +1,4 @@
-"""What a sweep varies: crossed, paired, listed, ranged; what the line replaces; what is refused."""
+"""Sweep axes: products, zips, lists, ranges, overrides and rejections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Jobs = Callable[..., list[SweepJob]]
 
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """Returns the jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
+    """The jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
     monkeypatch.chdir(tmp_path)
 
     def found(*typed: str, **sweeper: object) -> list[SweepJob]:

@@ -1,4 +1,4 @@
-"""A folder of the user's by ``-cd``: files copied from the tree work there as they are."""
+"""A config folder of the user by ``-cd``: copied files work unchanged."""
 
 from pathlib import Path
 

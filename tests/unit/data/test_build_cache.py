@@ -1,4 +1,4 @@
-"""The cache: built once, by one of many, and never half-made."""
+"""The build cache: built once, by one of several processes, never partial."""
 
 import hashlib
 import os

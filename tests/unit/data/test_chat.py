@@ -1,4 +1,4 @@
-"""Conversations: formats, templates, which tokens are labels, and what is bad."""
+"""Conversations: formats, templates, label masks and bad records."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lines(path: Path, *records: object) -> str:
 
 
 def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str]:
-    """Returns the text of a row, and that of its labels alone."""
+    """The text of a row, and that of its labels alone."""
     assert splits.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = rows.gather([row])
@@ -134,7 +134,7 @@ SHAREGPT_AS_MESSAGES = [
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """Returns a tokenizer.json with the marks of ChatML and its template beside it."""
+    """A tokenizer.json with the marks of ChatML and its template beside it."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     tokenizer = train_tokenizer(

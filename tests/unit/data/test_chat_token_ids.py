@@ -1,4 +1,4 @@
-"""Token ids and labels of conversations: those of transformers for the same tokenizer."""
+"""Token ids and labels of conversations equal those of transformers."""
 
 from __future__ import annotations
 

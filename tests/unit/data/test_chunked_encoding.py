@@ -1,4 +1,4 @@
-"""Long documents encoded in windows have the token ids of one encoding of the whole document."""
+"""Long documents encoded in windows have the token ids of one encoding of the full document."""
 
 from __future__ import annotations
 

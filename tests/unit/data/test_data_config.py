@@ -1,4 +1,4 @@
-"""The data specs: what they refuse before reading, their YAML, and no torch."""
+"""Data configs: validation before reading, their YAML, no torch import."""
 
 import dataclasses
 import os

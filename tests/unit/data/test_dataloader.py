@@ -1,4 +1,4 @@
-"""The loader under Lightning's loop, and its speed beside a map-style DataLoader."""
+"""The dataloader under Lightning's loop, and its speed compared with a map-style DataLoader."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Special tokens, documents that cannot be encoded, and training in bounded pieces."""
+"""Special tokens, documents that cannot be encoded, and tokenizer training in chunks."""
 
 import itertools
 import random

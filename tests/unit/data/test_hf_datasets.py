@@ -1,4 +1,4 @@
-"""Datasets in the formats of the Hugging Face Hub, all on this machine."""
+"""Datasets in the formats of the Hugging Face Hub, from local files."""
 
 import importlib.util
 import itertools

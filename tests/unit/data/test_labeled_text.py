@@ -1,4 +1,4 @@
-"""Texts of classes: their records, where the label stands, and what is bad."""
+"""Labeled texts: records, label positions and bad records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def labelled(path: Path, *records: object, **more: Any) -> LabeledText:
 
 
 def read(splits: DataSplits, row: int) -> tuple[str, int]:
-    """Returns the text before the one label of a row, and the label."""
+    """The text before the one label of a row, and the label."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([row])
     (place,) = np.flatnonzero(ids_S >= 0)

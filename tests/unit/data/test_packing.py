@@ -1,4 +1,4 @@
-"""Packing: which conversations lie in a row, where each begins, and what is told of it."""
+"""Packing: placement of texts in sequences, positions and notes."""
 
 from __future__ import annotations
 

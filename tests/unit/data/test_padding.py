@@ -1,4 +1,4 @@
-"""Notes on padded and repeated samples hold the numbers that the loaders read."""
+"""Notes on padded and repeated samples equal the counts of the loaders."""
 
 from __future__ import annotations
 

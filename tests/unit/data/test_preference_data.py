@@ -1,4 +1,4 @@
-"""Pairs of answers: their records, what is learnt of them, and what is bad."""
+"""Preference pairs: records, label masks and bad records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lines(path: Path, *records: object) -> str:
 
 
 def read(splits: DataSplits, row: int = 0) -> list[tuple[str, str]]:
-    """Returns the text of both sequences of a row, and that of their labels alone."""
+    """The text of both sequences of a row, and that of their labels alone."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     found = []
     for ids_S in splits.train.gather([row])[0]:

@@ -1,4 +1,4 @@
-"""Shards of token ids: their types, and every way in which they are refused."""
+"""Token id shards: dtypes and rejections."""
 
 import numpy as np
 import pytest

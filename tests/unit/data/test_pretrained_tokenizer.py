@@ -1,4 +1,4 @@
-"""Weights that are there already know the ids of one tokenizer: none is trained anew for them."""
+"""Pretrained weights require their own tokenizer: none is trained for them."""
 
 import json
 import shutil

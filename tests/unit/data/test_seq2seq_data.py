@@ -1,4 +1,4 @@
-"""Questions and their answers, apart: what records become, what is cut, and what batches hold."""
+"""Question-answer data: records, truncation and batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def asked(path: Path, *records: object, **more: Any) -> Seq2SeqData:
 
 
 def read(splits: DataSplits, row: int) -> tuple[str, str]:
-    """Returns a question and its answer, ends and all."""
+    """A question and its answer, ends and all."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([row])
     (question_S, answer_T) = ids_S[:-16], ids_S[-16:]

@@ -1,4 +1,4 @@
-"""Text that is tokenized: the embedded corpus and the user's own files."""
+"""Tokenized text: the embedded corpus and files of the user."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def read(splits, rows):
-    """Returns the text of all rows, end to end."""
+    """The text of all rows, end to end."""
     tokens = rows.gather(range(len(rows)))
     ids = [*tokens[:, :-1].ravel(), tokens[-1, -1]]
     return Tokenizer.from_file(str(splits.tokenizer)).decode(ids, skip_special_tokens=False)

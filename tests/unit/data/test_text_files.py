@@ -408,7 +408,7 @@ def test_linked_files_are_read_once(tmp_path):
     assert len(match_paths([f"{tmp_path}/d/a-link/x.txt", f"{tmp_path}/d/real/x.txt"])) == 1
 
 
-def complaints(pattern):
+def rejection_lines(pattern):
     return [
         *path_issues("data.paths", [str(pattern)], PLAIN_SUFFIXES | RECORD_SUFFIXES, "my/*.txt")
     ]
@@ -417,7 +417,7 @@ def complaints(pattern):
 def test_suffixes_are_case_insensitive(tmp_path):
     (tmp_path / "A.TXT").write_text("text")
     (tmp_path / "B.JSONL").write_text('{"x": "record"}')
-    assert not complaints(tmp_path / "A.TXT") + complaints(tmp_path / "*.JSONL")
+    assert not rejection_lines(tmp_path / "A.TXT") + rejection_lines(tmp_path / "*.JSONL")
     assert texts(tmp_path / "A.TXT") == ["text"]
     assert texts(tmp_path / "B.JSONL", "x") == ["record"]
 
@@ -437,14 +437,14 @@ def test_unreadable_paths_are_rejected_with_a_reason(tmp_path, name, reason):
     write_files(tmp_path, "x.txt.gz", "x.log", "noext")
     (tmp_path / "dangling.txt").symlink_to("missing.txt")
     os.mkfifo(tmp_path / "pipe.txt")
-    (issue,) = complaints(tmp_path / name)
+    (issue,) = rejection_lines(tmp_path / name)
     assert issue.reason == reason
 
 
 @pytest.mark.parametrize("folder", ["plain", "run [2024]", "it's"])
 def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
-    (issue,) = complaints(tmp_path / folder)
+    (issue,) = rejection_lines(tmp_path / folder)
     assert issue.reason == "is a folder"
     typed = issue.fix.removeprefix("set ")
     ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Tokenizers as files: folders, and vocabularies that transformers converts."""
+"""Tokenizer files: folders, and vocabularies that transformers converts."""
 
 import builtins
 import importlib.util

@@ -1,4 +1,4 @@
-"""The committed matrix, its page, and what ``complaints()`` says cannot disagree."""
+"""The recorded compatibility matrix, its page and the validation rules agree."""
 
 from __future__ import annotations
 

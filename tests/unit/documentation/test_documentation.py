@@ -1,4 +1,4 @@
-"""README and docs name what exists, and their commands compose."""
+"""README and docs name existing options, and their commands compose."""
 
 import os
 import re
@@ -116,14 +116,14 @@ def test_documented_commands_compose(
         assert not any("=" in word for word in words)
         return
     _, overrides = sweep_resume.parse_resume_request(words)
-    if "-cd" in overrides:  # a folder of the user's
+    if "-cd" in overrides:  # a user-defined folder
         return
     check_machine = command != "plan" and "hydra/launcher=slurm" not in words
     assert diagnose_overrides(overrides, check_machine=check_machine) == []
 
 
 def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list[str]:
-    """Returns the overrides among a benchmark's words; all its options are known."""
+    """The overrides among a benchmark's words; all its options are known."""
     try:
         return split_options(words, options)[1]
     except ConfigError as error:  # of files that are not there
@@ -144,7 +144,7 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_figures_equal_the_records(document: Path, tmp_path: Path) -> None:
-    """``SCALEWISE_RECORD=1`` writes the figures into the document anew."""
+    """``SCALEWISE_RECORD=1`` writes the figures into the document again."""
     copy = document if os.environ.get("SCALEWISE_RECORD") else tmp_path / "copy.md"
     copy.write_text(document.read_text("utf-8"), "utf-8")
     record.update_figures(copy, ROOT / "experiments" / "records")

@@ -1,4 +1,4 @@
-"""The generated reference pages: every option and key is there, and no cell breaks a table."""
+"""The generated reference pages list every option and key."""
 
 import html
 import importlib.util
@@ -29,7 +29,7 @@ PAGES: dict[str, str] = reference.pages()
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """Returns the tables of a page as rows of cells, split as Markdown splits them."""
+    """The tables of a page as rows of cells, split as Markdown splits them."""
     found: list[list[list[str]]] = [[]]
     for line in page.splitlines():
         if line.startswith("|"):

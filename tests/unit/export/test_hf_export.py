@@ -1,4 +1,4 @@
-"""An exported folder: whole or absent, readable, and with the files of the model it came from."""
+"""Exported folders: complete or absent, readable, with the files of the base model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
-    """Returns a run that has just begun."""
+    """A run that has just begun."""
     run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", check_machine=False)
     at.mkdir(exist_ok=True)
     specs = {name: getattr(run, name) for name in CONFIG_GROUPS}

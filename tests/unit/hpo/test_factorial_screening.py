@@ -1,4 +1,4 @@
-"""Fractional factorials, the effects that they tell, and what the page says of them."""
+"""Fractional factorial designs, their effects and report pages."""
 
 from __future__ import annotations
 

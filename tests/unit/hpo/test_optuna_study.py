@@ -1,4 +1,4 @@
-"""A search: its axes, what it refuses, what Optuna is told, and what is left after a kill."""
+"""Hyperparameter search: space, validation, trials in Optuna and resume after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint ``resume=`` means, and which are refused."""
+"""The checkpoint that ``resume=`` selects, and rejected ones."""
 
 import os
 import socket

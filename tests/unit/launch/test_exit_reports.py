@@ -1,4 +1,4 @@
-"""What an exception means for a job, and the word that each rank leaves of it."""
+"""Outcomes of exceptions, and the exit report of each rank."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What srun says is said as torchrun would say it."""
+"""Ranks of srun are described as torchrun would describe them."""
 
 from __future__ import annotations
 

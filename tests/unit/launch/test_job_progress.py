@@ -1,4 +1,4 @@
-"""How far jobs are, read off folders: whole, torn, old, and with what Slurm says of them."""
+"""Progress of jobs read from folders and Slurm."""
 
 from __future__ import annotations
 

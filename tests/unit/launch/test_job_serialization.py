@@ -1,4 +1,4 @@
-"""An order that went through a file is the order that was written."""
+"""Job specs round-trip through files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job of a packed sweep starts next, on what, and which one never can."""
+"""The scheduler of packed sweeps: job order, slots and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of one node meet."""
+"""Rendezvous of the ranks of one node."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A signal is told as such, whatever a library makes of the exception on its way."""
+"""A signal is reported as such, whatever libraries make of the exception."""
 
 from __future__ import annotations
 

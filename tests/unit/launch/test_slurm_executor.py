@@ -1,4 +1,4 @@
-"""What the Slurm engine asks for, refuses and makes of silence; Slurm itself is in integration."""
+"""The Slurm executor: requests, rejections and silent controllers; Slurm runs in integration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp p
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """The options of ``hydra/launcher=slurm`` at rest."""
+    """The default options of ``hydra/launcher=slurm``."""
     from omegaconf import OmegaConf
 
     from scalewise.config.launchers import LAUNCHERS
@@ -58,7 +58,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flags(folder: Path) -> list[dict[str, str]]:
-    """Returns the flags of each script that was submitted, in their order."""
+    """The flags of each script that was submitted, in their order."""
     scripts = sorted(folder.glob("slurm/*_submission.sh"), key=lambda path: path.stat().st_mtime_ns)
     return [
         dict(re.findall(r"#SBATCH --([\w-]+)(?:=(.*))?", p.read_text()))

@@ -1,4 +1,4 @@
-"""Endings as data: exit codes, what may mend them, and status.json."""
+"""Outcomes as data: exit codes, suggested fixes and status.json."""
 
 import json
 import signal

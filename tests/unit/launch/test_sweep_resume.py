@@ -1,4 +1,4 @@
-"""What makes two jobs the same, what of a sweep is missing, and what cannot be gone on with."""
+"""Resuming a sweep: job identity, missing jobs and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sweep.json`` where no job of a sweep could begin."""
+"""``sweep.json`` of a sweep in which no job could start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ends:
         self, tasks: Sequence[SweepTask], on_start: StartCallback
     ) -> Iterator[tuple[SweepTask, Result]]:
         self._end()
-        raise AssertionError("it goes on")
+        raise AssertionError("it continues")
         yield  # a generator, as engines are
 
 

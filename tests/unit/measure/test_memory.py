@@ -1,4 +1,4 @@
-"""Bytes by phase, beside bytes counted by hand for a small network."""
+"""Measured bytes by phase compared with bytes counted by hand for a small network."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ class Network(nn.Module):
 
 
 def measured(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str, int]:
-    """Returns the memory of the last of ``steps`` steps, by short name."""
+    """The memory of the last of ``steps`` steps, by short name."""
     torch.manual_seed(0)
     network, x = Network(), torch.randn(ROWS, IN)
     optimizer = optimizer_of(network.parameters(), lr=0.1, **arguments)

@@ -1,4 +1,4 @@
-"""A tape as a compiler runs it: what is kept, and what passes through memory."""
+"""The operator graph after compiler fusion: saved tensors and memory traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder's pure face: published sizes, refusals, and no torch."""
+"""The decoder config: published sizes, validation, no torch import."""
 
 import dataclasses
 import subprocess
@@ -143,7 +143,7 @@ specs = st.builds(
 
 
 def flops_of(spec: DecoderConfig, part: StageSlice, sequence: int) -> float:
-    """Returns a part's flops from those of models of no layer, and of some."""
+    """A part's flops from those of models of no layer, and of some."""
     head = 6.0 * spec.vocabulary * spec.width
     block = (spec.flops(sequence) - head) / spec.layers
     return len(part.layers) * block + head * part.is_last

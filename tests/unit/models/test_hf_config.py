@@ -1,4 +1,4 @@
-"""What a configuration of transformers says of a model, and which are refused."""
+"""The config of a transformers model, and rejected ones."""
 
 from __future__ import annotations
 

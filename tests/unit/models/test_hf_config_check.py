@@ -1,4 +1,4 @@
-"""What the config.json beside weights says: a decoder that computes something else is refused."""
+"""config.json next to weights: a decoder that computes something else is rejected."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ AGAIN = "download config.json again"
 
 
 def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str:
-    """Writes a config.json and returns its folder."""
+    """Write a config.json and returns its folder."""
     if isinstance(config, PreTrainedConfig):
         config.save_pretrained(folder)
     else:

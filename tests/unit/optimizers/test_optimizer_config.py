@@ -1,4 +1,4 @@
-"""Optimizers as specs: the state they hold, the groups they make, the layouts they rule out."""
+"""Optimizer configs: state bytes, parameter groups, incompatible strategies."""
 
 from __future__ import annotations
 

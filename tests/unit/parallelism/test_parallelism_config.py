@@ -1,4 +1,4 @@
-"""Layouts as specs: sizes, who reads which rows, stages, and what is no layout."""
+"""Parallelism configs: mesh sizes, data ranks, stages and rejections."""
 
 import math
 from dataclasses import replace

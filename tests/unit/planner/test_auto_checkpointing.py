@@ -1,4 +1,4 @@
-"""``memory=auto``: the least recomputation that a budget allows, beside all that there is."""
+"""``memory=auto``: the least recomputation within a memory budget."""
 
 from __future__ import annotations
 

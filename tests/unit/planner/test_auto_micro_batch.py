@@ -1,4 +1,4 @@
-"""``trainer.micro_batch=auto``: by the ledger, by trials, and always the same rows a step."""
+"""``trainer.micro_batch=auto``: by prediction or by trials, with a constant global batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINE = (
     "trainer.micro_batch=auto",
 )
 LARGE = ("model=llama_160m", "data.sequence=32")
-"""Much state and few tokens: what twice the rows need more is within the ledger's doubt."""
+"""Much state and few tokens: twice the micro-batch is within the error of the prediction."""
 STATED = [
     "ddp",
     "fsdp",
@@ -45,7 +45,7 @@ STATED = [
 
 
 def limited(compose: Compose, *overrides: str, rows: int = 8) -> RunConfig:
-    """Returns a run whose device is as large as ``rows`` at a time ask for."""
+    """A run whose device is as large as ``rows`` at a time ask for."""
     roomy = compose(*LINE, "trainer.global_batch=64", *overrides, check_machine=False)
     needed = check_fit(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
     return compose(

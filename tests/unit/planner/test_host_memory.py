@@ -1,4 +1,4 @@
-"""A node's main memory and the disk: what a run takes of them beside its devices."""
+"""Host memory and disk of a node: offloaded state, ranks and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offloading moves between devices, hosts and disks, and the time that it takes."""
+"""Traffic of offloading between devices, hosts and disks, and its time."""
 
 from __future__ import annotations
 

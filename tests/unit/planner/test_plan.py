@@ -1,4 +1,4 @@
-"""Plans from specs alone: verdicts, cures that hold, times that follow from the rates."""
+"""Plans from configs alone: fit status, suggested fixes and step times."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
         for chunks, step in steps.items()
         if step
     }
-    assert bubbles[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / pieces
+    assert bubbles[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / micro-batches
     assert bubbles[32] == pytest.approx(3 / 32, rel=0.1)
 
 
@@ -267,7 +267,7 @@ def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compos
     for each in runs:
         check_fit(each)
     rate = len(runs) / (time.process_time() - start)
-    print(f"{rate:,.0f} ledgers/s")
+    print(f"{rate:,.0f} breakdowns/s")
     assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
 
 

@@ -1,4 +1,4 @@
-"""Searches: nothing better is left out, lines hold what they say, and losers are told why."""
+"""Strategy search: optimality, reproducible overrides and explained losers."""
 
 from __future__ import annotations
 

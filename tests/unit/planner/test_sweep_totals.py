@@ -1,4 +1,4 @@
-"""What a sweep takes in all, and what of it is refused before it is tried."""
+"""Totals of a planned sweep, and jobs that are rejected before they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was changed by what: rungs of a ladder, values of settings, shares of the spread."""
+"""Effects of changes in sweeps: ablation steps, paired effects and importance."""
 
 import math
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportC
     )
 
 
-def rungs(*settings: dict[str, Any]) -> ReportComparison:
+def ablation_steps(*settings: dict[str, Any]) -> ReportComparison:
     jobs = [
         RunRecord(
             str(n), n, "ok", varied_settings={"experiment": f"e{n}"},
@@ -89,7 +89,7 @@ class TestEffect:
 class TestAblation:
     def test_ablation_steps_are_cumulative(self) -> None:
         found = ablation_effects.as_ablation(
-            rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
+            ablation_steps({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
         )
         assert [ablation_step.added_overrides for ablation_step in found] == [
             (),
@@ -99,12 +99,14 @@ class TestAblation:
 
     def test_ablation_omits_fields_of_a_new_option(self) -> None:
         new = {"memory": "x", "memory.every": 2}
-        found = ablation_effects.as_ablation(rungs({}, new, new | {"b": 3}))
+        found = ablation_effects.as_ablation(ablation_steps({}, new, new | {"b": 3}))
         assert found[1].added_overrides == ("memory=x",)
 
     def test_ablation_step_may_drop_an_unused_compiler(self) -> None:
         compiled = {"a": 1, "compile": "block"}
-        found = ablation_effects.as_ablation(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
+        found = ablation_effects.as_ablation(
+            ablation_steps({}, {"a": 1}, compiled, {"a": 1, "b": 2})
+        )
         assert found[-1].added_overrides == ("b=2", "without compile=block")
 
     @pytest.mark.parametrize(
@@ -131,11 +133,11 @@ class TestAblation:
     def test_ablation_is_not_detected_for_other_sweeps(
         self, settings: tuple[dict[str, Any], ...]
     ) -> None:
-        assert ablation_effects.as_ablation(rungs(*settings)) == ()
+        assert ablation_effects.as_ablation(ablation_steps(*settings)) == ()
 
     def test_ablation_ignores_names_and_paths(self) -> None:
         asides = [{"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)]
-        assert ablation_effects.as_ablation(rungs(*asides)) == ()
+        assert ablation_effects.as_ablation(ablation_steps(*asides)) == ()
 
     def test_ablation_is_described_step_by_step(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", ABLATION, ablation_job), "changes")

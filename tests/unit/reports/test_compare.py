@@ -1,4 +1,4 @@
-"""What the page says is computed here, without a page: names, winners, distances, numbers."""
+"""Computed contents of report pages: names, best values, distances and numbers."""
 
 # ruff: noqa: RUF001 - the page writes true minus signs, dashes and times signs
 

@@ -1,4 +1,4 @@
-"""What a report says of preferences: beside chance, where a model begins."""
+"""Report sentences about preferences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page is built from folders as training leaves them, whole, failed, torn or hostile."""
+"""Report pages of complete, failed, truncated and hostile folders."""
 
 import html
 import json
@@ -31,7 +31,7 @@ def text_of(path: Path) -> str:
 
 
 def words(source: str) -> str:
-    """Returns what a reader sees: no tags, no styles, single spaces."""
+    """Visible text of a page: no tags, no styles, single spaces."""
     bare = re.sub(r"(?s)<(style|script|svg)\b.*?</\1>", " ", source)
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", bare))).replace(" .", ".")
 

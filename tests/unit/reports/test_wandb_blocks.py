@@ -1,4 +1,4 @@
-"""Texts of an outline as Markdown: bold stays, and nothing else has any power."""
+"""Report texts as Markdown: bold text stays, everything else is escaped."""
 
 import pytest
 from markupsafe import Markup

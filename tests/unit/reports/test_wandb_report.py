@@ -1,4 +1,4 @@
-"""The W&B report of a folder: made offline, the same each time, saying what the page says."""
+"""The W&B report of a folder: built offline, deterministic, with the text of the page."""
 
 import html
 import json

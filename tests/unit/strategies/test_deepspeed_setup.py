@@ -1,4 +1,4 @@
-"""DeepSpeed's spec: what is refused and with which cure, and what DeepSpeed is told."""
+"""The DeepSpeed config: rejections with fixes, and the settings passed to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -158,13 +158,13 @@ def test_signal_ends_extension_compilers(tmp_path: Path) -> None:
     builder.chmod(0o755)
     runner = CliRunner(tmp_path, cli_environment(tmp_path, tmp_path))
     with closing(runner):
-        door = runner.start_process(
+        command = runner.start_process(
             [sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(tmp_path)]
         )
-        door.wait_for_file("compiler")
-        door.signal(signal.SIGTERM)
-        assert "Interrupted: SIGTERM while it compiles" in door.wait(30).err
-        assert door.remaining_processes() == []
+        command.wait_for_file("compiler")
+        command.signal(signal.SIGTERM)
+        assert "Interrupted: SIGTERM while it compiles" in command.wait(30).err
+        assert command.remaining_processes() == []
 
 
 BUILD = """
@@ -182,7 +182,7 @@ print("stepped", float(weight[0]))
 
 
 def _within(folder: Path) -> list[psutil.Process]:
-    """Returns the processes that work in a folder."""
+    """The processes that work in a folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A cure by trace: what is traced, how often, and what a trace says by phase."""
+"""Suggested fixes by trace: which changes are traced, how often, and phases of a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.
 
 
 def held(lasting: int, besides: int) -> StepTrace:
-    """Returns the trace of a step in which activations are the most."""
+    """The trace of a step in which activations are the most."""
     parts = {"parameters": lasting, "optimizer": 0, "average": 0}
     parts |= {"activations": besides, "gradients": 7}
     moments = {"forward": lasting + besides, "head": lasting + besides, "optimizer": lasting + 9}
@@ -30,7 +30,7 @@ def held(lasting: int, besides: int) -> StepTrace:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
-    """Returns the runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
+    """The runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
     runs: Traced = []
 
     def answer(run: RunConfig, *, full_depth: bool) -> StepTrace:

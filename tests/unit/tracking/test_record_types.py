@@ -1,4 +1,4 @@
-"""The check of run files against their declared types, and that writers keep to these."""
+"""Run files are checked against their declared types; writers produce these types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a run's folder: never torn, and continued where a checkpoint stands."""
+"""Files of a run folder: atomic, and continued after a resume."""
 
 import csv
 import json

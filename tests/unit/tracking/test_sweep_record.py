@@ -1,4 +1,4 @@
-"""Records that are damaged, or whose processes are gone: said in one line, and never believed."""
+"""Damaged records and lost processes: one line each, never trusted."""
 
 from __future__ import annotations
 

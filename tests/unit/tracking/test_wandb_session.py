@@ -1,4 +1,4 @@
-"""Online or offline is decided before W&B could prompt, wait or raise."""
+"""Online or offline mode is decided before W&B could prompt, wait or raise."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""A search in the words of W&B Sweeps."""
+"""Searches as W&B Sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder tells of its W&B run, and what of it is still to be sent."""
+"""Synchronization of a run folder with W&B: what is sent and what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 
 @dataclass
 class Found:
-    """A run as the server's answer tells of it."""
+    """A run in an answer of the server."""
 
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class TestGroup:
 
 
 def test_sync_does_not_recreate_a_deleted_run(tmp_path: Path) -> None:
-    """Deleted at W&B: it is not made again behind the user's back."""
+    """A run that was deleted at W&B is not created again."""
     told = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
     own = tmp_path / "wandb" / "run-20260101_000000-x"
     own.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The open group: callbacks by name, made in order, every refusal with its reason."""
+"""Callbacks by name: construction, order and rejections."""
 
 import sys
 from collections.abc import Callable

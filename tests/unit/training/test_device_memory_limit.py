@@ -1,4 +1,4 @@
-"""``launch.memory_limit_gib`` on a CUDA device, told to torch as a share of the whole."""
+"""``launch.memory_limit_gib`` on a CUDA device is passed to torch as a fraction."""
 
 from __future__ import annotations
 

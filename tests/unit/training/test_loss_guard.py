@@ -1,4 +1,4 @@
-"""The guard ends a run whose loss is no number, or has leapt for good; and only then."""
+"""The loss guard ends a run whose loss is not finite or has diverged."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a window of steps says: whose time, whose memory, and what could not be told apart."""
+"""The metrics recorder: ranks, phases, memory and terminal lines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,7 +142,7 @@ def test_recorder_compares_measured_with_planned_values(
 
 
 def test_recorder_summary_has_medians(compose: Composed) -> None:
-    """A run may go on under a pipeline that began without."""
+    """A run may resume under a pipeline that started without one."""
     rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
     metrics = build_summary(compose(), rows, {})["metrics"]
     assert isinstance(metrics, dict)

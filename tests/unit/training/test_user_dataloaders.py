@@ -1,4 +1,4 @@
-"""Ranks read different rows of a user's loaders, and as many."""
+"""Ranks read different samples of a user's dataloader, and equally many."""
 
 from __future__ import annotations
 

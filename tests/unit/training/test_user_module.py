@@ -1,4 +1,4 @@
-"""Modules of the user's: what is refused beside them, and what their targets may be."""
+"""User modules: rejected options and import targets."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_user_module_rejects_options_without_effect(
     if overrides in (
         "data=corpus",
         "trusted_packages=[]",
-    ):  # of the target there is another complaint
+    ):  # the target has another issue
         kept = [entry for entry in kept if not entry.startswith("data.")]
     assert_rejected([*kept, *given], key, reason, fix)
 

@@ -1,4 +1,4 @@
-"""Figures and parts that can be read and make no run: which key is named, why, what mends it."""
+"""Rules between valid options: key, reason and fix."""
 
 import pytest
 from fixtures.hf_checkpoints import RANDOM_LLAMA

@@ -1,4 +1,4 @@
-"""What this machine or its environment lacks: which key is named, why, and what mends it."""
+"""What the machine or environment lacks: key, reason and fix."""
 
 import pytest
 from fixtures.rejections import (

@@ -1,4 +1,4 @@
-"""Layouts that cannot run: which key is named, why, and what mends it."""
+"""Rejected parallelism strategies: key, reason and fix."""
 
 import pytest
 from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
