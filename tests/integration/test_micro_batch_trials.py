@@ -10,8 +10,7 @@ from fixtures.cli_runner import UNTRACKED, CliRunner
 
 from scalewise.launch import memory_probe_run
 from scalewise.planner.auto_settings import choose_by_probes, micro_batch_options
-from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.run_option import RunOption
+from scalewise.planner.fit_check import FitStatus, RunOption
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]

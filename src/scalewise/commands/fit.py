@@ -37,7 +37,7 @@ def resolve_auto(
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
     if isinstance(run.memory, AutoCheckpointing):
         from scalewise.planner.auto_settings import resolve_auto_checkpointing
-        from scalewise.planner.run_option import RunOption
+        from scalewise.planner.fit_check import RunOption
 
         run = _with_overrides(run, resolve_auto_checkpointing(RunOption(run)).overrides)
     if run.trainer.micro_batch != AUTO:

@@ -7,8 +7,7 @@ from itertools import islice
 
 from scalewise.hardware import DeviceKind
 from scalewise.launch.outcomes import Outcome
-from scalewise.planner.fit_check import FitReport, check_fit
-from scalewise.planner.run_option import RunOption
+from scalewise.planner.fit_check import FitReport, RunOption, check_fit
 from scalewise.planner.suggested_fix import (
     SuggestedFix,
     micro_batch_changes,

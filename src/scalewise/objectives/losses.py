@@ -1,21 +1,25 @@
 """Losses of objectives: sums over tokens, the loss of a batch, and its number of targets.
 
+The loss may be summed over chunks of tokens, so that only the logits of one chunk exist at a time.
+
 Shape suffixes: B sequences; T tokens; V vocabulary; C tokens of a chunk; W width; P pairs of
 sequences (DPO, the chosen answer first) or prompts (GRPO); G answers to one prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base_module import ModelModule
-from scalewise.objectives.chunked_loss import chunked_loss_recomputed, chunked_loss_with_gradients
+from scalewise.models.init import local_tensor
 from scalewise.objectives.config import (
     DPO,
     GRPO,
@@ -30,6 +34,9 @@ from scalewise.objectives.config import (
 
 STD_EPSILON = 1e-4
 """Term added to the standard deviation of the rewards of a group, to avoid division by zero."""
+
+ChunkLoss = Callable[[Tensor, Tensor], Tensor]
+"""Loss sum of one chunk, from ``x_BCW`` and ``labels_BC``."""
 
 
 @lazy_dispatch
@@ -69,7 +76,7 @@ def set_chunked_loss(config: ObjectiveConfig, module: ModelModule, *, in_forward
 
 
 def chunked_loss(
-    config: ObjectiveConfig, weights: Callable[[], Iterable[Parameter]] | None = None
+    config: ObjectiveConfig, weights: Callable[[], Iterable[nn.Parameter]] | None = None
 ) -> Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]:
     """Function that computes ``sum_over_tokens(head(x), labels)`` from ``(head, x, labels)``.
 
@@ -198,3 +205,103 @@ def _grpo_loss(config: GRPO, token_sums: Tensor, batch: Mapping[str, Tensor]) ->
         metrics.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)
     loss_B = (loss_BT * real_BT).sum(1) / tokens_B
     return torch.where(real_BT.any(1), torch.stack([loss_B, *metrics]), 0.0).sum(1)
+
+
+def chunked_loss_recomputed(
+    chunk_loss: ChunkLoss, x_BTW: Tensor, labels_BT: Tensor, chunk_tokens: int
+) -> Tensor:
+    """Loss sum over chunks; the backward pass recomputes the logits of each chunk.
+
+    ``chunk_tokens``: largest number of tokens of a chunk.
+    """
+    sums: list[Tensor] = [
+        checkpoint(chunk_loss, x_BCW, labels_BC, use_reentrant=False)
+        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, chunk_tokens)
+    ]
+    return sum(sums[1:], sums[0])
+
+
+def chunked_loss_with_gradients(
+    chunk_loss: ChunkLoss,
+    x_BTW: Tensor,
+    labels_BT: Tensor,
+    chunk_tokens: int,
+    weights: Iterable[nn.Parameter],
+) -> Tensor:
+    """Loss sum over chunks, a scalar; gradients are computed in the forward pass.
+
+    ``weights``: parameters that ``chunk_loss`` reads. As in Liger (Hsu et al., 2024, section 3.2),
+    no logits are recomputed, and the gradients of ``weights`` are stored from the forward pass on.
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not torch.is_grad_enabled() or not (trained or x_BTW.requires_grad):
+        sums = [chunk_loss(*chunk) for chunk in _chunks(x_BTW, labels_BT, chunk_tokens)]
+        return sum(sums[1:], sums[0])
+    arguments = (chunk_loss, chunk_tokens, labels_BT, x_BTW, *trained)
+    total: Tensor = ChunkedLossWithGradients.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    return total
+
+
+class ChunkedLossWithGradients(torch.autograd.Function):
+    """Autograd function: forward computes the gradients, backward scales them."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        chunk_loss: ChunkLoss,
+        chunk_tokens: int,
+        labels_BT: Tensor,
+        x_BTW: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Loss sum; saves the gradients of ``x_BTW`` and ``weights``."""
+        sums: list[Tensor] = []
+        x_gradients: list[Tensor] = []
+        weight_gradients: list[Tensor] = []
+        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, chunk_tokens):
+            with torch.enable_grad(), saved_tensors_hooks(_identity, _identity):
+                leaf_BCW = x_BCW.detach().requires_grad_(x_BTW.requires_grad)
+                chunk_sum = chunk_loss(leaf_BCW, labels_BC)
+                grad_inputs = (leaf_BCW,) * x_BTW.requires_grad + weights
+                gradients = [*torch.autograd.grad(chunk_sum, grad_inputs)]
+            sums.append(chunk_sum.detach())
+            x_gradients += gradients[: x_BTW.requires_grad]
+            del chunk_sum, gradients[: x_BTW.requires_grad]
+            for accumulated in weight_gradients:
+                accumulated.add_(gradients.pop(0))
+            weight_gradients = weight_gradients or gradients
+            del gradients
+        context.x_requires_grad = x_BTW.requires_grad
+        context.save_for_backward(
+            *([torch.cat(x_gradients, 1)] if x_gradients else []), *weight_gradients
+        )
+        return sum(sums[1:], sums[0])
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Saved gradients times the gradient of the sum.
+
+        They are scaled in place: the backward pass reads them once.
+        """
+        gradients: tuple[Tensor, ...] = context.saved_tensors
+        for saved in gradients:
+            local_tensor(saved).mul_(local_tensor(gradient))
+        return None, None, None, *([] if context.x_requires_grad else [None]), *gradients
+
+
+def _chunks(x_BTW: Tensor, labels_BT: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of all sequences, with at most ``chunk_tokens`` tokens in total.
+
+    A chunk has at least one token per sequence.
+    """
+    tokens_per_sequence = max(1, chunk_tokens // x_BTW.shape[0])
+    for start in range(0, labels_BT.shape[1], tokens_per_sequence):
+        yield (
+            x_BTW[:, start : start + tokens_per_sequence],
+            labels_BT[:, start : start + tokens_per_sequence],
+        )
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    """Saved-tensor hook that keeps a tensor as it is: it is read at once."""
+    return tensor

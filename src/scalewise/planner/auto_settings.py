@@ -18,8 +18,7 @@ from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpoin
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time
-from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.run_option import RunOption
+from scalewise.planner.fit_check import FitStatus, RunOption
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, SIZE

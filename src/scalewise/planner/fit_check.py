@@ -1,17 +1,22 @@
-"""Comparison of predicted memory with the memory of the hardware."""
+"""Comparison of predicted memory with the memory of the hardware, for a run and changes of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from typing import Any
 
+from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
+from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_memory, worst_rank
 from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, format_bytes
+from scalewise.validation.run_issues import iter_issues
 
 RESERVED_FACTORS = (1.0, 1.15, 1.2)
 """Reserved over allocated memory of the CUDA caching allocator: lowest, typical, highest.
@@ -172,3 +177,47 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
     checkpoint = run.checkpoint
     has_checkpoints = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return PROCESS_BYTES + int(FRAGMENTATION_SHARE * peak) + checkpoint_bytes * has_checkpoints
+
+
+@dataclass(frozen=True)
+class RunOption:
+    """Changed run, and the overrides that turn the requested run into it."""
+
+    run: RunConfig
+    """The changed run."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of all changes."""
+
+    def change(self, *overrides: str, **groups: Any) -> RunOption:
+        """Option with more overrides, and with the config groups that they select."""
+        return RunOption(replace(self.run, **groups), (*self.overrides, *overrides))
+
+    def set_checkpointing(self, memory: FixedCheckpointing) -> RunOption:
+        """Option with this activation checkpointing."""
+        return self.change(*checkpointing_overrides(memory), memory=memory)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the run has no config issues."""
+        return not any(iter_issues(self.run))
+
+    @cached_property
+    def fit(self) -> FitReport:
+        """Predicted memory compared with the hardware."""
+        return check_fit(self.run)
+
+
+def checkpointing_overrides(memory: FixedCheckpointing) -> tuple[str, ...]:
+    """Overrides that select an activation checkpointing config."""
+    if memory.offload:
+        return ("memory=offload_activations",)
+    if memory.recompute is Recompute.nothing:
+        return ("memory=none",)
+    overrides = [f"memory=checkpoint_{memory.recompute}"]
+    if memory.every > 1 and memory.recompute is Recompute.full:
+        overrides = ["memory=checkpoint_every_n"]
+    if memory.every > 1:
+        overrides.append(f"memory.every={memory.every:g}")
+    if memory.otherwise is not Recompute.nothing:
+        overrides.append(f"memory.otherwise={memory.otherwise}")
+    return tuple(overrides)

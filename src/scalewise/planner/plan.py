@@ -8,8 +8,7 @@ from functools import cached_property
 
 from scalewise.planner.auto_settings import resolve_auto_checkpointing, resolve_auto_micro_batch
 from scalewise.planner.communication import list_collectives
-from scalewise.planner.fit_check import FitReport, check_fit
-from scalewise.planner.run_option import RunOption
+from scalewise.planner.fit_check import FitReport, RunOption, check_fit
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
 from scalewise.run_config import RunConfig

@@ -18,9 +18,8 @@ from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration
-from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.fit_check import FitStatus, RunOption
 from scalewise.planner.plan import Plan
-from scalewise.planner.run_option import RunOption
 from scalewise.planner.step_time import device_rates, predict_step_time
 from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
 from scalewise.precision import FloatFormat, Precision

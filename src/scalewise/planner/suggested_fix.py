@@ -15,8 +15,7 @@ from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner.fit_check import FitReport, check_fit
-from scalewise.planner.run_option import RunOption, checkpointing_overrides
+from scalewise.planner.fit_check import FitReport, RunOption, check_fit, checkpointing_overrides
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope

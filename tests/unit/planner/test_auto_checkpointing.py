@@ -14,9 +14,8 @@ from scalewise.errors import ConfigError
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time, worst_rank
 from scalewise.planner.auto_settings import resolve_auto_checkpointing
-from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.fit_check import FitStatus, RunOption, checkpointing_overrides
 from scalewise.planner.plan import build_plan
-from scalewise.planner.run_option import RunOption, checkpointing_overrides
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 

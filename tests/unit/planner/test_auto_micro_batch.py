@@ -15,9 +15,8 @@ from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.launch.memory_probe_run import shorten_run
 from scalewise.planner import auto_settings
-from scalewise.planner.fit_check import FitStatus, check_fit
+from scalewise.planner.fit_check import FitStatus, RunOption, check_fit
 from scalewise.planner.plan import build_plan
-from scalewise.planner.run_option import RunOption
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
