@@ -175,5 +175,5 @@ def test_calibrate_writes_a_profile_of_the_device(
     figures = profile.measured_figures(file)
     for name in ("bf16_reached_tflops", "bandwidth_share", "launch_us", "host_link_gb_per_s"):
         value = figures[name]
-        assert isinstance(value, float)
-        assert value > 0
+        assert isinstance(value, float), name
+        assert value > 0, name

@@ -60,9 +60,11 @@ def test_bench_parallel_compares_equal_work(run_cli: CliRunner) -> None:
     found = result.folder.json("parallel.json")
     for strategy in ("ddp", "fsdp"):
         measured = found["layouts"][strategy]
-        assert measured["loss"]["suite"] == pytest.approx(measured["loss"]["hand"], rel=1e-5)
-        assert measured["ratio"]["pairs"] == 3
-        assert measured["hand_s"] > 0
+        assert measured["loss"]["suite"] == pytest.approx(measured["loss"]["hand"], rel=1e-5), (
+            strategy
+        )
+        assert measured["ratio"]["pairs"] == 3, strategy
+        assert measured["hand_s"] > 0, strategy
     assert len(found["launch_s"]["all"]) == 5
     assert [path.name for path in result.folder.path.iterdir() if path.name[0] == "."] == []
 

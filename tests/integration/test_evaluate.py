@@ -82,7 +82,7 @@ def test_evaluate_keeps_results_of_several_checkpoints(
     plain_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["step=0"], ["step=best"], ["rows=2"]):
-        assert cli.main(["evaluate", str(plain_run.path), *words]) == 0
+        assert cli.main(["evaluate", str(plain_run.path), *words]) == 0, words
     capsys.readouterr()
     record = json.loads((plain_run.path / "evaluation.json").read_text("utf-8"))
     assert record.keys() == {"0", "6"}

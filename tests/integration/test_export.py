@@ -175,8 +175,8 @@ def test_export_command_writes_a_folder_once(
         ([str(tmp_path)], "is not a run folder"),
         ([], "no folder given"),
     ):
-        assert cli.main(["export", *words]) == 2
-        assert stdout in capsys.readouterr().err
+        assert cli.main(["export", *words]) == 2, words
+        assert stdout in capsys.readouterr().err, words
     assert not (tmp_path / "new").exists()
     (weights,) = (result.folder / "checkpoints").glob("*/model/*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])

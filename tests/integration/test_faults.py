@@ -49,9 +49,9 @@ def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProces
     for job, (status, code, reason) in zip(ended.folder.jobs, FAULTS.values(), strict=True):
         said = job.status
         assert (said["status"], said["exit_code"]) == (status, code), said["reason"]
-        assert reason in said["reason"]
-        assert not (job.path / ".ranks").exists()
-        assert (job.path / "report.html").is_file()
+        assert reason in said["reason"], job
+        assert not (job.path / ".ranks").exists(), job
+        assert (job.path / "report.html").is_file(), job
 
 
 def test_sweep_json_lists_job_statuses(sweep: tuple[CliResult, CliProcess]) -> None:

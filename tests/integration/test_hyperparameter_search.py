@@ -165,8 +165,8 @@ def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) 
     assert len(trials) == 8
     for trial in trials:
         metrics = result.folder.jobs[trial["number"]].summary["metrics"]
-        assert trial["values"] == [metrics["val/loss"], metrics["throughput/tokens_per_s"]]
-        assert bool(trial["over"]) == (metrics["memory/peak_bytes"] > 2.5e6)
+        assert trial["values"] == [metrics["val/loss"], metrics["throughput/tokens_per_s"]], trial
+        assert bool(trial["over"]) == (metrics["memory/peak_bytes"] > 2.5e6), trial
     best = [trials[number] for number in study(result.folder)["best"]]
     assert best
     assert all(not trial["over"] for trial in best)

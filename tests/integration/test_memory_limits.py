@@ -52,6 +52,6 @@ def test_fit_status_agrees_with_enforced_memory_limit(
         (1.01 * most, FitStatus.fits, 0),
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
-        assert build_plan(compose(*WIDE, *overrides, launch)).fit.status is fit_status
+        assert build_plan(compose(*WIDE, *overrides, launch)).fit.status is fit_status, limit
         result = run_cli(*WIDE, *overrides, launch, env={"OMP_NUM_THREADS": "1"})
         assert result.code == code, result.failure_report

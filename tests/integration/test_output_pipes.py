@@ -35,6 +35,6 @@ def test_training_continues_after_a_closed_pipe(
     assert "Traceback" not in result.transcript
     folder = result.folder
     for job in folder.jobs if overrides[0] == "-m" else [folder]:
-        assert job.status["status"] == "ok"
-        assert job.checkpoints[-1] == 8
-        assert (job.path / "report.html").is_file()
+        assert job.status["status"] == "ok", job
+        assert job.checkpoints[-1] == 8, job
+        assert (job.path / "report.html").is_file(), job

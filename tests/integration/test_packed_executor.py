@@ -101,7 +101,7 @@ def test_signal_ends_packed_jobs_and_saves_each(
     for job in result.folder.jobs[:2]:
         step = job.checkpoints[-1]
         name = signal.Signals(number).name
-        assert f"{name} after step {step}" in job.status["reason"]
+        assert f"{name} after step {step}" in job.status["reason"], job
     assert not result.folder.jobs[2].path.exists()
     assert process.remaining_processes(within=2) == []
 

@@ -62,7 +62,7 @@ def test_packing_keeps_the_untrained_loss_in_fewer_sequences(
         assert result.status == "ok", result.reason
         run = RunDir(result.folder)
         last = float(run.metrics[-1]["val/loss"])
-        assert evaluated(run, "2")["loss"] == pytest.approx(last, rel=1e-5)
+        assert evaluated(run, "2")["loss"] == pytest.approx(last, rel=1e-5), packing
         untrained[packing] = evaluated(run, "0")
     assert untrained[True]["rows"] < untrained[False]["rows"] / 2
     assert untrained[True]["labels"] == untrained[False]["labels"]

@@ -86,8 +86,8 @@ def test_train_applies_a_fix_that_makes_the_run_fit(
     assert "plan.fit=auto: trainer.micro_batch=" in result.out
     (folder,) = result.folders
     for job in folder.jobs if overrides else [folder]:
-        assert job.resolved["trainer"]["micro_batch"] < 16
-        assert job.json("plan.json")["plan/peak_bytes"] < 0.0025 * GIB
+        assert job.resolved["trainer"]["micro_batch"] < 16, job
+        assert job.json("plan.json")["plan/peak_bytes"] < 0.0025 * GIB, job
 
 
 def test_train_rejects_a_run_that_no_fix_makes_fit(run_cli: CliRunner) -> None:

@@ -55,7 +55,7 @@ def assert_rows_are_those_of(folder: RunDir, run: ServedRun, after: int = 0) -> 
     losses = {int(row["step"]): float(row["train/loss"]) for row in folder.metrics}
     for row in run.history:
         window = [losses[step] for step in range(after + 1, row["step"] + 1)]
-        assert row["train/loss"] == pytest.approx(mean(window))
+        assert row["train/loss"] == pytest.approx(mean(window)), row
         after = row["step"]
     assert after == max(losses)
 
@@ -109,21 +109,21 @@ class TestPublishSweep:
         server, sweep, *_ = published
         for job in sweep.jobs:
             assert_rows_are_those_of(job, run_of(server, job))
-            assert run_of(server, job).summary["status"] == "ok"
+            assert run_of(server, job).summary["status"] == "ok", job
 
     def test_published_config_names_the_run_folder(self, published: Told) -> None:
         server, sweep, *_ = published
         for job in sweep.jobs:
             config = run_of(server, job).config
-            assert config["folder"].endswith(str(job.path.relative_to(job.path.parents[3])))
-            assert config["host"]
-            assert config["model"]["width"] == 32
+            assert config["folder"].endswith(str(job.path.relative_to(job.path.parents[3]))), job
+            assert config["host"], job
+            assert config["model"]["width"] == 32, job
 
     def test_published_files_equal_the_folder(self, published: Told) -> None:
         server, sweep, *_ = published
         for job in sweep.jobs:
             files = run_of(server, job).files
-            assert set(files) >= FILES
+            assert set(files) >= FILES, job
             for name in FILES:
                 assert files[name] == (job.path / name).read_bytes(), name
 
@@ -154,7 +154,7 @@ class TestPublishSweep:
         assert checkpoint.aliases >= {"last", "best", last.name}
         assert checkpoint.files == {}
         for name, entry in checkpoint.manifest["contents"].items():
-            assert entry["ref"] == f"file://{last.resolve() / name}"
+            assert entry["ref"] == f"file://{last.resolve() / name}", name
         kinds = {a.kind: a for a in server.artifacts if a.run == adapted.status["wandb"]["id"]}
         assert set(kinds) == {"checkpoint", "adapter"}
         assert set(kinds["adapter"].files) == {"adapter.safetensors"}
@@ -178,7 +178,7 @@ class TestPublishSweep:
     def test_publish_writes_the_api_key_nowhere(self, published: Told) -> None:
         _, _, first, again = published
         for ended in (first, again):
-            assert KEY not in ended.transcript
+            assert KEY not in ended.transcript, ended.command
         assert_key_is_nowhere(published[1].path)
 
 
@@ -196,7 +196,7 @@ def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -
     whole, bare = sweep.jobs
     for job, asked in ((whole, "checkpoints"), (bare, "none")):
         text = (job.path / "resolved.yaml").read_text("utf-8")
-        assert "log_artifacts: files" in text
+        assert "log_artifacts: files" in text, job
         changed = text.replace("log_artifacts: files", f"log_artifacts: {asked}")
         (job.path / "resolved.yaml").write_text(changed)
     with serving() as server:
@@ -204,7 +204,7 @@ def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -
     (checkpoint,) = server.artifacts
     assert checkpoint.run == whole.status["wandb"]["id"]
     for name, content in checkpoint.files.items():
-        assert content == (whole.checkpoint(8) / name).read_bytes()
+        assert content == (whole.checkpoint(8) / name).read_bytes(), name
     assert set(checkpoint.files) > {"manifest.json", "training.pt"}
     assert not FILES & set(run_of(server, bare).files)
 

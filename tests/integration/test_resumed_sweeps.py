@@ -162,5 +162,5 @@ def test_running_sweep_is_not_resumed(running_sweep: tuple[CliRunner, Path]) -> 
     overrides = (*SWEEP, "seed=1,2")
     for asked in ("last", str(folder)):
         refused = scalewise(*overrides, f"resume_sweep={asked}").assert_rejected(f"process {pid}")
-        assert "still running" in refused.err
+        assert "still running" in refused.err, asked
     assert (folder / "sweep.json").read_text("utf-8") == record

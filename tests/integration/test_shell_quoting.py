@@ -38,7 +38,7 @@ def test_printed_overrides_survive_a_shell(shell: str) -> None:
         pytest.skip(f"no {shell} here")
     words = [format_override("key", value) for value in values()]
     for word in words:
-        assert shown_alternatives(f"set {word}, or leave it out") == [[word]]
+        assert shown_alternatives(f"set {word}, or leave it out") == [[word]], word
     script = f"printf '%s\\0' {' '.join(words)}"
     done = subprocess.run([shell], input=script.encode(), capture_output=True, check=True)
     assert not done.stderr

@@ -185,5 +185,5 @@ def test_signal_while_starting_leaves_no_partial_run(delay: float, run_cli: CliR
     assert result.code in (143, -SIGTERM), result.failure_report
     assert "Traceback" not in result.transcript
     for run in result.folders:
-        assert run.status["status"] == "interrupted"
+        assert run.status["status"] == "interrupted", run
     assert process.remaining_processes(within=2) == []

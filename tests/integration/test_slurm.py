@@ -114,8 +114,8 @@ def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> N
     assert re.findall("--nodes=(.)", scripts) in (["1", "2"], ["2", "1"])
     single, ddp, fsdp = sweep.folder.jobs
     for job in (ddp, fsdp):
-        assert job.status["world_size"] == 2
-        assert job.column("train/loss") == pytest.approx(single.column("train/loss"), abs=1e-5)
+        assert job.status["world_size"] == 2, job
+        assert job.column("train/loss") == pytest.approx(single.column("train/loss"), abs=1e-5), job
 
 
 def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
@@ -150,9 +150,9 @@ def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) 
     assert result.code == 143, result.failure_report
     assert sweep.statuses == ["ok", "ok", "interrupted"]
     for job in sweep.folder.jobs[:2]:
-        assert job.status["attempts"] == 2
-        assert "checkpoints/step-" in job.status["resumed_from"]
-        assert job.steps == list(range(1, 13))
+        assert job.status["attempts"] == 2, job
+        assert "checkpoints/step-" in job.status["resumed_from"], job
+        assert job.steps == list(range(1, 13)), job
     status = sweep.job(2).status
     assert re.fullmatch(r"SIGTERM after step \d+; its checkpoint is saved", status["reason"])
     assert sweep.job(2).checkpoints

@@ -91,7 +91,7 @@ def test_metrics_have_one_row_per_window_and_every_key(folder: RunDir) -> None:
     for key in METRICS:
         filled = sum(1 for row in folder.metrics if row[key])
         if key == JOINT or key.partition("/")[2].startswith(OTHER_OBJECTIVES):
-            assert not filled
+            assert not filled, key
             continue
         assert filled == 20 or (key in REASONS and filled), f"{key}: {filled} of 20 rows"
 
@@ -104,7 +104,7 @@ def test_smoke_loss_decreases(folder: RunDir) -> None:
 def test_step_phases_sum_to_the_step_time(folder: RunDir) -> None:
     for row in folder.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert parts == pytest.approx(float(row["time/step_s"]))
+        assert parts == pytest.approx(float(row["time/step_s"])), row
 
 
 def test_summary_has_the_final_metrics(folder: RunDir) -> None:

@@ -65,19 +65,21 @@ class TestOnline:
         assert "job4711" not in server.inputs
         sweep = ended.folder.path
         for given in server.inputs.values():
-            assert given["groupName"] == f"{sweep.parent.name}/{sweep.name}"
-            assert given["jobType"] == "train"
-            assert given["displayName"] == "decoder_nano-single-fp32-adamw-lr3e-3"
-            assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"])
-            assert given["notes"] == "noted"
+            assert given["groupName"] == f"{sweep.parent.name}/{sweep.name}", given
+            assert given["jobType"] == "train", given
+            assert given["displayName"] == "decoder_nano-single-fp32-adamw-lr3e-3", given
+            assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"]), given
+            assert given["notes"] == "noted", given
 
     def test_online_config_is_nested(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
         server, ended = online_sweep
         configs = [json.loads(given["config"]) for given in server.inputs.values()]
         assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
         for config in configs:
-            assert config["model"]["value"]["width"] == 32
-            assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"]
+            assert config["model"]["value"]["width"] == 32, config
+            assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"], (
+                config
+            )
 
     def test_online_history_and_exit_codes_arrive(
         self, online_sweep: tuple[WandbServer, CliResult]
@@ -85,8 +87,8 @@ class TestOnline:
         server, _ = online_sweep
         for run in server.inputs:
             rows = server.history(run)
-            assert [row["step"] for row in rows] == [4, 8]
-            assert "val/loss" in rows[-1]
+            assert [row["step"] for row in rows] == [4, 8], run
+            assert "val/loss" in rows[-1], run
         assert set(server.exit_codes.values()) == {0}
 
     def test_status_links_the_wandb_run(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
@@ -95,7 +97,7 @@ class TestOnline:
         assert {link["mode"] for link in links} == {"online"}
         assert {link["id"] for link in links} == set(server.inputs)
         for link in links:
-            assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
+            assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/"), link
 
     def test_sweep_end_prints_one_report_link(
         self, online_sweep: tuple[WandbServer, CliResult]
@@ -107,9 +109,9 @@ class TestOnline:
         assert server.unexpected == []
         for job in ended.folder.jobs:
             run = server.runs[job.status["wandb"]["id"]]
-            assert run.summary["status"] == "ok"
-            assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files)
-            assert "report" not in job.status["wandb"]
+            assert run.summary["status"] == "ok", job
+            assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files), job
+            assert "report" not in job.status["wandb"], job
 
     def test_online_run_writes_the_api_key_nowhere(
         self, online_sweep: tuple[WandbServer, CliResult]

@@ -80,9 +80,9 @@ class TestSweepAgent:
         server, _, agent = agent_sweep
         resolved = {folder.status["wandb"]["id"]: folder.resolved for folder in agent.folders}
         for run, config in self.configs(server).items():
-            assert config["model"]["width"] == 32
-            assert config["parts"]["precision"] == resolved[run]["precision"]
-            assert config["choices"]["precision"] == config["precision"]
+            assert config["model"]["width"] == 32, run
+            assert config["parts"]["precision"] == resolved[run]["precision"], run
+            assert config["choices"]["precision"] == config["precision"], run
 
     def test_agent_run_sends_the_sweep_metric(
         self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
@@ -91,7 +91,7 @@ class TestSweepAgent:
         metric = server.sweeps["sweep0"]["metric"]["name"]
         for folder in agent.folders:
             summary = server.summary(folder.status["wandb"]["id"])
-            assert summary[metric] == folder.summary["metrics"]["val/loss"]
+            assert summary[metric] == folder.summary["metrics"]["val/loss"], folder
 
     def test_agent_run_writes_the_api_key_nowhere(
         self, agent_sweep: tuple[SweepServer, CliResult, CliResult]

@@ -223,7 +223,7 @@ def test_adapter_resume_reports_all_differences_at_once(reference_run: Reference
     fixes += ("'adapter.targets=[attention.query,feedforward.*]'",)
     assert len(found) == len(fixes)
     for issue, fix in zip(found, fixes, strict=True):
-        assert issue.endswith(f"set {fix}, or adapter.resume=null")
+        assert issue.endswith(f"set {fix}, or adapter.resume=null"), issue
     plain = reference_run("accumulated")
     (issue,) = said([*TINY_DECODER, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
     assert "belongs to a run without adapter" in issue
@@ -237,7 +237,7 @@ def test_peft_folder_import_rejects_unsupported_settings(write_adapter: Written)
     found = said([*line, "adapter.rank=8", "adapter.targets=[attention.query]"])
     fixes = ("adapter.rank=4", f"'adapter.targets=[{','.join(NAMES)}]'")
     for issue, fix in zip(found, fixes, strict=True):
-        assert issue.endswith(f"set {fix}, or adapter.resume=null")
+        assert issue.endswith(f"set {fix}, or adapter.resume=null"), issue
     (issue,) = said([*line, "adapter.trained=[norm]"])
     assert issue.endswith("set 'adapter.trained=[]', or adapter.resume=null")
     for further, reason in (
@@ -247,7 +247,7 @@ def test_peft_folder_import_rejects_unsupported_settings(write_adapter: Written)
         (["model.bias=true", "model.weights=null"], "is not supported by Hugging Face's Llama"),
     ):
         (issue,) = said([*line, *further])
-        assert reason in issue
+        assert reason in issue, further
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, reason in (
         ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not supported"),
@@ -258,7 +258,7 @@ def test_peft_folder_import_rejects_unsupported_settings(write_adapter: Written)
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         (issue,) = said(line)
-        assert reason in issue
+        assert reason in issue, change
     (folder / "adapter_config.json").write_text(json.dumps(config)[:-9])
     (issue,) = said(line)
     assert "adapter_config.json is truncated" in issue

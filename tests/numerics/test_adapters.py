@@ -121,8 +121,8 @@ def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
     for name, layer in expected.named_modules():
         if isinstance(layer, LoraLayer):
             mine = actual.get_submodule(name)
-            assert isinstance(mine, LoraLayer)
-            assert mine.scaling == layer.scaling
+            assert isinstance(mine, LoraLayer), name
+            assert mine.scaling == layer.scaling, name
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])

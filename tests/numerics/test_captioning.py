@@ -72,7 +72,7 @@ def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> Non
     assert "all 6 layers" in stdout
     assert "the analytic models do not cover vision-language models" in stdout
     for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
-        assert f"\n{line}" in stdout
+        assert f"\n{line}" in stdout, line
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
     assert "does not support models with several stacks of blocks" in capsys.readouterr().err
 

@@ -123,7 +123,7 @@ def test_async_checkpoint_equals_sync_checkpoint(
     beside = run_job.without_defaults(*parts, "checkpoint.background=true", "checkpoint.every=1")
     reference = trained_run(kind)
     for step in (2, 4) if 2 in beside.checkpoints else (4,):
-        assert same_weights(beside.weights(step), reference.weights(step))
+        assert same_weights(beside.weights(step), reference.weights(step)), step
     resumed = run_job.without_defaults(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
     assert resumed.column("train/loss")[:4] == reference.column("train/loss")
 

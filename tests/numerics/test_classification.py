@@ -87,7 +87,7 @@ def test_classification_head_flops_equal_torch_counter() -> None:
     counted = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
         module, tokens_BT = build_model(spec, 1), random_tokens(spec)
-        assert spec.num_parameters == sum(p.numel() for p in module.parameters())
+        assert spec.num_parameters == sum(p.numel() for p in module.parameters()), spec
         with FlopCounterMode(display=False) as found:
             module(tokens_BT).sum().backward()
         counted[spec] = found.get_total_flops() / tokens_BT.numel()

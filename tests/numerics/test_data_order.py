@@ -42,7 +42,7 @@ def test_ranks_and_micro_steps_form_the_global_batch(cut, rows, seed):
         for micro_step in range(step * (n := shares(*cut)[0].accumulation), (step + 1) * n):
             for share in shares(*cut):
                 tokens_BS = share.read_micro_batch(held.gather, order, micro_step)
-                assert tokens_BS.shape == (cut[1], SEQUENCE + 1)
+                assert tokens_BS.shape == (cut[1], SEQUENCE + 1), share
                 filled_B = (tokens_BS < 0).any(1)
                 np.testing.assert_array_equal(filled_B, (tokens_BS < 0).all(1))
                 read += (tokens_BS[~filled_B, 0] // SEQUENCE).tolist()
@@ -70,7 +70,7 @@ def test_shuffle_order_has_every_index_once_per_epoch(rows, seed, global_batch):
     read = np.concatenate([order.indices(s, 0, global_batch) for s in range(steps)])
     for epoch in range(epochs):
         one = read[epoch * rows : (epoch + 1) * rows]
-        assert sorted(one) == list(range(rows))
+        assert sorted(one) == list(range(rows)), epoch
         np.testing.assert_array_equal(one, epoch_permutation(rows, seed, epoch))
 
 
@@ -128,10 +128,10 @@ def test_resumed_loader_yields_the_remaining_batches(stop):
     sought.seek(stop)
     for other in (resumed, started, sought):
         rest = list(other)
-        assert len(rest) == 12 - stop
+        assert len(rest) == 12 - stop, other
         for batch, expected in zip(rest, whole[stop:], strict=True):
-            assert torch.equal(batch["inputs"], expected["inputs"])
-            assert torch.equal(batch["labels"], expected["labels"])
+            assert torch.equal(batch["inputs"], expected["inputs"]), other
+            assert torch.equal(batch["labels"], expected["labels"]), other
 
 
 def test_validation_reads_the_same_samples_under_each_strategy():
@@ -182,7 +182,7 @@ def test_first_micro_batch_has_the_label_count_of_the_step(cut):
     totals, counted = np.zeros(steps, int), np.zeros(steps, int)
     for loader in loaders:
         for place, batch in enumerate(loader):
-            assert ("labels_of_step" in batch) == (place % every == 0)
+            assert ("labels_of_step" in batch) == (place % every == 0), place
             counted[place // every] += int(batch.get("labels_of_step", 0))
             totals[place // every] += int((batch["labels"] != IGNORED).sum())
     assert totals.tolist() == counted.tolist()

@@ -147,10 +147,10 @@ def test_decoder_rejects_a_checkpoint_of_another_shape(harm, reason: str, tmp_pa
     with pytest.raises(CheckpointError, match=reason) as refusal:
         load_state_dict(folder, LLAMA)
     for issue in refusal.value.issues:
-        assert issue.key == "model.weights"
-        assert str(tmp_path) in str(issue.value)
-        assert issue.fix
-        assert "\n" not in str(issue)
+        assert issue.key == "model.weights", issue
+        assert str(tmp_path) in str(issue.value), issue
+        assert issue.fix, issue
+        assert "\n" not in str(issue), issue
 
 
 def test_decoder_rejects_an_untied_head_as_tied(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_dpo_padding_pairs_add_nothing(run: RunConfig, module: ModelModule) -> N
         given = batch(run, 4, filled)
         said_B = -torch.arange(2.0 * (4 + filled))
         loss_3 = ScaledLoss(objective).compute(module, {**given, "reference": said_B})
-        assert int(count_targets(objective, given["labels"])) == 4
+        assert int(count_targets(objective, given["labels"])) == 4, filled
         found.append(loss_3)
     torch.testing.assert_close(found[0], found[1])
 

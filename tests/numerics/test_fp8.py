@@ -115,8 +115,8 @@ def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
         (layer.weight.grad, up.T, x.detach(), of_up),
     ):
         error = (found - a @ b).abs()
-        assert (error <= largest_error(a, b, of_a, E4M3) + 1e-5).all()
-        assert error.norm() > 0.005 * found.norm()
+        assert (error <= largest_error(a, b, of_a, E4M3) + 1e-5).all(), of_a
+        assert error.norm() > 0.005 * found.norm(), of_a
 
 
 def micro_batched(

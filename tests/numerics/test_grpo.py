@@ -133,7 +133,7 @@ def test_grpo_padding_samples_add_nothing(run: RunConfig, module: ModelModule) -
     found = []
     for filled in (0, 3):
         given = explored(run, module, prompts(run, filled))
-        assert int(count_targets(objective, given["labels"])) == 20
+        assert int(count_targets(objective, given["labels"])) == 20, filled
         found.append(ScaledLoss(objective).compute(module, given))
     torch.testing.assert_close(found[0], found[1])
 

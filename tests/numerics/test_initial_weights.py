@@ -39,14 +39,14 @@ def test_stages_have_the_weights_of_the_full_model(spec: DecoderConfig, count: i
     named, seen, x = dict(whole.named_parameters()), set(), batch
     for part in spec.split_stages(count, batch.shape[1]):
         module = build_meta(spec, part)
-        assert {p.device.type for p in module.parameters()} == {"meta"}
+        assert {p.device.type for p in module.parameters()} == {"meta"}, part
         module.to_empty(device="cpu")
         init_weights(spec, module.eval(), 5)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
-            assert name not in seen or name in spec.tied_weights
+            assert name not in seen or name in spec.tied_weights, name
             seen.add(name)
-        assert len(module.layers()) == len(part.layers)
+        assert len(module.layers()) == len(part.layers), part
         with torch.no_grad():
             x = module(x)
     assert seen == named.keys()
@@ -72,8 +72,8 @@ def test_weights_differ_by_matrix_and_seed() -> None:
     heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
     assert len({tuple(head.tolist()) for head in heads.values()}) == len(drawn)
     for name in drawn:
-        assert torch.equal(one.get_parameter(name), again.get_parameter(name))
-        assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+        assert torch.equal(one.get_parameter(name), again.get_parameter(name)), name
+        assert not torch.equal(one.get_parameter(name), other.get_parameter(name)), name
 
 
 def test_build_does_not_advance_the_global_generator() -> None:
@@ -102,4 +102,4 @@ def test_weights_have_the_configured_deviation() -> None:
         (block.attention.output.weight, 0.02 / 6**0.5),
         (block.feedforward.down.weight, 0.02 / 6**0.5),
     ]:
-        assert weight.std().item() == pytest.approx(std, rel=0.05)
+        assert weight.std().item() == pytest.approx(std, rel=0.05), std

@@ -287,7 +287,7 @@ def test_low_bit_moments_round_trip(spec: OptimizerConfig, kind: torch.dtype) ->
         again = state_tensors([other], {rows: "w", small: "s"})
         for key, value in again.items():
             held = saved[key]
-            assert value.dtype == held.dtype
+            assert value.dtype == held.dtype, key
             assert torch.equal(value, held[part] if held.shape == weight.shape else held), key
 
 
@@ -331,8 +331,8 @@ def test_cpu_offload_step_equals_device_step(parts: tuple[str, ...], run_job: Jo
         *STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2)
     )
     for run in (full_run, resumed):
-        assert run.column("train/loss") == plain.column("train/loss")
-        assert same_weights(run.weights(), plain.weights())
+        assert run.column("train/loss") == plain.column("train/loss"), run
+        assert same_weights(run.weights(), plain.weights()), run
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_prompt_tuning_export_round_trips_through_peft(
         compose([*TINY_DECODER, *shape, *KINDS[kind], resume])
     )
     for name, tensor in learnt(actual).items():
-        assert torch.equal(tensor, run.weights()[f"model.{name}"])
+        assert torch.equal(tensor, run.weights()[f"model.{name}"]), name
     with torch.no_grad():
         wanted = expected(TOKENS_BT).logits[:, -32:]
         torch.testing.assert_close(actual(TOKENS_BT), wanted, rtol=1e-5, atol=1e-5)

@@ -222,7 +222,7 @@ def test_quantized_evaluation_reports_the_fp32_loss(
     run = reference_run("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)
     found = {}
     for step in ("3", "0"):
-        assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
+        assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0, step
         found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
     assert "quantized weights: " in capsys.readouterr().out
     assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)

@@ -218,7 +218,7 @@ def test_qat_export_has_the_validation_loss(
     stdout = capsys.readouterr().out
     assert "28 weights in 4 bits: " in stdout
     for line in stdout.splitlines()[1:3]:
-        assert line in (to / "README.md").read_text("utf-8")
+        assert line in (to / "README.md").read_text("utf-8"), line
 
 
 def compose_of(run: RunDir) -> RunConfig:

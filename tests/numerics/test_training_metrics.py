@@ -116,9 +116,9 @@ def test_step_time_is_the_sum_of_its_phases(run_job: JobRunner) -> None:
     run = run_job("trainer.max_steps=30")
     for row in run.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert float(row["time/step_s"]) == pytest.approx(parts)
+        assert float(row["time/step_s"]) == pytest.approx(parts), row
         rate = float(row["throughput/tokens_per_s"]) * float(row["time/step_s"])
-        assert rate == pytest.approx(8 * 32)
+        assert rate == pytest.approx(8 * 32), row
     assert sum(run.column("time/step_s")) < run.status["seconds"]
 
 
@@ -160,7 +160,7 @@ def test_step_phases_of_several_ranks_sum_to_the_wall_time(
         assert told == pytest.approx(nearest, rel=0.02), walls
     for row in run.metrics:
         parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert float(row["time/step_s"]) == pytest.approx(parts)
+        assert float(row["time/step_s"]) == pytest.approx(parts), row
 
 
 def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRunner) -> None:
@@ -168,7 +168,7 @@ def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRun
         *TURNS, *STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=8"
     )
     for row in run.metrics:
-        assert (row["time/forward_s"], row["time/backward_s"]) == ("", "")
+        assert (row["time/forward_s"], row["time/backward_s"]) == ("", ""), row
     for key in ("time/forward_backward_s", "time/optimizer_s"):
         seconds = run.column(key)
         for first in (0, 10, 20):  # one rank's window: every other step of it is its own turn

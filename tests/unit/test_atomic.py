@@ -98,7 +98,7 @@ def test_reserved_space_allows_repeated_writes(disk: Path) -> None:
     fill(disk)
     for size in (1, 2, 3, 4):
         atomic.write_atomic(disk / "x", bytes([size]) * size * BLOCK)
-        assert (disk / "x").read_bytes() == bytes([size]) * size * BLOCK
+        assert (disk / "x").read_bytes() == bytes([size]) * size * BLOCK, size
         (disk / "fill").unlink()
         fill(disk)
     atomic.release_space(disk / "x")

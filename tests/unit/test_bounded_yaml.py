@@ -80,5 +80,5 @@ def test_bounded_yaml_checks_resolved_configs(
     (run / "resolved.yaml").write_text(text)
     assert read_yaml(run / "resolved.yaml") == {}
     for command in ("evaluate", "export"):
-        assert cli.main([command, str(run)]) == 2
+        assert cli.main([command, str(run)]) == 2, command
     assert "resolved.yaml" in capsys.readouterr().err

@@ -170,11 +170,11 @@ def test_metric_keys_are_frozen() -> None:
 
 def test_metrics_name_their_unit() -> None:
     for metric in METRICS.values():
-        assert metric.meaning
+        assert metric.meaning, metric
         suffixed = {"_s": "s", "_bytes": "B"}
         for suffix, unit in suffixed.items():
             if metric.key.endswith(suffix) and "_per_s" not in metric.key:
-                assert metric.unit == unit
+                assert metric.unit == unit, suffix
 
 
 def test_exit_codes_are_frozen() -> None:
@@ -195,7 +195,7 @@ def test_api_is_frozen() -> None:
     errors = ["CheckpointError", "ConfigError", "DataError"]
     assert scalewise.__all__ == [*errors, "Result", "Run", "compose", "train"]
     for name in scalewise.__all__:
-        assert getattr(scalewise, name).__doc__
+        assert getattr(scalewise, name).__doc__, name
 
 
 def test_entry_point_and_extras_are_frozen() -> None:

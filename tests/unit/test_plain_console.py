@@ -114,7 +114,7 @@ def test_commands_reject_hostile_arguments_in_plain_text(
         assert cli.main([command, *arguments]) == 2, (command, arguments)
         captured = capsys.readouterr()
         assert_plain(captured.out + captured.err)
-        assert "scalewise: " in captured.err
+        assert "scalewise: " in captured.err, arguments
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -377,7 +377,7 @@ class TestConfig:
             run_command(Command(), [overrides])
         assert "secret" in str(caught.value)
         for told in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
-            assert told not in str(caught.value)
+            assert told not in str(caught.value), told
         assert not Path("runs").exists()
 
     @pytest.mark.parametrize(

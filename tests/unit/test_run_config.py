@@ -93,8 +93,8 @@ def test_run_config_rebuilds_from_its_record(compose: Compose) -> None:
     for group, values in run.as_dict().items():
         spec = getattr(run, group)
         if isinstance(values, dict) and "_target_" in values:
-            assert registered_targets()[values["_target_"]] is type(spec)
-            assert set(values) == {"_target_", *vars(spec)}
+            assert registered_targets()[values["_target_"]] is type(spec), (group, values)
+            assert set(values) == {"_target_", *vars(spec)}, (group, values)
 
 
 def test_run_config_is_picklable_and_immutable(compose: Compose) -> None:
@@ -117,7 +117,7 @@ def test_nan_is_rejected_in_any_group(compose: Compose) -> None:
     for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
         spec: Any = getattr(run, group)
         changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
-        assert f"{group}.{key}" in [issue.key for issue in iter_issues(changed)]
+        assert f"{group}.{key}" in [issue.key for issue in iter_issues(changed)], (group, key)
 
 
 @pytest.mark.parametrize(

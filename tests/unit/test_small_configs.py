@@ -162,7 +162,7 @@ class TestPrecision:
     def test_precision_bytes_equal_torch(self) -> None:
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         for number in FloatFormat:
-            assert number.bytes == kinds[number].itemsize
+            assert number.bytes == kinds[number].itemsize, number
 
     def test_precision_tf32_requires_fp32(self) -> None:
         assert Precision(tf32=True).peak_kind == "tf32"

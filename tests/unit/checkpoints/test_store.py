@@ -87,11 +87,13 @@ def test_checkpoint_round_trips(saved: Path) -> None:
     assert store.load_state(saved) == rest()
     for part, expected in tensors().items():
         loaded = store.full_tensors(saved, part)
-        assert loaded.keys() == expected.keys()
-        assert store.tensor_shapes(saved, part) == {name: t.shape for name, t in expected.items()}
+        assert loaded.keys() == expected.keys(), part
+        assert store.tensor_shapes(saved, part) == {
+            name: t.shape for name, t in expected.items()
+        }, part
         for name, tensor in expected.items():
-            assert loaded[name].dtype is tensor.dtype
-            assert torch.equal(loaded[name], tensor)
+            assert loaded[name].dtype is tensor.dtype, name
+            assert torch.equal(loaded[name], tensor), name
 
 
 def test_checkpoint_reader_fills_requested_tensors(saved: Path) -> None:

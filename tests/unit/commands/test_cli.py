@@ -40,10 +40,10 @@ def test_help_lists_commands_groups_and_examples(
     stdout = capsys.readouterr().out
     words = " ".join(stdout.split())
     for command in cli.COMMANDS:
-        assert f"{command} {cli.COMMANDS[command]}" in words
+        assert f"{command} {cli.COMMANDS[command]}" in words, command
     for group, summary in option_docs.group_summaries().items():
         plain = summary.replace("`", "")
-        assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words
+        assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words, (group, summary)
     assert max(map(len, stdout.splitlines())) <= 80
 
 
@@ -187,7 +187,7 @@ class TestDoctor:
         assert cli.main(["doctor"]) == 0
         stdout = capsys.readouterr().out
         for word in ("processor", "memory", "free disk", "torch", "wandb", "W&B", "extra hf"):
-            assert word in stdout
+            assert word in stdout, word
 
     @pytest.mark.parametrize("memory", [4 * 1024**3, 512 * 1024**3])
     def test_doctor_reports_a_machine_without_devices(self, memory: int) -> None:

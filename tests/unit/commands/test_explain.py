@@ -81,7 +81,7 @@ def test_explain_group_lists_options_and_keys(run_explain: Callable[..., str]) -
     text = words(run_explain("optimizer"))
     group = option_docs.group_doc("optimizer")
     for option in group.options:
-        assert f"{option.name} {option.summary}".replace("`", "") in text
+        assert f"{option.name} {option.summary}".replace("`", "") in text, option
     assert "AdamW, fused. (default)" in text
     assert "optimizer.lr Peak learning rate." in text
 

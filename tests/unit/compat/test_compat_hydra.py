@@ -251,7 +251,7 @@ def test_nodes_move_between_configs() -> None:
     assert [*nodes] == ["a", "c"]
     for node in nodes.values():
         compat_omegaconf.detach(node)
-        assert node._get_parent() is None
+        assert node._get_parent() is None, node
     copied = compat_omegaconf.build_config(compat_omegaconf.node_metadata(config), nodes)
     assert copied.a.b == 2
     assert OmegaConf.is_struct(copied)

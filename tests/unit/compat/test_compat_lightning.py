@@ -116,7 +116,7 @@ def test_model_parallel_initializes_before_it_builds_a_mesh() -> None:
 def test_node_environment_is_what_deepspeed_reads() -> None:
     source = getsource(DeepSpeedStrategy._set_node_environment_variables)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        assert f'"{name}"' in source
+        assert f'"{name}"' in source, name
     with pytest.raises(IncompatibleLibraryError, match="_set_node_environment_variables"):
         lightning.set_node_environment(object())  # type: ignore[arg-type]
 

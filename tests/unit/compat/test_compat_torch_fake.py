@@ -126,7 +126,7 @@ def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> No
         group = dist.group.WORLD
         with torch_fake.replaced_stage_metadata(send, receive):
             stage = run(rank)
-        assert all(parameter.grad is not None for parameter in stage.submod.parameters())
+        assert all(parameter.grad is not None for parameter in stage.submod.parameters()), rank
         if rank == 0:
             dist.destroy_process_group()
     assert sent[0][:2] == (0, 1)

@@ -109,7 +109,7 @@ def test_compose_accepts_the_bounds_of_each_search(name: str) -> None:
     if factors := found.sweeper.get("factors"):
         jobs = ScreeningDesign(factors).build_overrides()
     for job in jobs:
-        assert compose([f"sweep={name}", *job], check_machine=False).choices["sweep"] == name
+        assert compose([f"sweep={name}", *job], check_machine=False).choices["sweep"] == name, job
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def a_run_or_a_refusal(overrides: list[str]) -> None:
     if isinstance(answer, ConfigError):
         assert answer.issues
         for issue in answer.issues:
-            assert issue.reason.strip()
-            assert str(issue).isprintable()
+            assert issue.reason.strip(), issue
+            assert str(issue).isprintable(), issue
             str(issue).encode()
 
 
@@ -169,4 +169,4 @@ def test_diagnosis_never_raises(line: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for issue in diagnose_overrides(line):
-            assert issue.reason
+            assert issue.reason, issue

@@ -230,7 +230,7 @@ def test_composition_cache_composes_once_for_different_values(
     assert len(noted.runs) == 24
     assert noted.runs[-1].seed == 11
     for run in noted.runs[::7]:
-        assert run == compose(*run.overrides)
+        assert run == compose(*run.overrides), run
 
 
 def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:

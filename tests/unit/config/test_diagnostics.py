@@ -160,7 +160,9 @@ PRESETS: list[RejectionCase] = [
 def test_suggested_names_exist() -> None:
     for choice in " ".join(EXPECTED_OPTIONS.values()).split():
         group, option = choice.split("=")
-        assert option in (LAUNCHERS if group == "hydra/launcher" else paths.option_names(group))
+        assert option in (LAUNCHERS if group == "hydra/launcher" else paths.option_names(group)), (
+            choice
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,14 +208,14 @@ def test_message_has_one_line_per_issue() -> None:
 @pytest.mark.parametrize("value", ["x" * 5000, "[" + "x," * 3000 + "x]", "a\\nb\x1b[31m"])
 def test_message_is_short_and_printable(value: str) -> None:
     for issue in rejection_issues([f"model.width='{value}'"]):
-        assert len(str(issue)) < 400
-        assert str(issue).isprintable()
+        assert len(str(issue)) < 400, issue
+        assert str(issue).isprintable(), issue
 
 
 def test_message_omits_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
-        assert "hunter2" not in " ".join(str(issue) for issue in rejection_issues([line]))
+        assert "hunter2" not in " ".join(str(issue) for issue in rejection_issues([line])), line
 
 
 def test_trusted_package_is_accepted() -> None:

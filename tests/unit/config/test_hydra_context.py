@@ -40,8 +40,8 @@ def test_composed_config_equals_plain_hydra(
     plain = composed(overrides)
     assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(plain)
     for group in GROUPS:
-        assert OmegaConf.get_type(found, group) is OmegaConf.get_type(plain, group)
-        assert OmegaConf.is_struct(found[group]) is OmegaConf.is_struct(plain[group])
+        assert OmegaConf.get_type(found, group) is OmegaConf.get_type(plain, group), group
+        assert OmegaConf.is_struct(found[group]) is OmegaConf.is_struct(plain[group]), group
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_edited_file_is_read_again(tmp_path: Path) -> None:
         file.write_text(f"{head}\nlr: {rate}\n", "utf-8")
         for _ in range(2):
             config = source.load_config("mine").config
-            assert isinstance(config, DictConfig)
-            assert config.lr == rate
+            assert isinstance(config, DictConfig), rate
+            assert config.lr == rate, rate
             config.lr = 7.0  # is the caller's own

@@ -140,7 +140,7 @@ def test_documented_defaults_equal_a_composed_run() -> None:
     for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
         option = next(it for it in option_docs.group_doc(group).options if it.name == name)
         composed = getattr(run, group)
-        assert len(option.fields) == len(dataclasses.fields(composed))
+        assert len(option.fields) == len(dataclasses.fields(composed)), (group, name)
         for entry in option.fields:
             value = getattr(composed, entry.key.partition(".")[2])
             assert value == entry.default, entry.key

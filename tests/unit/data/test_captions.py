@@ -82,7 +82,7 @@ def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
 def test_image_formats_decode_equally(pictures: Path) -> None:
     wanted_CHW = drawn().transpose(2, 0, 1)
     for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
-        assert np.array_equal(image_io.read_image(pictures / name), wanted_CHW)
+        assert np.array_equal(image_io.read_image(pictures / name), wanted_CHW), name
     grey_CHW = image_io.read_image(pictures / "grey.pgm")
     assert grey_CHW.shape == (3, 2, 4)
     assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
@@ -264,7 +264,7 @@ def test_synthetic_shapes_match_their_captions() -> None:
         bright_HW = seen(splits, row)[0].max(0) >= 160
         ninths = bright_HW[:30, :30].reshape(3, 10, 3, 10).sum((1, 3))
         row_of, column_of = np.unravel_index(ninths.argmax(), (3, 3))
-        assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal)
+        assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal), row
 
 
 def test_caption_data_rejects_invalid_settings(pictures: Path) -> None:

@@ -220,7 +220,7 @@ def test_chat_default_template_is_exported() -> None:
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES, developer):
         told = tuple(Message(**turn) for turn in messages)
         actual = "".join(chunk.text for chunk in PlainTemplate(END_OF_TEXT)(Conversation(told)))
-        assert expected.render(messages=messages, eos_token=END_OF_TEXT) == actual
+        assert expected.render(messages=messages, eos_token=END_OF_TEXT) == actual, messages
     asked = expected.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
     assert prompt_text(PlainTemplate(END_OF_TEXT), "Add 2 and 2.") == asked
 

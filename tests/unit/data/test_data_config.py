@@ -156,7 +156,7 @@ def test_valid_data_configs_have_no_issues(tmp_path):
         PretokenizedData(paths=(str(tmp_path / "a.bin"),)),
     )
     for data in (*good, HFDatasetData(path="a/b"), RandomTokens()):
-        assert said(data) == []
+        assert said(data) == [], data
 
 
 def test_data_requires_a_vocabulary():
@@ -170,7 +170,7 @@ def test_data_requires_a_vocabulary():
         PretokenizedData(),
         RandomTokens(),
     ):
-        assert data.required_vocabulary is None
+        assert data.required_vocabulary is None, data
 
 
 def test_validation_split_is_stable_when_files_are_added():
@@ -214,14 +214,14 @@ def test_random_tokens_mask_the_configured_fraction(share):
     whole = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50), 50, 3)
     masked = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50, masked=share), 50, 3)
     for plain, some in ((whole.train, masked.train), (whole.validation, masked.validation)):
-        assert some.masked == (share > 0)
-        assert not plain.masked
+        assert some.masked == (share > 0), some
+        assert not plain.masked, some
         tokens = some.gather(range(len(some)))
         np.testing.assert_array_equal(
             np.where(tokens < 0, ~tokens, tokens), plain.gather(range(len(plain)))
         )
         if some is masked.train:
-            assert (tokens < 0).mean() == pytest.approx(share, abs=0.02)
+            assert (tokens < 0).mean() == pytest.approx(share, abs=0.02), some
 
 
 def test_random_tokens_reject_a_larger_vocabulary_than_the_model():

@@ -135,7 +135,7 @@ def test_embedded_pairs_have_the_same_words() -> None:
     assert splits.validation is not None
     for row in range(20):
         (chosen, learnt), (rejected, other) = read(splits, row)
-        assert chosen.split("### Assistant:")[0] == rejected.split("### Assistant:")[0]
-        assert sorted(learnt.split()) == sorted(other.split())
-        assert learnt != other
+        assert chosen.split("### Assistant:")[0] == rejected.split("### Assistant:")[0], row
+        assert sorted(learnt.split()) == sorted(other.split()), row
+        assert learnt != other, row
     assert len(splits.train) > 5 * len(splits.validation) > 0

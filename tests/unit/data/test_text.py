@@ -107,7 +107,7 @@ def test_text_files_are_held_out_entirely(tmp_path):
     train, held = read(splits, splits.train), read(splits, splits.validation)
     for number in range(30):
         line = f"# file {number:02d}\n# file {number:02d}"
-        assert (line in train) != (line in held)
+        assert (line in train) != (line in held), number
 
 
 def test_text_cache_detects_changed_files(tmp_path):

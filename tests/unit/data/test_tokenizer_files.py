@@ -115,7 +115,7 @@ def test_extra_installs_sentencepiece_requirements():
     pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     extra = " ".join(pyproject["project"]["optional-dependencies"]["hf"])
     for package in tokenizer_files.CONVERSION_PACKAGES:
-        assert package.rpartition(".")[2] in extra
+        assert package.rpartition(".")[2] in extra, package
 
 
 def test_sentencepiece_ids_equal_the_model(tmp_path):

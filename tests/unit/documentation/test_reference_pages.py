@@ -65,7 +65,7 @@ def test_reference_lists_every_option_and_key(group: str) -> None:
     assert listed == [f"<code>{name}</code>" for name in paths.option_names(group)]
     shown = {html.unescape(row[0]) for table in fields for row in table[2:]}
     for option in option_docs.group_doc(group).options:
-        assert {f"<code>{entry.key}</code>" for entry in option.fields} <= shown
+        assert {f"<code>{entry.key}</code>" for entry in option.fields} <= shown, option
         for entry in option.fields:
             assert entry.text.split("``")[0] in page, entry.key
 

@@ -142,7 +142,7 @@ class TestEffects:
         for effect in found.effects:
             assert effect.low is not None
             low, change = scale * math.log1p(effect.low), scale * math.log1p(effect.change)
-            assert change - low == pytest.approx(reach, rel=1e-3)
+            assert change - low == pytest.approx(reach, rel=1e-3), effect
         assert {effect.name for effect in found.effects if effect.is_significant} == {
             ("T",), ("C",), ("T", "K"),
         }  # fmt: skip

@@ -242,7 +242,7 @@ class TestStudy:
             late = [trial.params["a"] for trial in found.study.trials[15:]]
             within[len(bounds)] = sum(point <= 0.5 for point in late) / len(late)
             (best,) = optuna_study.pareto_trials(found)
-            assert best.params["a"] <= (0.5 if bounds else 1.0)
+            assert best.params["a"] <= (0.5 if bounds else 1.0), bounds
         assert within[1] > 0.4 > 0.1 > within[0]
 
     def test_study_of_several_objectives_has_a_pareto_front(self, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ class TestPruning:
         found = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
         for loss in range(5):
             judge = PruningMonitor(self.linked(found, tmp_path))
-            assert not judge.should_prune([(10, float(loss))])
+            assert not judge.should_prune([(10, float(loss))]), loss
             trial = optuna.trial.Trial(found.study, found.study.trials[-1]._trial_id)
             found.tell_outcome(trial, ended(float(loss)))
         assert PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, 99.0)])

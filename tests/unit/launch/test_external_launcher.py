@@ -142,8 +142,8 @@ def test_salloc_shell_is_a_single_process() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     for environment in (dict(shell), shell | step, shell | {"SLURM_STEP_NUM_TASKS": "many"}):
         before = dict(environment)
-        assert adopt_slurm_step(environment) is None
-        assert environment == before
+        assert adopt_slurm_step(environment) is None, environment
+        assert environment == before, environment
 
 
 @pytest.mark.parametrize("change", [{"SLURM_PROCID": "8"}, {"SLURM_LOCALID": "4"}])

@@ -48,7 +48,9 @@ def test_fusion_does_not_move_tensors_read_by_kernels_only() -> None:
         inside = sum(
             graph.sizes[place] for place in places if place in compiled.fused_intermediates
         )
-        assert compiled.count_moved_bytes(places) == graph.count_moved_bytes(places) - inside
+        assert compiled.count_moved_bytes(places) == graph.count_moved_bytes(places) - inside, (
+            operator
+        )
 
 
 def test_fusion_of_a_dropped_sum_saves_its_summands() -> None:

@@ -192,10 +192,10 @@ def test_decoder_tensor_parallel_styles_divide_evenly(change: dict[str, object])
         seen.add(module)
         dim = cut_along.get(split[module])
         if dim is not None and dim < len(weight.shape):
-            assert weight.shape[dim] % 2 == 0
+            assert weight.shape[dim] % 2 == 0, weight
             assert any(
                 weight.shape[dim] % size == 0 for size in spec.tensor_parallel_sizes().values()
-            )
+            ), weight
     lacking = {"position"} - seen | ({"head"} if spec.tied else set())
     assert set(split) - lacking == seen
     assert spec.tensor_parallel_sizes() == {
@@ -209,8 +209,8 @@ def test_decoder_sublayers_are_column_row_pairs() -> None:
         inside = {
             k.rpartition(".")[2]: v for k, v in split.items() if k.startswith(f"blocks.*.{half}.")
         }
-        assert inside.pop(row) is TPStyle.row
-        assert set(inside.values()) == {TPStyle.column}
+        assert inside.pop(row) is TPStyle.row, row
+        assert set(inside.values()) == {TPStyle.column}, row
 
 
 @pytest.mark.parametrize("tied", [True, False])

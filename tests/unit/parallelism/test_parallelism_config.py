@@ -105,7 +105,7 @@ def test_pipeline_schedules_exist_in_torch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for schedule in PipelineSchedule:
-        assert get_schedule_class(schedule.value).__name__.endswith(schedule.value)
+        assert get_schedule_class(schedule.value).__name__.endswith(schedule.value), schedule
 
 
 @pytest.mark.parametrize(

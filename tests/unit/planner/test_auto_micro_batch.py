@@ -87,7 +87,7 @@ def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
     ways = auto_settings.micro_batch_options(RunOption(limited(compose)))
     for small, large in pairwise(ways):
-        assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak
+        assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak, small
 
 
 def test_plan_sizes_micro_batches_by_prediction(compose: Compose) -> None:

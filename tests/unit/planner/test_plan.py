@@ -354,11 +354,11 @@ def test_zero_collectives_send_gradients_and_weights(plan_of: Compose) -> None:
         run = plan_of(*rest, f"parallelism=deepspeed_zero{stage}", *four).run
         gradients, weights = list_collectives(run.parallelism, run)
         count = run.model.num_parameters
-        assert (gradients.bytes, gradients.count) == (4 * count, reduced)
-        assert (weights.bytes, weights.count) == (2 * count, gathers)
+        assert (gradients.bytes, gradients.count) == (4 * count, reduced), stage
+        assert (weights.bytes, weights.count) == (2 * count, gathers), stage
         step = predict_step_time(run)
         assert step is not None
-        assert step.overlapped_communication + sum(step.exposed_communication.values()) > 0
+        assert step.overlapped_communication + sum(step.exposed_communication.values()) > 0, stage
 
 
 def test_plan_notes_a_device_without_bf16(compose: Compose) -> None:
@@ -390,11 +390,11 @@ def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
         on_host = node.get("offloaded average", 0)
         if len(strategy) == 3:
             assert on_device == 0, strategy
-            assert on_host == pytest.approx(8 * share, rel=1e-3)
+            assert on_host == pytest.approx(8 * share, rel=1e-3), strategy
         else:
             assert on_host == 0, strategy
             assert on_device == pytest.approx(share, rel=1e-3), strategy
-        assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device
+        assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device, strategy
 
 
 def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
@@ -406,13 +406,13 @@ def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
         sizes = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}
         count = plan.run.model.num_parameters
         whole = 1 if stage < 3 else ranks
-        assert sizes["parameters"] == pytest.approx(2 * count / whole, rel=1e-3)
-        assert sizes["masters"] == pytest.approx(4 * count / ranks, rel=1e-3)
-        assert sizes["optimizer state"] == pytest.approx(8 * count / ranks, rel=1e-3)
+        assert sizes["parameters"] == pytest.approx(2 * count / whole, rel=1e-3), stage
+        assert sizes["masters"] == pytest.approx(4 * count / ranks, rel=1e-3), stage
+        assert sizes["optimizer state"] == pytest.approx(8 * count / ranks, rel=1e-3), stage
         share = 1 if stage == 1 else ranks
         assert sizes["gradients"] == pytest.approx(
             (4 if stage > 1 else 2) * count / share, rel=1e-3
-        )
+        ), stage
     assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)
 
 

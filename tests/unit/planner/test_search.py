@@ -131,9 +131,9 @@ def test_search_front_is_undominated(find_strategies: Find) -> None:
 def test_search_candidates_keep_the_global_batch(find_strategies: Find) -> None:
     for candidate in find_strategies("layout", *BIG).candidates:
         run = candidate.run
-        assert run.global_batch == 64
-        assert run.samples_per_forward * run.accumulation == 64
-        assert 32 % run.world_size == 0
+        assert run.global_batch == 64, candidate
+        assert run.samples_per_forward * run.accumulation == 64, candidate
+        assert 32 % run.world_size == 0, candidate
 
 
 def test_search_keeps_typed_values(find_strategies: Find) -> None:
@@ -142,10 +142,10 @@ def test_search_keeps_typed_values(find_strategies: Find) -> None:
         "all", *BIG, *typed, "adapter=none", "optimizer=adamw"
     ).candidates:
         run = candidate.run
-        assert run.parallelism.sizes["tensor"] == 8
-        assert run.memory.recompute == "full"
-        assert run.precision.compute == "bf16"
-        assert candidate.training_overrides == ()
+        assert run.parallelism.sizes["tensor"] == 8, candidate
+        assert run.memory.recompute == "full", candidate
+        assert run.precision.compute == "bf16", candidate
+        assert candidate.training_overrides == (), candidate
 
 
 def test_search_rejects_impossible_sizes(compose: Compose) -> None:

@@ -113,7 +113,7 @@ class TestReportModel:
         ]
         assert headings(folder) == parts
         for said in [*parts, wandb_blocks.to_plain_text(report.summary)]:
-            assert " ".join(said.split()) in bare
+            assert " ".join(said.split()) in bare, said
         assert wandb_blocks.to_markdown(report.summary) in text(folder)
 
 
@@ -241,7 +241,7 @@ def test_wandb_report_escapes_hostile_strings(tmp_path: Path) -> None:
     unfenced = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text(folder))
     assert "\\[x\\]\\(javascript" in unfenced
     for active in ("](", "<img", "![i]", "</script>"):
-        assert active not in re.sub(r"\\.", "", unfenced)
+        assert active not in re.sub(r"\\.", "", unfenced), active
     rows = [line for line in unfenced.splitlines() if line.startswith("| ")]
     assert rows
 

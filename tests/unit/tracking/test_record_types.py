@@ -74,7 +74,7 @@ def test_record_readers_reject_a_field_of_another_type(
         read = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
         with pytest.raises(RecordError, match=rf"{name} is damaged: .+; restore it from a copy"):
             read(tmp_path / name)
-        assert run_files.read_json(tmp_path / name) == {}
+        assert run_files.read_json(tmp_path / name) == {}, key
 
 
 @pytest.mark.parametrize(

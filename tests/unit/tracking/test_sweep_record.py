@@ -64,7 +64,7 @@ def test_damaged_sweep_record_is_named(record: dict[str, Any], said: str, tmp_pa
     for reader in (job_progress.read_progress, lambda folder: resumed_folder(str(folder), folder)):
         with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as refused:
             reader(tmp_path)
-        assert said in str(refused.value)
+        assert said in str(refused.value), reader
 
 
 def test_sweep_without_a_process_is_not_resumed(tmp_path: Path) -> None:

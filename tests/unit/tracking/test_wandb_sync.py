@@ -105,10 +105,10 @@ def test_sync_builds_a_table_of_the_plan(compose: Callable[..., RunConfig]) -> N
     assert {"plan/ledger", "plan/phases", "plan/collectives"} <= set(found)
     assert sum(size for _, size in found["plan/ledger"].rows) == plan["plan/peak_bytes"]
     for kind, axes, what, size, count, whole in found["plan/collectives"].rows:
-        assert whole == size * count
-        assert kind
-        assert what
-        assert isinstance(axes, str)
+        assert whole == size * count, (kind, axes)
+        assert kind, (kind, axes)
+        assert what, (kind, axes)
+        assert isinstance(axes, str), (kind, axes)
     declared = [sent.bytes * sent.count for sent in list_collectives(run.parallelism, run)]
     assert sum(row[-1] for row in found["plan/collectives"].rows) == sum(declared)
 

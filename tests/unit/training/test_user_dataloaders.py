@@ -58,7 +58,7 @@ def distributed(
         notes = shard_dataloaders(made, rank, ranks, split_iterable=True)
         loader_of_rank = made._data_connector._prepare_dataloader(loader, False, mode)
         shares.append([batch.tolist() for batch in loader_of_rank])
-        assert len(shares[-1]) == len(loader_of_rank)
+        assert len(shares[-1]) == len(loader_of_rank), rank
     return shares, notes
 
 

@@ -64,7 +64,7 @@ def test_invalid_wandb_variables_are_rejected(
 
 def test_plan_accepts_a_device_of_another_machine() -> None:
     for overrides, *_ in MACHINE:
-        assert isinstance(compose(overrides, check_machine=False), RunConfig)
+        assert isinstance(compose(overrides, check_machine=False), RunConfig), overrides
 
 
 @pytest.mark.parametrize(
