@@ -11,9 +11,9 @@ from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.models.base import StageSlice
-from scalewise.models.build import build_meta, build_op_graphs
+from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
-from scalewise.models.op_graph import ForwardSpec, Recompute
+from scalewise.models.op_graph import ForwardSpec, Recompute, build_op_graphs
 from scalewise.planner.activation_liveness import simulate_part
 from scalewise.precision.build import apply_precision
 from scalewise.precision.config import Float8

@@ -130,7 +130,7 @@ class ModelConfig(ABC):
     implementation: ClassVar[str] = ""
     """Module that registers the builders of ``models.build``."""
     op_graph_implementation: ClassVar[str] = ""
-    """Module that registers ``models.build.build_op_graphs``; it needs no torch if its operator
+    """Module that registers ``models.op_graph.build_op_graphs``; it needs no torch if its operator
     graphs are computed."""
     imports: tuple[str, ...] = ()
     """Modules that are slow to import, which worker processes import in advance."""

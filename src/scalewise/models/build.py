@@ -1,4 +1,4 @@
-"""Construction, initialization, export and operator graphs of models, dispatched on the config."""
+"""Construction, initialization and export of models, dispatched on the config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.lazy_dispatch import lazy_dispatch, lazy_dispatch_by, not_registered
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import ModelConfig, StageSlice
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,16 +44,6 @@ def export_model(config: ModelConfig, state: Mapping[str, Tensor], folder: Path)
         ConfigError: transformers has no such model; nothing is written.
     """
     raise not_registered(export_model, config)
-
-
-@lazy_dispatch_by("op_graph_implementation")
-def build_op_graphs(config: ModelConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
-    """Operator graph of each part of a model, for the planner.
-
-    Raises:
-        ConfigError: The analytic memory model does not cover the model.
-    """
-    raise not_registered(build_op_graphs, config)
 
 
 def build_model(config: ModelConfig, seed: int) -> ModelModule:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from scalewise.lazy_dispatch import lazy_dispatch_by, not_registered
+from scalewise.models.base import ModelConfig
+
 
 class OpWork(StrEnum):
     """Resource that bounds the time of an operator."""
@@ -335,3 +338,13 @@ def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
         backward_scratch=scratch,
     )
     return graph
+
+
+@lazy_dispatch_by("op_graph_implementation")
+def build_op_graphs(config: ModelConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
+    """Operator graph of each part of a model, for the planner.
+
+    Raises:
+        ConfigError: The analytic memory model does not cover the model.
+    """
+    raise not_registered(build_op_graphs, config)

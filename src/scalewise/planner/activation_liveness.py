@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from scalewise.activation_checkpointing import OFFLOAD_MIN_BYTES
 from scalewise.models.base import ModelConfig
-from scalewise.models.build import build_op_graphs
 from scalewise.models.compiler_fusion import fuse
 from scalewise.models.op_graph import (
     BackwardMode,
@@ -21,6 +20,7 @@ from scalewise.models.op_graph import (
     OpGraph,
     Recompute,
     RecordedPart,
+    build_op_graphs,
 )
 from scalewise.planner.backward_liveness import BackwardLiveness
 from scalewise.planner.rank_memory import RankMemory

@@ -21,7 +21,7 @@ from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.models.base import StageSlice
-from scalewise.models.build import build_meta, build_op_graphs
+from scalewise.models.build import build_meta
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.linear_ops import LinearOps
@@ -32,6 +32,7 @@ from scalewise.models.op_graph import (
     OpGraph,
     Recompute,
     RecordedPart,
+    build_op_graphs,
     cross_entropy_ops,
 )
 from scalewise.objectives import CausalLM

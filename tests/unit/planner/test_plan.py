@@ -14,8 +14,7 @@ from fixtures.strategies import LLAMA_8B
 
 from scalewise.config import paths
 from scalewise.errors import ConfigError
-from scalewise.models.build import build_op_graphs
-from scalewise.models.op_graph import OpWork
+from scalewise.models.op_graph import OpWork, build_op_graphs
 from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives

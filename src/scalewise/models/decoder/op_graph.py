@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalewise.models.build import build_op_graphs
 from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.linear_ops import FP32
-from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, OpWork, cross_entropy_ops
+from scalewise.models.op_graph import (
+    ForwardSpec,
+    ModelOpGraphs,
+    OpWork,
+    build_op_graphs,
+    cross_entropy_ops,
+)
 
 
 @build_op_graphs.register(DecoderConfig)
