@@ -1,9 +1,8 @@
-"""Atomic writes of files and folders, with disk space reserved in advance for a full disk."""
+"""Atomic file writes, with disk space reserved in advance for a full disk."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from scalewise import regular_files
-from scalewise.errors import ConfigError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error numbers of a write without space: disk full, quota or file size limit."""
@@ -140,68 +138,3 @@ def _write_reserved(path: Path, content: bytes) -> bool:
             reserve_space(path, size * eighths // 8)
             break
     return True
-
-
-@contextmanager
-def staging_folder(target_folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to ``target_folder``; rename it to that at the end.
-
-    Leftovers of a killed export are removed. Symbolic links at both paths are not followed.
-
-    Raises:
-        ConfigError: ``target_folder`` exists and is not an empty folder, cannot be created, or is
-            being written by another process.
-    """
-    check_target_free(target_folder)
-    partial = target_folder.with_name(f".partial-{target_folder.name}")
-    try:
-        if partial.is_symlink():
-            partial.unlink()
-        partial.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        reason, fix = f"cannot be created: {error.strerror}", "set to=FOLDER to a writable path"
-        raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        reason, fix = "is being written by another export", "wait for it, or set another to=FOLDER"
-        raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
-    try:
-        _clear(partial)
-        yield partial
-        _sync_files(partial)
-        check_target_free(target_folder)
-        partial.rename(target_folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def check_target_free(target_folder: Path) -> None:
-    """Raise ``ConfigError`` if ``target_folder`` exists and is not an empty folder."""
-    if target_folder.is_symlink() or (
-        target_folder.exists() and (not target_folder.is_dir() or any(target_folder.iterdir()))
-    ):
-        raise ConfigError.for_key(
-            "to", str(target_folder), "already exists", "set to=FOLDER to a new folder"
-        )
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _sync_files(folder: Path) -> None:
-    """Flush all files to disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

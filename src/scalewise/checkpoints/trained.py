@@ -1,4 +1,4 @@
-"""Trained model of a run: a checkpoint and the configs that it was trained with."""
+"""Trained model of a run: a checkpoint, and the configs and tokenizer that it was trained with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
-from scalewise.checkpoints import adapter_resume, manifest, run_tokenizer, store
+from scalewise.checkpoints import adapter_resume, manifest, store
 from scalewise.data.base import DataConfig
 from scalewise.data.prepare import DataSplits, prepare_splits
-from scalewise.errors import CheckpointError, ConfigError
+from scalewise.errors import CheckpointError, ConfigError, DataError
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig, StageSlice, Weight
 from scalewise.models.base_module import ModelModule
@@ -31,7 +32,7 @@ from scalewise.precision.build import apply_precision
 from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
 from scalewise.quantization.build import apply_quantization, round_state_dict, unpack_state_dict
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
-from scalewise.run_files import RecordError, load_yaml
+from scalewise.run_files import RecordError, copy_file, load_json, load_yaml
 from scalewise.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ CONFIG_GROUPS = (
 PREFIX = "model."
 """Prefix of parameter names in a checkpoint."""
 NO_QUANTIZATION = {"_target_": registry.target_name(NoQuantizationConfig)}
+TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,16 @@ class TrainedRun:
     def load_splits(self) -> DataSplits:
         """Prepare the data of the run; raise ``DataError`` if they have changed."""
         splits = prepare_splits(self.data, self.model.vocabulary, self.seed)
-        run_tokenizer.check_tokenizer(splits, self.folder)
+        check_tokenizer(splits, self.folder)
         inputs.check_data(self.data, self.folder)
         return splits
 
     def find_tokenizer(self) -> Path | None:
         """Path of the tokenizer.json of the run; None: the data were token ids."""
-        run_file = self.folder / run_tokenizer.TOKENIZER_FILE
+        run_file = self.folder / TOKENIZER_FILE
         if not run_file.is_file():
             return self.load_splits().tokenizer
-        run_tokenizer.load_tokenizer(run_file)
+        load_tokenizer(run_file)
         return run_file
 
     def read_state_dict(self, *, unquantized: bool = False) -> dict[str, Tensor]:
@@ -323,3 +325,34 @@ def autocast_context(
     compute = trained_run.precision.compute
     is_mixed = compute is not trained_run.precision.parameters
     return torch.autocast(device.type, dtypes.get(compute), enabled=is_mixed)
+
+
+def save_tokenizer(splits: DataSplits, folder: Path) -> None:
+    """Copy the tokenizer of the run's data, if there is one, into the run folder."""
+    if splits.tokenizer is not None:
+        copy_file(splits.tokenizer, folder / TOKENIZER_FILE)
+
+
+def check_tokenizer(splits: DataSplits, folder: Path) -> None:
+    """Raise ``DataError`` if the data have another tokenizer than the run in ``folder``."""
+    saved_file = folder / TOKENIZER_FILE
+    if splits.tokenizer is None or not saved_file.is_file():
+        return  # token ids, or a run of an earlier version
+    # Contents are compared, because the formatting of the JSON may differ.
+    if load_tokenizer(splits.tokenizer) != load_tokenizer(saved_file):
+        reason = (
+            f"has another tokenizer than {saved_file}, which the run was trained with: "
+            "the text that the tokenizer is trained on has changed"
+        )
+        fix = "restore the data, or start a new run"
+        raise DataError.for_key("data", splits.tokenizer, reason, fix)
+
+
+def load_tokenizer(file: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json; raises ``RecordError`` for a damaged file."""
+    content = load_json(file)
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no other class
+        raise RecordError.for_file(file, f"is not a tokenizer: {error}") from None
+    return content

@@ -8,7 +8,7 @@ from pathlib import Path
 from scalewise.commands import trained
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
-from scalewise.export import AdapterExport
+from scalewise.export import AdapterExport, check_target_free
 
 DEFAULTS = {"to": "", "step": "last", "adapter": AdapterExport.merged.value}
 
@@ -22,7 +22,6 @@ def main(arguments: Sequence[str]) -> int:
         issues.append(ConfigIssue("adapter", adapter_format, "is not an export format", fix))
     folder, options = trained.read_arguments("export", arguments, DEFAULTS, issues)
     target = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
-    from scalewise.atomic import check_target_free
     from scalewise.export import hf_export as exports
 
     check_target_free(target)

@@ -19,13 +19,11 @@ from transformers import (
     LlamaConfig,
 )
 
-from scalewise import atomic
-from scalewise.checkpoints.run_tokenizer import save_tokenizer
-from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun
+from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun, save_tokenizer
 from scalewise.data import chat_templates
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
-from scalewise.export import AdapterExport, hf_export
+from scalewise.export import AdapterExport, hf_export, staging_folder
 from scalewise.run_config import RunConfig
 from scalewise.run_files import copy_file, read_json, write_json
 
@@ -289,7 +287,7 @@ def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     to = tmp_path / "export"
 
     def killed() -> None:
-        with atomic.staging_folder(to) as partial:
+        with staging_folder(to) as partial:
             (partial / "half").write_text("a", "utf-8")
             assert not to.exists()
             raise Killed
@@ -306,7 +304,7 @@ def test_export_removes_remains_of_a_killed_export(tmp_path: Path) -> None:
     (half / "model.safetensors").write_bytes(b"half")
     (tmp_path / "kept").write_text("kept", "utf-8")
     (half / "link").symlink_to(tmp_path / "kept")
-    with atomic.staging_folder(to) as partial:
+    with staging_folder(to) as partial:
         assert [*partial.iterdir()] == []
         (partial / "whole").write_text("a", "utf-8")
     assert [path.name for path in to.iterdir()] == ["whole"]
@@ -315,11 +313,11 @@ def test_export_removes_remains_of_a_killed_export(tmp_path: Path) -> None:
 
 
 def test_concurrent_exports_do_not_mix(tmp_path: Path) -> None:
-    with atomic.staging_folder(tmp_path / "export") as partial:
+    with staging_folder(tmp_path / "export") as partial:
         (partial / "first").write_text("a", "utf-8")
         with (
             pytest.raises(ConfigError, match="is being written by another export"),
-            atomic.staging_folder(tmp_path / "export"),
+            staging_folder(tmp_path / "export"),
         ):
             pass
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["first"]
@@ -329,13 +327,13 @@ def test_export_follows_no_links(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / ".partial-export").symlink_to(elsewhere)
-    with atomic.staging_folder(tmp_path / "export") as partial:
+    with staging_folder(tmp_path / "export") as partial:
         (partial / "file").write_text("a", "utf-8")
     assert [*elsewhere.iterdir()] == []
     (tmp_path / "link").symlink_to(elsewhere)
     with (
         pytest.raises(ConfigError, match="already exists"),
-        atomic.staging_folder(tmp_path / "link"),
+        staging_folder(tmp_path / "link"),
     ):
         pass
 
@@ -343,9 +341,9 @@ def test_export_follows_no_links(tmp_path: Path) -> None:
 def test_export_keeps_an_existing_folder(tmp_path: Path) -> None:
     to = tmp_path / "export"
     to.mkdir()
-    with atomic.staging_folder(to) as partial:  # an empty one is taken
+    with staging_folder(to) as partial:  # an empty one is taken
         (partial / "file").write_text("a", "utf-8")
-    with pytest.raises(ConfigError, match="already exists"), atomic.staging_folder(to):
+    with pytest.raises(ConfigError, match="already exists"), staging_folder(to):
         pass
     assert [path.name for path in to.iterdir()] == ["file"]
 
