@@ -31,7 +31,7 @@ _SPECIAL = re.compile(r"[|*_\[\]<>&`\\{}]")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages to the navigation."""
     section = next(it[SECTION] for it in config.nav if isinstance(it, dict) and SECTION in it)
-    groups = [{name: f"reference/{name}.md"} for name in option_docs.GROUP_NAMES]
+    groups = [{name: group_path(name)} for name in option_docs.GROUP_NAMES]
     section += [
         {"Command line": "reference/cli.md"},
         {"Python API": "reference/api.md"},
@@ -58,8 +58,13 @@ def pages() -> dict[str, str]:
         "reference/run.md": _run_page(),
     }
     for name in option_docs.GROUP_NAMES:
-        content[f"reference/{name}.md"] = _group_page(option_docs.group_doc(name))
+        content[group_path(name)] = _group_page(option_docs.group_doc(name))
     return {path: "\n".join(lines) + "\n" for path, lines in content.items()}
+
+
+def group_path(group: str) -> str:
+    """Path of the page of a config group."""
+    return f"reference/{group.replace('/', '-')}.md"
 
 
 def escape(text: str) -> str:
@@ -107,7 +112,7 @@ def _group_page(group: GroupDoc) -> Iterator[str]:
     yield from (f"# {group.name}", "", prose(group.summary) + default, "")
     yield from (f"Choose an option by {code(f'{group.name}=OPTION')}.", "", "## Options", "")
     head, rows = ["Option", "Description"], [_option_row(it) for it in group.options]
-    if group.name in option_docs.PRESET_SUMMARIES:
+    if group.name in option_docs.PRESET_SUMMARIES | option_docs.HYDRA_SUMMARIES:
         rows = [row[:2] for row in rows]
     else:
         head.append("Sets")

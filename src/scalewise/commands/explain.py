@@ -84,15 +84,15 @@ def _argument_issues(argument: str) -> Iterator[ConfigIssue]:
 
 
 def _key_lines(key: str) -> Iterator[str]:
-    group = key.partition(".")[0]
-    options = option_docs.group_doc(group).options if group in GROUP_NAMES else ()
+    group = option_docs.group_of_key(key)
+    options = option_docs.group_doc(group).options if group else ()
     by_option = {
         option.name: entry for option in options for entry in option.fields if entry.key == key
     }
     default_option = option_docs.default_options().get(group, "")
     chosen = default_option
     if by_option and default_option not in by_option:
-        setting = [it.name for it in options if key.partition(".")[2] in it.sets]
+        setting = [it.name for it in options if key[len(group) + 1 :] in it.sets]
         chosen = [*setting, *by_option][0]
     entry = by_option.get(chosen) or next(it for it in option_docs.run_fields() if it.key == key)
     yield key
@@ -112,7 +112,8 @@ def _key_lines(key: str) -> Iterator[str]:
         texts = [f"{value} with {group}={', '.join(it)}" for value, it in defaults.items()]
         rows += _labeled("default", texts)
     choice = [] if chosen == default_option else [override(group, chosen)]
-    words = [*choice, override(key, example_value(entry))]
+    words = ["-m"] * (group in option_docs.HYDRA_SUMMARIES)
+    words += [*choice, override(key, example_value(entry))]
     rows.append(("example", f"scalewise train {' '.join(map(shell_word, words))}"))
     yield from table_lines(rows, 8)
 

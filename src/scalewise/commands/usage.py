@@ -190,7 +190,8 @@ def _group_lines() -> Iterator[str]:
 
     yield "groups: choose an option by GROUP=OPTION, set a key by GROUP.KEY=VALUE"
     for group, summary in option_docs.group_summaries().items():
-        yield from table_lines([(group, summary), ("", ", ".join(paths.option_names(group)))])
+        options = option_docs.HYDRA_OPTIONS.get(group) or paths.option_names(group)
+        yield from table_lines([(group, summary), ("", ", ".join(options))], 14)
 
 
 def _flag_lines() -> Iterator[str]:

@@ -11,7 +11,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -21,16 +21,23 @@ from typing import Any
 from scalewise import callback_config, registry
 from scalewise.bounded_yaml import load_yaml
 from scalewise.config import paths
+from scalewise.hpo.config import SearchConfig
+from scalewise.hpo.screen import ScreeningDesign
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import override
 
-GROUP_NAMES = (*paths.GROUPS, "experiment", "sweep")
-"""Groups of the command line, in the order of the defaults list."""
 PRESET_SUMMARIES = {
     "experiment": "Question and the overrides that answer it.",
     "sweep": "Axes of a multirun.",
 }
 """Summaries of the groups that are not fields of a run."""
+HYDRA_SUMMARIES = {
+    "hydra/sweeper": "Choice of the jobs of a multirun.",
+    "hydra/launcher": "Execution of the jobs of a multirun.",
+}
+"""Summaries of the groups of Hydra plugins."""
+GROUP_NAMES = (*paths.GROUPS, *PRESET_SUMMARIES, *HYDRA_SUMMARIES)
+"""Groups of the command line, in the order of the defaults list."""
 UNITS = (
     "GiB",
     "MiB",
@@ -59,6 +66,49 @@ REQUIRED = dataclasses.MISSING
 _UNIT = re.compile(rf", in ({'|'.join(UNITS)})(?=[\s.,;:])")
 _SCHEMA = re.compile(r"/schema/(\w+)/(\w+)@")
 _TYPE_NAMES = {type(None): "null", Any: "any value", object: "any value"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisOptions:
+    """Axes in the file of a sweep."""
+
+    params: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Values by key, such as ``a,b,c`` or ``range(1,9)``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GridOptions(AxisOptions):
+    """Options of ``hydra/sweeper=basic``, which runs all combinations of ``params``."""
+
+    zip: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Values by key, of the same number; they vary together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedOptions:
+    """Options of ``hydra/launcher=packed``."""
+
+    slots: int | None = None
+    """Number of slots that divide the cores of a CPU; null: one per two cores."""
+
+
+HYDRA_OPTIONS: Mapping[str, Mapping[str, tuple[str, Sequence[type]]]] = {
+    "hydra/sweeper": {
+        "basic": ("Grid: all combinations of the values on the command line.", [GridOptions]),
+        "optuna": ("Hyperparameter search with Optuna.", [AxisOptions, SearchConfig]),
+        "screen": ("Fractional factorial of factors with two levels.", [ScreeningDesign]),
+    },
+    "hydra/launcher": {
+        "packed": ("Run several jobs at once, as memory and devices allow.", [PackedOptions]),
+        "scalewise": ("Run one job after the other.", []),
+        "slurm": (
+            "Submit the jobs to Slurm; takes the options of hydra-submitit-launcher, such as "
+            "`hydra.launcher.partition=gpu`.",
+            [],
+        ),
+    },
+}
+"""Summary and option classes of Hydra plugins, by group and option."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +181,27 @@ class GroupDoc:
 def group_summaries() -> Mapping[str, str]:
     """Summary of each group, in the order of the defaults list."""
     texts = {name: field_texts(RunConfig).get(name, "") for name in paths.GROUPS}
-    return texts | PRESET_SUMMARIES
+    return texts | PRESET_SUMMARIES | HYDRA_SUMMARIES
 
 
 @cache
 def group_doc(name: str) -> GroupDoc:
     """Documentation of a config group."""
+    if name in HYDRA_OPTIONS:
+        plugins = HYDRA_OPTIONS[name]
+        options = tuple(_plugin_doc(name, option, *plugins[option]) for option in plugins)
+        return GroupDoc(name, HYDRA_SUMMARIES[name], options)
     registry.import_options()
     options = tuple(_option_doc(name, option) for option in paths.option_names(name))
     return GroupDoc(name, group_summaries()[name], options)
+
+
+def group_of_key(key: str) -> str:
+    """Group of a key: ``hydra/sweeper`` of ``hydra.sweeper.trials``; empty without a group."""
+    for name in GROUP_NAMES:
+        if key.startswith(f"{name.replace('/', '.')}."):
+            return name
+    return ""
 
 
 @cache
@@ -160,11 +222,13 @@ def default_options() -> Mapping[str, str]:
     chosen = {
         key: value for it in config["defaults"] if isinstance(it, dict) for key, value in it.items()
     }
-    return {
+    options = {
         group: name[0] if isinstance(name, list) else name
         for group, name in chosen.items()
         if group in paths.GROUPS
     }
+    launcher = chosen["override hydra/launcher"]
+    return options | {"hydra/sweeper": "basic", "hydra/launcher": launcher}
 
 
 def schema_fields(group: str, schema: str) -> tuple[FieldDoc, ...]:
@@ -235,6 +299,12 @@ def _option_doc(group: str, name: str) -> OptionDoc:
         fields = tuple(_callback_fields(sets)) if group == "callbacks" else ()
     details = inspect.cleandoc(cls.__doc__ or "") if cls else ""
     return OptionDoc(group, name, " ".join(lines), details, schema, sets, fields)
+
+
+def _plugin_doc(group: str, name: str, summary: str, classes: Sequence[type]) -> OptionDoc:
+    prefix = f"{group.replace('/', '.')}."
+    fields = tuple(entry for cls in classes for entry in class_fields(cls, prefix, {}))
+    return OptionDoc(group, name, summary, "", "", {}, fields)
 
 
 def _file_values(file: Path, group: str) -> tuple[str, dict[str, object]]:

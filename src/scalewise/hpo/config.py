@@ -24,7 +24,7 @@ class SearchConfig:
     """Objectives, sampler, pruner and storage of a hyperparameter search."""
 
     trials: int | None = None
-    """Total number of trials, with earlier ones of the same storage; None: 20, or the full grid."""
+    """Total number of trials, with earlier ones of the same storage; null: 20, or the full grid."""
     jobs: int = 1
     """Number of trials per batch; the launcher gets a batch at once."""
     sampler: str = "tpe"
@@ -38,9 +38,9 @@ class SearchConfig:
     pruner: str = "none"
     """Pruner: none, median or asha; it stops trials early by the objective."""
     storage: str | None = None
-    """Storage file, SQLite if it ends in .db, else a journal; None: study.journal of the sweep."""
+    """Storage file, SQLite if it ends in .db, else a journal; null: study.journal of the sweep."""
     study: str | None = None
-    """Name of the study in the storage; None: the only study there, or the name of the sweep."""
+    """Name of the study in the storage; null: the only study there, or the name of the sweep."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SearchConfig:

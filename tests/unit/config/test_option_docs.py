@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -21,6 +22,7 @@ CLASSES = dict.fromkeys(
     [
         *(cls for options in registry.OPTIONS.values() for cls in options.values()),
         *callback_config.BUILTIN_CALLBACKS.values(),
+        *(c for it in option_docs.HYDRA_OPTIONS.values() for _, cls in it.values() for c in cls),
         RunConfig,
     ]
 )
@@ -36,15 +38,44 @@ PRIVATE_WORDS = re.compile(
 """Words that stand for terms of PyTorch, Lightning and Hydra, which are to be used instead."""
 DIMENSIONLESS = {
     *("alpha", "answers", "attention_share", "bandwidth_share", "beta", "beta1"),
-    *("beta2", "beta2_decay", "classes", "clip_norm", "decay", "depth", "devices_per_node"),
+    *(
+        "beta2",
+        "beta2_decay",
+        "classes",
+        "clip_norm",
+        "constraints",
+        "decay",
+        "depth",
+        "devices_per_node",
+    ),
     *("dropout", "epsilon", "factor", "final", "floor", "heads", "initial_std", "keep"),
-    *("kv_heads", "label_smoothing", "layers", "lr", "lr_factors", "masked", "max_bad_rows"),
+    *(
+        "jobs",
+        "kv_heads",
+        "label_smoothing",
+        "layers",
+        "lr",
+        "lr_factors",
+        "masked",
+        "max_bad_rows",
+    ),
     *("max_restarts", "momentum", "nodes", "norm_epsilon", "patience", "pipeline_micro_batches"),
     *("powersgd_rank", "product_share", "rank", "replicas", "rope_factor", "rope_high_frequency"),
-    *("rope_low_frequency", "rope_theta", "seed", "stage", "stages_per_rank", "step_longest"),
-    *("step_scale", "step_shortest", "threshold", "validation_fraction", "weight_decay"),
+    *(
+        "repeats",
+        "rope_low_frequency",
+        "rope_theta",
+        "seed",
+        "slots",
+        "stage",
+        "stages_per_rank",
+        "step_longest",
+    ),
+    *("step_scale", "step_shortest", "threshold", "trials", "validation_fraction", "weight_decay"),
 }
 """Numeric fields that are counts, factors or fractions."""
+INSTANTIATION_KEYS = ("_target_", "_recursive_", "_convert_", "engine")
+"""Keys of plugin configs that are not options."""
 SUFFIX_UNITS = {
     "_gib": "GiB",
     "_mib": "MiB",
@@ -188,3 +219,15 @@ def test_unit_is_parsed_from_the_documentation(text: str, unit: str) -> None:
 def test_head_comment_omits_hydra_directives() -> None:
     text = "# @package callbacks\n# One line.\n# Another.\n\n# No head.\nkey: 1\n"
     assert option_docs.head_comment(text) == ["One line.", "Another."]
+
+
+@pytest.mark.parametrize("group", option_docs.HYDRA_OPTIONS)
+def test_documented_keys_of_plugins_are_those_of_their_config(group: str) -> None:
+    schemas.store_schemas()
+    repo = ConfigStore.instance().repo["hydra"][group.split("/")[1]]
+    for option in option_docs.group_doc(group).options:
+        node = repo[f"{option.name}.yaml"].node
+        keys = [key for key in node if key not in INSTANTIATION_KEYS]
+        documented = [entry.key.rpartition(".")[2] for entry in option.fields]
+        if option.name != "slurm":  # documented by hydra-submitit-launcher
+            assert sorted(documented) == sorted(keys), option.name

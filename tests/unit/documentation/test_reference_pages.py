@@ -7,10 +7,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 import scalewise
 from scalewise.commands.usage import COMMANDS
-from scalewise.config import option_docs, paths
+from scalewise.config import option_docs, paths, schemas
 
 HOOK = Path(__file__).parents[3] / "docs" / "hooks" / "reference.py"
 
@@ -39,9 +40,18 @@ def tables(page: str) -> list[list[list[str]]]:
     return [table for table in found if table]
 
 
+def option_names(group: str) -> list[str]:
+    """Options of a group: files, or entries of Hydra's ConfigStore."""
+    if group not in option_docs.HYDRA_SUMMARIES:
+        return paths.option_names(group)
+    schemas.store_schemas()
+    nodes = ConfigStore.instance().repo["hydra"][group.split("/")[1]].values()
+    return sorted(it.name.removesuffix(".yaml") for it in nodes if it.provider == "scalewise")
+
+
 def test_reference_has_a_page_per_group_run_cli_and_api() -> None:
     names = [*option_docs.GROUP_NAMES, "cli", "api", "run"]
-    assert set(PAGES) == {f"reference/{name}.md" for name in names}
+    assert set(PAGES) == {reference.group_path(name) for name in names}
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -59,10 +69,10 @@ def test_reference_cells_do_not_break_tables(path: str) -> None:
 
 @pytest.mark.parametrize("group", option_docs.GROUP_NAMES)
 def test_reference_lists_every_option_and_key(group: str) -> None:
-    page = html.unescape(PAGES[f"reference/{group}.md"])
-    options, *fields = tables(PAGES[f"reference/{group}.md"])
+    page = html.unescape(PAGES[reference.group_path(group)])
+    options, *fields = tables(PAGES[reference.group_path(group)])
     listed = [html.unescape(row[0]) for row in options[2:]]
-    assert listed == [f"<code>{name}</code>" for name in paths.option_names(group)]
+    assert listed == [f"<code>{name}</code>" for name in option_names(group)]
     shown = {html.unescape(row[0]) for table in fields for row in table[2:]}
     for option in option_docs.group_doc(group).options:
         assert {f"<code>{entry.key}</code>" for entry in option.fields} <= shown, option
@@ -108,4 +118,4 @@ def test_reference_prose_keeps_inline_code_only(text: str, made: str) -> None:
 def test_reference_navigation_has_every_page() -> None:
     config = SimpleNamespace(nav=[{"Home": "index.md"}, {"Reference": ["reference/index.md"]}])
     nav = reference.on_config(config).nav
-    assert set(re.findall(r"reference/\w+\.md", str(nav))) == {*PAGES, "reference/index.md"}
+    assert set(re.findall(r"reference/[\w-]+\.md", str(nav))) == {*PAGES, "reference/index.md"}
