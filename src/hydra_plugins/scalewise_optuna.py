@@ -1,26 +1,17 @@
 """Hydra sweeper plugin for hyperparameter search: ``hydra/sweeper=optuna``.
 
-Hydra imports this module in every application, so heavy imports are inside the functions.
+Hydra imports this module in every application, so the search is imported when it runs.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
-
-if TYPE_CHECKING:
-    from optuna.trial import Trial
-
-    from scalewise.errors import ConfigIssue
-    from scalewise.hpo.config import SearchConfig
-    from scalewise.hpo.optuna_study import OptunaSearch
-    from scalewise.hpo.space import Axis
 
 
 class OptunaSweeper(Sweeper):
@@ -36,11 +27,9 @@ class OptunaSweeper(Sweeper):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Create the launcher and store the config and the config loader."""
-        from hydra.core.plugins import Plugins
-
         from scalewise.config import app
 
-        app.mark_search()
+        app.mark_search()  # before the launcher chooses the sweep folder
         self.loader, self.config = hydra_context.config_loader, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -48,137 +37,10 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the search. Raises ``ConfigError`` for invalid options before any job runs."""
-        from scalewise.config import app, search_space
-        from scalewise.errors import ConfigError
-        from scalewise.hpo.config import SearchConfig
+        from scalewise.commands.search import TrialRunner
 
-        params = [f"{key}={value}" for key, value in self.params.items()]
-        space, fixed_overrides = search_space.read_axes([*params, *arguments], self.loader)
-        search = SearchConfig.from_options(self.options)
-        issues = [*_missing_package_issues(), *search.validate(space)]
-        issues += self._validation_metric_issues(search, space)
-        if issues:
-            raise ConfigError(issues)
-        self._check_values(space, fixed_overrides)
-        app.set_varied_keys([axis.key for axis in space])
-        if app.has_measurements():
-            self._run_search(search, space, fixed_overrides, app.claimed_sweep_folder(self.config))
-        else:
-            from scalewise.hpo.optuna_study import sample_points
-            from scalewise.hpo.space import point_overrides
-
-            points = [
-                [*fixed_overrides, *point_overrides(point)]
-                for point in sample_points(search, space)
-            ]
-            self.launcher.launch([p for p in points if not self._rejection_reason(p)], 0)
-
-    def _validation_metric_issues(
-        self, search: "SearchConfig", space: Sequence["Axis"]
-    ) -> Iterator["ConfigIssue"]:
-        """Yield an issue if ``val/loss`` is an objective and no trial validates."""
-        from scalewise.errors import ConfigIssue
-
-        interval_key = "trainer.validate_every"
-        validates = self.config.trainer.validate_every or interval_key in [
-            axis.key for axis in space
-        ]
-        if "val/loss" in search.objectives and not validates:
-            yield ConfigIssue(
-                interval_key,
-                None,
-                "no trial measures the objective val/loss",
-                f"set {interval_key}=100",
-            )
-
-    def _check_values(self, space: Sequence["Axis"], fixed_overrides: Sequence[str]) -> None:
-        """Raise ``ConfigError`` for values that do not compose, and if no trial is valid."""
-        from scalewise.hpo.space import ChoiceAxis, first_point, point_overrides
-
-        for axis in space:
-            for value in axis.values if isinstance(axis, ChoiceAxis) else ():
-                self.loader.load_sweep_config(
-                    self.config, [*fixed_overrides, f"{axis.key}={value}"]
-                )
-        if (error := self._rejection_reason(fixed_overrides)) and self._rejection_reason(
-            [*fixed_overrides, *point_overrides(first_point(space))]
-        ):
-            raise error
-
-    def _run_search(
-        self,
-        search: "SearchConfig",
-        space: Sequence["Axis"],
-        fixed_overrides: Sequence[str],
-        folder: Path,
-    ) -> None:
-        from scalewise.commands import show
-        from scalewise.hpo import optuna_study
-
-        optuna_search = optuna_study.open_study(search, space, folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        show.print_search_start(optuna_search, optuna_search.reclaim_trials())
-        is_stopped = False
-        while not is_stopped and (trials := optuna_search.ask_trials()):
-            first_number = 1 + max(
-                (int(str(r["number"])) for r in optuna_study.sweep_jobs(folder)), default=-1
-            )
-            started_trials = self._launch_trials(
-                optuna_search, trials, fixed_overrides, folder, first_number
-            )
-            for number, trial in enumerate(started_trials, start=first_number):
-                trial_outcome = optuna_study.job_outcome(folder, number)
-                optuna_search.tell_outcome(trial, trial_outcome)
-                is_stopped = is_stopped or trial_outcome.is_lost
-            optuna_study.write_record(optuna_search, folder)
-        show.print_search_result(optuna_study.build_record(optuna_search, folder), folder)
-
-    def _launch_trials(
-        self,
-        optuna_search: "OptunaSearch",
-        trials: Sequence["Trial"],
-        fixed_overrides: Sequence[str],
-        folder: Path,
-        first_number: int,
-    ) -> list["Trial"]:
-        """Run the trials whose config is valid and return them; reject the others."""
-        from scalewise.commands import show
-        from scalewise.config import app
-        from scalewise.hpo.optuna_study import TrialOutcome
-        from scalewise.hpo.space import point_overrides
-
-        job_overrides: list[list[str]] = []
-        started_trials: list[Trial] = []
-        for trial in trials:
-            overrides = [*fixed_overrides, *point_overrides(trial.params)]
-            if error := self._rejection_reason(overrides):
-                reason = "; ".join(str(issue) for issue in error.issues)
-                optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
-                app.record_rejected(error)
-                show.print_rejected_trial(trial.number, trial.params, reason)
-                continue
-            number = first_number + len(started_trials)
-            optuna_search.assign_job(trial, folder, number, folder / str(number))
-            started_trials.append(trial)
-            job_overrides.append(overrides)
-        if job_overrides:
-            self.launcher.launch(job_overrides, first_number)
-        return started_trials
-
-    def _rejection_reason(self, overrides: Sequence[str]) -> Any:
-        from scalewise.config import app
-
-        return app.rejection_reason(self.loader, self.config, overrides)
-
-
-def _missing_package_issues() -> Iterator["ConfigIssue"]:
-    from scalewise.errors import ConfigIssue
-
-    try:
-        import optuna  # noqa: F401 (availability check)
-    except ImportError:
-        reason, fix = "optuna is not installed", "pip install 'scalewise[optuna]'"
-        yield ConfigIssue("hydra/sweeper", "optuna", reason, fix)
+        axes = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        TrialRunner(self.loader, self.config, self.launcher).run(axes, self.options)
 
 
 @dataclass
