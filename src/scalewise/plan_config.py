@@ -39,7 +39,7 @@ class MemoryMethod(StrEnum):
     """How peak memory is predicted."""
 
     ledger = "ledger"
-    """Analytic model of the configs; takes milliseconds and imports no torch."""
+    """Analytic memory model, computed from the configs; imports no torch."""
     trace = "trace"
     """One step of the real module with FakeTensor; imports torch and takes seconds."""
 

@@ -21,9 +21,9 @@ class TrainerConfig:
     max_steps: int | None = 1000
     """Training length, in optimizer steps."""
     max_tokens: int | None = None
-    """Training length, in tokens; rounded up to whole steps."""
+    """Training length, in tokens; rounded up to whole steps; requires ``max_steps=null``."""
     max_epochs: float | None = None
-    """Training length, in epochs; rounded up to whole steps."""
+    """Training length, in epochs; rounded up to whole steps; requires ``max_steps=null``."""
     micro_batch: int | str = 8
     """Micro-batch size of one forward pass on one rank, in samples; auto: the largest that fits in
     memory."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,8 @@ def test_documented_example_runs(script: Path, run_cli: CliRunner) -> None:
 @pytest.mark.parametrize("page", EXTEND, ids=lambda path: path.stem)
 def test_extend_page_works_as_written(page: Path, run_cli: CliRunner) -> None:
     """The files of the page are written and its commands run, in order."""
-    paths = os.pathsep.join((str(run_cli.cwd), run_cli.environment["PYTHONPATH"]))
+    folders = (run_cli.cwd, run_cli.cwd / "installed")
+    paths = os.pathsep.join((*map(str, folders), run_cli.environment["PYTHONPATH"]))
     for block in blocks(page):
         if block.title:
             file = run_cli.cwd / block.title
@@ -61,13 +62,10 @@ def test_extend_page_works_as_written(page: Path, run_cli: CliRunner) -> None:
 
 
 def install(project: Path) -> None:
-    """What an editable install of a project leaves on the path: its entry points."""
-    head = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    folder = project / f"{head['name']}-{head['version']}.dist-info"
-    folder.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {head['name']}\nVersion: {head['version']}\n"
-    (folder / "METADATA").write_text(metadata, "utf-8")
-    lines = []
-    for group, entries in head["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    """Install a project as its page does, but into ``installed`` and without the network."""
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-index")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", "installed", "-e", "."],
+        cwd=project,
+        check=True,
+    )

@@ -71,8 +71,8 @@ def prediction_figure(records: Path) -> str:
     """Error of the predicted peak memory, in one sentence."""
     errors = _read_record(records / "cpu" / "ledger.json")["trained"]["errors"]
     return _fill_marks(
-        f"- **Prediction:** over {errors['rows']} small runs with every native parallelism "
-        f"strategy, the predicted peak memory differs from the measured peak by "
+        f"- **Prediction:** over {errors['rows']} small runs with every parallelism "
+        f"strategy but DeepSpeed, the predicted peak memory differs from the measured peak by "
         f"{_percent(errors['median'])} (median) and {_percent(errors['worst'])} (worst)."
     )
 
@@ -81,14 +81,14 @@ def overhead_figure(records: Path) -> str:
     """Step time next to hand-written loops, in one sentence."""
     record = _read_record(records / "cpu" / "parallel.json")
     ratios = " and ".join(
-        "{median:.2f} times ({low:.2f} to {high:.2f}) with {name}".format(
+        "{median:.2f} ({low:.2f} to {high:.2f}) with {name}".format(
             name=name.upper(), **strategy["ratio"]
         )
         for name, strategy in record["layouts"].items()
     )
     return _fill_marks(
-        f"- **Overhead:** a training step takes {ratios} the time of a hand-written PyTorch loop, "
-        f"on {record['ranks']} CPU ranks."
+        f"- **Overhead:** the time of a training step, relative to a hand-written PyTorch loop on "
+        f"{record['ranks']} CPU ranks, is {ratios} (95% interval)."
     )
 
 
@@ -104,9 +104,9 @@ def equality_figure(records: Path) -> str:
         )
     )
     return _fill_marks(
-        f"- **Equality:** over {len(single)} fp32 steps with the same seed, the losses under "
-        f"{', '.join(STRATEGIES[:-1])} and {STRATEGIES[-1]} differ from those on one device by at "
-        f"most {worst:.1e}, relatively."
+        f"- **Equality of strategies:** over {len(single)} fp32 steps with the same seed, the "
+        f"losses under {', '.join(STRATEGIES[:-1])} and {STRATEGIES[-1]} differ from those on one "
+        f"device by at most {worst:.1e}, relatively."
     )
 
 
@@ -120,11 +120,11 @@ def memory_figures(records: Path) -> str:
     )
     return _fill_marks(
         f"`scalewise bench ledger` ({record['date'][:10]}) compares the predicted peak with the "
-        f"measured peak of allocated tensors. Over {trained['rows']} small runs with every native "
-        f"parallelism strategy the error is {run_errors}. Over {traced['rows']} large "
-        f"configurations, up to 8B parameters on 128 devices and 70B on 32, it is {trace_errors}, "
-        f"against a FakeTensor trace. Over {zero['rows']} small runs with DeepSpeed it is "
-        f"{zero['median']:.1%} at the median and {zero['worst']:.1%} at the worst."
+        f"measured peak of allocated tensors. Over {trained['rows']} small runs with every "
+        f"parallelism strategy but DeepSpeed the error is {run_errors}. Over {traced['rows']} "
+        f"large configurations, up to 8B parameters on 128 devices and 70B on 32, it is "
+        f"{trace_errors}, against a FakeTensor trace. Over {zero['rows']} small runs of DeepSpeed "
+        f"it is {zero['median']:.1%} at the median and {zero['worst']:.1%} at the worst."
     )
 
 

@@ -13,6 +13,11 @@ from scalewise.typed_override import override, shell_word
 
 PLACEHOLDERS = {"int": "NUMBER", "float": "NUMBER", "list": ["TEXT"], "mapping": {"NAME": 1}}
 """Value of an example by the first word of the type, if the default is no example."""
+REQUIRED_OVERRIDES = {
+    "trainer.max_tokens": ["trainer.max_steps=null"],
+    "trainer.max_epochs": ["trainer.max_steps=null"],
+}
+"""Further overrides that the example of a key requires."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,7 +118,7 @@ def _key_lines(key: str) -> Iterator[str]:
         rows += _labeled("default", texts)
     choice = [] if chosen == default_option else [override(group, chosen)]
     words = ["-m"] * (group in option_docs.HYDRA_SUMMARIES)
-    words += [*choice, override(key, example_value(entry))]
+    words += [*choice, *REQUIRED_OVERRIDES.get(key, []), override(key, example_value(entry))]
     rows.append(("example", f"scalewise train {' '.join(map(shell_word, words))}"))
     yield from table_lines(rows, 8)
 

@@ -112,11 +112,21 @@ def test_explain_output_of_every_key_fits_80_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["parallelism.shards", "optimizer.offload", "plan.search", "callbacks.ema.decay", "seed"]
+    "key",
+    [
+        "trainer.max_tokens",
+        "trainer.max_epochs",
+        "parallelism.shards",
+        "optimizer.offload",
+        "plan.search",
+        "callbacks.ema.decay",
+        "seed",
+    ],
 )
 def test_explain_example_composes(key: str) -> None:
     example = words("\n".join(explain.explain_lines(key))).split("example scalewise train ")[1]
-    assert diagnose_overrides(shlex.split(example), check_machine=False) == []
+    overrides = shlex.split(example.replace("NUMBER", "100000"))
+    assert diagnose_overrides(overrides, check_machine=False) == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ INLINE = re.compile(r"`(scalewise [a-z][^`]*)`")
 OTHER = {
     "make": lambda line: re.search(rf"^{line.split()[1]}:", MAKEFILE, re.MULTILINE) is not None,
     "source": lambda line: line == "source .venv/bin/activate",
-    "pip": lambda line: line == "pip install -e .",  # an integration test stands in for it
+    "pip": lambda line: line == "pip install -e .",  # run by an integration test
 }
 """Lines that call no subcommand of scalewise, by their first word, and what is checked of them."""
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
