@@ -96,7 +96,9 @@ class DeviceMemory(ModelStateMemory):
             StepPhase.backward_first: blocks[0].backward_peak,
             StepPhase.backward_embedding: embedding.backward_peak,
         }
-        yield MemoryEntry("at work", bytes_by_phase, "", "temporary tensors of the running part")
+        yield MemoryEntry(
+            "at work", bytes_by_phase, "", "of the module that is running, freed after it"
+        )
 
     def _pipeline_entries(self) -> Iterator[MemoryEntry]:
         """Pipeline stages: activations of waiting micro-batches, and communication buffers."""

@@ -55,7 +55,7 @@ class ModelStateMemory(RankStep):
             * rank_memory.forward_spec.rope_element_bytes
             // 4,
             ALL_PHASES,
-            "2 x context x head width",
+            "2 x model.context x head size",
             "RoPE tables of all positions, unsharded on every rank",
         )
         trained, state = (
@@ -154,8 +154,8 @@ class ModelStateMemory(RankStep):
         return MemoryEntry(
             "gradient of the tied head",
             phases,
-            f"{weight.numel:,}",
-            "waits for the second gradient",
+            f"{weight.numel:,} x {self.rank_memory.forward_spec.gradient_element_bytes} B",
+            "of the head, until the embedding's gradient is added",
         )
 
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
