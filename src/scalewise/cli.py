@@ -144,6 +144,7 @@ def _complete(arguments: list[str]) -> int:
     if words[0] in COMMANDS:
         line = " ".join([program, *words[1:]])
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))
-    from scalewise.config.app import Command, run_command
+    from scalewise.config.app import run_command
+    from scalewise.config.command import Command
 
     return run_command(Command(), ["-sc", *arguments[1:]])

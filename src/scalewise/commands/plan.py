@@ -9,7 +9,8 @@ from typing import cast
 
 from scalewise import plain_console
 from scalewise.commands import show, show_plan, show_search
-from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
+from scalewise.config.app import run_command
+from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine

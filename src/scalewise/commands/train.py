@@ -8,7 +8,8 @@ from pathlib import Path
 
 from scalewise.commands import publish, show
 from scalewise.commands.fit import resolve_auto, resolve_auto_all
-from scalewise.config.app import Command, JobOutcome, SweepJob, run_command
+from scalewise.config.app import run_command
+from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.config.compose import changed_from_defaults
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors

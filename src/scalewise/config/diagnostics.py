@@ -8,22 +8,27 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import islice
 from types import UnionType
 from typing import Any
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
 from scalewise import registry
-from scalewise.config import paths, sweep_grid
+from scalewise.config import paths
 from scalewise.config.hydra_context import hydra_session
 from scalewise.config.launchers import launcher_issues
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
+from scalewise.config.parsed_override import (
+    display_value,
+    override_key,
+    override_text,
+    override_values,
+)
 from scalewise.errors import (
     ConfigError,
     ConfigIssue,
@@ -35,9 +40,6 @@ from scalewise.errors import (
 from scalewise.redaction import contains_secret
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override, shell_word
-
-MAX_SWEEP_LENGTH = 100
-"""Number of values of a sweep that are checked here; later every job is validated."""
 
 COMPOSING = " raised while composing config:"
 """End of a line of Hydra that names a file; the next line has the reason."""
@@ -73,8 +75,8 @@ def _sweep_issues(override: Override | None) -> Iterator[ConfigIssue]:
     if override is not None and override.is_sweep_override():
         fix = "add -m for a sweep, or quote a string with a comma"
         yield ConfigIssue(
-            _override_key(override),
-            _display_value(override),
+            override_key(override),
+            display_value(override),
             "has several values, for one run",
             fix,
         )
@@ -104,7 +106,7 @@ def diagnose_overrides(
         return issues
     with hydra_session() as loader:
         parsed = [o for text in override_list if (o := _parse_override(text, issues)) is not None]
-        groups = [o for o in parsed if _option_names(_override_key(o), loader)]
+        groups = [o for o in parsed if _option_names(override_key(o), loader)]
         valid = [o for o in groups if not _extend(issues, _choice_issue(o, loader))]
         values = [o for o in parsed if o not in groups]
         if issues and not valid and not values:
@@ -130,7 +132,7 @@ def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
         override = OverridesParser.create().parse_override(text)
     except Exception:  # the parser raises several types
         override = None
-    if override is None or not _override_key(override).strip("./@ "):
+    if override is None or not override_key(override).strip("./@ "):
         issues.append(
             ConfigIssue("", "", f"cannot parse the override '{format_value(text)}'", GRAMMAR)
         )
@@ -155,13 +157,13 @@ def _compose_compatible(
     groups: Sequence[Override], issues: list[ConfigIssue]
 ) -> tuple[DictConfig | None, list[str]]:
     """Compose the choices that are compatible; return the config and their overrides."""
-    compatible = [_override_text(override) for override in groups]
+    compatible = [override_text(override) for override in groups]
     config = _try_compose(compatible)
     if not isinstance(config, Exception):
         return config, compatible
     compatible, config = [], _try_compose([])
-    distinct = {_override_text(override): override for override in groups}
-    for text, override in sorted(distinct.items(), key=lambda it: _override_key(it[1]) in PRESETS):
+    distinct = {override_text(override): override for override in groups}
+    for text, override in sorted(distinct.items(), key=lambda it: override_key(it[1]) in PRESETS):
         result = _try_compose([*compatible, text])
         if isinstance(result, Exception):
             issues.append(_issue_from_conflict(override, result, compatible))
@@ -181,19 +183,17 @@ def _issue_from_conflict(
     An experiment or sweep that sets keys of an option conflicts with other options.
     """
     key = getattr(error.__context__, "full_key", None) or ""
-    for choice in compatible_overrides if _override_key(override) in PRESETS else ():
+    for choice in compatible_overrides if override_key(override) in PRESETS else ():
         if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
             reason = f"sets keys that {choice} lacks, such as {key}"
-            fix = f"remove it, or choose another {_override_key(override)}"
-            return ConfigIssue(_override_key(override), _display_value(override), reason, fix)
-    return ConfigIssue(_override_key(override), _display_value(override), _first_sentence(error))
+            fix = f"remove it, or choose another {override_key(override)}"
+            return ConfigIssue(override_key(override), display_value(override), reason, fix)
+    return ConfigIssue(override_key(override), display_value(override), _first_sentence(error))
 
 
 def _choices_of(override: Override, compatible_overrides: Sequence[str]) -> list[str]:
     """Options that an experiment or sweep chooses, so that their keys exist."""
-    config = (
-        _try_compose([_override_text(override)]) if _override_key(override) in PRESETS else None
-    )
+    config = _try_compose([override_text(override)]) if override_key(override) in PRESETS else None
     if not isinstance(config, DictConfig):
         return []
     choices = OmegaConf.select(config, "hydra.runtime.choices")
@@ -209,14 +209,14 @@ def _hydra_issues(
     """Yield Hydra's errors of overrides that passed the other checks."""
     single = [o for o in overrides if not o.is_sweep_override()]
     if not single or not isinstance(
-        _try_compose([*compatible_overrides, *map(_override_text, single)]), Exception
+        _try_compose([*compatible_overrides, *map(override_text, single)]), Exception
     ):
         return
     for override in single:
-        result = _try_compose([*compatible_overrides, _override_text(override)])
+        result = _try_compose([*compatible_overrides, override_text(override)])
         if isinstance(result, Exception):
             yield ConfigIssue(
-                _override_key(override), _display_value(override), _first_sentence(result)
+                override_key(override), display_value(override), _first_sentence(result)
             )
 
 
@@ -233,64 +233,24 @@ def _extend(issues: list[ConfigIssue], new_issues: Iterable[ConfigIssue]) -> boo
     return bool(new_issues)
 
 
-def _override_key(override: Override) -> str:
-    return str(override.key_or_group)
-
-
-def _override_text(override: Override) -> str:
-    return str(override.input_line)
-
-
-def _display_value(override: Override) -> object:
-    if override.is_delete():
-        return None
-    try:
-        return override.get_value_string()
-    except Exception:  # Hydra cannot format some values
-        return _override_text(override).partition("=")[2]
-
-
-def _override_values(override: Override) -> list[Any]:
-    """Value of an override, or the first values of a sweep."""
-    if not override.is_sweep_override():
-        return [_plain_value(override.value())]
-    try:
-        sweep_grid.bounded_count(override)  # a shuffled range is materialized
-        return [
-            _plain_value(value) for value in islice(override.sweep_iterator(), MAX_SWEEP_LENGTH)
-        ]
-    except Exception:  # a glob, an interval or an empty range: Hydra checks it
-        return []
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, list):
-        return [_plain_value(entry) for entry in value]
-    if isinstance(value, dict):
-        return {_plain_value(key): _plain_value(entry) for key, entry in value.items()}
-    return value
-
-
 def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIssue]:
-    group, text = _override_key(override), _override_text(override)
+    group, text = override_key(override), override_text(override)
     if group == "hydra/launcher":
-        yield from launcher_issues(_display_value(override))
+        yield from launcher_issues(display_value(override))
         return
     if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
         return
     in_defaults = group in (*paths.GROUPS, *PRESETS)
     if override.is_add() and in_defaults:
         fix = f"remove the +: {shell_word(text[1:])}"
-        yield ConfigIssue(group, _display_value(override), "is already chosen", fix)
+        yield ConfigIssue(group, display_value(override), "is already chosen", fix)
         return
     if not override.is_add() and not in_defaults:
         fix = f"add a +: {shell_word('+' + text)}"
-        yield ConfigIssue(group, _display_value(override), "is not in the defaults list", fix)
+        yield ConfigIssue(group, display_value(override), "is not in the defaults list", fix)
         return
     options = _option_names(group, loader)
-    for value in _override_values(override):
+    for value in override_values(override):
         if isinstance(value, dict):
             continue
         if value is None or (isinstance(value, list) and group != "callbacks"):
@@ -308,12 +268,12 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
 def _value_issue(
     override: Override, config: DictConfig, loader: ConfigLoader
 ) -> Iterator[ConfigIssue]:
-    key = _override_key(override)
+    key = override_key(override)
     if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
         return
     adds = override.is_add() or override.is_force_add()
     if not adds and not _exists(config, key):
-        shown_value = _display_value(override)
+        shown_value = display_value(override)
         fix = _closest_key(key, config, loader)
         if _accepts_new_keys(key.rpartition(".")[0], config) and not fix.startswith("did you mean"):
             fix = f"to add an entry, write {shell_word(f'+{key}={shown_value}')}"
@@ -325,10 +285,10 @@ def _value_issue(
             yield ConfigIssue(key, None, "cannot be deleted", fix)
         return
     default = _node_at(config, key)
-    for value in _override_values(override):
+    for value in override_values(override):
         if isinstance(value, dict) and not adds and _accepts_new_keys(key, config):
-            fix = f"write {shell_word(f'+{key}={_display_value(override)}')}"
-            yield ConfigIssue(key, _display_value(override), "adds entries", fix)
+            fix = f"write {shell_word(f'+{key}={display_value(override)}')}"
+            yield ConfigIssue(key, display_value(override), "adds entries", fix)
             continue
         try:
             with open_dict(config):
