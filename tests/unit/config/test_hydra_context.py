@@ -8,7 +8,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from hydra_plugins.scalewise_parts import PartSearchPath, PartSource
+from hydra_plugins.scalewise_conf_folder import ConfFolderSearchPath, ConfFolderSource
 from scalewise.config import app, paths
 from scalewise.config.hydra_context import hydra_session
 
@@ -36,7 +36,9 @@ def test_composed_config_equals_plain_hydra(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = composed(overrides)
-    monkeypatch.setattr(PartSearchPath, "manipulate_search_path", lambda self, search_path: None)
+    monkeypatch.setattr(
+        ConfFolderSearchPath, "manipulate_search_path", lambda self, search_path: None
+    )
     plain = composed(overrides)
     assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(plain)
     for group in GROUPS:
@@ -60,7 +62,7 @@ def test_file_with_a_schema_error_is_composed_by_hydra(
     (tmp_path / "mine.yaml").write_text(
         f"defaults:\n  - /schema/optimizer/adamw@_here_\n  - _self_\n\n{text}\n", "utf-8"
     )
-    config = PartSource("main", str(tmp_path)).load_config("mine").config
+    config = ConfFolderSource("main", str(tmp_path)).load_config("mine").config
     assert ("defaults" not in config) is laid
     assert ("_target_" in config) is laid
 
@@ -72,13 +74,13 @@ def test_file_with_a_schema_error_is_composed_by_hydra(
 def test_file_with_other_defaults_is_composed_by_hydra(defaults: str, tmp_path: Path) -> None:
     app.prepare()
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nlr: 1.0\n", "utf-8")
-    config = PartSource("main", str(tmp_path)).load_config("mine").config
+    config = ConfFolderSource("main", str(tmp_path)).load_config("mine").config
     assert set(config) == {"defaults", "lr"}
 
 
 def test_edited_file_is_read_again(tmp_path: Path) -> None:
     app.prepare()
-    source, file = PartSource("main", str(tmp_path)), tmp_path / "mine.yaml"
+    source, file = ConfFolderSource("main", str(tmp_path)), tmp_path / "mine.yaml"
     head = "defaults: [/schema/optimizer/adamw@_here_, _self_]"
     for rate in (0.5, 0.25):
         file.write_text(f"{head}\nlr: {rate}\n", "utf-8")

@@ -25,13 +25,13 @@ if yaml.__with_libyaml__:  # the C parser is faster: reading took a twelfth of a
     _LOADER = type("Loader", (yaml.CSafeLoader, _LOADER), {})
 
 
-class PartSource(FileConfigSource):
+class ConfFolderSource(FileConfigSource):
     """File source that merges a config with its schema if the schema is its only default."""
 
     @staticmethod
     def scheme() -> str:
         """URL scheme of the source on the search path."""
-        return "scalewise-parts"
+        return "scalewise-conf"
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a file, merged with its schema."""
@@ -64,8 +64,8 @@ class PartSource(FileConfigSource):
         return ConfigResult(self.provider, path, config, header)
 
 
-class PartSearchPath(SearchPathPlugin):
-    """Search path plugin that replaces conf/ by ``PartSource``, in scalewise only."""
+class ConfFolderSearchPath(SearchPathPlugin):
+    """Search path plugin that replaces conf/ by ``ConfFolderSource``, in scalewise only."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Replace the entry of conf/."""
@@ -74,4 +74,4 @@ class PartSearchPath(SearchPathPlugin):
         conf = str(paths.project_root() / "conf")
         for part in search_path.get_path():
             if part.path.removeprefix("file://") == conf:
-                part.path = f"{PartSource.scheme()}://{conf}"
+                part.path = f"{ConfFolderSource.scheme()}://{conf}"

@@ -1,4 +1,4 @@
-"""Hydra config source of mounted experiments and sweeps, with default package ``_global_``.
+"""Hydra config source of experiments and sweeps, with default package ``_global_``.
 
 Hydra imports this module in every application, so heavy imports are inside the functions.
 """
@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from scalewise.compat.hydra import add_listed_name, header_dict, normalized_file_name
 
 
-class MountedSource(ConfigSource):
+class ExperimentSource(ConfigSource):
     """Config source that serves ``scalewise.config.search_path.MOUNTED_FILES``."""
 
     @property
@@ -66,7 +66,7 @@ class MountedSource(ConfigSource):
         return sorted(names)
 
 
-class MountedSearchPath(SearchPathPlugin):
+class ExperimentSearchPath(SearchPathPlugin):
     """Search path plugin: mounted files come after conf/ and before the folder of ``-cd``.
 
     Hydra reads the folder of ``-cd`` from its command line; other compositions append it here.
@@ -79,6 +79,6 @@ class MountedSearchPath(SearchPathPlugin):
 
         conf = str(paths.project_root() / "conf")
         if any(part.path.endswith(conf) for part in search_path.get_path()):
-            search_path.append("scalewise", f"{MountedSource.scheme()}://mounted")
+            search_path.append("scalewise", f"{ExperimentSource.scheme()}://mounted")
             for folder in USER_FOLDERS:
                 search_path.append("scalewise", f"file://{folder}")
