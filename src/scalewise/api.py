@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from scalewise import console
-from scalewise.commands.fit import resolve_auto
+from scalewise.commands.auto_resolution import resolve_auto
 from scalewise.commands.publish import after_training
 from scalewise.config.compose import changed_from_defaults, compose
 from scalewise.failures import report_errors

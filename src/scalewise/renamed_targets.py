@@ -41,7 +41,7 @@ _RENAMED = {
     "objectives.classification.Classification": "objectives.config.Classification",
     "objectives.dpo.DPO": "objectives.config.DPO",
     "objectives.grpo.GRPO": "objectives.config.GRPO",
-    "objectives.module.OfModule": "objectives.config.ModuleDecides",
+    "objectives.module.OfModule": "objectives.config.SetByModule",
     "objectives.module.UserModule": "objectives.config.UserModule",
     "objectives.seq2seq.Seq2Seq": "objectives.config.Seq2Seq",
     "optimizers.adam.AdamW": "optimizers.config.AdamWConfig",

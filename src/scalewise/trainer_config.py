@@ -10,7 +10,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
 AUTO = "auto"
-SIZE = "trainer.micro_batch"
+MICRO_BATCH_KEY = "trainer.micro_batch"
 
 
 @register_option("trainer", "trainer")
@@ -69,7 +69,7 @@ class TrainerConfig:
             yield ConfigIssue("trainer.validate_first", True, "requires validation", fix)
         size = self.micro_batch
         if size != AUTO and not (isinstance(size, int) and size >= 1):
-            yield ConfigIssue(SIZE, size, "must be positive, or auto")
+            yield ConfigIssue(MICRO_BATCH_KEY, size, "must be positive, or auto")
         positive = (*set_lengths, "log_every", "validation_rows")
         optional = ("global_batch", "clip_norm", "validate_every")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):

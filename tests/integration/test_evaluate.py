@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
 from scalewise import cli
-from scalewise.checkpoints.trained import load_model
+from scalewise.checkpoints.trained_run import load_model
 from scalewise.commands import evaluate
-from scalewise.commands.trained import load_trained
+from scalewise.commands.run_arguments import load_trained
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.evaluation import generation, validation_metrics
 from scalewise.models.base_module import ModelModule

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import scalewise
 from scalewise import cli
 from scalewise.checkpoints import manifest, store
-from scalewise.commands.trained import load_trained
+from scalewise.commands.run_arguments import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
 from scalewise.models.build import build_model

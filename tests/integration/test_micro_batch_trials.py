@@ -9,8 +9,8 @@ import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner
 
 from scalewise.launch import memory_probe_run
-from scalewise.planner.auto_settings import choose_by_probes, micro_batch_options
-from scalewise.planner.fit_check import FitStatus, RunOption
+from scalewise.planner.auto_settings import choose_by_probes, micro_batch_variants
+from scalewise.planner.fit_check import FitStatus, RunVariant
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
@@ -36,7 +36,9 @@ def test_micro_batch_trials_step_down_below_an_unknown_limit(
     strategy: str, compose: Compose
 ) -> None:
     run = compose(*LONG, f"parallelism={strategy}")
-    assert {way.fit.status for way in micro_batch_options(RunOption(run))} == {FitStatus.fits}
+    assert {variant.fit.status for variant in micro_batch_variants(RunVariant(run))} == {
+        FitStatus.fits
+    }
 
     def limited(tried: RunConfig) -> str:
         return memory_probe_run.probe_status(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from scalewise import ConfigError, Run, compose
-from scalewise.commands.trained import load_trained
+from scalewise.commands.run_arguments import load_trained
 from scalewise.hardware import DeviceKind
 from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter

@@ -15,7 +15,7 @@ from scalewise.bench.memory_accuracy import (
     pipeline_overrides,
 )
 from scalewise.bench.memory_accuracy_runs import FULL, MIXED, fsdp_overrides, mesh_overrides
-from scalewise.planner import worst_rank
+from scalewise.planner import peak_memory
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
 from scalewise.tracing.step_trace import rejection_reason, trace_run, with_cpu_operators
@@ -38,7 +38,7 @@ def run_of(compose: Compose) -> Compose:
 def test_memory_breakdown_equals_trace(overrides: tuple[str, ...], run_of: Compose) -> None:
     run = run_of(*overrides)
     assert rejection_reason(run) is None
-    found, predicted = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
+    found, predicted = trace_run(run), peak_memory.worst_rank_breakdown(with_cpu_operators(run))
     error = predicted.peak / found.peak - 1
     fullest = max(found.phase_peaks, key=lambda moment: found.phase_peaks[moment])
     print(f"{' '.join(overrides)}: {error:+.2%}, {found.peak:,} at {fullest}")

@@ -14,7 +14,7 @@ from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
 from scalewise.models.op_graph import Recompute
-from scalewise.planner import host_memory, worst_rank
+from scalewise.planner import host_memory, peak_memory
 from scalewise.planner.activation_liveness import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.strategies.activation_checkpointing import OffloadedStorages, Restore
@@ -161,7 +161,7 @@ def test_hf_peak_memory_equals_prediction(
     family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     overrides = small(hf_checkpoint(family), *line)
-    predicted = worst_rank.worst_rank_breakdown(compose(overrides))
+    predicted = peak_memory.worst_rank_breakdown(compose(overrides))
     found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1
     print(f"{family} {' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
@@ -206,7 +206,9 @@ def test_hf_memory_breakdown_equals_trace(
 ) -> None:
     run = compose(small(hf_checkpoint(family), *overrides, "model.init=random", "model.depth=8"))
     assert rejection_reason(run) is None
-    assert worst_rank.worst_rank_breakdown(run).peak == pytest.approx(trace_run(run).peak, rel=0.02)
+    assert peak_memory.worst_rank_breakdown(run).peak == pytest.approx(
+        trace_run(run).peak, rel=0.02
+    )
 
 
 @needs_deepspeed
@@ -217,7 +219,7 @@ def test_hf_zero_peak_is_near_prediction(
 ) -> None:
     further = (each for each in line if not each.startswith("model."))
     overrides = small(hf_checkpoint("wide"), "trainer.micro_batch=1", *further)
-    predicted = worst_rank.worst_rank_breakdown(compose(overrides)).peak
+    predicted = peak_memory.worst_rank_breakdown(compose(overrides)).peak
     found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{' '.join(line)}: {predicted / found - 1:+.2%}")
     assert abs(predicted / found - 1) < 0.05

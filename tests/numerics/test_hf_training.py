@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from scalewise import compose
-from scalewise.checkpoints.trained import load_model
-from scalewise.commands.trained import load_trained
+from scalewise.checkpoints.trained_run import load_model
+from scalewise.commands.run_arguments import load_trained
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
 from scalewise.export import AdapterExport

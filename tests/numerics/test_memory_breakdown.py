@@ -10,7 +10,7 @@ from fixtures.strategies import needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM, ZERO
-from scalewise.planner import worst_rank
+from scalewise.planner import peak_memory
 from scalewise.units import GIB
 
 LONG = pytest.mark.exhaustive
@@ -28,7 +28,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     ids=" ".join,
 )
 def test_peak_memory_equals_prediction(overrides: tuple[str, ...], run_job: JobRunner) -> None:
-    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *overrides)))
+    predicted = peak_memory.worst_rank_breakdown(compose((*SMALL, *overrides)))
     metrics = run_job.without_defaults(*SMALL, *overrides).summary["metrics"]
     assert metrics["plan/peak_bytes"] == predicted.peak
     error = predicted.peak / metrics["memory/peak_bytes"] - 1
@@ -91,7 +91,7 @@ def test_auto_checkpointing_reaches_its_memory_budget(
     strategy: tuple[str, ...], share: float, run_job: JobRunner
 ) -> None:
     most, least = (
-        worst_rank.worst_rank_breakdown(compose((*BLOCKS, *strategy, f"memory={option}"))).peak
+        peak_memory.worst_rank_breakdown(compose((*BLOCKS, *strategy, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
     )
     budget = (least + share * (most - least)) / GIB
@@ -115,7 +115,7 @@ def test_auto_checkpointing_reaches_its_memory_budget(
 def test_zero_peak_memory_is_near_prediction(
     overrides: tuple[str, ...], run_job: JobRunner
 ) -> None:
-    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *overrides)))
+    predicted = peak_memory.worst_rank_breakdown(compose((*SMALL, *overrides)))
     found = run_job.without_defaults(*SMALL, *overrides).summary["metrics"]["memory/peak_bytes"]
     error = predicted.peak / found - 1
     print(f"{' '.join(overrides)}: {error:+.2%} at {predicted.peak_phase}")

@@ -14,8 +14,8 @@ from fixtures.strategies import STRATEGIES
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from scalewise import compose
-from scalewise.checkpoints.trained import load_model
-from scalewise.commands.trained import load_trained
+from scalewise.checkpoints.trained_run import load_model
+from scalewise.commands.run_arguments import load_trained
 from scalewise.export import AdapterExport
 from scalewise.export import hf_export as exports
 from scalewise.models.build import build_model

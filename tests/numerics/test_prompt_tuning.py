@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
 from scalewise.checkpoints import peft_import
-from scalewise.commands.trained import load_trained
+from scalewise.commands.run_arguments import load_trained
 from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import is_adapter_weight

@@ -34,8 +34,8 @@ from torchao.quantization import (
 from torchao.quantization.qat import QATConfig
 
 from scalewise import compose
-from scalewise.checkpoints.trained import load_model
-from scalewise.commands.trained import load_trained
+from scalewise.checkpoints.trained_run import load_model
+from scalewise.commands.run_arguments import load_trained
 from scalewise.errors import CheckpointError
 from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from scalewise import compose
 from scalewise.checkpoints import store
-from scalewise.commands.trained import load_trained
+from scalewise.commands.run_arguments import load_trained
 
 DECAY, STEPS = 0.6, 4
 STEPPED = (

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from scalewise import inputs, registry
-from scalewise.commands import trained
+from scalewise.commands import run_arguments
 from scalewise.data import input_files
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.text import PretokenizedData, TextData
@@ -218,11 +218,11 @@ def test_model_weights_are_identified_by_content(tmp_path, monkeypatch):
 
 def test_command_options_are_read_as_overrides():
     options = {"data.paths": "['a b.txt',c.txt]", "data.tokenizer": "x/tokenizer.json", "step": "1"}
-    found = trained._path_options(options)
+    found = run_arguments._path_options(options)
     assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
-    assert trained._path_options({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
+    assert run_arguments._path_options({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
     with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be parsed"):
-        trained._path_options({"data.paths": "[a"})
+        run_arguments._path_options({"data.paths": "[a"})
 
 
 def test_documents_of_earlier_versions_have_no_special_tokens():

@@ -32,7 +32,7 @@ from scalewise.bench.memory_accuracy_runs import (
 from scalewise.console import print_lines
 from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.launch.job import JobSpec, execute
-from scalewise.planner import worst_rank
+from scalewise.planner import peak_memory
 from scalewise.run_config import RunConfig
 from scalewise.tracing.step_trace import trace_run, with_cpu_operators
 from scalewise.units import format_bytes
@@ -167,7 +167,7 @@ def measure(
 
 def _train_and_measure(runs: Mapping[str, RunConfig], folder: Path) -> Iterator[MemoryAccuracyRow]:
     for name, run in runs.items():
-        predicted = worst_rank.worst_rank_breakdown(run)
+        predicted = peak_memory.worst_rank_breakdown(run)
         yield MemoryAccuracyRow(
             name, predicted.peak, _measured_peak(name, run, folder), predicted.peak_phase
         )
@@ -186,7 +186,7 @@ def _measured_peak(name: str, run: RunConfig, folder: Path) -> int:
 
 def _trace(runs: Mapping[str, RunConfig]) -> Iterator[MemoryAccuracyRow]:
     for name, run in runs.items():
-        predicted = worst_rank.worst_rank_breakdown(with_cpu_operators(run))
+        predicted = peak_memory.worst_rank_breakdown(with_cpu_operators(run))
         yield MemoryAccuracyRow(name, predicted.peak, trace_run(run).peak, predicted.peak_phase)
 
 

@@ -51,8 +51,6 @@ from scalewise.errors import CheckpointError
 from scalewise.models.init import local_tensor
 from scalewise.run_files import write_json
 
-TENSORS = ("model", "optimizer")
-"""Folders of tensors in every checkpoint."""
 AVERAGE = "average"
 """Folder of the moving average of the weights, with the names of ``model``."""
 Group = dist.ProcessGroup | None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalewise import plain_console
-from scalewise.commands import trained
+from scalewise.commands import run_arguments
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
 from scalewise.evaluation import ALL, AS_TRAINED
@@ -36,15 +36,15 @@ RECORD = "evaluation.json"
 
 def main(arguments: Sequence[str]) -> int:
     """Print the metrics and write them to ``RUN/evaluation.json``; exit code 0."""
-    issues = list(_option_issues({**DEFAULTS, **trained.parse_options(arguments)}))
-    folder, options = trained.read_arguments("evaluate", arguments, DEFAULTS, issues)
-    trained_run = trained.load_trained(
+    issues = list(_option_issues({**DEFAULTS, **run_arguments.parse_options(arguments)}))
+    folder, options = run_arguments.read_arguments("evaluate", arguments, DEFAULTS, issues)
+    trained_run = run_arguments.load_trained(
         folder, options["step"], options, untrained=options["step"] == "0", needs_data=True
     )
 
     import torch
 
-    from scalewise.checkpoints.trained import autocast_context, load_model
+    from scalewise.checkpoints.trained_run import autocast_context, load_model
     from scalewise.evaluation import evaluate_run
     from scalewise.evaluation.sample import SamplingOptions, sample_text
     from scalewise.evaluation.validation_metrics import CaptionMetrics, ValidationMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalewise.commands import trained
+from scalewise.commands import run_arguments
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
 from scalewise.export import AdapterExport, check_target_free
@@ -16,16 +16,16 @@ DEFAULTS = {"to": "", "step": "last", "adapter": AdapterExport.merged.value}
 def main(arguments: Sequence[str]) -> int:
     """Write the model to ``RUN/export`` or ``to=FOLDER`` and print the path; exit code 0."""
     issues = []
-    adapter_format = trained.parse_options(arguments).get("adapter", AdapterExport.merged)
+    adapter_format = run_arguments.parse_options(arguments).get("adapter", AdapterExport.merged)
     if adapter_format not in set(AdapterExport):
         fix = f"choose one of adapter={', '.join(AdapterExport)}"
         issues.append(ConfigIssue("adapter", adapter_format, "is not an export format", fix))
-    folder, options = trained.read_arguments("export", arguments, DEFAULTS, issues)
+    folder, options = run_arguments.read_arguments("export", arguments, DEFAULTS, issues)
     target = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
     from scalewise.export import hf_export as exports
 
     check_target_free(target)
-    trained_run = trained.load_trained(folder, options["step"], options)
+    trained_run = run_arguments.load_trained(folder, options["step"], options)
     notes = exports.write_export(trained_run, target, AdapterExport(options["adapter"]))
     for line in (f"exported step {trained_run.step} of {folder}", *notes, f"result {target}"):
         print_lines(line)

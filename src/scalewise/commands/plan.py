@@ -18,7 +18,7 @@ from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.sweep_resume import ResumeRequest
 from scalewise.plan_config import MemoryMethod, PlanSearch
-from scalewise.planner import padding, worst_rank
+from scalewise.planner import padding, peak_memory
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
 from scalewise.planner.plan import Plan, build_plan, sum_plans, training_tokens
@@ -201,7 +201,7 @@ def _with_trace(plan: Plan) -> Plan:
         return plan
     with plain_console.get_console().status("tracing"):
         trace = step_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
-    predicted_peak = worst_rank.worst_rank_breakdown(step_trace.with_cpu_operators(plan.run)).peak
+    predicted_peak = peak_memory.worst_rank_breakdown(step_trace.with_cpu_operators(plan.run)).peak
     show_plan.print_trace(trace, predicted_peak)
     traced_peak = plan.fit.breakdown.peak + trace.peak - predicted_peak
     return replace(plan, fit=replace(plan.fit, traced_peak=traced_peak))

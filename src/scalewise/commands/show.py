@@ -20,7 +20,7 @@ from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
 from scalewise.tracking import tables
-from scalewise.trainer_config import AUTO, SIZE
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def print_auto_choices(
     known_overrides = requested_run.overrides
     if micro_batch_choice is not None:
         print_lines(
-            f"{SIZE}={AUTO}: {micro_batch_choice.micro_batch} ({micro_batch_choice.description})"
+            f"{MICRO_BATCH_KEY}={AUTO}: "
+            f"{micro_batch_choice.micro_batch} ({micro_batch_choice.description})"
         )
         known_overrides += micro_batch_choice.overrides
     if overrides := [it for it in run.overrides if it not in known_overrides]:

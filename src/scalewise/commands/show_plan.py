@@ -18,7 +18,7 @@ from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
 from scalewise.planner.step_time import step_part_title
 from scalewise.run_config import RunConfig
-from scalewise.trainer_config import AUTO, SIZE
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.typed_override import command_line, replace_overrides
 from scalewise.units import GIGA, format_bytes, format_count, format_dollars, format_seconds
 
@@ -75,7 +75,11 @@ def print_plan(plan: Plan) -> None:
         )
     console.print(peak, soft_wrap=True)
     if plan.overrides:
-        key = f"{SIZE}={AUTO}" if plan.overrides[0].startswith(SIZE) else "memory=auto"
+        key = (
+            f"{MICRO_BATCH_KEY}={AUTO}"
+            if plan.overrides[0].startswith(MICRO_BATCH_KEY)
+            else "memory=auto"
+        )
         console.print(f"{key}: {' '.join(plan.overrides)}")
     if fit.unmodeled_memory and fit.traced_peak is None:
         console.print(

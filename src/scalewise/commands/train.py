@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalewise.commands import publish, show
-from scalewise.commands.fit import resolve_auto, resolve_auto_all
+from scalewise.commands.auto_resolution import resolve_auto, resolve_auto_all
 from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.config.compose import changed_from_defaults

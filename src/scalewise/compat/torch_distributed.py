@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,7 +17,6 @@ __all__ = [
     "all_to_all",
     "fsdp_parameters",
     "functional_collectives",
-    "process_group",
     "schedule_stages",
     "unsharded_gradients",
 ]
@@ -57,12 +55,6 @@ with private:
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """Process group by the name that operators receive; no public function resolves it."""
-    resolve = private.get("torch.distributed.distributed_c10d:_resolve_process_group")
-    return cast(dist.ProcessGroup, resolve(name))
 
 
 @private.reads("_fsdp_param_group", "_get_fsdp_state", "fsdp_params")

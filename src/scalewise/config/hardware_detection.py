@@ -14,7 +14,7 @@ from scalewise.config.schemas import schema_mirror
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.units import GIB
 
-SIZE = re.compile(r"(\d+) ?GB\b")
+MEMORY_SIZE_PATTERN = re.compile(r"(\d+) ?GB\b")
 """Memory size within a device name: ``A100-SXM4-40GB``."""
 
 
@@ -35,7 +35,7 @@ def detect_hardware(profile: Hardware) -> Hardware:
         if re.search(rf"\b{re.escape(profile_figures['match'])}\b", device)
     ]
     _, name, profile_figures = max(matching, default=(0, "", {}))
-    if profile_figures and (size := SIZE.search(device)):
+    if profile_figures and (size := MEMORY_SIZE_PATTERN.search(device)):
         profile_figures = profile_figures | {
             "memory_gib": min(profile_figures["memory_gib"], float(size[1]))
         }

@@ -172,10 +172,6 @@ class GroupDoc:
     options: tuple[OptionDoc, ...]
     """Options in alphabetical order."""
 
-    def options_with(self, key: str) -> tuple[OptionDoc, ...]:
-        """Options that have a field of this override key."""
-        return tuple(it for it in self.options if key in (entry.key for entry in it.fields))
-
 
 @cache
 def group_summaries() -> Mapping[str, str]:

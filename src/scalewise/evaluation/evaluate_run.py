@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import torch
 from tokenizers import Tokenizer
 
-from scalewise.checkpoints.trained import TrainedRun, load_model
+from scalewise.checkpoints.trained_run import TrainedRun, load_model
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError
 from scalewise.evaluation import ALL, AS_TRAINED, validation_metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from scalewise.checkpoints.trained import TrainedRun
+from scalewise.checkpoints.trained_run import TrainedRun
 from scalewise.data import image_io
 from scalewise.data.chat import ChatData, Seq2SeqData
 from scalewise.data.chat_cache import chat_template

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from scalewise.checkpoints.trained import TrainedRun, load_model
+from scalewise.checkpoints.trained_run import TrainedRun, load_model
 from scalewise.data.prepare import TokenDataset
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import validation_metrics

@@ -11,7 +11,7 @@ from torch import Tensor
 from scalewise.adapters import AdapterConfig, NoAdapterConfig, lora_modules, peft_export
 from scalewise.adapters.lora_config import PiSSAAdapterConfig
 from scalewise.adapters.target_modules import module_name
-from scalewise.checkpoints.trained import TrainedRun
+from scalewise.checkpoints.trained_run import TrainedRun
 from scalewise.errors import ConfigError, DataError
 from scalewise.export import AdapterExport, compressed_tensors, staging_folder, tokenizer_files
 from scalewise.metric_names import METRICS

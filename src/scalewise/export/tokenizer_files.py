@@ -22,8 +22,7 @@ from transformers.utils.hub import (
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
 )
 
-from scalewise.checkpoints import trained
-from scalewise.checkpoints.trained import TrainedRun
+from scalewise.checkpoints.trained_run import TOKENIZER_FILE, TrainedRun, load_tokenizer
 from scalewise.data import chat_templates
 from scalewise.data.chat import CaptionData, ChatData, LabeledText, Seq2SeqData
 from scalewise.data.tokenizer import tokenizer_path
@@ -130,21 +129,21 @@ def _tokenizer_folder(trained_run: TrainedRun) -> Path | None:
 
 def _tokenizer_file(trained_run: TrainedRun, tokenizer_folder: Path | None) -> Path | None:
     """Path of the tokenizer.json of the run; None: the data were token ids."""
-    if (run_file := trained_run.folder / trained.TOKENIZER_FILE).is_file():
-        trained.load_tokenizer(run_file)
+    if (run_file := trained_run.folder / TOKENIZER_FILE).is_file():
+        load_tokenizer(run_file)
         return run_file
     configured = Path(getattr(trained_run.data, "tokenizer", None) or "").expanduser()
     if configured.is_file():
         return configured
-    if tokenizer_folder is not None and (tokenizer_folder / trained.TOKENIZER_FILE).is_file():
-        return tokenizer_folder / trained.TOKENIZER_FILE
+    if tokenizer_folder is not None and (tokenizer_folder / TOKENIZER_FILE).is_file():
+        return tokenizer_folder / TOKENIZER_FILE
     return trained_run.find_tokenizer() if hasattr(trained_run.data, "tokenizer") else None
 
 
 def _write_tokenizer_json(
     trained_run: TrainedRun, target_folder: Path, tokenizer_folder: Path | None, file: Path
 ) -> SpecialTokens:
-    copy_file(file, target_folder / trained.TOKENIZER_FILE)
+    copy_file(file, target_folder / TOKENIZER_FILE)
     if tokenizer_folder is not None:
         _copy(tokenizer_folder, target_folder)
     config: dict[str, Any] = dict(read_json(target_folder / TOKENIZER_CONFIG_FILE))
@@ -192,7 +191,7 @@ def _write_tokenizer_json(
 def _is_declared(trained_run: TrainedRun) -> bool:
     """Whether the other tokenizer files are consistent with the run's tokenizer.json."""
     configured = getattr(trained_run.data, "tokenizer", None)
-    return not configured or tokenizer_path(configured).name == trained.TOKENIZER_FILE
+    return not configured or tokenizer_path(configured).name == TOKENIZER_FILE
 
 
 def _plain_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from scalewise.compat.sweeps import trial_id
+from scalewise.compat.optuna_submitit import trial_id
 from scalewise.errors import ConfigError
 from scalewise.hpo import storage
 from scalewise.hpo.config import DEFAULT_TRIALS, SearchConfig

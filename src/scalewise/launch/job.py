@@ -71,8 +71,6 @@ class JobSpec:
     """Config of the run."""
     command: str = ""
     """Command line that started the job."""
-    verb: str = "train"
-    """Name of the command."""
     varied: Mapping[str, str] = field(default_factory=dict)
     """Overrides by key that differ between the jobs of the sweep."""
     changed: Sequence[Mapping[str, object]] = ()
@@ -254,7 +252,7 @@ def _write_first_status(
     (folder / "checkpoints").mkdir(exist_ok=True)
     exit_reports.prepare_reports(folder)
     status = Status(
-        verb=job_spec.verb,
+        verb="train",
         name=run.name,
         question=run.question,
         command=job_spec.command,

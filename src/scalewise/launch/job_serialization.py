@@ -23,7 +23,6 @@ def write_task(task: SweepTask, file: Path) -> None:
     content = {
         "run": job_spec.run.as_dict(),
         "command": job_spec.command,
-        "verb": job_spec.verb,
         "varied": dict(job_spec.varied),
         "changed": list(job_spec.changed),
         "sweep": job_spec.sweep,
@@ -41,7 +40,6 @@ def read_task(file: Path) -> SweepTask:
     job_spec = JobSpec(
         restore_run(content["run"]),
         command=content["command"],
-        verb=content["verb"],
         varied=content["varied"],
         changed=content["changed"],
         sweep=content["sweep"],

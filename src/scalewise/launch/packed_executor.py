@@ -23,7 +23,7 @@ from scalewise.launch.executor import (
 from scalewise.launch.job import Result
 from scalewise.launch.processes import VISIBLE_DEVICES, ResourceAffinity
 from scalewise.launch.supervisor import SupervisorPool
-from scalewise.planner import host_memory, worst_rank
+from scalewise.planner import host_memory, peak_memory
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, format_bytes
 
@@ -106,7 +106,7 @@ def job_demand(run: RunConfig, slot_capacity: SlotCapacity) -> JobDemand:
     node_bytes = host_memory.node_memory(run).peak + SUPERVISOR_BYTES
     if run.hardware.device is DeviceKind.cuda:
         return JobDemand(run.world_size, node_bytes)
-    rank_bytes = worst_rank.worst_rank_breakdown(run).peak
+    rank_bytes = peak_memory.worst_rank_breakdown(run).peak
     if (limit := run.launch.memory_limit_gib) is not None:
         rank_bytes = min(rank_bytes, int(limit * GIB))
     return JobDemand(
@@ -125,7 +125,7 @@ def rejection_reason(run: RunConfig, demand: JobDemand, slot_capacity: SlotCapac
     capacity = run.hardware.memory_gib
     is_predicted = not run.objective.trace_only
     if is_predicted and run.hardware.device is DeviceKind.cuda and capacity is not None:
-        peak = worst_rank.worst_rank_breakdown(run).peak + int(run.hardware.context_gib * GIB)
+        peak = peak_memory.worst_rank_breakdown(run).peak + int(run.hardware.context_gib * GIB)
         if peak > capacity * GIB:
             return (
                 f"requires {format_bytes(peak)} of device memory; the device has {capacity:g} GiB"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
-from scalewise.compat.sweeps import submit_command
+from scalewise.compat.optuna_submitit import submit_command
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli

@@ -7,7 +7,7 @@ from itertools import islice
 
 from scalewise.hardware import DeviceKind
 from scalewise.launch.outcomes import Outcome
-from scalewise.planner.fit_check import FitReport, RunOption, check_fit
+from scalewise.planner.fit_check import FitReport, RunVariant, check_fit
 from scalewise.planner.suggested_fix import (
     SuggestedFix,
     micro_batch_changes,
@@ -112,6 +112,6 @@ def _simple_suggestions(run: RunConfig) -> Iterator[tuple[str, str]]:
         overrides = (
             " ".join(change.overrides)
             for change in changes(run)
-            if change.apply(RunOption(run)).is_valid
+            if change.apply(RunVariant(run)).is_valid
         )
         yield from ((override, effect) for override in islice(overrides, 1))

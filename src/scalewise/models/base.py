@@ -71,11 +71,11 @@ class TPStyle(StrEnum):
     """Output head sharded by its outputs (dim 0), if it is not tied to the embedding."""
     tokens = "tokens"
     """Replicated norm; with sequence parallelism it reads this rank's shard of the tokens."""
-    positions = "places"
+    positions = "positions"
     """Replicated table of positions."""
-    prompt = "ahead"
+    prompt = "prompt"
     """Replicated prompt vectors; with sequence parallelism each rank continues with its shard."""
-    replicated = "whole"
+    replicated = "replicated"
     """Replicated linear layer that every rank applies to all tokens."""
 
 

@@ -261,7 +261,7 @@ class UserModule(ObjectiveConfig):
 @register_option("optimizer", "module")
 @register_option("schedule", "module")
 @dataclass(frozen=True)
-class ModuleDecides:
+class SetByModule:
     """Placeholder for a group that a user-defined LightningModule decides itself.
 
     The analytic planner rejects it with a ``ConfigError``; use plan.method=trace.

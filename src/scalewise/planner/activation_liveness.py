@@ -289,7 +289,7 @@ def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
 
 
 @lru_cache(maxsize=1024)
-def ends_liveness(
+def non_block_liveness(
     model: ModelConfig,
     forward_spec: ForwardSpec,
     fresh_gradients: bool,

@@ -18,10 +18,10 @@ from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpoin
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time
-from scalewise.planner.fit_check import FitStatus, RunOption
+from scalewise.planner.fit_check import FitStatus, RunVariant
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
-from scalewise.trainer_config import AUTO, SIZE
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.units import GIB, GIGA, TERA, format_bytes
 
 RECOMPUTE_PAIRS = (
@@ -36,18 +36,18 @@ DEFAULT_RATES = step_time.DeviceRates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * 
 OUT_OF_MEMORY = "out_of_memory"
 
 
-def resolve_auto_checkpointing(option: RunOption) -> RunOption:
-    """Option with ``memory=auto`` replaced by the chosen activation checkpointing.
+def resolve_auto_checkpointing(variant: RunVariant) -> RunVariant:
+    """Variant with ``memory=auto`` replaced by the chosen activation checkpointing.
 
     Raises:
         ConfigError: Full recomputation of all blocks exceeds ``memory.budget_gib``.
     """
-    if not isinstance(option.run.memory, AutoCheckpointing):
-        return option
-    budget = option.run.memory.budget_gib
-    if candidates := list(_candidates_within_budget(option, budget)):
+    if not isinstance(variant.run.memory, AutoCheckpointing):
+        return variant
+    budget = variant.run.memory.budget_gib
+    if candidates := list(_candidates_within_budget(variant, budget)):
         return min(candidates, key=_recompute_seconds)
-    full_recompute = option.set_checkpointing(FixedCheckpointing(Recompute.full))
+    full_recompute = variant.set_checkpointing(FixedCheckpointing(Recompute.full))
     peak = full_recompute.fit.breakdown.peak
     if budget is None or peak <= budget * GIB:
         return full_recompute  # the fit status reports the missing memory
@@ -56,21 +56,21 @@ def resolve_auto_checkpointing(option: RunOption) -> RunOption:
     raise ConfigError.for_key("memory.budget_gib", budget, reason, fix)
 
 
-def _recompute_seconds(option: RunOption) -> float:
-    rates = step_time.device_rates(option.run) or DEFAULT_RATES
-    return step_time.recompute_seconds(option.run, rates)
+def _recompute_seconds(variant: RunVariant) -> float:
+    rates = step_time.device_rates(variant.run) or DEFAULT_RATES
+    return step_time.recompute_seconds(variant.run, rates)
 
 
-def _candidates_within_budget(option: RunOption, budget: float | None) -> Iterator[RunOption]:
+def _candidates_within_budget(variant: RunVariant, budget: float | None) -> Iterator[RunVariant]:
     """Yield the run without recomputation if it fits, else the least recomputation of each pair."""
-    without_recompute = option.set_checkpointing(FixedCheckpointing())
+    without_recompute = variant.set_checkpointing(FixedCheckpointing())
     if _is_within_budget(without_recompute, budget):
         yield without_recompute
         return
     for recompute, otherwise in RECOMPUTE_PAIRS:
         candidates = (
-            _with_checkpointing(option, recompute, otherwise, count)
-            for count in range(1, option.run.model.layers + 1)
+            _with_checkpointing(variant, recompute, otherwise, count)
+            for count in range(1, variant.run.model.layers + 1)
         )
         cheapest = next((it for it in candidates if _is_within_budget(it, budget)), None)
         if cheapest is not None and cheapest.is_valid:
@@ -78,20 +78,20 @@ def _candidates_within_budget(option: RunOption, budget: float | None) -> Iterat
 
 
 def _with_checkpointing(
-    option: RunOption, recompute: Recompute, other_recompute: Recompute, count: int
-) -> RunOption:
-    layers = option.run.model.layers
+    variant: RunVariant, recompute: Recompute, other_recompute: Recompute, count: int
+) -> RunVariant:
+    layers = variant.run.model.layers
     if count == layers:
-        return option.set_checkpointing(FixedCheckpointing(recompute))
+        return variant.set_checkpointing(FixedCheckpointing(recompute))
     every = round(layers / count, DIGITS)
-    return option.set_checkpointing(FixedCheckpointing(recompute, every, other_recompute))
+    return variant.set_checkpointing(FixedCheckpointing(recompute, every, other_recompute))
 
 
-def _is_within_budget(option: RunOption, budget: float | None) -> bool:
+def _is_within_budget(variant: RunVariant, budget: float | None) -> bool:
     """Whether a run fits the budget and its device; a budget may exceed the device memory."""
     if budget is None:
-        return option.fit.status.is_acceptable
-    return option.fit.breakdown.peak <= budget * GIB and not option.fit.status.is_out_of_memory
+        return variant.fit.status.is_acceptable
+    return variant.fit.breakdown.peak <= budget * GIB and not variant.fit.status.is_out_of_memory
 
 
 def _round_up_gib(size: int) -> str:
@@ -127,7 +127,7 @@ class MicroBatchChoice:
     @property
     def overrides(self) -> tuple[str, ...]:
         """Overrides that select the micro-batch size."""
-        return (f"{SIZE}={self.micro_batch}",)
+        return (f"{MICRO_BATCH_KEY}={self.micro_batch}",)
 
     @property
     def description(self) -> str:
@@ -138,30 +138,30 @@ class MicroBatchChoice:
         )
 
 
-def micro_batch_options(option: RunOption) -> tuple[RunOption, ...]:
+def micro_batch_variants(variant: RunVariant) -> tuple[RunVariant, ...]:
     """All micro-batch sizes that keep the global batch, smallest first."""
-    trainer = option.run.trainer
-    largest = option.run.micro_batch  # ``auto`` counts as the whole global batch of a rank
-    options = (
-        option.change(f"{SIZE}={size}", trainer=replace(trainer, micro_batch=size))
+    trainer = variant.run.trainer
+    largest = variant.run.micro_batch  # ``auto`` counts as the whole global batch of a rank
+    variants = (
+        variant.change(f"{MICRO_BATCH_KEY}={size}", trainer=replace(trainer, micro_batch=size))
         for size in range(1, largest + 1)
         if largest % size == 0
     )
-    return tuple(it for it in options if it.is_valid)
+    return tuple(it for it in variants if it.is_valid)
 
 
-def choose_by_plan(options: Sequence[RunOption]) -> int:
+def choose_by_plan(variants: Sequence[RunVariant]) -> int:
     """Index of the largest size that is predicted to fit, or 0."""
-    acceptable = (index for index, it in enumerate(options) if it.fit.status.is_acceptable)
+    acceptable = (index for index, it in enumerate(variants) if it.fit.status.is_acceptable)
     return max(acceptable, default=0)
 
 
-def resolve_auto_micro_batch(option: RunOption) -> RunOption:
-    """Option with ``trainer.micro_batch=auto`` replaced by the size that is predicted to fit."""
-    if option.run.trainer.micro_batch != AUTO:
-        return option
-    options = micro_batch_options(option)
-    return options[choose_by_plan(options)]
+def resolve_auto_micro_batch(variant: RunVariant) -> RunVariant:
+    """Variant with ``trainer.micro_batch=auto`` replaced by the size that is predicted to fit."""
+    if variant.run.trainer.micro_batch != AUTO:
+        return variant
+    variants = micro_batch_variants(variant)
+    return variants[choose_by_plan(variants)]
 
 
 def choose_by_probes(
@@ -178,39 +178,39 @@ def choose_by_probes(
     Raises:
         ConfigError: The smallest micro-batch does not fit.
     """
-    options = micro_batch_options(RunOption(run))
-    index = choose_by_plan(options)
-    if options[index].fit.status.is_out_of_memory:
-        raise _too_large_error(options[0], f"{options[0].fit.status} is predicted")
+    variants = micro_batch_variants(RunVariant(run))
+    index = choose_by_plan(variants)
+    if variants[index].fit.status.is_out_of_memory:
+        raise _too_large_error(variants[0], f"{variants[0].fit.status} is predicted")
     if run_probe is None:
-        chosen = options[index]
+        chosen = variants[index]
         return MicroBatchChoice(chosen.run.micro_batch, chosen.fit.status, (), skip_reason)
     probes: list[ProbeResult] = []
 
-    def fits(option: RunOption) -> bool:
-        probes.append(ProbeResult(option.run.micro_batch, run_probe(option.run)))
+    def fits(variant: RunVariant) -> bool:
+        probes.append(ProbeResult(variant.run.micro_batch, run_probe(variant.run)))
         return probes[-1].status == "ok"
 
-    if fits(options[index]):
-        larger = options[index + 1 :]
+    if fits(variants[index]):
+        larger = variants[index + 1 :]
         while larger and not larger[0].fit.status.is_out_of_memory and fits(larger[0]):
             index, larger = index + 1, larger[1:]
     while (
         probes[-1].status == OUT_OF_MEMORY
-        and probes[-1].micro_batch == options[index].run.micro_batch
+        and probes[-1].micro_batch == variants[index].run.micro_batch
     ):
         if index == 0:
-            raise _too_large_error(options[0], "a probe run ran out of memory")
+            raise _too_large_error(variants[0], "a probe run ran out of memory")
         index -= 1
-        fits(options[index])
-    chosen = options[index]
+        fits(variants[index])
+    chosen = variants[index]
     return MicroBatchChoice(chosen.run.micro_batch, chosen.fit.status, tuple(probes))
 
 
-def _too_large_error(option: RunOption, cause: str) -> ConfigError:
-    run, fit, fix = option.run, option.fit, suggest_fix(option.run)
+def _too_large_error(variant: RunVariant, cause: str) -> ConfigError:
+    run, fit, fix = variant.run, variant.fit, suggest_fix(variant.run)
     needed, capacity = format_bytes(fit.reserved[0]), format_bytes(fit.capacity or 0)
     reason = f"micro-batch {run.micro_batch} needs {needed} of {capacity}: {cause}"
     return ConfigError.for_key(
-        SIZE, AUTO, reason, f"set {fix.override_text}" if fix else "see `scalewise plan`"
+        MICRO_BATCH_KEY, AUTO, reason, f"set {fix.override_text}" if fix else "see `scalewise plan`"
     )

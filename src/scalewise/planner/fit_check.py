@@ -11,7 +11,7 @@ from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.models.op_graph import Recompute
-from scalewise.planner import host_memory, worst_rank
+from scalewise.planner import host_memory, peak_memory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
@@ -122,7 +122,7 @@ class FitReport:
 def check_fit(run: RunConfig) -> FitReport:
     """Compare the rank of ``run`` with the highest peak with the hardware."""
     on_cpu, host_gib = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
-    fit = compare_with_hardware(run, worst_rank.worst_rank_breakdown(run))
+    fit = compare_with_hardware(run, peak_memory.worst_rank_breakdown(run))
     has_limit = on_cpu and run.launch.memory_limit_gib is not None
     overhead = _process_overhead(run, fit.peak) if has_limit else 0
     fit = replace(fit, process_overhead=overhead, unmodeled_memory=run.parallelism.unmodeled_memory)
@@ -180,7 +180,7 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
 
 
 @dataclass(frozen=True)
-class RunOption:
+class RunVariant:
     """Changed run, and the overrides that turn the requested run into it."""
 
     run: RunConfig
@@ -188,12 +188,12 @@ class RunOption:
     overrides: tuple[str, ...] = ()
     """Overrides of all changes."""
 
-    def change(self, *overrides: str, **groups: Any) -> RunOption:
-        """Option with more overrides, and with the config groups that they select."""
-        return RunOption(replace(self.run, **groups), (*self.overrides, *overrides))
+    def change(self, *overrides: str, **groups: Any) -> RunVariant:
+        """Variant with more overrides, and with the config groups that they select."""
+        return RunVariant(replace(self.run, **groups), (*self.overrides, *overrides))
 
-    def set_checkpointing(self, memory: FixedCheckpointing) -> RunOption:
-        """Option with this activation checkpointing."""
+    def set_checkpointing(self, memory: FixedCheckpointing) -> RunVariant:
+        """Variant with this activation checkpointing."""
         return self.change(*checkpointing_overrides(memory), memory=memory)
 
     @property

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from scalewise.hardware import DeviceKind
 from scalewise.planner.activation_liveness import offloaded_bytes
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
+from scalewise.planner.peak_memory import breakdown_of
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
-from scalewise.planner.worst_rank import breakdown_of
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA, format_bytes
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from scalewise.planner.auto_settings import resolve_auto_checkpointing, resolve_auto_micro_batch
 from scalewise.planner.communication import list_collectives
-from scalewise.planner.fit_check import FitReport, RunOption, check_fit
+from scalewise.planner.fit_check import FitReport, RunVariant, check_fit
 from scalewise.planner.step_time import StepTime, predict_step_time
 from scalewise.planner.suggested_fix import FitCheck, SuggestedFix, suggest_fix
 from scalewise.run_config import RunConfig
@@ -86,8 +86,8 @@ class Plan:
 
 def build_plan(run: RunConfig) -> Plan:
     """Return the plan of a run from its configs, with ``auto`` values resolved."""
-    option = resolve_auto_checkpointing(resolve_auto_micro_batch(RunOption(run)))
-    return Plan(option.run, option.fit, predict_step_time(option.run), option.overrides)
+    variant = resolve_auto_checkpointing(resolve_auto_micro_batch(RunVariant(run)))
+    return Plan(variant.run, variant.fit, predict_step_time(variant.run), variant.overrides)
 
 
 def plan_record(run: RunConfig) -> dict[str, object]:

@@ -116,9 +116,9 @@ class RankPartition(RankStages):
         return adapter.prompt_tokens > 0 or bool(trained)
 
     @property
-    def adapted_halves(self) -> dict[str, AdaptedHalf]:
+    def adapted_sublayers(self) -> dict[str, AdaptedSublayer]:
         """Number of adapted layers of attention and feedforward, in their order."""
-        return _adapted_halves(self.run.adapter, self.run.model)
+        return _adapted_sublayers(self.run.adapter, self.run.model)
 
     @property
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
@@ -127,7 +127,7 @@ class RankPartition(RankStages):
 
 
 @dataclass
-class AdaptedHalf:
+class AdaptedSublayer:
     """Adapted layers of the attention or the feedforward of a block."""
 
     adapted_column_layers: int = 0
@@ -209,24 +209,26 @@ def _shard_by_kind(
 
 
 @lru_cache(maxsize=64)
-def _adapted_halves(adapter: AdapterConfig, model: ModelConfig) -> dict[str, AdaptedHalf]:
-    halves: dict[str, AdaptedHalf] = {}
+def _adapted_sublayers(adapter: AdapterConfig, model: ModelConfig) -> dict[str, AdaptedSublayer]:
+    sublayers: dict[str, AdaptedSublayer] = {}
     for name, style in model.tensor_parallel_styles().items():
         prefix, _, layer = name.partition("blocks.*.")
         if prefix or style not in (TPStyle.column, TPStyle.row):
             continue
-        name_of_half = layer.split(".")[0]
-        half = halves.setdefault(
-            name_of_half,
-            AdaptedHalf(trains_norm=f"{name_of_half}_norm" in adapter.fully_trained_modules(model)),
+        sublayer_name = layer.split(".")[0]
+        sublayer = sublayers.setdefault(
+            sublayer_name,
+            AdaptedSublayer(
+                trains_norm=f"{sublayer_name}_norm" in adapter.fully_trained_modules(model)
+            ),
         )
-        half.has_prefix |= adapter.prefix_tokens > 0 and name_of_half == "attention"
+        sublayer.has_prefix |= adapter.prefix_tokens > 0 and sublayer_name == "attention"
         adapted = layer in adapter.adapted_layers(model)
-        half.scaled_layers += layer in adapter.scaled_layers(model)
-        half.fully_trained_layers += layer in adapter.fully_trained_modules(model)
-        half.adapted_column_layers += adapted and style is TPStyle.column
-        half.adapted_row_layers += adapted and style is TPStyle.row
-    return halves
+        sublayer.scaled_layers += layer in adapter.scaled_layers(model)
+        sublayer.fully_trained_layers += layer in adapter.fully_trained_modules(model)
+        sublayer.adapted_column_layers += adapted and style is TPStyle.column
+        sublayer.adapted_row_layers += adapted and style is TPStyle.row
+    return sublayers
 
 
 def _is_in_stage(stage: StageSlice, weight: Weight, tied: frozenset[str]) -> bool:

@@ -13,9 +13,9 @@ from scalewise.planner.activation_liveness import (
     EMPTY,
     PartLiveness,
     block_liveness,
-    ends_liveness,
     first_block_liveness,
     model_op_graphs,
+    non_block_liveness,
 )
 from scalewise.planner.memory_breakdown import blocks_by_phase
 from scalewise.planner.rank_memory import RankMemory, shard_elements
@@ -122,7 +122,7 @@ class RankStep:
         self.liveness_by_block = self.simulate_blocks(rank_memory.stages)
         saved_bytes = (each.saved_bytes for each in self.liveness_by_block)
         self.cumulative_saved_bytes = tuple(accumulate(saved_bytes, initial=0))
-        embedding, head, loss = ends_liveness(
+        embedding, head, loss = non_block_liveness(
             run.model, rank_memory.forward_spec, fresh_gradients, self.step_scratch_ratio
         )
         self.embedding_liveness = embedding if rank_memory.has_embedding else EMPTY

@@ -18,7 +18,7 @@ from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
 from scalewise.planner import layout_enumeration
-from scalewise.planner.fit_check import FitStatus, RunOption
+from scalewise.planner.fit_check import FitStatus, RunVariant
 from scalewise.planner.plan import Plan
 from scalewise.planner.step_time import device_rates, predict_step_time
 from scalewise.planner.suggested_fix import LOSS_CHUNK_TOKENS
@@ -144,8 +144,8 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
     fits without recomputation, more recomputation is skipped, unless the search ranks by memory.
     """
     typed = override_keys(run.overrides)
-    for trained in _training_options(RunOption(run), typed):
-        for laid in _layout_options(trained, typed):
+    for trained in _training_variants(RunVariant(run), typed):
+        for laid in _layout_variants(trained, typed):
             if any(
                 (
                     *quantization_issues(laid.run.quantization, laid.run),
@@ -153,8 +153,8 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
                 )
             ):
                 continue
-            for option in _memory_options(laid, typed):
-                candidates = list(_iter_micro_batches(option, typed, trained.overrides))
+            for variant in _memory_variants(laid, typed):
+                candidates = list(_iter_micro_batches(variant, typed, trained.overrides))
                 yield from candidates
                 largest_fits = bool(candidates) and candidates[-1].is_acceptable
                 if largest_fits and run.plan.rank_by is not RankBy.memory:
@@ -162,46 +162,46 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
 
 
 def _iter_micro_batches(
-    base: RunOption, fixed_keys: frozenset[str], training_overrides: Overrides
+    base: RunVariant, fixed_keys: frozenset[str], training_overrides: Overrides
 ) -> Iterator[SearchCandidate]:
     """Yield candidates by increasing micro-batch size until one is out of memory."""
-    for index, option in enumerate(_micro_batch_options(base, fixed_keys)):
-        run = option.run
+    for index, variant in enumerate(_micro_batch_variants(base, fixed_keys)):
+        run = variant.run
         # Only the checks of the strategy depend on the micro-batch size.
-        if any(parallelism_issues(run.parallelism, run)) if index else not option.is_valid:
+        if any(parallelism_issues(run.parallelism, run)) if index else not variant.is_valid:
             continue
-        fit = option.fit
+        fit = variant.fit
         is_out_of_memory = fit.status is FitStatus.out_of_memory
         step_time = None if is_out_of_memory else predict_step_time(run)
         yield SearchCandidate(
-            run, fit, step_time, option.overrides, training_overrides=training_overrides
+            run, fit, step_time, variant.overrides, training_overrides=training_overrides
         )
         if is_out_of_memory:
             return
 
 
-def _training_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
-    run = option.run
+def _training_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
+    run = variant.run
     if run.plan.search not in (PlanSearch.memory, PlanSearch.all):
-        yield option
+        yield variant
         return
-    trained_options = [option]
+    trained_variants = [variant]
     if "precision" not in fixed_keys and run.hardware.bf16_tflops != 0:
         formats = {"bf16_mixed": Precision(compute=FloatFormat.bf16)}
         formats["bf16_true"] = Precision(FloatFormat.bf16, FloatFormat.bf16)
-        trained_options += [
-            option.change(f"precision={name}", precision=precision)
+        trained_variants += [
+            variant.change(f"precision={name}", precision=precision)
             for name, precision in formats.items()
             if _peak_bytes(precision) < _peak_bytes(run.precision)
         ]
-    for trained in trained_options:
+    for trained in trained_variants:
         yield trained
-        adapted_options = [trained] if run.has_frozen_weights else []
+        adapted_variants = [trained] if run.has_frozen_weights else []
         if "adapter" not in fixed_keys and not run.has_frozen_weights:
-            adapted_options = [trained.change("adapter=lora", adapter=LoRAAdapterConfig())]
-            yield from adapted_options
+            adapted_variants = [trained.change("adapter=lora", adapter=LoRAAdapterConfig())]
+            yield from adapted_variants
         if "quantization" not in fixed_keys and isinstance(run.quantization, NoQuantizationConfig):
-            for adapted in adapted_options:
+            for adapted in adapted_variants:
                 yield adapted.change("quantization=nf4", quantization=NF4Config())
         if "optimizer" not in fixed_keys and not isinstance(run.optimizer, SGDConfig):
             yield trained.change("optimizer=sgd", optimizer=SGDConfig())
@@ -211,10 +211,10 @@ def _peak_bytes(precision: Precision) -> int:
     return precision.parameters.bytes + precision.compute.bytes
 
 
-def _layout_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
-    run = option.run
+def _layout_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
+    run = variant.run
     if run.plan.search is PlanSearch.memory:
-        yield option
+        yield variant
         return
     global_batch = run.global_batch
     if run.trainer.global_batch is None:  # at least one sequence per device
@@ -222,18 +222,18 @@ def _layout_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[R
     trainer = replace(run.trainer, global_batch=global_batch)
     for overrides, layout in layout_enumeration.enumerate_layouts(run, fixed_keys):
         if global_batch % layout.data_parallel_size == 0:
-            yield option.change(*overrides, parallelism=layout, trainer=trainer)
+            yield variant.change(*overrides, parallelism=layout, trainer=trainer)
 
 
-def _memory_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
-    run = option.run
+def _memory_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
+    run = variant.run
     chunks: list[int | None] = [run.objective.loss_chunk]
     if run.plan.search is not PlanSearch.layout and chunks == [None]:
         chunks = chunks if "objective.loss_chunk" in fixed_keys else [None, LOSS_CHUNK_TOKENS]
     is_fixed = any(key.split(".")[0] == "memory" for key in fixed_keys)
     for recompute in [None] if is_fixed else Recompute:
         for chunk in chunks:
-            changed = option
+            changed = variant
             if recompute is not None and (memory := FixedCheckpointing(recompute)) != run.memory:
                 changed = changed.set_checkpointing(memory)
             if chunk != run.objective.loss_chunk:
@@ -242,16 +242,16 @@ def _memory_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[R
             yield changed
 
 
-def _micro_batch_options(option: RunOption, fixed_keys: frozenset[str]) -> Iterator[RunOption]:
+def _micro_batch_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
     """Yield micro-batch sizes, or numbers of pipeline micro-batches, from the least memory on."""
-    run, layout, global_batch = option.run, option.run.parallelism, option.run.global_batch
+    run, layout, global_batch = variant.run, variant.run.parallelism, variant.run.global_batch
     rank_sequences = global_batch // layout.data_parallel_size
     is_fixed = "trainer.micro_batch" in fixed_keys
 
-    def with_size(size: int) -> RunOption:
+    def with_size(size: int) -> RunVariant:
         trainer = replace(run.trainer, micro_batch=size, global_batch=global_batch)
         overrides = (f"trainer.micro_batch={size}", f"trainer.global_batch={global_batch}")
-        return option.change(*overrides, trainer=trainer)
+        return variant.change(*overrides, trainer=trainer)
 
     if layout_enumeration.is_pipeline(layout):
         size = run.micro_batch if is_fixed else rank_sequences

@@ -15,7 +15,7 @@ from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner.fit_check import FitReport, RunOption, check_fit, checkpointing_overrides
+from scalewise.planner.fit_check import FitReport, RunVariant, check_fit, checkpointing_overrides
 from scalewise.precision import FloatFormat, Precision
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
@@ -41,9 +41,9 @@ class RunChange:
     kinds: frozenset[str]
     """Kinds of the change; combined changes have distinct kinds."""
 
-    def apply(self, option: RunOption) -> RunOption:
-        """Option with this change."""
-        return option.change(*self.overrides, **self.groups)
+    def apply(self, variant: RunVariant) -> RunVariant:
+        """Variant with this change."""
+        return variant.change(*self.overrides, **self.groups)
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def suggest_fixes(
     for combination in sorted(
         combinations_to_try, key=lambda combination: sum(change.cost for change in combination)
     ):
-        option = RunOption(run)
+        variant = RunVariant(run)
         for change in combination:
-            option = change.apply(option)
-        if not option.is_valid:
+            variant = change.apply(variant)
+        if not variant.is_valid:
             continue
-        if (fit := check(option.run)) is not None and fit.status.is_acceptable:
-            yield SuggestedFix(combination, option.run, option.overrides, fit)
+        if (fit := check(variant.run)) is not None and fit.status.is_acceptable:
+            yield SuggestedFix(combination, variant.run, variant.overrides, fit)
 
 
 def memory_saving_changes(run: RunConfig) -> Iterator[RunChange]:

@@ -21,9 +21,9 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
     # Around each pair of matrices, in forward and backward; embedding and head form one pair.
     reductions = 4 * layers + first + last
     chunked = partition.run.objective.loss_chunk is not None
-    halves = tuple(partition.adapted_halves.values())
+    sublayers = tuple(partition.adapted_sublayers.values())
     # The attention output is recomputed; the block output is not, unless a layer follows it.
-    has_layer_after = halves[-1].adapted_row_layers or partition.run.model.has_post_norm
+    has_layer_after = sublayers[-1].adapted_row_layers or partition.run.model.has_post_norm
     recomputed = partition.recomputed_layers[Recompute.full] * (1 + has_layer_after)
     skipped = _skipped_by_adapter(partition)
     # The reference forward pass runs without the adapter.
@@ -90,19 +90,26 @@ def _skipped_by_adapter(partition: RankPartition) -> SkippedCollectives:
         partition.run.model
     )
     all_gathers, reduce_scatters = int(not trains_input), 0
-    for half in partition.adapted_halves.values():
-        needs_gradient = needs_gradient or half.trains_norm
-        all_gathers += not (needs_gradient or half.trains_before_output)
+    for sublayer in partition.adapted_sublayers.values():
+        needs_gradient = needs_gradient or sublayer.trains_norm
+        all_gathers += not (needs_gradient or sublayer.trains_before_output)
         reduce_scatters += not needs_gradient
-        needs_gradient = needs_gradient or half.trains_before_output or half.adapted_row_layers > 0
+        needs_gradient = (
+            needs_gradient or sublayer.trains_before_output or sublayer.adapted_row_layers > 0
+        )
     return SkippedCollectives(all_gathers, reduce_scatters)
 
 
 def _lora_collectives(partition: RankPartition, layers: int) -> Iterator[Collective]:
     """LoRA: collectives of row-parallel inputs and of column-parallel gradients."""
     axes, passes = ("tensor",), layers * partition.forward_passes
-    columns = sum(half.adapted_column_layers for half in partition.adapted_halves.values()) * passes
-    row_layers = sum(half.adapted_row_layers for half in partition.adapted_halves.values())
+    columns = (
+        sum(sublayer.adapted_column_layers for sublayer in partition.adapted_sublayers.values())
+        * passes
+    )
+    row_layers = sum(
+        sublayer.adapted_row_layers for sublayer in partition.adapted_sublayers.values()
+    )
     rows, recomputed_rows = (
         row_layers * passes,
         row_layers * partition.recomputed_layers[Recompute.full] * partition.forward_passes,

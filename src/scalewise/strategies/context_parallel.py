@@ -70,7 +70,7 @@ class UlyssesAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """``mixed_BTHD`` of this rank's tokens."""
+        """``attention_BTHD`` of this rank's tokens."""
         sharding = self.sharding
         heads, keys = query_BTHD.shape[2], key_BTKD.shape[2]
         if keys % sharding.ranks:  # too few key heads to shard: repeat them per query head
@@ -82,7 +82,7 @@ class UlyssesAttention(nn.Module):
             all_to_all_dims(x, 2, 1, sharding.group)[:, inverse]
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
-        mixed_BHTD = F.scaled_dot_product_attention(
+        attention_BHTD = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -91,7 +91,7 @@ class UlyssesAttention(nn.Module):
             is_causal=mask_B1SS is None,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        ordered = mixed_BHTD.transpose(1, 2)[:, sharding.order_T.to(query_BTHD.device)]
+        ordered = attention_BHTD.transpose(1, 2)[:, sharding.order_T.to(query_BTHD.device)]
         return all_to_all_dims(ordered, 1, 2, sharding.group)
 
 
@@ -105,7 +105,7 @@ class AllGatherAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """``mixed_BTHD`` of this rank's tokens, one chunk of queries at a time."""
+        """``attention_BTHD`` of this rank's tokens, one chunk of queries at a time."""
         sharding = self.sharding
         keys_values = torch.stack((key_BTKD, value_BTKD))
         keys_values = all_gather(keys_values, 2, sharding.group)
@@ -126,7 +126,7 @@ class AllGatherAttention(nn.Module):
                 mask = mask_B1SS[
                     :, :, first : first + sharding.chunk_tokens, : first + sharding.chunk_tokens
                 ]
-            mixed_BHTD = F.scaled_dot_product_attention(
+            attention_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
@@ -134,7 +134,7 @@ class AllGatherAttention(nn.Module):
                 dropout_p=self.dropout if self.training else 0.0,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
-            outputs.append(mixed_BHTD.transpose(1, 2))
+            outputs.append(attention_BHTD.transpose(1, 2))
         return torch.cat(outputs, dim=1)
 
 

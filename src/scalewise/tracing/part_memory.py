@@ -89,7 +89,7 @@ class CountingBlock(nn.Module):
         shared = storage_bytes(others)
         embedding = (0, 0, 0, 0)
         if x.requires_grad:
-            outputs = [CountedLeaf.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
+            outputs = [AllocateGradient.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
             del self.x
             before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             backward_peak = count_backward(outputs, before) - shared
@@ -98,7 +98,7 @@ class CountingBlock(nn.Module):
         return NonBlockParts(embedding, head, x, logits, self.arguments, self.keywords, shared)
 
 
-class CountedLeaf(torch.autograd.Function):
+class AllocateGradient(torch.autograd.Function):
     """Scalar that depends on a tensor; backward allocates the gradient of the tensor."""
 
     @staticmethod
@@ -132,7 +132,7 @@ def measure_part(
 def count_backward(outputs: list[Tensor], live: LiveBytes) -> int:
     """Run backward from the only tensor in ``outputs``, which is removed; return the peak bytes."""
     if outputs[0].dim():  # otherwise a loss
-        outputs[:] = [CountedLeaf.apply(*outputs)]  # type: ignore[no-untyped-call]  # torch's own
+        outputs[:] = [AllocateGradient.apply(*outputs)]  # type: ignore[no-untyped-call]  # torch's own
     live.take_peak()
     root = outputs.pop()
     if root.requires_grad:

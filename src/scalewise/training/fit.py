@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from scalewise.checkpoints import manifest, trained
+from scalewise.checkpoints import manifest, trained_run
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.hardware import DeviceKind
@@ -60,9 +60,9 @@ def fit_run(
     steps = run.num_steps(len(splits.train))
     start = manifest.verify_checkpoint(resume) if resume else 0
     if resume:
-        trained.check_tokenizer(splits, resume.parents[1])
+        trained_run.check_tokenizer(splits, resume.parents[1])
     if rank_info.rank == 0:
-        trained.save_tokenizer(splits, folder)
+        trained_run.save_tokenizer(splits, folder)
         log_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
     module = TrainingModule(run, steps)
     recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))

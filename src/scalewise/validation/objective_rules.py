@@ -18,12 +18,12 @@ from scalewise.objectives import (
     Seq2Seq,
     UserModule,
 )
-from scalewise.objectives.config import ModuleDecides
+from scalewise.objectives.config import SetByModule
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-from scalewise.trainer_config import AUTO, SIZE, TrainerConfig
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY, TrainerConfig
 from scalewise.typed_override import format_override
 
 DEFAULT_OPTIONS = {
@@ -41,7 +41,7 @@ def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for ``GROUP=module`` without objective=module, and for other options with it."""
     for group, default in DEFAULT_OPTIONS.items():
         config = getattr(run, group)
-        is_module = config.is_user_defined if group == "data" else isinstance(config, ModuleDecides)
+        is_module = config.is_user_defined if group == "data" else isinstance(config, SetByModule)
         chosen = run.option(group)
         if is_module and not run.objective.is_user_defined:
             fix = f"set objective=module, or {group}={default}"
@@ -173,7 +173,7 @@ def _trace_only_issues(objective: Seq2Seq, run: RunConfig) -> Iterator[ConfigIss
     if isinstance(run.memory, AutoCheckpointing):
         yield ConfigIssue("memory", "auto", reason, "set memory=checkpoint_full")
     if run.trainer.micro_batch == AUTO:
-        yield ConfigIssue(SIZE, AUTO, reason, f"set {SIZE}=1")
+        yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, f"set {MICRO_BATCH_KEY}=1")
 
 
 @objective_issues.register(UserModule)

@@ -147,7 +147,7 @@ def _group_issues(quantization: QATInt4Config, model: ModelConfig) -> Iterator[C
         yield ConfigIssue("quantization.group", quantization.group, reason, fix)
 
 
-def format_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+def bf16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for bf16 on a device without it."""
     formats = (run.precision.parameters, run.precision.compute)
     if FloatFormat.bf16 in formats and run.hardware.bf16_tflops == 0:

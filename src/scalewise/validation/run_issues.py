@@ -21,7 +21,7 @@ from scalewise.validation.parallelism_rules import (
     parallelism_machine_issues,
 )
 from scalewise.validation.precision_rules import (
-    format_issues,
+    bf16_issues,
     fp16_issues,
     precision_issues,
     quantization_issues,
@@ -68,7 +68,7 @@ def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         if not any(issue.key in ("model.path", "model.depth") for issue in group_issues):
             yield from token_issues(run)
     yield from trusted_imports.module_issues(run)
-    yield from format_issues(run)
+    yield from bf16_issues(run)
     yield from trusted_imports.callback_issues(run)
     if not NAME_PATTERN.fullmatch(run.name) or run.name.startswith("."):
         reason = "must be 1 to 128 printable characters without / and \\ and without a leading dot"

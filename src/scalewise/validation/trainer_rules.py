@@ -19,7 +19,7 @@ from scalewise.plan_config import PlanSearch
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-from scalewise.trainer_config import AUTO, SIZE
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 
 
 @singledispatch
@@ -106,19 +106,21 @@ def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     global_batch, ranks = run.trainer.global_batch, run.parallelism.data_parallel_size
     if global_batch is None:
         reason = "requires trainer.global_batch: otherwise training depends on the device"
-        yield ConfigIssue(SIZE, AUTO, reason, "set trainer.global_batch=64")
+        yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, "set trainer.global_batch=64")
     elif global_batch % ranks:
-        reason = f"is not divisible by {ranks} data-parallel ranks, as {SIZE}=auto requires"
+        reason = (
+            f"is not divisible by {ranks} data-parallel ranks, as {MICRO_BATCH_KEY}=auto requires"
+        )
         fix = f"set trainer.global_batch={ceil(global_batch / ranks) * ranks}"
         yield ConfigIssue("trainer.global_batch", global_batch, reason, fix)
     if run.plan.search is not PlanSearch.none:
         reason = "is not supported with plan.search, which chooses it"
-        yield ConfigIssue(SIZE, AUTO, reason, "remove it")
+        yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, "remove it")
     if isinstance(run.memory, AutoCheckpointing):
         reason = "is not supported with memory=auto, which requires a fixed micro-batch size"
-        search = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
-        fix = f"set {SIZE}=8, or search both with {search}"
-        yield ConfigIssue(SIZE, AUTO, reason, fix)
+        search = f"plan.search=memory plan.fit=auto memory=none {MICRO_BATCH_KEY}=1"
+        fix = f"set {MICRO_BATCH_KEY}=8, or search both with {search}"
+        yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, fix)
 
 
 def schedule_issues(run: RunConfig) -> Iterator[ConfigIssue]:

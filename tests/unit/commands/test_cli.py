@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalewise import cli
-from scalewise.commands import doctor, trained, usage
+from scalewise.commands import doctor, run_arguments, usage
 from scalewise.commands.bench import BENCHMARKS
 from scalewise.config import option_docs, paths
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
@@ -230,8 +230,8 @@ LONG = "x" * 5000
 
 def test_long_prompt_is_not_a_folder(tmp_path: Path) -> None:
     overrides = [str(tmp_path), f"prompt={LONG}"]
-    assert trained.parse_options(overrides) == {"prompt": LONG}
-    folder, options = trained.read_arguments("evaluate", overrides, {"prompt": ""}, [])
+    assert run_arguments.parse_options(overrides) == {"prompt": LONG}
+    folder, options = run_arguments.read_arguments("evaluate", overrides, {"prompt": ""}, [])
     assert (folder, options) == (tmp_path, {"prompt": LONG})
 
 

@@ -10,7 +10,7 @@ import yaml
 from fixtures.hf_checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
-from scalewise.checkpoints.trained import CONFIG_GROUPS
+from scalewise.checkpoints.trained_run import CONFIG_GROUPS
 from scalewise.config import paths, run_naming, sweep_grid
 from scalewise.config.compose import changed_from_defaults, compose, flatten, group_choices
 from scalewise.config.hydra_context import hydra_session

@@ -19,7 +19,7 @@ from transformers import (
     LlamaConfig,
 )
 
-from scalewise.checkpoints.trained import CONFIG_GROUPS, TrainedRun, save_tokenizer
+from scalewise.checkpoints.trained_run import CONFIG_GROUPS, TrainedRun, save_tokenizer
 from scalewise.data import chat_templates
 from scalewise.data.prepare import DataSplits
 from scalewise.errors import ConfigError

@@ -24,7 +24,7 @@ from scalewise.launch.packed_executor import (
     rejection_reason,
     slot_cores,
 )
-from scalewise.planner import worst_rank
+from scalewise.planner import peak_memory
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
@@ -103,7 +103,7 @@ class TestDemand:
         assert beside[1] == pytest.approx(1.3 * GIB, rel=0.01)
 
     def peak(self, run: RunConfig) -> int:
-        return worst_rank.worst_rank_breakdown(run).peak
+        return peak_memory.worst_rank_breakdown(run).peak
 
     def test_job_demand_is_bounded_by_the_memory_limit(self, compose: Compose) -> None:
         free = compose("model=llama_160m", "hardware=cpu")

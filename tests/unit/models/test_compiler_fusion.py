@@ -9,7 +9,7 @@ from scalewise.models.compiler_fusion import fuse
 from scalewise.models.op_graph import OpGraph, OpWork, Recompute
 from scalewise.planner import step_time
 from scalewise.planner.activation_liveness import simulate_part
-from scalewise.planner.worst_rank import worst_rank_breakdown
+from scalewise.planner.peak_memory import worst_rank_breakdown
 
 X, WIDE, SUM = 1000, 4000, 10
 

@@ -11,7 +11,7 @@ from fixtures.strategies import LLAMA_8B
 from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.config import PagedAdamWConfig
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner import worst_rank
+from scalewise.planner import peak_memory
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import (
     checkpoint_bytes,
@@ -58,7 +58,9 @@ def test_host_memory_of_an_offloaded_optimizer(run_of: Compose) -> None:
     assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
     assert "offloaded gradients" not in there
     assert rank_traffic(run, build_rank_memory(run.parallelism, run)).link == 3 * weights
-    saved = worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(run).peak
+    saved = (
+        peak_memory.worst_rank_breakdown(plain).peak - peak_memory.worst_rank_breakdown(run).peak
+    )
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
 
@@ -68,7 +70,7 @@ def test_paged_optimizer_state_moves_only_without_room(run_of: Compose) -> None:
     paged = replace(plain, optimizer=PagedAdamWConfig())
     small = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
     state = 2 * plain.model.num_parameters * 4
-    assert worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(
+    assert peak_memory.worst_rank_breakdown(plain).peak - peak_memory.worst_rank_breakdown(
         paged
     ).peak == pytest.approx(state, rel=1e-3)
     assert lines(paged)["paged optimizer state"] == state

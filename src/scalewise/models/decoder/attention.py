@@ -29,6 +29,7 @@ class SelfAttention(nn.Module):
         self.key = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
         self.value = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
         self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
+        # ``mix`` is in the parameter names of prefix tuning, and so in checkpoints.
         self.mix: nn.Module = CausalAttention(spec.dropout)
 
     def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None) -> Tensor:
@@ -39,8 +40,8 @@ class SelfAttention(nn.Module):
         if rope_2TD is not None:
             query_BTHD = apply_rope(query_BTHD, rope_2TD)
             key_BTKD = apply_rope(key_BTKD, rope_2TD)
-        mixed_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, mask_B1SS)
-        return cast(Tensor, self.output(mixed_BTHD.flatten(-2)))
+        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, mask_B1SS)
+        return cast(Tensor, self.output(attention_BTHD.flatten(-2)))
 
 
 class CausalAttention(nn.Module):
@@ -56,8 +57,8 @@ class CausalAttention(nn.Module):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Return ``mixed_BTHD``; the mask is added to the scores."""
-        mixed_BHTD = F.scaled_dot_product_attention(
+        """Return ``attention_BTHD``; the mask is added to the scores."""
+        attention_BHTD = F.scaled_dot_product_attention(
             query_BTHD.transpose(1, 2),
             key_BTKD.transpose(1, 2),
             value_BTKD.transpose(1, 2),
@@ -66,7 +67,7 @@ class CausalAttention(nn.Module):
             is_causal=mask_B1SS is None,
             enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
         )
-        return mixed_BHTD.transpose(1, 2)
+        return attention_BHTD.transpose(1, 2)
 
 
 class PrefixAttention(CausalAttention):
@@ -83,7 +84,7 @@ class PrefixAttention(CausalAttention):
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
-        """Return ``mixed_BTHD``; the mask has a column for each trained key."""
+        """Return ``attention_BTHD``; the mask has a column for each trained key."""
         key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
         return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.compat.sweeps import study_id
+from scalewise.compat.optuna_submitit import study_id
 from scalewise.errors import Pruned
 from scalewise.hpo import storage
 from scalewise.hpo.storage import TrialLink

@@ -15,7 +15,7 @@ from scalewise.objectives import UserModule
 from scalewise.validation.run_issues import config_issues
 
 if TYPE_CHECKING:
-    from scalewise.checkpoints.trained import TrainedRun
+    from scalewise.checkpoints.trained_run import TrainedRun
 
 
 def read_arguments(
@@ -75,20 +75,20 @@ def load_trained(
     Raises:
         ConfigError: The run or the checkpoint cannot be loaded.
     """
-    from scalewise.checkpoints import trained
+    from scalewise.checkpoints import trained_run
 
     values = inputs.relocate_inputs(
-        trained.read_resolved(folder), folder, _path_options(options or {})
+        trained_run.read_resolved(folder), folder, _path_options(options or {})
     )
     try:
-        configs = [parse_group(group, values[group]) for group in trained.CONFIG_GROUPS]
+        configs = [parse_group(group, values[group]) for group in trained_run.CONFIG_GROUPS]
     except ConfigError as error:
         raise _record_error(folder, error.issues) from None
     if any(isinstance(spec, UserModule) for spec in configs):
         reason = "is a run of a user-defined module"
         fix = "load its checkpoint in your own code"
         raise ConfigError.for_key("", "", f"{folder} {reason}", fix)
-    configs_by_group = zip(trained.CONFIG_GROUPS, configs, strict=True)
+    configs_by_group = zip(trained_run.CONFIG_GROUPS, configs, strict=True)
     issues = [
         issue
         for group, spec in configs_by_group
@@ -97,12 +97,10 @@ def load_trained(
     ]
     if issues:
         raise _record_error(folder, issues)
-    trained_run = trained.TrainedRun(folder, None, int(values["seed"]), *configs)
+    run = trained_run.TrainedRun(folder, None, int(values["seed"]), *configs)
     if untrained:
-        return trained_run
-    return replace(
-        trained_run, checkpoint=trained.choose_checkpoint(folder, step, trained_run.tensor_folders)
-    )
+        return run
+    return replace(run, checkpoint=trained_run.choose_checkpoint(folder, step, run.tensor_folders))
 
 
 def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:

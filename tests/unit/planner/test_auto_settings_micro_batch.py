@@ -10,12 +10,12 @@ import pytest
 from fixtures.strategies import STRATEGIES
 
 from scalewise.checkpoint_config import CheckpointConfig
-from scalewise.commands import fit
+from scalewise.commands import auto_resolution
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.launch.memory_probe_run import shorten_run
 from scalewise.planner import auto_settings
-from scalewise.planner.fit_check import FitStatus, RunOption, check_fit
+from scalewise.planner.fit_check import FitStatus, RunVariant, check_fit
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
@@ -56,8 +56,8 @@ def limited(compose: Compose, *overrides: str, rows: int = 8) -> RunConfig:
 def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Compose) -> None:
     line = STRATEGIES[strategy] if strategy != "single" else ()
     run = limited(compose, *line)
-    option = auto_settings.resolve_auto_micro_batch(RunOption(run))
-    found, told = option.run, option.overrides
+    variant = auto_settings.resolve_auto_micro_batch(RunVariant(run))
+    found, told = variant.run, variant.overrides
     assert told == ("trainer.micro_batch=8",)
     assert check_fit(found).status is FitStatus.fits
     assert found.global_batch == 64
@@ -71,22 +71,22 @@ def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Co
 def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
     piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
-        way.run.micro_batch
-        for way in auto_settings.micro_batch_options(
-            RunOption(compose(*LINE, *piped, check_machine=False))
+        variant.run.micro_batch
+        for variant in auto_settings.micro_batch_variants(
+            RunVariant(compose(*LINE, *piped, check_machine=False))
         )
     ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
-    (way,) = auto_settings.micro_batch_options(
-        RunOption(compose(*LINE, *stepped, check_machine=False))
+    (variant,) = auto_settings.micro_batch_variants(
+        RunVariant(compose(*LINE, *stepped, check_machine=False))
     )
-    assert way.run.micro_batch == 12
+    assert variant.run.micro_batch == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
-    ways = auto_settings.micro_batch_options(RunOption(limited(compose)))
-    for small, large in pairwise(ways):
+    variants = auto_settings.micro_batch_variants(RunVariant(limited(compose)))
+    for small, large in pairwise(variants):
         assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak, small
 
 
@@ -119,7 +119,9 @@ def test_micro_batch_trials_step_down_without_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
-    assert [way.fit.status for way in auto_settings.micro_batch_options(RunOption(run))][3:5] == [
+    assert [variant.fit.status for variant in auto_settings.micro_batch_variants(RunVariant(run))][
+        3:5
+    ] == [
         FitStatus.fits,
         FitStatus.borderline,
     ]
@@ -132,9 +134,9 @@ def test_micro_batch_trials_step_down_without_memory(
 def test_micro_batch_trials_step_up_to_borderline_sizes(compose: Compose) -> None:
     run = limited(compose, *LARGE)
     doubted = [
-        way.run.micro_batch
-        for way in auto_settings.micro_batch_options(RunOption(run))
-        if way.fit.status is FitStatus.borderline
+        variant.run.micro_batch
+        for variant in auto_settings.micro_batch_variants(RunVariant(run))
+        if variant.fit.status is FitStatus.borderline
     ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
     assert found.micro_batch == max(doubted)
@@ -154,7 +156,7 @@ def test_external_ranks_size_micro_batches_by_prediction(
         monkeypatch.setenv(rank, "0")
         monkeypatch.setenv(size, "1")
     overrides = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
-    run, found = fit.resolve_auto(compose(*overrides))
+    run, found = auto_resolution.resolve_auto(compose(*overrides))
     assert run.trainer.micro_batch == run.global_batch == 8
     assert found is not None
     assert "torchrun" in found.description

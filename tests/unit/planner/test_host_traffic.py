@@ -49,12 +49,12 @@ def deepspeed(compose: Compose) -> Compose:
     )
 
 
-def test_host_transfer_is_zero_without_offload(run_of: Compose) -> None:
+def test_host_traffic_is_zero_without_offload(run_of: Compose) -> None:
     assert moved(run_of()) == HostTraffic()
     assert step(run_of()).host_copies == 0
 
 
-def test_host_transfer_of_offloaded_weights(run_of: Compose) -> None:
+def test_host_traffic_of_offloaded_weights(run_of: Compose) -> None:
     run = run_of(OFFLOAD)
     shard = run.model.num_parameters * 4 / 8
     found = moved(run)
@@ -65,7 +65,7 @@ def test_host_transfer_of_offloaded_weights(run_of: Compose) -> None:
     assert kept.link == pytest.approx(2 * shard, rel=1e-3)
 
 
-def test_host_transfer_repeats_per_micro_batch(run_of: Compose) -> None:
+def test_host_traffic_repeats_per_micro_batch(run_of: Compose) -> None:
     four = ("trainer.global_batch=32", OFFLOAD)
     shard = run_of().model.num_parameters * 4 / 8
     each = "parallelism.reduce_each_micro_batch"
@@ -74,7 +74,7 @@ def test_host_transfer_repeats_per_micro_batch(run_of: Compose) -> None:
     assert early.link == pytest.approx(4 * 3 * shard, rel=1e-3)
 
 
-def test_host_transfer_of_deepspeed_offload(deepspeed: Compose) -> None:
+def test_host_traffic_of_deepspeed_offload(deepspeed: Compose) -> None:
     state = deepspeed("deepspeed_zero2", "parallelism.offload_optimizer=cpu")
     shard = state.model.num_parameters * 4 / 8
     in_bf16 = shard / 2  # what is at work; masters and state are stepped in fp32
@@ -84,7 +84,7 @@ def test_host_transfer_of_deepspeed_offload(deepspeed: Compose) -> None:
     assert disk == pytest.approx((2 + 1) * in_bf16 + 2 * (2 + 1) * shard, rel=1e-3)
 
 
-def test_host_transfer_of_offloaded_activations(run_of: Compose) -> None:
+def test_host_traffic_of_offloaded_activations(run_of: Compose) -> None:
     run = run_of("memory=offload_activations", "precision=bf16_true", *RATES)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
     assert moved(run).activations == 2 * inputs
@@ -95,7 +95,7 @@ def test_host_transfer_of_offloaded_activations(run_of: Compose) -> None:
     assert host_memory.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
-def test_host_transfer_time_is_bytes_over_rates(run_of: Compose) -> None:
+def test_host_traffic_time_is_bytes_over_rates(run_of: Compose) -> None:
     run = run_of(OFFLOAD, *RATES, "hardware.devices_per_node=4", "hardware.nodes=2")
     plain = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
     found, here = moved(run), step(run)
@@ -108,7 +108,7 @@ def test_host_transfer_time_is_bytes_over_rates(run_of: Compose) -> None:
     assert slow.parts()["copies off the device and back"] == slow.host_copies
 
 
-def test_host_transfer_reports_a_missing_rate(run_of: Compose, deepspeed: Compose) -> None:
+def test_host_traffic_reports_a_missing_rate(run_of: Compose, deepspeed: Compose) -> None:
     assert host_memory.missing_rates(run_of()) == ()
     assert host_memory.missing_rates(run_of(OFFLOAD, *RATES)) == ()
     nothing = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
@@ -120,7 +120,7 @@ def test_host_transfer_reports_a_missing_rate(run_of: Compose, deepspeed: Compos
     assert host_memory.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
-def test_host_transfer_on_cpu_is_zero(compose: Compose) -> None:
+def test_host_traffic_on_cpu_is_zero(compose: Compose) -> None:
     run = compose(
         "parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", check_machine=False
     )

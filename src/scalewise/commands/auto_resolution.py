@@ -14,7 +14,7 @@ from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import external_launcher
 from scalewise.plan_config import PlanSearch, UnfitPolicy
 from scalewise.run_config import RunConfig
-from scalewise.trainer_config import AUTO, SIZE
+from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def resolve_auto(
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
     if isinstance(run.memory, AutoCheckpointing):
         from scalewise.planner.auto_settings import resolve_auto_checkpointing
-        from scalewise.planner.fit_check import RunOption
+        from scalewise.planner.fit_check import RunVariant
 
-        run = _with_overrides(run, resolve_auto_checkpointing(RunOption(run)).overrides)
+        run = _with_overrides(run, resolve_auto_checkpointing(RunVariant(run)).overrides)
     if run.trainer.micro_batch != AUTO:
         return run, None
     choice = _resolve_micro_batch(run, no_probe_reason)
@@ -54,7 +54,7 @@ def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoi
         no_probe_reason = "not probed: ranks were started by torchrun or srun"
 
     def probe(candidate: RunConfig) -> str:
-        print_lines(f"{SIZE}={AUTO}: probing {candidate.micro_batch} ...")
+        print_lines(f"{MICRO_BATCH_KEY}={AUTO}: probing {candidate.micro_batch} ...")
         return memory_probe_run.probe_status(candidate)
 
     return choose_by_probes(run, None if no_probe_reason else probe, no_probe_reason)

@@ -12,9 +12,9 @@ from fixtures.strategies import LLAMA_8B
 from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import Recompute
-from scalewise.planner import step_time, worst_rank
+from scalewise.planner import peak_memory, step_time
 from scalewise.planner.auto_settings import resolve_auto_checkpointing
-from scalewise.planner.fit_check import FitStatus, RunOption, checkpointing_overrides
+from scalewise.planner.fit_check import FitStatus, RunVariant, checkpointing_overrides
 from scalewise.planner.plan import build_plan
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
@@ -43,7 +43,7 @@ def everything(run: RunConfig) -> Iterator[RunConfig]:
 def extremes(run: RunConfig) -> tuple[int, int]:
     most = replace(run, memory=FixedCheckpointing())
     least = replace(run, memory=FixedCheckpointing(Recompute.full))
-    return worst_rank.worst_rank_breakdown(least).peak, worst_rank.worst_rank_breakdown(most).peak
+    return peak_memory.worst_rank_breakdown(least).peak, peak_memory.worst_rank_breakdown(most).peak
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
@@ -55,8 +55,8 @@ def test_auto_checkpointing_is_optimal_within_the_budget(
     low, high = extremes(run)
     budget = low + share * (high - low)
     limited = replace(run, memory=AutoCheckpointing(budget / GIB))
-    chosen = resolve_auto_checkpointing(RunOption(limited)).run
-    peak = worst_rank.worst_rank_breakdown(chosen).peak
+    chosen = resolve_auto_checkpointing(RunVariant(limited)).run
+    peak = peak_memory.worst_rank_breakdown(chosen).peak
     assert 0.9 * budget < peak <= budget
     rates = step_time.device_rates(run)
     assert rates is not None
@@ -64,14 +64,14 @@ def test_auto_checkpointing_is_optimal_within_the_budget(
     others = [
         step_time.recompute_seconds(it, rates)
         for it in everything(run)
-        if worst_rank.worst_rank_breakdown(it).peak <= budget
+        if peak_memory.worst_rank_breakdown(it).peak <= budget
     ]
     assert own <= min(others) * 1.001
 
 
 def test_auto_checkpointing_recomputes_nothing_on_a_large_device(compose: Compose) -> None:
     run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", check_machine=False)
-    assert resolve_auto_checkpointing(RunOption(run)) == RunOption(
+    assert resolve_auto_checkpointing(RunVariant(run)) == RunVariant(
         replace(run, memory=FixedCheckpointing()), ("memory=none",)
     )
 
@@ -123,6 +123,6 @@ def test_auto_checkpointing_omits_matmul_saving_for_some_schedules(compose: Comp
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
     low, high = extremes(run)
     limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
-    chosen = resolve_auto_checkpointing(RunOption(limited)).run
+    chosen = resolve_auto_checkpointing(RunVariant(limited)).run
     assert Recompute.selective not in chosen.memory.count_by_recompute(run.model.layers)
-    assert worst_rank.worst_rank_breakdown(chosen).peak <= (low + high) / 2
+    assert peak_memory.worst_rank_breakdown(chosen).peak <= (low + high) / 2
