@@ -30,7 +30,7 @@ class Launch:
     timeout: float | None = None
     """Time after which a job and all its processes are killed, in seconds; null: no limit."""
     max_restarts: int = 0
-    """Number of times that a failed job restarts from its last checkpoint."""
+    """Number of times that a job that failed or timed out restarts from its last checkpoint."""
     isolation: Isolation = Isolation.auto
     """Whether a job with one rank runs in a process of its own."""
     memory_limit_gib: float | None = None
