@@ -120,6 +120,10 @@ NOUNS = {
 }
 
 
+MAX_NAMED_SETTINGS = 3
+"""Maximum number of varied settings that a heading names."""
+
+
 def matrix_heading(comparison: ReportComparison) -> str:
     """Varied settings and number of jobs run: ``Two models, all four jobs ran``."""
     nouns = [
@@ -138,6 +142,8 @@ def matrix_heading(comparison: ReportComparison) -> str:
         total = number_format.pluralize(num_jobs, "job")
         ran_text = f"{number_format.number_word(num_ran)} of {total} ran"
     grid = f" {number_format.TIMES} ".join(nouns) or "no varied setting"
+    if len(nouns) > MAX_NAMED_SETTINGS:
+        grid = number_format.pluralize(len(nouns), "varied setting")
     return number_format.capitalize_first(f"{grid}, {ran_text}")
 
 

@@ -328,3 +328,10 @@ def test_job_that_never_started_did_not_run() -> None:
     ]
     told = sections.matrix_heading(sweep({"seed": (1, 2)}, jobs))
     assert told.endswith("one of two jobs ran")
+
+
+def test_matrix_heading_counts_settings_if_many_vary() -> None:
+    varying = dict.fromkeys(("seed", "model.layers", "model.width", "trainer.max_steps"), (1, 2))
+    jobs = [RunRecord(str(n), n, "ok", varied_settings=dict.fromkeys(varying, n)) for n in (1, 2)]
+    heading = sections.matrix_heading(sweep(varying, jobs))
+    assert heading.startswith("Four varied settings, ")
