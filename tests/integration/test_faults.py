@@ -47,9 +47,9 @@ def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProc
 def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProcess]) -> None:
     ended, _ = sweep
     for job, (status, code, reason) in zip(ended.folder.jobs, FAULTS.values(), strict=True):
-        said = job.status
-        assert (said["status"], said["exit_code"]) == (status, code), said["reason"]
-        assert reason in said["reason"], job
+        recorded = job.status
+        assert (recorded["status"], recorded["exit_code"]) == (status, code), recorded["reason"]
+        assert reason in recorded["reason"], job
         assert not (job.path / ".ranks").exists(), job
         assert (job.path / "report.html").is_file(), job
 
@@ -88,7 +88,7 @@ ENDINGS = {
     "hang": ("timeout", "rank 1 blocked while the other ranks waited"),
     "oom": ("out_of_memory", ""),
 }
-LAYOUTS = {
+STRATEGIES = {
     "ddp": ("parallelism=ddp",),
     "fsdp": ("parallelism=fsdp",),
     "pipeline": ("parallelism=pipeline", "model.layers=2"),
@@ -96,8 +96,8 @@ LAYOUTS = {
 USUAL = {("ddp", "oom"), ("pipeline", "kill")}
 
 
-def time_enough(uninterrupted: RunDir) -> int:
-    """Returns seconds in which a job comes to its fault, also where others begin beside it."""
+def fault_timeout(uninterrupted: RunDir) -> int:
+    """Timeout that is long enough for a job to reach its fault on a busy machine, in seconds."""
     return max(8, 2 * ceil(uninterrupted.status["seconds"]))
 
 
@@ -105,43 +105,48 @@ def time_enough(uninterrupted: RunDir) -> int:
     ("strategy", "fault"),
     [
         pytest.param(strategy, fault, marks=() if usual else LONG)
-        for strategy in LAYOUTS
+        for strategy in STRATEGIES
         for fault in ENDINGS
         for usual in [(strategy, fault) in USUAL]
     ],
 )
 def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: JobRunner) -> None:
-    limit = time_enough(run_job(*LAYOUTS[strategy]))
+    limit = fault_timeout(run_job(*STRATEGIES[strategy]))
     start = time.monotonic()
-    where = [*LAYOUTS[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
+    where = [*STRATEGIES[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
     noticed = limit if fault == "hang" else 0  # only the timeout detects it
     if noticed:
         where.append(f"launch.timeout={noticed}")
     status, reason = ENDINGS[fault]
-    said = run_job(*where, status=status).status
+    recorded = run_job(*where, status=status).status
     assert time.monotonic() - start < noticed + 15
-    assert reason in said["reason"]
-    assert said["rank"] == 1
+    assert reason in recorded["reason"]
+    assert recorded["rank"] == 1
     if fault == "hang":
-        assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
+        assert any("rank 1: " in line and "in happen" in line for line in recorded["log_tail"])
 
 
 def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
-    told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.faults.Segfault}")
-    result = run_cli(*UNTRACKED, *LAYOUTS["ddp"], *told)
+    overrides = (
+        "trusted_packages=[fixtures]",
+        "+callbacks.crash={_target_:fixtures.faults.Segfault}",
+    )
+    result = run_cli(*UNTRACKED, *STRATEGIES["ddp"], *overrides)
     assert result.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in result.err
     assert "in string_at" in result.err
 
 
 def test_frozen_rank_is_named(run_job: JobRunner) -> None:
-    limit = time_enough(run_job(*LAYOUTS["fsdp"]))
+    limit = fault_timeout(run_job(*STRATEGIES["fsdp"]))
     frozen = "{_target_:fixtures.faults.FreezeRank,rank:1,step:3}"
-    told = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
-    said = run_job(*LAYOUTS["fsdp"], f"+callbacks.frozen={frozen}", *told, status="timeout").status
-    assert said["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
-    assert said["rank"] == 1
-    assert {line.split(":")[0] for line in said["log_tail"]} == {"rank 0"}
+    overrides = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
+    recorded = run_job(
+        *STRATEGIES["fsdp"], f"+callbacks.frozen={frozen}", *overrides, status="timeout"
+    ).status
+    assert recorded["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
+    assert recorded["rank"] == 1
+    assert {line.split(":")[0] for line in recorded["log_tail"]} == {"rank 0"}
 
 
 @pytest.mark.parametrize(
@@ -161,10 +166,10 @@ def test_frozen_rank_is_named(run_job: JobRunner) -> None:
 def test_restart_recovers_from_a_single_fault(
     strategy: str, fault: str, run_job: JobRunner
 ) -> None:
-    parts = (*LAYOUTS.get(strategy, ()), "checkpoint.every=2")
+    parts = (*STRATEGIES.get(strategy, ()), "checkpoint.every=2")
     undisturbed = run_job(*parts)
     once = (f"+inject={fault}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
-    patience = f"launch.timeout={2 * time_enough(undisturbed) if fault == 'hang' else 60}"
+    patience = f"launch.timeout={2 * fault_timeout(undisturbed) if fault == 'hang' else 60}"
     mended = run_job(*parts, *once, "launch.max_restarts=1", patience)
     assert mended.status["attempts"] == 2
     assert mended.steps == list(range(1, 9))
@@ -177,8 +182,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that the second checkpoint of a tiny run fills."""
     folder = tmp_path / "small"
     folder.mkdir()
-    overrides = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
-    mounted = subprocess.run(overrides, check=False, capture_output=True, text=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -193,7 +198,7 @@ def test_full_disk_loses_only_the_checkpoint(
 ) -> None:
     run_job = JobRunner(small_disk, shared_cache)
     parts = (
-        *LAYOUTS[strategy],
+        *STRATEGIES[strategy],
         "model.width=64",
         "model.layers=2",
         "checkpoint.every=1",
@@ -225,14 +230,14 @@ def test_full_disk_at_start_leaves_only_a_status(small_disk: Path, shared_cache:
 
 
 def test_restarts_are_counted_in_the_status(run_job: JobRunner) -> None:
-    said = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
-    assert said["attempts"] == 3
+    recorded = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
+    assert recorded["attempts"] == 3
 
 
 def test_memory_limit_ends_the_run_out_of_memory(run_job: JobRunner) -> None:
     wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
-    said = run_job(*wide, status="out_of_memory").status
-    assert "launch.memory_limit_gib=null" in [fix["override"] for fix in said["cures"]]
+    recorded = run_job(*wide, status="out_of_memory").status
+    assert "launch.memory_limit_gib=null" in [fix["override"] for fix in recorded["cures"]]
 
 
 def test_callback_with_invalid_arguments_is_rejected(run_job: JobRunner) -> None:

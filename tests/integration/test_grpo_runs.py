@@ -26,12 +26,12 @@ SHORT = (
 @pytest.mark.parametrize("mode", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
 def test_grpo_evaluation_equals_last_validation(mode: tuple[str, ...], run_cli: CliRunner) -> None:
     run = run_cli(*SHORT, *mode).assert_ok().folder
-    told = run.column("val/reward")
+    rewards = run.column("val/reward")
     metrics = run.summary["metrics"]
     assert cli.main(["evaluate", str(run.path)]) == 0
     assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
     record = json.loads((run.path / "evaluation.json").read_text("utf-8"))
-    assert record["4"]["reward"] == pytest.approx(told[-1], abs=1e-6)
+    assert record["4"]["reward"] == pytest.approx(rewards[-1], abs=1e-6)
     assert record["0"]["reward"] == pytest.approx(metrics["val/reward_first"], abs=1e-6)
 
 

@@ -74,9 +74,9 @@ def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> N
     assert pruned.status["exit_code"] == 0
     assert pruned.status["reason"] == "the study pruned the trial after step 4, by val/loss"
     assert "pruned" in (result.folder.path / "report.html").read_text("utf-8")
-    told = study(result.folder)["trials"]
-    assert [trial["state"] for trial in told] == ["complete", "pruned"]
-    assert list(told[1]["reported"]) == ["4"]
+    trials = study(result.folder)["trials"]
+    assert [trial["state"] for trial in trials] == ["complete", "pruned"]
+    assert list(trials[1]["reported"]) == ["4"]
 
 
 def test_killed_search_resumes(run_cli: CliRunner) -> None:
@@ -90,14 +90,14 @@ def test_killed_search_resumes(run_cli: CliRunner) -> None:
     folder = RunDir(run_cli.cwd / "runs" / "search" / "once")
     (first,) = [trial for trial in study(folder)["trials"] if trial["state"] == "complete"]
     result = run_cli(*overrides, "trainer.max_steps=4").assert_ok()
-    told = study(folder)["trials"]
-    assert told[0] == first
-    assert sorted(t["params"]["optimizer.lr"] for t in told if t["state"] == "complete") == [
+    trials = study(folder)["trials"]
+    assert trials[0] == first
+    assert sorted(t["params"]["optimizer.lr"] for t in trials if t["state"] == "complete") == [
         "0.001",
         "0.002",
         "0.003",
     ]
-    assert [t["status"] for t in told if t["state"] == "fail"] == ["running"]
+    assert [t["status"] for t in trials if t["state"] == "fail"] == ["running"]
     assert [job["number"] for job in folder.json("sweep.json")["jobs"]] == [0, 1, 2, 3]
     assert "trial 1 was running when its sweep ended" in result.out
 
@@ -110,8 +110,8 @@ def test_interrupted_search_resumes_from_its_storage(run_cli: CliRunner) -> None
     process.signal(15)
     assert process.wait().code == 143
     result = run_cli(*overrides, "trainer.max_steps=4").assert_ok()
-    told = study(result.newest)["trials"]
-    assert [trial["state"] for trial in told].count("complete") == 3
+    trials = study(result.newest)["trials"]
+    assert [trial["state"] for trial in trials].count("complete") == 3
     assert (run_cli.cwd / "kept" / "search.db").is_file()
 
 

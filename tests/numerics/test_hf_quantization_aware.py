@@ -11,6 +11,8 @@ from fixtures.cli_runner import RunDir
 from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.integer_export import (
     CPU,
+    EACH,
+    QATS,
     TOKENS_BT,
     assert_conversion_recorded,
     assert_evaluation_compares_fp32,
@@ -44,11 +46,6 @@ from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
-QATS = {
-    "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
-    "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
-}
-EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
 FAMILIES = ("llama", "granite", "mistral")
 """Those whose linear layers have no biases."""
 

@@ -9,6 +9,8 @@ import torch
 from fixtures.cli_runner import RunDir
 from fixtures.integer_export import (
     CPU,
+    EACH,
+    QATS,
     TOKENS_BT,
     assert_conversion_recorded,
     assert_evaluation_compares_fp32,
@@ -46,11 +48,6 @@ from scalewise.run_config import RunConfig
 from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
-QATS = {
-    "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
-    "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
-}
-EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 SEEDS = {("qat_8da4w", "context_gather"): 2}
 """With seed 1 one of 393,216 activations lies at 53.49999 levels, and falls on either side."""

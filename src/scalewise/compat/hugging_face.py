@@ -40,7 +40,7 @@ def compile_template(template: str) -> Any:
 @private.reads("_model_mapping")
 def has_model_class(auto_class: type, config: object) -> bool:
     """Whether an auto class has a model for a config; the public methods build the model."""
-    return type(config) in auto_class._model_mapping  # type: ignore[attr-defined]
+    return type(config) in auto_class._model_mapping  # type: ignore[attr-defined]  # of auto classes
 
 
 @private.reads("_no_split_modules")

@@ -71,7 +71,7 @@ OTHER_ENCODINGS = {
     "cp1251": "Windows-1251",
     "koi8_r": "KOI8-R",
 }
-"""Encodings that cannot be told apart reliably, and their names in iconv."""
+"""Encodings that cannot be distinguished reliably, and their names in iconv."""
 MIN_TOP_BLOCKS_FRACTION = 0.8
 """Minimum fraction of UTF-16 characters in the two most frequent blocks of 256: an alphabet, and
 spaces."""

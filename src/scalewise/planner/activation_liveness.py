@@ -244,31 +244,12 @@ def block_liveness(
     fresh_gradients: bool,
     offload: bool = False,
     step_scratch_ratio: float = -1,
+    is_first: bool = False,
 ) -> PartLiveness:
-    """Return the memory of any block after the first."""
-    block = model_op_graphs(model, forward_spec, recompute is Recompute.full).block
+    """Return the memory of the first block, or of any later one."""
+    op_graphs = model_op_graphs(model, forward_spec, recompute is Recompute.full)
     return simulate_part(
-        block,
-        recompute,
-        fresh_gradients=fresh_gradients,
-        offload=offload,
-        step_scratch_ratio=step_scratch_ratio,
-    )
-
-
-@lru_cache(maxsize=1024)
-def first_block_liveness(
-    model: ModelConfig,
-    forward_spec: ForwardSpec,
-    recompute: Recompute,
-    fresh_gradients: bool,
-    offload: bool = False,
-    step_scratch_ratio: float = -1,
-) -> PartLiveness:
-    """Return the memory of the first block."""
-    first_block = model_op_graphs(model, forward_spec, recompute is Recompute.full).first_block
-    return simulate_part(
-        first_block,
+        op_graphs.first_block if is_first else op_graphs.block,
         recompute,
         fresh_gradients=fresh_gradients,
         offload=offload,

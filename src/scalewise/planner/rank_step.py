@@ -13,7 +13,6 @@ from scalewise.planner.activation_liveness import (
     EMPTY,
     PartLiveness,
     block_liveness,
-    first_block_liveness,
     model_op_graphs,
     non_block_liveness,
 )
@@ -136,15 +135,15 @@ class RankStep:
         liveness: list[PartLiveness] = []
         for stage in stages:
             for index, recompute in enumerate(run.memory.recompute_per_layer((stage,))):
-                simulate = first_block_liveness if stage.is_first and not index else block_liveness
                 liveness.append(
-                    simulate(
+                    block_liveness(
                         run.model,
                         forward_spec,
                         recompute,
                         self.fresh_gradients,
                         run.memory.offload,
                         self.step_scratch_ratio,
+                        is_first=stage.is_first and not index,
                     )
                 )
         return liveness

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scalewise.reports import charts, number_format, sections
+from scalewise.reports import number_format, sections
 from scalewise.reports.chart_layout import draw_both_widths
-from scalewise.reports.charts import TradeoffMark
 from scalewise.reports.compare import LOSS, PEAK, PRICE, STEP, ReportComparison, ReportJob
 from scalewise.reports.loss_curves import loss_unit
 from scalewise.reports.number_format import MemoryUnit
 from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection, missing_jobs_note
 from scalewise.reports.summary_tables import format_price
+from scalewise.reports.tradeoff_chart import TradeoffMark, draw_tradeoff
 from scalewise.reports.wandb_panels import ScatterPanel, SummaryNumber, TitledPanel
 
 SHAPES = ("circle", "diamond", "square", "triangle-up")
@@ -140,7 +140,7 @@ def _tradeoff_panel(
             )
         )
     picture = draw_both_widths(
-        lambda width: charts.draw_tradeoff(marks, width, x_title),
+        lambda width: draw_tradeoff(marks, width, x_title),
         f"trade-{x.key.split('/')[0]}",
         f"Points: {y.label} vs. {x.label} of {number_format.pluralize(len(marks), 'job')}.",
     )

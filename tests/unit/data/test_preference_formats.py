@@ -1,0 +1,142 @@
+"""Records of preferences and of encoder-decoder pairs: every key is read, noted or rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.chat_records import (
+    ANSWER,
+    CALL,
+    SMALL,
+    TALK,
+    TOOL,
+    USER,
+    lines,
+    system,
+)
+from tokenizers import Tokenizer
+
+from scalewise.data.chat import PreferenceData, Seq2SeqData
+from scalewise.data.chat_formats import parse_pair
+from scalewise.data.chat_messages import RecordKeys
+from scalewise.data.chat_templates import PlainTemplate
+from scalewise.data.prepare import prepare_splits
+from scalewise.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def sides(record: dict[str, Any]) -> list[str]:
+    texts = parse_pair(record, PlainTemplate("."), RecordKeys())
+    return ["".join(chunk.text for chunk in chunks) for chunks in texts]
+
+
+PREFERENCES = {
+    "system": {"prompt": "hello", "chosen": "fine", "rejected": "bad", "system": "Arr."},
+    "system of messages": {
+        "prompt": [system("Arr."), USER],
+        "chosen": [ANSWER],
+        "rejected": [ANSWER | {"content": "bad"}],
+    },
+    "turns": {
+        "conversations": TALK[:1],
+        "system": "Arr.",
+        "chosen": {"from": "gpt", "value": "fine"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+    "alpaca": {"instruction": "hello", "system": "Arr.", "chosen": "fine", "rejected": "bad"},
+}
+
+
+ULTRAFEEDBACK = {
+    "prompt": "hello",
+    "prompt_id": "x",
+    "chosen": [USER, ANSWER],
+    "rejected": [USER, ANSWER | {"content": "bad"}],
+    "messages": [USER, ANSWER],
+    "score_chosen": 9.0,
+}
+
+
+def test_preference_may_repeat_the_chosen_answer() -> None:
+    asked = "### User:\nhello\n\n### Assistant:\n"
+    assert sides(ULTRAFEEDBACK) == [f"{asked}fine.", f"{asked}bad."]
+    assert sides({**ULTRAFEEDBACK, "prompt": None}) == sides(ULTRAFEEDBACK)
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preference_is_read_with_its_prompt(name: str) -> None:
+    asked = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
+    assert sides(PREFERENCES[name]) == [f"{asked}fine.", f"{asked}bad."]
+
+
+def test_preference_has_its_history() -> None:
+    begin = "### User:\na\n\n### Assistant:\nb.### User:\nhello"
+    for name in ("alpaca", "system"):
+        record = PREFERENCES[name] | {"history": [["a", "b"]]}
+        assert all(begin in side for side in sides(record)), name
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"tools": [TOOL]}, "has tools, which requires a chat template"),
+        ({"persona": "pirate"}, "has persona, which is not supported"),
+        ({"margin": 0.5}, "has margin, which is not supported"),
+        ({"messages": [USER, ANSWER]}, "has messages, which is not supported"),
+        ({"instruction": "other"}, "has instruction, which is not supported"),
+        (
+            {"chosen": [USER | {"content": "x"}, ANSWER], "rejected": [USER, ANSWER]},
+            "has a prompt that is not part of its chosen",
+        ),
+        (
+            {"chosen": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+            "has tool_calls, which requires a chat template",
+        ),
+    ],
+)
+def test_preference_with_unread_keys_is_rejected(more: dict[str, Any], reason: str) -> None:
+    record = {"prompt": "hello", "chosen": "fine", "rejected": "bad"} | more
+    with pytest.raises(ValueError, match=reason):
+        sides(record)
+
+
+def test_preference_metadata_is_noted(tmp_path: Path) -> None:
+    record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
+    splits = prepare_splits(PreferenceData(paths=lines(tmp_path, record), **SMALL), 300, 0)
+    assert splits.note == "ignored key score_chosen, occurrences: 1"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"messages": [USER, ANSWER | {"reasoning_content": "hm"}]},
+            "reasoning_content in its ans",
+        ),
+        ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which requires"),
+        (
+            {"messages": [USER, ANSWER, USER, ANSWER | {"weight": 0}]},
+            "training is disabled for the last one",
+        ),
+    ],
+)
+def test_seq2seq_record_with_unread_keys_is_rejected(
+    record: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    data = Seq2SeqData(paths=lines(tmp_path, record), **SMALL)
+    with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
+        prepare_splits(data, 300, 0)
+
+
+def test_seq2seq_system_text_is_part_of_the_question(tmp_path: Path) -> None:
+    record = {"instruction": "hello", "output": "fine", "system": "Arr."}
+    splits = prepare_splits(Seq2SeqData(paths=lines(tmp_path, record), **SMALL), 300, 0)
+    ids = [~token for token in splits.train.gather([0])[0].tolist() if token < 0]
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    assert "Arr." in tokenizer.decode([token for token in ids if token < 300])
