@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -132,7 +133,12 @@ def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
         "+callbacks.crash={_target_:fixtures.faults.Segfault}",
     )
     result = run_cli(*UNTRACKED, *STRATEGIES["ddp"], *overrides)
-    assert result.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
+    status = result.folder.status
+    location = f"{Path(ctypes.__file__)}:"
+    assert status["reason"].startswith(f"rank 1 was killed by SIGSEGV in {location}")
+    assert (status["rank"], status["log_tail"][-1]) == (1, "Fatal Python error: Segmentation fault")
+    assert "in string_at" in status["log_tail"][-2]
+    assert "in on_train_batch_start" in status["log_tail"][-3]
     assert "Fatal Python error: Segmentation fault" in result.err
     assert "in string_at" in result.err
 

@@ -178,7 +178,10 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Outcome("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
-            return Outcome("failed", f"rank {rank} was killed by {name}", rank)
+            sys.stderr.write(exit_reports.crash_dump(folder, rank))
+            return exit_reports.read_crash(folder, rank) or Outcome(
+                "failed", f"rank {rank} was killed by {name}", rank
+            )
     causes = [
         outcome for outcome in outcomes if outcome.status not in ("ok", "pruned", "interrupted")
     ]
@@ -244,6 +247,7 @@ def begin_rank(folder: Path, grace: float) -> None:
     reset_start_method()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored by the fork server
     exit_reports.dump_stacks_on_signal(folder, int(os.environ["RANK"]))
+    exit_reports.dump_stacks_on_crash(folder, int(os.environ["RANK"]))
     _end_with_launcher(min(grace, ORPHAN_GRACE_S))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import re
 import shutil
 import signal
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from scalewise import atomic, regular_files
 from scalewise.failures import report_errors
-from scalewise.launch.outcomes import Outcome
+from scalewise.launch.outcomes import LINE_LENGTH, LOG_LINES, Outcome
 from scalewise.run_files import read_json, write_json
 
 _FOLDER = ".ranks"
@@ -20,6 +21,16 @@ REPORT_BYTES = 16384
 """Disk space reserved for an exit report, in bytes: the reason and the end of the traceback."""
 MAX_FRAMES = 4
 """Maximum number of stack frames per rank."""
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating point exception": signal.SIGFPE,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""Signals by their name in the dumps of ``faulthandler``."""
+_FRAME = re.compile(r'File "(.*)", line (\d+) in ')
 
 
 def prepare_reports(folder: Path) -> None:
@@ -87,6 +98,8 @@ def lost_rank_reason(folder: Path, ranks: int) -> Outcome | None:
     silent_ranks = sorted(set(range(ranks)) - {outcome.rank for outcome in outcomes})
     if not silent_ranks:
         return None
+    if crashes := list(filter(None, (read_crash(folder, rank) for rank in silent_ranks))):
+        return crashes[0]
     if len(silent_ranks) == 1:
         return Outcome(
             "failed", f"rank {silent_ranks[0]} was killed without an exit report", silent_ranks[0]
@@ -99,6 +112,45 @@ def dump_stacks_on_signal(folder: Path, rank: int) -> None:
     """Dump the stack of this process to a file on SIGUSR1, even if it hangs."""
     file = (folder / _FOLDER / f"{rank}.stack").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+
+
+def dump_stacks_on_crash(folder: Path, rank: int) -> None:
+    """Dump the stacks of this process to a file on SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL."""
+    faulthandler.enable(_crash_file(folder, rank).open("w", encoding="utf-8"))
+
+
+def crash_dump(folder: Path, rank: int) -> str:
+    """Stacks of a rank at a fatal signal; empty without one."""
+    file = _crash_file(folder, rank)
+    return regular_files.read_text(file, errors="replace") if file.exists() else ""
+
+
+def read_crash(folder: Path, rank: int) -> Outcome | None:
+    """Outcome of a rank that a fatal signal killed, with its innermost frames; None without one."""
+    title, *stacks = crash_dump(folder, rank).split("\n\n")
+    number = _FATAL_SIGNALS.get(title.strip().removeprefix("Fatal Python error: "))
+    if number is None:
+        return None
+    threads = [stack for stack in stacks if "(most recent call first)" in stack]
+    thread = next((stack for stack in threads if stack.startswith("Current thread")), "")
+    where = "in"
+    if not _FRAME.search(thread) and threads:
+        thread = threads[-1]  # the main thread, as the newest one is first
+        where = "in a native thread, with the main thread in"
+    frame = _FRAME.search(thread)
+    location = f" {where} {frame[1]}:{frame[2]}" if frame else ""
+    frames = [line.strip() for line in thread.splitlines() if _FRAME.search(line)]
+    tail = [*reversed(frames[: LOG_LINES - 1]), title.strip()]
+    return Outcome(
+        "failed",
+        f"rank {rank} was killed by {number.name}{location}",
+        rank,
+        tuple(line[:LINE_LENGTH] for line in tail),
+    )
+
+
+def _crash_file(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"{rank}.crash"
 
 
 def rank_stacks(folder: Path) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ def _run_rank_job(
     try:
         with signals.raise_on_signals("before training began"):
             run_folder, resume = _broadcast_job(job_spec.run, run_folder, resume)
+            exit_reports.dump_stacks_on_crash(run_folder, rank)
             if run_folder != folder:
                 with suppress(OSError):
                     folder.rmdir()  # Hydra creates one for each rank

@@ -174,6 +174,54 @@ def test_reason_of_a_lost_rank(
     assert (found.reason, found.rank) == (reason, rank)
 
 
+THREAD = """Thread 0x00007f01 (most recent call first):
+  File "/lib/threading.py", line 7 in wait
+  File "/lib/threading.py", line 5 in run"""
+MAIN = """{} 0x00007f02 (most recent call first):
+  File "/home/me/step.py", line 12 in forward
+  File "/home/me/train.py", line 3 in <module>"""
+MAIN_TAIL = (
+    'File "/home/me/train.py", line 3 in <module>',
+    'File "/home/me/step.py", line 12 in forward',
+)
+
+
+@pytest.mark.parametrize(
+    ("dump", "reason", "tail"),
+    [
+        (
+            ("Segmentation fault", THREAD, MAIN.format("Current thread"), "Extension modules: a"),
+            "SIGSEGV in /home/me/step.py:12",
+            (*MAIN_TAIL, "Fatal Python error: Segmentation fault"),
+        ),
+        (
+            ("Aborted", THREAD, MAIN.format("Thread")),
+            "SIGABRT in a native thread, with the main thread in /home/me/step.py:12",
+            (*MAIN_TAIL, "Fatal Python error: Aborted"),
+        ),
+        (
+            ("Bus error", "Current thread 0x01 (most recent call first):\n  <no Python frame>"),
+            "SIGBUS",
+            ("Fatal Python error: Bus error",),
+        ),
+        (("Aborted",), "SIGABRT", ("Fatal Python error: Aborted",)),
+    ],
+    ids=["python thread", "native thread", "no frame", "no stack"],
+)
+def test_crash_outcome_has_the_innermost_frame(
+    dump: tuple[str, ...], reason: str, tail: tuple[str, ...], tmp_path: Path
+) -> None:
+    exit_reports.prepare_reports(tmp_path)
+    text = "\n\n".join((f"Fatal Python error: {dump[0]}", *dump[1:]))
+    (tmp_path / ".ranks" / "1.crash").write_text(text)
+    (tmp_path / ".ranks" / "0.crash").touch()
+    assert exit_reports.read_crash(tmp_path, 0) is None
+    found = exit_reports.read_crash(tmp_path, 1)
+    assert found == Outcome("failed", f"rank 1 was killed by {reason}", 1, tail)
+    exit_reports.write_report(tmp_path, 0, Outcome("failed", "lost", 0, peer_failure=True))
+    assert exit_reports.lost_rank_reason(tmp_path, 2) == found
+
+
 def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:
     exit_reports.prepare_reports(tmp_path)
     for rank in (0, 1):
