@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 COUNTER_KEYS = ("k", "weight_sum", "lr_max", "train_mode")
 """Counters that schedule-free AdamW stores in its parameter groups."""
 
+SCALAR_SLOTS = ("step", "mu_product", "eta", "mu")
+"""Slots of torch's optimizers that are scalars for parameters of any shape."""
+
 Names = Mapping[nn.Parameter, str]
 
 
@@ -23,7 +26,7 @@ def state_tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Te
     """State tensors of this rank by name; scalars have one element."""
     return {
         f"{slot}/{names[parameter]}": _unsharded_state(value)
-        for optimizer, parameter in _parameters_and_optimizers(optimizers)
+        for optimizer, _, parameter in _optimized_parameters(optimizers)
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
@@ -34,6 +37,8 @@ def allocate_state(
 ) -> dict[str, Tensor]:
     """Tensors of zeros for the state of this rank's parameters, by name.
 
+    Devices and data types are those that the optimizer's first step gives to its state.
+
     ``shapes``: shapes of the checkpoint's state tensors, by name.
     """
     slots: dict[str, list[str]] = {}
@@ -41,17 +46,21 @@ def allocate_state(
         slot, _, name = key.partition("/")
         slots.setdefault(name, []).append(slot)
     states = {}
-    for optimizer, parameter in _parameters_and_optimizers(optimizers):
-        name, state_device = names[parameter], getattr(optimizer, "state_device", None)
-        state_dtype = getattr(optimizer, "state_dtype", None)
+    for optimizer, group, parameter in _optimized_parameters(optimizers):
+        name = names[parameter]
+        device = getattr(optimizer, "state_device", parameter.device)
+        dtype = getattr(optimizer, "state_dtype", parameter.dtype)
         for slot in slots.get(name, []):
             key = f"{slot}/{name}"
-            has_parameter_shape = shapes[key] == parameter.shape
-            states[key] = (
-                torch.zeros_like(parameter, device=state_device, dtype=state_dtype)
-                if has_parameter_shape
-                else torch.zeros(shapes[key])
-            )
+            if _is_scalar(slot, shapes[key], parameter):
+                # Fused kernels read the step count on the device; other ones, on the host.
+                on_device = group.get("fused") or group.get("capturable")
+                scalar_device = parameter.device if on_device else torch.device("cpu")
+                states[key] = torch.zeros(1, dtype=torch.float32, device=scalar_device)
+            elif shapes[key] == parameter.shape:
+                states[key] = torch.zeros_like(parameter, device=device, dtype=dtype)
+            else:
+                states[key] = torch.zeros(shapes[key], device=device, dtype=dtype)
     return states
 
 
@@ -62,7 +71,7 @@ def put_state(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str
         slot, _, name = key.partition("/")
         states_by_name.setdefault(name, {})[slot] = value
     restored_names: set[str] = set()
-    for optimizer, parameter in _parameters_and_optimizers(optimizers):
+    for optimizer, _, parameter in _optimized_parameters(optimizers):
         name = names[parameter]
         state = states_by_name.get(name, {})
         if name in restored_names:  # second copy of a tied weight in a V-shaped pipeline
@@ -70,7 +79,7 @@ def put_state(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str
         restored_names.add(name)
         if state:
             optimizer.state[parameter] = {
-                slot: value.reshape(()) if _is_scalar(value, parameter) else value
+                slot: value.reshape(()) if _is_scalar(slot, value.shape, parameter) else value
                 for slot, value in state.items()
             }
             if hasattr(optimizer, "encode"):
@@ -115,10 +124,10 @@ def _unsharded_state(value: Tensor) -> Tensor:
     return quantized.dequantize(torch.float32) if hasattr(value, "codes") else value  # torchao
 
 
-def _parameters_and_optimizers(
+def _optimized_parameters(
     optimizers: Iterable[Optimizer],
-) -> Iterator[tuple[Optimizer, nn.Parameter]]:
-    """Parameters, each with the optimizer that stores its state.
+) -> Iterator[tuple[Optimizer, dict[str, Any], nn.Parameter]]:
+    """Parameters, each with its group and the optimizer that stores its state.
 
     ``ZeroRedundancyOptimizer`` wraps an optimizer over the parameters of this rank.
     """
@@ -126,8 +135,8 @@ def _parameters_and_optimizers(
         inner = getattr(optimizer, "optim", optimizer)
         for group in inner.param_groups:
             for parameter in group["params"]:
-                yield inner, parameter
+                yield inner, group, parameter
 
 
-def _is_scalar(value: Tensor, parameter: Tensor) -> bool:
-    return value.shape == (1,) != parameter.shape
+def _is_scalar(slot: str, shape: torch.Size, parameter: Tensor) -> bool:
+    return slot in SCALAR_SLOTS or shape == (1,) != parameter.shape

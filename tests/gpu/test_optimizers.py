@@ -1,0 +1,45 @@
+"""Optimizers on a CUDA device; run by ``make gpu``."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import scalewise
+from scalewise.hardware import DeviceKind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (),
+        ("optimizer.fused=false",),
+        ("optimizer=muon",),
+        ("optimizer=adafactor",),
+        ("optimizer=adamw_8bit",),
+        ("optimizer=adamw_paged",),
+        ("optimizer.offload=true",),
+        ("precision=bf16_true",),
+        ("precision=bf16_true", "optimizer=adafactor"),
+    ],
+    ids=" ".join,
+)
+def test_cuda_run_resumes_with_the_same_losses(parts: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = [*SMOKE, *parts, "checkpoint.every=2", "trainer.max_steps=6"]
+    losses = []
+    for name in ("uninterrupted", "resumed"):
+        run = scalewise.compose(overrides)
+        assert run.hardware.device is DeviceKind.cuda
+        result = scalewise.train(run, tmp_path / name)
+        assert result.status == "ok", result.reason
+        losses.append(result.summary["metrics"]["train/loss"])
+        (checkpoint,) = (tmp_path / "uninterrupted").glob("checkpoints/*4")
+        overrides = [*overrides, f"resume={checkpoint}"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
