@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -19,6 +20,7 @@ from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER, marks
 from torch import Tensor
 
 from scalewise import cli, compose
+from scalewise.compat.torch import TorchDispatchMode, tree_leaves
 from scalewise.hardware import DeviceKind
 from scalewise.quantization.config import FourBitConfig, FP4Config, Int8Config, NF4Config
 from scalewise.quantization.packed_linear import (
@@ -185,6 +187,26 @@ def test_quantization_error_decreases_with_bits(matrix: Tensor) -> None:
         for name, packing in {"nf4": NF4Config(), "fp4": FP4Config(), "int8": Int8Config()}.items()
     }
     assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
+
+
+class LargestResult(TorchDispatchMode):
+    """Number of tensors that the operator with the most results returns."""
+
+    tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors = max(self.tensors, len(tree_leaves(result)))
+        return result
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_unpacking_creates_no_tensor_per_block(packing: FourBitConfig | Int8Config) -> None:
+    """A tensor that is iterated is unbound into views, which took 2 ms of host time per matrix."""
+    layer = packed(packing, torch.randn(1024, 512))
+    with LargestResult() as results:
+        layer.unpack(torch.float32)
+    assert results.tensors == 1
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])

@@ -127,12 +127,12 @@ class FourBitLinear(PackedLinear):
         """Dequantized matrix."""
         scales = self.scale
         if self.packs_scales:
-            *_, mean = scale_values = self.scale_of_scales.view(torch.float32).flatten()
+            scale_values = self.scale_of_scales.view(torch.float32).flatten()
             table = _dynamic_code(scales.device)
             scales = packing.dequantize_blockwise(
                 scales, absmax=scale_values[:-1], code=table, blocksize=SCALES_PER_BLOCK
             )
-            scales = scales + mean
+            scales = scales + scale_values[-1]
         else:
             scales = scales.view(torch.float32).flatten()
         options = {"blocksize": BLOCK_ELEMENTS, "quant_type": self.code, "dtype": dtype}
