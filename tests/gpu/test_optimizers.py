@@ -43,3 +43,14 @@ def test_cuda_run_resumes_with_the_same_losses(parts: tuple[str, ...], tmp_path:
         (checkpoint,) = (tmp_path / "uninterrupted").glob("checkpoints/*4")
         overrides = [*overrides, f"resume={checkpoint}"]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_cuda_fp16_gradient_norm_equals_fp32(tmp_path: Path) -> None:
+    norms = []
+    for precision in ("fp32", "fp16_mixed"):
+        run = scalewise.compose([*SMOKE, f"precision={precision}"])
+        assert run.hardware.device is DeviceKind.cuda
+        result = scalewise.train(run, tmp_path / precision)
+        assert result.status == "ok", result.reason
+        norms.append(result.summary["metrics"]["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)

@@ -24,6 +24,7 @@ __all__ = [
     "data_fetcher",
     "ddp_arguments",
     "disable_signal_broadcast",
+    "handles_unscaling",
     "init_model_parallel",
     "init_optimizers",
     "replace_loader_preparation",
@@ -37,6 +38,13 @@ with private:
     from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
 
     """Optimizers and schedules of what a module returns; the public API sets them in a trainer."""
+
+with private:
+    from lightning.fabric.plugins.precision.amp import (
+        _optimizer_handles_unscaling as handles_unscaling,
+    )
+
+    """Whether the kernel of an optimizer unscales fp16 gradients; torch's attribute is private."""
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name

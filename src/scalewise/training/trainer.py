@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from scalewise.compat.lightning import disable_signal_broadcast
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
+from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.run_files import write_json
 from scalewise.strategies.build import build_strategy
@@ -26,6 +27,7 @@ from scalewise.tracking.wandb_session import NullSession
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
 from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, MetricsRecorder, Row
 from scalewise.training.callbacks.pruning import Pruning
+from scalewise.training.fp16_precision import FP16Precision
 from scalewise.training.import_class import instantiate_callbacks
 from scalewise.units import GIB
 
@@ -92,14 +94,18 @@ def build_trainer(
     ]
     every = run.trainer.validate_every
     has_launcher = launched_world_size() is not None
+    is_fp16 = run.precision.compute is FloatFormat.fp16
     defaults: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": rank_info.local_world_size if run.world_size > 1 else 1,
         "num_nodes": max(1, run.world_size // rank_info.local_world_size),
         "strategy": build_strategy(run.parallelism, run.hardware.device),
-        "precision": run.precision.lightning_precision(),
+        "precision": None if is_fp16 else run.precision.lightning_precision(),
         # An explicit environment keeps Lightning from detecting a cluster.
-        "plugins": [TorchElasticEnvironment() if has_launcher else LightningEnvironment()],
+        "plugins": [
+            TorchElasticEnvironment() if has_launcher else LightningEnvironment(),
+            *([FP16Precision(run.hardware.device.value)] if is_fp16 else []),
+        ],
         "callbacks": callbacks,
         "max_epochs": -1,
         "max_steps": steps,

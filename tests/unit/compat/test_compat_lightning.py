@@ -206,3 +206,9 @@ def test_skipped_process_group_is_not_initialized() -> None:
     lightning.skip_process_group(strategy)
     lightning.init_model_parallel(strategy)
     assert not torch.distributed.is_initialized()
+
+
+def test_fused_optimizers_unscale_gradients_themselves() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert lightning.handles_unscaling(torch.optim.AdamW(parameters, fused=True))
+    assert not lightning.handles_unscaling(torch.optim.AdamW(parameters))
