@@ -16,12 +16,12 @@ from scalewise.compat.hydra import add_listed_name, header_dict, normalized_file
 
 
 class ExperimentSource(ConfigSource):
-    """Config source that serves ``scalewise.config.search_path.MOUNTED_FILES``."""
+    """Config source that serves ``scalewise.config.paths.MOUNTED_FILES``."""
 
     @property
     # Not an attribute: Hydra copies its sources for each config.
     def _files(self) -> dict[str, Path]:
-        from scalewise.config.search_path import MOUNTED_FILES
+        from scalewise.config.paths import MOUNTED_FILES
 
         return MOUNTED_FILES
 
@@ -75,7 +75,7 @@ class ExperimentSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Extend the search path of scalewise, and of no other application."""
         from scalewise.config import paths
-        from scalewise.config.search_path import USER_FOLDERS
+        from scalewise.config.paths import USER_FOLDERS
 
         conf = str(paths.project_root() / "conf")
         if any(part.path.endswith(conf) for part in search_path.get_path()):

@@ -34,11 +34,11 @@ class ScreenSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the screening. Raises ``ConfigError`` for invalid factors."""
-        from scalewise.config import search_space
+        from scalewise.config import parsed_overrides
         from scalewise.errors import ConfigError, ConfigIssue
         from scalewise.hpo.screen import ScreeningDesign
 
-        axes, fixed_overrides = search_space.read_axes(arguments, self.loader)
+        axes, fixed_overrides = parsed_overrides.read_axes(arguments, self.loader)
         design = ScreeningDesign(**self.options)
         fix = "add it to hydra.sweeper.factors, or give it one value"
         issues = [

@@ -41,11 +41,11 @@ class ScalewiseSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Run the sweep and return its results; ``arguments`` replace axes of the same key."""
-        from scalewise.config import app, sweep_grid
+        from scalewise.config import app, parsed_overrides
 
-        file_overrides = sweep_grid.sweep_overrides(self.params, self.zipped_params)
+        file_overrides = parsed_overrides.sweep_overrides(self.params, self.zipped_params)
         app.set_file_overrides(file_overrides)
-        batch: Any = sweep_grid.expand_jobs(
+        batch: Any = parsed_overrides.expand_jobs(
             file_overrides, arguments, list(self.zipped_params), self.loader
         )
         return self.launcher.launch(batch, initial_job_idx=0)

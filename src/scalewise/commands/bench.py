@@ -12,7 +12,7 @@ from typing import cast
 from scalewise.bench import record
 from scalewise.bench.options import Benchmark, split_options
 from scalewise.config.compose import compose
-from scalewise.config.new_folders import missing_folders, remove_empty
+from scalewise.config.run_folders import missing_folders, remove_empty
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 from scalewise.launch import signals

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalewise.commands import show
-from scalewise.config import app, search_space
+from scalewise.config import app, parsed_overrides
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hpo.config import SearchConfig
 from scalewise.hpo.space import Axis, ChoiceAxis, first_point, point_overrides
@@ -37,7 +37,7 @@ class TrialRunner:
             axes: Overrides of the command line and of the sweep file.
             options: Options of ``hydra.sweeper``, those of ``SearchConfig``.
         """
-        space, fixed_overrides = search_space.read_axes(axes, self._loader)
+        space, fixed_overrides = parsed_overrides.read_axes(axes, self._loader)
         search = SearchConfig.from_options(options)
         issues = [*_missing_package_issues(), *search.validate(space)]
         issues += self._validation_metric_issues(search, space)

@@ -22,18 +22,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from scalewise import console, plain_console
 from scalewise.compat.hydra import run_job_hook, without_mode_composition
-from scalewise.config import diagnostics, hydra_policy, paths, run_naming, schemas, search_path
-from scalewise.config.bounded_loader import bound_omegaconf
+from scalewise.config import diagnostics, hydra_policy, paths, run_folders, schemas
 from scalewise.config.command import Command, CommandContext, JobOutcome, SweepJob
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import flag_help, overrides_first, split_flags
+from scalewise.config.hydra_policy import bound_omegaconf
 from scalewise.config.launchers import launcher_issues
-from scalewise.config.new_folders import (
-    missing_folders,
-    record_hydra_folders,
-    remove_empty,
-)
 from scalewise.config.parse import parse_run
+from scalewise.config.run_folders import missing_folders, record_hydra_folders, remove_empty
 from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
 from scalewise.run_config import RunConfig
 
@@ -163,8 +159,8 @@ def prepare() -> None:
     bound_omegaconf()
     Plugins.instance()  # loads plugins first: our launchers replace others of a name
     schemas.store_schemas()
-    search_path.mount_configs(_contexts[-1].config_folder if _contexts else None)
-    run_naming.register_resolvers()
+    paths.mount_configs(_contexts[-1].config_folder if _contexts else None)
+    run_folders.register_resolvers()
 
 
 def launch(

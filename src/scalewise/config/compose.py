@@ -7,7 +7,7 @@ from functools import cache
 import hydra
 
 from scalewise.config import app, diagnostics, paths
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.parse import compose_unresolved, parse_run
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig

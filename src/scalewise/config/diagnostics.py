@@ -20,10 +20,10 @@ from omegaconf.errors import InterpolationResolutionError
 
 from scalewise import registry
 from scalewise.config import paths
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.launchers import launcher_issues
 from scalewise.config.parse import LEAK_FIX, LEAK_REASON, parse_run, unresolved_issue
-from scalewise.config.parsed_override import (
+from scalewise.config.parsed_overrides import (
     display_value,
     override_key,
     override_text,

@@ -1,24 +1,37 @@
-"""Security policy for the ``hydra`` node of a composed config.
+"""Security policy for what Hydra loads, and sessions of Hydra's compose API under it.
 
 Hydra instantiates every ``_target_`` below ``hydra.callbacks``, ``hydra.launcher`` and
 ``hydra.sweeper``, calls the factories of its logging configs and imports packages of its search
 path. The policy keeps config files from running code in these ways: it is checked before Hydra
-instantiates anything and accepts the launchers and sweepers of scalewise only.
+instantiates anything and accepts the launchers and sweepers of scalewise only. It also bounds the
+size of the YAML files that Hydra parses.
 """
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from scalewise import registry
-from scalewise.compat.hydra import ConfigLoaderImpl, ConfigSearchPathImpl, replaced_loading
+from scalewise.bounded_yaml import check_bounds
+from scalewise.compat.hydra import (
+    ConfigLoaderImpl,
+    ConfigSearchPathImpl,
+    replaced_loading,
+    suspended_application,
+)
+from scalewise.compat.omegaconf import replace_yaml_loader, yaml_loader
+from scalewise.config import paths
 from scalewise.config.launchers import LAUNCHER_TARGET
 from scalewise.config.parse import LEAK_REASON
 from scalewise.errors import ConfigError, ConfigIssue
@@ -212,3 +225,33 @@ def _nested_targets(key: str, value: object) -> Iterator[ConfigIssue]:
     elif isinstance(value, list | tuple):
         for number, entry in enumerate(value):
             yield from _nested_targets(f"{key}.{number}", entry)
+
+
+@contextmanager
+def hydra_session() -> Iterator[ConfigLoader]:
+    """Initialize Hydra on conf/ and yield its loader; restore the previous Hydra on exit."""
+    with (
+        suspended_application(),
+        warnings.catch_warnings(),
+        enforce_policy(),
+        initialize_config_dir(str(paths.project_root() / "conf"), version_base="1.3"),
+    ):
+        warnings.filterwarnings("error", message="provider=.* is not available")
+        yield GlobalHydra.instance().config_loader()
+
+
+def bound_omegaconf() -> None:
+    """Patch the YAML loader of OmegaConf, which Hydra uses, to check size limits first."""
+    loader = yaml_loader()
+    if issubclass(loader, _BoundedStream):
+        return
+    replace_yaml_loader(type("BoundedLoader", (_BoundedStream, loader), {}))
+
+
+class _BoundedStream:
+    """Mixin of a YAML loader that checks the text of a stream before parsing it."""
+
+    def __init__(self, stream: Any) -> None:
+        text = stream if isinstance(stream, str) else stream.read()
+        check_bounds(text if isinstance(text, str) else text.decode("utf-8"))
+        super().__init__(text)  # type: ignore[call-arg]  # constructor of the YAML loader

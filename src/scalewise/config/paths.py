@@ -1,4 +1,4 @@
-"""Paths of conf/, experiments/ and sweeps/, in the installed package or the source checkout."""
+"""Paths of conf/, experiments/ and sweeps/, and the files outside of conf/ that Hydra finds."""
 
 from functools import cache
 from pathlib import Path
@@ -61,3 +61,25 @@ def option_folder(group: str) -> Path:
     """Folder with the YAML files of a group, of ``experiment`` or of ``sweep``."""
     folders = {"experiment": "experiments", "sweep": "sweeps"}
     return project_root() / folders.get(group, f"conf/{group}")
+
+
+MOUNTED_FILES: dict[str, Path] = {}
+"""Files by their path in Hydra's search path: ``experiment/a/b.yaml``."""
+
+USER_FOLDERS: list[Path] = []
+"""Folder of ``-cd``; empty without the flag."""
+
+
+def mount_configs(user_folder: Path | None = None) -> None:
+    """Register the experiments and sweeps of scalewise and of ``user_folder``.
+
+    Files of ``user_folder`` override those of scalewise. They are in ``experiments/`` or
+    ``experiment/``, and in ``sweeps/`` or ``sweep/``.
+    """
+    MOUNTED_FILES.clear()
+    USER_FOLDERS[:] = [user_folder] if user_folder else []
+    for base in (project_root(), *USER_FOLDERS):
+        for group in ("experiment", "sweep"):
+            for folder in (base / f"{group}s", base / group):
+                for file in folder.rglob("*.yaml"):
+                    MOUNTED_FILES[f"{group}/{file.relative_to(folder).as_posix()}"] = file

@@ -13,10 +13,10 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from scalewise.config import app, diagnostics, search_path, search_space
+from scalewise.config import app, diagnostics, parsed_overrides, paths
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import split_flags
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.parse import TRUSTED, parse_run
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, grid_size, job_count_issues
@@ -78,7 +78,7 @@ def preview_search(arguments: Sequence[str]) -> SearchPreview:
     flags = split_flags(arguments, ("config_dir", "multirun"))
     app.prepare()
     user_folders = [Path(flags.config_dir).absolute()] if flags.config_dir else []
-    search_path.mount_configs(*user_folders)
+    paths.mount_configs(*user_folders)
     if syntax_issues := list(diagnostics.unparsable_overrides(flags.overrides)):
         raise ConfigError(syntax_issues)
     with shared_composition_cache(), hydra_session() as loader:
@@ -102,7 +102,7 @@ def preview_search(arguments: Sequence[str]) -> SearchPreview:
                 and not override.is_hydra_override()
                 and override.key_or_group != "sweep"
             ]
-            space, fixed = search_space.read_axes(
+            space, fixed = parsed_overrides.read_axes(
                 [*file_overrides, *fixed_overrides, *sweep_overrides], loader
             )
             if str(sweeper["_target_"]).endswith(".ScalewiseSweeper"):

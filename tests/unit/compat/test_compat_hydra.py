@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from scalewise.compat import hydra as compat_hydra
 from scalewise.compat import omegaconf as compat_omegaconf
 from scalewise.config import app
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:

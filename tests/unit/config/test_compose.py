@@ -11,9 +11,9 @@ from fixtures.hf_checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
 from scalewise.checkpoints.trained_run import CONFIG_GROUPS
-from scalewise.config import paths, run_naming, sweep_grid
+from scalewise.config import parsed_overrides, paths, run_folders
 from scalewise.config.compose import changed_from_defaults, compose, flatten, group_choices
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.parse import parse_group
 from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
@@ -121,8 +121,8 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
     sweeper = content["hydra"]["sweeper"]
     assert set(sweeper) <= {"params", "zip"}
     with hydra_session() as loader:
-        filed = sweep_grid.sweep_overrides(sweeper.get("params", {}), sweeper.get("zip", {}))
-        jobs = sweep_grid.expand_jobs(filed, [], list(sweeper.get("zip", {})), loader)
+        filed = parsed_overrides.sweep_overrides(sweeper.get("params", {}), sweeper.get("zip", {}))
+        jobs = parsed_overrides.expand_jobs(filed, [], list(sweeper.get("zip", {})), loader)
     runs = [compose([f"sweep={name}", *job], check_machine=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
@@ -168,7 +168,7 @@ def test_run_name_of_a_model_folder_is_the_folder(path: str | None, name: str) -
     chosen = {"model": "hf", "parallelism": "ddp"}
     config = {"model": {"path": path}, "optimizer": {"lr": 1.0}}
     root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": chosen}}})
-    assert run_naming.build_run_name(_root_=root) == f"{name}-ddp-lr1e0"
+    assert run_folders.build_run_name(_root_=root) == f"{name}-ddp-lr1e0"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_run_name_of_a_model_folder_is_the_folder(path: str | None, name: str) -
 def test_sweep_name_is_composed(given: dict[str, str], name: str) -> None:
     chosen = {"model": "decoder_nano", **{k: v for k, v in given.items() if k != "name"}}
     config = {"name": given["name"], "hydra": {"runtime": {"choices": chosen}}}
-    assert run_naming.build_sweep_name(_root_=OmegaConf.create(config)) == name
+    assert run_folders.build_sweep_name(_root_=OmegaConf.create(config)) == name
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from scalewise.config import compose as compose_module
 from scalewise.config.app import JobOutcome, SweepJob
 from scalewise.config.compose import changed_from_defaults
 from scalewise.config.composition_cache import shared_composition_cache
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.parse import parse_run
 from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from scalewise.config import app, hydra_policy
 from scalewise.config.app import Command, SweepJob, run_command
 from scalewise.config.compose import compose
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 

@@ -12,8 +12,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from scalewise.config.hydra_context import hydra_session
-from scalewise.config.search_space import read_axes
+from scalewise.config.hydra_policy import hydra_session
+from scalewise.config.parsed_overrides import read_axes
 from scalewise.errors import ConfigError, Pruned
 from scalewise.hpo import optuna_study
 from scalewise.hpo.config import SearchConfig

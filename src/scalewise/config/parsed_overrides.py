@@ -1,16 +1,26 @@
-"""Grid of a sweep: expands overrides with several values into the overrides of each job."""
+"""Overrides that Hydra parsed: their values, the axes of a search, and the jobs of a grid."""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import islice
 from math import ceil, prod
+from typing import Any, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    IntervalSweep,
+    Override,
+    QuotedString,
+    RangeSweep,
+)
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.hpo.space import job_count_issues
+from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, job_count_issues
 
 
 def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) -> list[str]:
@@ -139,3 +149,77 @@ def _unequal_zip_issues(values: Mapping[str, Sequence[str]]) -> list[ConfigIssue
     reason = f"zipped axes have different lengths: {lengths}"
     fix = "give each key the same number of values"
     return [ConfigIssue("hydra.sweeper.zip", list(counts), reason, fix)]
+
+
+def read_axes(overrides: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str]]:
+    """Split overrides into axes and fixed overrides; the last override of a key wins."""
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    last = {override.get_key_element(): override for override in parsed}
+    space = [_axis(key, o) for key, o in last.items() if o.is_sweep_override()]
+    fixed = [
+        f"{key}={o.get_value_element_as_str()}" if not o.is_delete() else str(o.input_line)
+        for key, o in last.items()
+        if not o.is_sweep_override()
+    ]
+    return space, fixed
+
+
+def _axis(key: str, override: Override) -> Axis:
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        low, high = cast(float, value.start), cast(float, value.end)
+        return IntervalAxis(key, low, high, log="log" in value.tags)
+    number = count(override)
+    if isinstance(value, RangeSweep) and not value.shuffle and number > 1:
+        first, step = cast(float, value.start), value.step
+        last = type(first + step)(Decimal(first) + (number - 1) * Decimal(step))
+        return IntervalAxis(key, min(first, last), max(first, last), step=abs(step))
+    bounded_count(override)
+    return ChoiceAxis(key, tuple(override.sweep_string_iterator()))
+
+
+MAX_SWEEP_LENGTH = 100
+"""Number of values of a sweep that are checked here; later every job is validated."""
+
+
+def override_key(override: Override) -> str:
+    """Key or config group of an override, without a package."""
+    return str(override.key_or_group)
+
+
+def override_text(override: Override) -> str:
+    """Override as it was typed."""
+    return str(override.input_line)
+
+
+def display_value(override: Override) -> object:
+    """Value of an override in override syntax; None if it deletes the key."""
+    if override.is_delete():
+        return None
+    try:
+        return override.get_value_string()
+    except Exception:  # Hydra cannot format some values
+        return override_text(override).partition("=")[2]
+
+
+def override_values(override: Override) -> list[Any]:
+    """Value of an override, or the first values of a sweep."""
+    if not override.is_sweep_override():
+        return [_plain_value(override.value())]
+    try:
+        bounded_count(override)  # a shuffled range is materialized
+        return [
+            _plain_value(value) for value in islice(override.sweep_iterator(), MAX_SWEEP_LENGTH)
+        ]
+    except Exception:  # a glob, an interval or an empty range: Hydra checks it
+        return []
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain_value(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_plain_value(key): _plain_value(entry) for key, entry in value.items()}
+    return value

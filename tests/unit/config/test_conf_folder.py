@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hydra_plugins.scalewise_conf_folder import ConfFolderSearchPath, ConfFolderSource
 from scalewise.config import app, paths
-from scalewise.config.hydra_context import hydra_session
+from scalewise.config.hydra_policy import hydra_session
 
 GROUPS = [group for group in paths.CLOSED_GROUPS if group != "hardware"]
 MOST = max(len(paths.option_names(group)) for group in GROUPS)
