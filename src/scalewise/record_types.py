@@ -64,7 +64,7 @@ class MicroBatchRecord(TypedDict, total=False):
 
 
 class StatusRecord(TypedDict, total=False):
-    """``status.json``, as ``scalewise.launch.status.Status`` writes it."""
+    """``status.json``, as ``scalewise.launch.status_file.Status`` writes it."""
 
     verb: str
     name: str

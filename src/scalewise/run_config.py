@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from math import ceil
 
-from scalewise.activation_checkpointing import ActivationCheckpointing
 from scalewise.adapters.config import AdapterConfig
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.base import DataConfig
@@ -20,6 +19,7 @@ from scalewise.hardware import (
 )
 from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ScheduleConfig
+from scalewise.memory_config import ActivationCheckpointing
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind

@@ -68,10 +68,10 @@ PRIVATE_NAMES = frozenset(
 )
 FROZEN_NAMES = {
     "bench/memory_accuracy.py": {"foreseen"},
-    "launch/status.py": {"cures"},
+    "launch/status_file.py": {"cures"},
     "plan_config.py": {"ledger"},
     "unit/bench/test_profile.py": {"foreseen"},
-    "unit/launch/test_status.py": {"cures"},
+    "unit/launch/test_status_file.py": {"cures"},
     "unit/planner/test_plan.py": {"ledger"},
     "record_types.py": {"cures", "ledger"},
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalewise import atomic, cli, regular_files, run_files
-from scalewise.checkpoints import adapter_resume, manifest
+from scalewise.checkpoints import initial_parameters, manifest
 from scalewise.config.app import Command, run_command
 from scalewise.data import input_files, text_files
 from scalewise.launch import job_progress, locks
@@ -84,7 +84,7 @@ def test_sweep_and_adapter_files_are_checked(tmp_path: Path) -> None:
             read(tmp_path)
     os.mkfifo(tmp_path / "resolved.yaml")
     with pytest.raises(IrregularFileError, match=r"resolved\.yaml"):
-        adapter_resume.resolved_config(tmp_path / "checkpoints" / "step-1")
+        initial_parameters.resolved_config(tmp_path / "checkpoints" / "step-1")
 
 
 def test_experiment_pipe_does_not_block(tmp_path: Path) -> None:

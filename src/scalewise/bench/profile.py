@@ -15,7 +15,7 @@ import yaml
 from scalewise import bounded_yaml, regular_files
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import Hardware
-from scalewise.launch.status import versions
+from scalewise.launch.status_file import versions
 from scalewise.parallelism.collective import RingLink
 from scalewise.run_files import read_json, write_text
 from scalewise.typed_override import command_line, format_override, shell_word

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters import AdapterConfig, LoRAAdapterConfig, NoAdapterConfig
 from scalewise.bench.published_rows import Row
 from scalewise.checkpoint_config import CheckpointConfig
@@ -20,6 +19,7 @@ from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ConstantConfig
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM

@@ -12,7 +12,7 @@ from typing import Any
 
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
-from scalewise.launch.status import git_state, machine_facts, versions
+from scalewise.launch.status_file import git_state, machine_facts, versions
 from scalewise.run_files import write_json
 from scalewise.units import MEGA
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from scalewise import inputs, registry
 from scalewise.adapters import AdapterConfig
 from scalewise.adapters.build import apply_adapter, merge_adapter
-from scalewise.checkpoints import adapter_resume, manifest, store
+from scalewise.checkpoints import initial_parameters, manifest, store
 from scalewise.data.base import DataConfig
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.errors import CheckpointError, ConfigError, DataError
@@ -157,7 +157,7 @@ class TrainedRun:
         module = build_meta(self.model, StageSlice(range(self.model.layers)))
         apply_adapter(self.adapter, module, self.model)
         module.to_empty(device=torch.get_default_device())
-        adapter_resume.init_parameters(module, self.model, self.adapter, self.seed)
+        initial_parameters.init_parameters(module, self.model, self.adapter, self.seed)
         tensors = module.state_dict().items()
         return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scalewise.activation_checkpointing import AutoCheckpointing
 from scalewise.config.compose import compose
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import external_launcher
+from scalewise.memory_config import AutoCheckpointing
 from scalewise.plan_config import PlanSearch, UnfitPolicy
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY

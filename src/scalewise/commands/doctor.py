@@ -10,7 +10,7 @@ from pathlib import Path
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware, Machine, resolve_for_machine, this_machine
-from scalewise.launch.status import versions
+from scalewise.launch.status_file import versions
 from scalewise.units import GIB, format_bytes, format_count
 
 EXTRAS = {

@@ -18,10 +18,10 @@ from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.sweep_resume import ResumeRequest
 from scalewise.plan_config import MemoryMethod, PlanSearch
-from scalewise.planner import padding, peak_memory
+from scalewise.planner import peak_memory
 from scalewise.planner.fit_check import compare_with_hardware
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
-from scalewise.planner.plan import Plan, build_plan, sum_plans, training_tokens
+from scalewise.planner.plan import Plan, build_plan, padding_notes, sum_plans, training_tokens
 from scalewise.planner.search import search_runs
 from scalewise.run_config import RunConfig
 
@@ -149,7 +149,7 @@ def _plan_by_trace(run: RunConfig) -> Plan:
 
 
 def _print_padding(run: RunConfig) -> None:
-    for note in padding.padding_notes(run):
+    for note in padding_notes(run):
         print_lines(note)
 
 

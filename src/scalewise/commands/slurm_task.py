@@ -16,7 +16,7 @@ from scalewise import console
 from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ConfigError, Interrupted, ScalewiseError
 from scalewise.failures import describe_exception, report_errors
-from scalewise.launch import external_launcher, job_serialization, signals, slurm_cli
+from scalewise.launch import executor, external_launcher, signals, slurm_cli
 from scalewise.launch.executor import INTERRUPTED, SweepTask
 from scalewise.launch.job import (
     ExternalRank,
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             if environment_error is not None:
                 raise environment_error
-            task = job_serialization.read_task(folder / f"{number}.json")
+            task = executor.read_task(folder / f"{number}.json")
             result = _run_rank(task)
         except ScalewiseError as error:
             print_lines(*f"scalewise: {error}".split("\n"), stderr=True)

@@ -29,7 +29,7 @@ from scalewise.launch.processes import (
     reset_start_method,
     set_affinity_and_threads,
 )
-from scalewise.launch.ranks import ElasticRanks, InProcess, run_ranks
+from scalewise.launch.rank_mode import ElasticRanks, InProcess, run_ranks
 from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
 

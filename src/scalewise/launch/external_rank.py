@@ -34,7 +34,7 @@ from scalewise.launch.job import (
 from scalewise.launch.locks import InUseError
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.rank_worker import run_attempt
-from scalewise.launch.status import Status
+from scalewise.launch.status_file import Status
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
 

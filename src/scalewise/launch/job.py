@@ -24,8 +24,8 @@ from scalewise.launch import exit_reports, external_launcher, locks, processes, 
 from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
-from scalewise.launch.ranks import ElasticRanks, InProcess, run_ranks
-from scalewise.launch.status import Status, git_state
+from scalewise.launch.rank_mode import ElasticRanks, InProcess, run_ranks
+from scalewise.launch.status_file import Status, git_state
 from scalewise.launch_config import Isolation
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.planner.auto_settings import MicroBatchChoice

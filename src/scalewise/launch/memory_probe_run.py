@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from scalewise.errors import Interrupted
 from scalewise.hardware import DeviceKind
 from scalewise.launch.job import JobSpec, prepare_job
-from scalewise.launch.ranks import ElasticRanks, run_ranks
+from scalewise.launch.rank_mode import ElasticRanks, run_ranks
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.run_config import RunConfig
 

@@ -10,7 +10,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, signals
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.processes import limit_memory
-from scalewise.launch.ranks import InProcess, run_ranks
+from scalewise.launch.rank_mode import InProcess, run_ranks
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, write_json
 from scalewise.tracking.wandb_session import NullSession, open_session

@@ -20,7 +20,7 @@ from scalewise import regular_files
 from scalewise.compat.optuna_submitit import submit_command
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
-from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
+from scalewise.launch import executor, exit_reports, signals, slurm_cli
 from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
@@ -117,7 +117,7 @@ class SlurmExecutor:
         self._folder.mkdir(parents=True, exist_ok=True)
         shapes: dict[tuple[int, int, bool], list[SweepTask]] = {}
         for task in tasks:
-            job_serialization.write_task(task, self._folder / f"{task.number}.json")
+            executor.write_task(task, self._folder / f"{task.number}.json")
             run = task.job_spec.run
             on_cuda = run.hardware.device is DeviceKind.cuda
             shapes.setdefault((self._count_nodes(run), run.world_size, on_cuda), []).append(task)

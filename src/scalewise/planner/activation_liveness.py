@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from scalewise.activation_checkpointing import OFFLOAD_MIN_BYTES
+from scalewise.memory_config import OFFLOAD_MIN_BYTES
 from scalewise.models.base import ModelConfig
 from scalewise.models.compiler_fusion import fuse
 from scalewise.models.op_graph import (

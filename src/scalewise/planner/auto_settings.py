@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError
+from scalewise.memory_config import AutoCheckpointing, FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time
 from scalewise.planner.fit_check import FitStatus, RunVariant

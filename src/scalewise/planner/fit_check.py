@@ -7,9 +7,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_memory, peak_memory
 from scalewise.planner.memory_breakdown import MemoryBreakdown

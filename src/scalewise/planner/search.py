@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy

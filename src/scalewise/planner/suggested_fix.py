@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.hardware import DeviceKind
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import ParallelismConfig

@@ -14,7 +14,6 @@ from scalewise.reports.compare import LOSS, PEAK, PRICE, STEP, ReportComparison,
 from scalewise.reports.number_format import MemoryUnit
 from scalewise.reports.records import RunRecord
 from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
-from scalewise.reports.summary_tables import format_price
 
 MAX_SENTENCES = 8
 """Maximum number of jobs or values described in a sentence."""
@@ -359,6 +358,6 @@ def _effect_numbers(steps: Sequence[AblationStep], unit: MemoryUnit) -> NumbersT
                 _change_text(ablation_step, first, key),
             ]
         if is_priced:
-            cells.append(format_price(job.measured(PRICE)))
+            cells.append(number_format.format_price(job.measured(PRICE)))
         rows.append((job.name, (*cells, number_format.format_loss(job.measured(LOSS)))))
     return NumbersTable("", tuple(heads), tuple(rows))

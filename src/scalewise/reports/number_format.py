@@ -81,7 +81,18 @@ def format_ratio(number: float) -> str:
 def format_percent(fraction: float | None) -> str:
     """Format a fraction as a percentage: ``27%``, ``<1%``."""
     text = format_fixed(None if fraction is None else fraction * 100, 0)
-    return text if text in (MISSING, "not finite") else f"{'<1' if text == '<1' else text}%"
+    return text if text in (MISSING, "not finite") else f"{text}%"
+
+
+def format_price(price: float | None) -> str:
+    """Format a price in dollars, without the sign: ``0.42``, ``7,787``."""
+    return format_fixed(price, 2 if price is not None and price < 100 else 0)
+
+
+def format_utilization(fraction: float | None) -> str:
+    """Format a fraction as a percentage with one decimal: ``41.2%``."""
+    text = format_fixed(None if fraction is None else fraction * 100, 1)
+    return text if text == MISSING else f"{text}%"
 
 
 def format_error(fraction: float | None) -> str:

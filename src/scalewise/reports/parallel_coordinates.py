@@ -33,7 +33,6 @@ from scalewise.reports.compare import (
 from scalewise.reports.number_format import MemoryUnit
 from scalewise.reports.pareto import ColorBin, color_bins
 from scalewise.reports.sections import ChartPanel, ReportSection
-from scalewise.reports.summary_tables import format_price
 from scalewise.reports.wandb_panels import CoordinatesPanel, RunSetting, SummaryNumber, TitledPanel
 
 MIN_JOBS = 3
@@ -68,7 +67,7 @@ def coordinates_section(comparison: ReportComparison, unit: MemoryUnit) -> Repor
     kinds: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
         (STEP, "step, ms", number_format.format_milliseconds),
         (PEAK, f"peak, {unit.name}", unit.text),
-        (PRICE, "$ per billion tokens", format_price),
+        (PRICE, "$ per billion tokens", number_format.format_price),
         (LOSS, "train loss", number_format.format_loss),
     )
     results = [axis for kind in kinds if (axis := _number_axis(jobs, *kind))]

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from scalewise import regular_files
 from scalewise.errors import ConfigError
-from scalewise.reports import redact
+from scalewise.reports import report_redaction
 from scalewise.run_files import (
     RecordError,
     load_json,
@@ -288,7 +288,7 @@ def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
         try:
             run = read_run(folder / name)
         except RecordError as error:
-            reason = redact.redact_text(error.issues[0].reason)
+            reason = report_redaction.redact_text(error.issues[0].reason)
     if run is None:
         run = RunRecord(
             folder=name,
@@ -339,7 +339,7 @@ def _read_series(path: Path) -> dict[str, MetricSeries]:
 
 
 def _redacted(record: dict[str, Any]) -> dict[str, Any]:
-    return cast(dict[str, Any], redact.redact_values(record))
+    return cast(dict[str, Any], report_redaction.redact_values(record))
 
 
 def _known_numbers(entries: Mapping[str, float | None]) -> dict[str, float]:

@@ -19,13 +19,13 @@ from scalewise.reports import (
     factorial_report,
     importance,
     loss_curves,
-    outcomes,
     parallel_coordinates,
     pareto,
     reproduce,
     sections,
     summary_sentences,
     summary_tables,
+    validation_outcomes,
 )
 from scalewise.reports.compare import ReportComparison, ReportJob
 from scalewise.reports.number_format import MemoryUnit, memory_unit
@@ -162,9 +162,9 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
         loss_curves.run_loss_section(job),
-        outcomes.preference_section([job]),
-        outcomes.outcome_section(outcomes.REWARDED, [job]),
-        outcomes.outcome_section(outcomes.CLASSIFIED, [job]),
+        validation_outcomes.preference_section([job]),
+        validation_outcomes.outcome_section(validation_outcomes.REWARDED, [job]),
+        validation_outcomes.outcome_section(validation_outcomes.CLASSIFIED, [job]),
         loss_curves.throughput_section(job),
     )
     yield from (section for section in sections if section is not None)
@@ -178,9 +178,9 @@ def _sweep_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Pa
         breakdown_charts.memory_section(comparison, unit),
         breakdown_charts.time_section(comparison),
         loss_curves.loss_section(comparison),
-        outcomes.preference_section(comparison.jobs),
-        outcomes.outcome_section(outcomes.REWARDED, comparison.jobs),
-        outcomes.outcome_section(outcomes.CLASSIFIED, comparison.jobs),
+        validation_outcomes.preference_section(comparison.jobs),
+        validation_outcomes.outcome_section(validation_outcomes.REWARDED, comparison.jobs),
+        validation_outcomes.outcome_section(validation_outcomes.CLASSIFIED, comparison.jobs),
         pareto.tradeoff_section(comparison, unit),
         parallel_coordinates.coordinates_section(comparison, unit),
         importance.importance_section(comparison),

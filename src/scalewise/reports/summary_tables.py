@@ -310,12 +310,12 @@ def comparison_table(comparison: ReportComparison, unit: MemoryUnit) -> list[Tab
         error_column("step error", STEP),
         column(f"peak, {unit.name}", PEAK, 1, unit.text, bar=True),
         error_column("peak error", PEAK),
-        column("$ per billion tokens", PRICE, 1, format_price),
-        column("MFU", "throughput/mfu", -1, format_utilization),
+        column("$ per billion tokens", PRICE, 1, number_format.format_price),
+        column("MFU", "throughput/mfu", -1, number_format.format_utilization),
         column("train loss", LOSS, 1, number_format.format_loss),
         column("val loss", VALIDATION_LOSS, 1, number_format.format_loss),
-        column("preference accuracy", PREFERENCE_ACCURACY, -1, format_utilization),
-        column("accuracy", ACCURACY, -1, format_utilization),
+        column("preference accuracy", PREFERENCE_ACCURACY, -1, number_format.format_utilization),
+        column("accuracy", ACCURACY, -1, number_format.format_utilization),
     ]
     distances = [largest_distance(job, reference) for job in jobs]
     if any(number is not None for number in distances):
@@ -328,17 +328,6 @@ def comparison_table(comparison: ReportComparison, unit: MemoryUnit) -> list[Tab
         ]
         columns.append(TableColumn("loss difference", tuple(cells)))
     return [column for column in columns if column is not None]
-
-
-def format_price(price: float | None) -> str:
-    """Format a price in dollars, without the sign: ``0.42``, ``7,787``."""
-    return number_format.format_fixed(price, 2 if price is not None and price < 100 else 0)
-
-
-def format_utilization(fraction: float | None) -> str:
-    """Format a fraction as a percentage with one decimal: ``41.2%``."""
-    text = number_format.format_fixed(None if fraction is None else fraction * 100, 1)
-    return text if text == number_format.MISSING else f"{text}%"
 
 
 def order_jobs(comparison: ReportComparison) -> list[ReportJob]:

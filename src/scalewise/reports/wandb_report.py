@@ -20,7 +20,7 @@ from wandb_workspaces.reports.v2 import gql
 
 from scalewise.compat import wandb as compat_wandb
 from scalewise.errors import ScalewiseError
-from scalewise.reports import records, redact, report_model
+from scalewise.reports import records, report_model, report_redaction
 from scalewise.reports.files import WANDB_REPORT_FILE
 from scalewise.reports.records import RunRecord, SweepRecord, report_runs, wandb_run_ids
 from scalewise.reports.report_model import ReportModel
@@ -85,8 +85,9 @@ def wandb_errors() -> Iterator[None]:
     except ScalewiseError:
         raise
     except Exception as error:  # the client raises many types
-        text = redact.redact_text(" ".join(str(error).split()))[:300] or type(error).__name__
-        raise ScalewiseError(f"W&B request failed: {text}") from error
+        text = report_redaction.redact_text(" ".join(str(error).split()))[:300]
+        reason = text or type(error).__name__
+        raise ScalewiseError(f"W&B request failed: {reason}") from error
 
 
 PROJECT = "scalewise"

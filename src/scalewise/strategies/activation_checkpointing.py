@@ -20,11 +20,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from scalewise.activation_checkpointing import (
-    OFFLOAD_MIN_BYTES,
-    ActivationCheckpointing,
-    AutoCheckpointing,
-)
 from scalewise.compat.torch import (
     ATTENTION_OPS,
     is_traceable_wrapper_subclass,
@@ -34,6 +29,7 @@ from scalewise.compat.torch import (
 )
 from scalewise.compat.torch_distributed import SAVED_COLLECTIVES, AsyncCollectiveTensor
 from scalewise.measure.memory import storage_keys
+from scalewise.memory_config import OFFLOAD_MIN_BYTES, ActivationCheckpointing, AutoCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.op_graph import Recompute

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scalewise.adapters.build import apply_adapter
-from scalewise.checkpoints import adapter_resume, store
+from scalewise.checkpoints import initial_parameters, store
 from scalewise.checkpoints.store import BackgroundWriter
 from scalewise.compat.lightning import call_through_wrapper
 from scalewise.measure.memory import StrategyBuffers
@@ -92,7 +92,7 @@ class ParallelStrategy(Strategy):
         apply_precision(run.precision, module, run.model, run.hardware.device)
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=torch.get_default_device())
-        adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
+        initial_parameters.init_parameters(module, run.model, run.adapter, run.seed)
         set_chunked_loss(run.objective, module, in_forward=run.computes_loss_gradients_in_forward)
         apply_checkpointing(run.memory, module, all_layers)
         compile_module(run.compile, module)

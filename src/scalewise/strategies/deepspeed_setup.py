@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from scalewise.adapters.build import apply_adapter
-from scalewise.checkpoints import adapter_resume
+from scalewise.checkpoints import initial_parameters
 from scalewise.compat.deepspeed import parameter_group
 from scalewise.data.build_cache import cache_folder
 from scalewise.errors import ConfigError
@@ -107,7 +107,7 @@ def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
         module = build_meta(run.model, stage_slice)
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=device)
-        adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
+        initial_parameters.init_parameters(module, run.model, run.adapter, run.seed)
         yield module
 
 

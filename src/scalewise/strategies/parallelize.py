@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from scalewise.adapters.build import apply_adapter
-from scalewise.checkpoints import adapter_resume
+from scalewise.checkpoints import initial_parameters
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_meta
@@ -100,7 +100,7 @@ def build_sharded(
 
     # After FSDP: only shards are allocated.
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else rank_mesh.root_device)
-    adapter_resume.init_parameters(module, run.model, run.adapter, run.seed)
+    initial_parameters.init_parameters(module, run.model, run.adapter, run.seed)
     for name, buffer in module.named_buffers():  # CPU offload applies to parameters only
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, buffer.to(rank_mesh.root_device))

@@ -12,7 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from scalewise.activation_checkpointing import FixedCheckpointing
 from scalewise.adapters.build import apply_adapter
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.adapters.ia3_config import IA3AdapterConfig
@@ -20,6 +19,7 @@ from scalewise.adapters.lora_config import DoRAAdapterConfig, LoRAAdapterConfig
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
+from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
 from scalewise.models.hf.causal_lm import CausalLMModule
@@ -43,10 +43,10 @@ from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.config import NF4Config, QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 from scalewise.tracing.fake_tensors import fake_tensor_mode, precision_plugin, replace_tensors
-from scalewise.tracing.op_recorder import OpRecorder
-from scalewise.tracing.part_memory import (
+from scalewise.tracing.op_recorder import (
     CountingBlock,
     NonBlockParts,
+    OpRecorder,
     Sizes,
     TensorKind,
     count_backward,

@@ -1,18 +1,160 @@
-"""Recorder of the operators that torch dispatches, with their FLOPs and tensor sizes."""
+"""Recorders of a model: graphs of its operators, and sizes of the parts outside of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from scalewise.compat.torch import ATTENTION_OPS, TorchDispatchMode, tree_leaves
-from scalewise.measure.memory import storage_key
+from scalewise.measure.memory import LiveBytes, storage_bytes, storage_key, storage_keys
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
+
+Sizes = tuple[int, int, int, int]
+"""Bytes of a part, in the order of ``RecordedPart.measure``."""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Shape, dtype and ``requires_grad`` of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> TensorKind:
+        """Return those of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+    def empty_leaf(self, *, requires_grad: bool) -> Tensor:
+        """Return an empty leaf tensor; callers clone it, so that the clone has one reference."""
+        return torch.empty(self.shape, dtype=self.dtype, requires_grad=requires_grad)
+
+
+@dataclass(frozen=True)
+class NonBlockParts:
+    """Sizes of the parts outside the blocks, and the inputs of a block."""
+
+    embedding: Sizes
+    """Sizes of the operators before the blocks."""
+    head: Sizes
+    """Sizes of the operators after the blocks."""
+    x: TensorKind
+    """First input of a block."""
+    logits: TensorKind
+    """Output of the model."""
+    arguments: tuple[Any, ...]
+    """Other positional inputs of a block."""
+    keywords: dict[str, Any]
+    """Keyword inputs of a block."""
+    shared_bytes: int
+    """Bytes of the inputs that all blocks read."""
+
+
+class CountingBlock(nn.Module):
+    """Block that computes nothing, and ends the measurement of the operators before it."""
+
+    def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
+        super().__init__()
+        self._counters = (before, after)
+
+    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """Return a new tensor of the same kind, detached from ``x``."""
+        before, after = self._counters
+        self.x, self.arguments, self.keywords = x, arguments, keywords
+        before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+        leaf = TensorKind.from_tensor(x).empty_leaf(requires_grad=True)
+        after.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return leaf.clone()
+
+    def build_parts(
+        self,
+        before: LiveBytes,
+        head: Sizes,
+        logits: TensorKind,
+        module: nn.Module,
+        *,
+        fresh_gradients: bool,
+    ) -> NonBlockParts:
+        """Run the backward of the operators before the blocks, and return all sizes."""
+        x = TensorKind.from_tensor(self.x)
+        others = [
+            each
+            for each in tree_leaves((self.arguments, self.keywords))
+            if isinstance(each, Tensor)
+        ]
+        others = [each for each in others if not storage_keys([each]) & storage_keys([self.x])]
+        shared = storage_bytes(others)
+        embedding = (0, 0, 0, 0)
+        if x.requires_grad:
+            outputs = [AllocateGradient.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
+            del self.x
+            before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            backward_peak = count_backward(outputs, before) - shared
+            before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            embedding = (0, 0, backward_peak, gradient_bytes(module) * fresh_gradients)
+        return NonBlockParts(embedding, head, x, logits, self.arguments, self.keywords, shared)
+
+
+class AllocateGradient(torch.autograd.Function):
+    """Scalar that depends on a tensor; backward allocates the gradient of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return a scalar."""
+        ctx.kind = TensorKind.from_tensor(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        """Return an empty gradient."""
+        return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
+
+
+def measure_part(
+    live: LiveBytes, outputs: list[Tensor], module: nn.Module, *, fresh_gradients: bool
+) -> Sizes:
+    """Sizes of a part whose forward pass has run; runs its backward.
+
+    Args:
+        live: Counter of the part's memory.
+        outputs: List with the only reference to the output, which is removed.
+        module: Module of the part.
+        fresh_gradients: Whether this backward allocates the gradients.
+    """
+    forward_peak, saved_bytes = live.take_peak(), live.current_bytes - storage_bytes(outputs)
+    backward_peak = count_backward(outputs, live)
+    return saved_bytes, forward_peak, backward_peak, gradient_bytes(module) * fresh_gradients
+
+
+def count_backward(outputs: list[Tensor], live: LiveBytes) -> int:
+    """Run backward from the only tensor in ``outputs``, which is removed; return the peak bytes."""
+    if outputs[0].dim():  # otherwise a loss
+        outputs[:] = [AllocateGradient.apply(*outputs)]  # type: ignore[no-untyped-call]  # torch's own
+    live.take_peak()
+    root = outputs.pop()
+    if root.requires_grad:
+        cast(Any, root).backward()
+    return live.take_peak()
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of a module's gradients."""
+    return storage_bytes(each.grad for each in module.parameters() if each.grad is not None)
+
+
+def drop_gradients(scratch_ratio: float, parameter: Tensor) -> None:
+    """Free a gradient after an optimizer step with ``scratch_ratio`` temporary bytes per byte."""
+    assert parameter.grad is not None
+    torch.empty(round(parameter.grad.nbytes * scratch_ratio), dtype=torch.uint8)
+    parameter.grad = None
+
 
 aten = torch.ops.aten
 ATTENTION = frozenset(op.default for op in ATTENTION_OPS)

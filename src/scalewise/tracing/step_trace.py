@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from scalewise.checkpoints import adapter_resume
+from scalewise.checkpoints import initial_parameters
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
 from scalewise.parallelism.mesh import MeshConfig
@@ -172,7 +172,7 @@ def _trace_step(
         run = replace(run, model=model)
         with (
             fake_training(run, rank, channel) as (strategy, _),
-            patch.object(adapter_resume, "init_parameters", skip_call),
+            patch.object(initial_parameters, "init_parameters", skip_call),
         ):
             precision = precision_plugin(run.precision.lightning_precision())
             with precision.module_init_context():

@@ -10,8 +10,7 @@ from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.hardware import DeviceKind
 from scalewise.hpo.storage import read_trial_link
-from scalewise.planner import padding
-from scalewise.planner.plan import plan_record
+from scalewise.planner.plan import padding_notes, plan_record
 from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, read_json, write_json
 from scalewise.tracking.wandb_session import NullSession
@@ -63,7 +62,7 @@ def fit_run(
         trained_run.check_tokenizer(splits, resume.parents[1])
     if rank_info.rank == 0:
         trained_run.save_tokenizer(splits, folder)
-        log_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
+        log_notes(notes := [*splits.note.splitlines(), *padding_notes(run, splits)])
     module = TrainingModule(run, steps)
     recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))
     terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None

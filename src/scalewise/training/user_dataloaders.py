@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from scalewise.compat.hugging_face import is_split_by_node
 from scalewise.compat.lightning import data_fetcher, replace_loader_preparation
-from scalewise.planner.padding import amount_text
+from scalewise.planner.plan import amount_text
 
 POSITION_KEY = "position"
 """Key of a loader position in a checkpoint."""

@@ -110,7 +110,7 @@ class TrainedAdapter:
     path: str
     """Folder of a run, a checkpoint or a PEFT folder."""
 
-    implementation: ClassVar[str] = "scalewise.validation.adapter_resume"
+    implementation: ClassVar[str] = "scalewise.validation.adapter_resume_rules"
 
 
 @lazy_dispatch

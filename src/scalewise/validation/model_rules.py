@@ -11,7 +11,7 @@ from scalewise.data.tokenizer import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.hf.config import HuggingFaceConfig
-from scalewise.models.hf.inspect import COLUMN, TP_STYLES
+from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope

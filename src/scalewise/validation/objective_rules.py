@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import singledispatch
 
-from scalewise.activation_checkpointing import AutoCheckpointing
 from scalewise.adapters.config import NoAdapterConfig
 from scalewise.errors import ConfigIssue
+from scalewise.memory_config import AutoCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import (
     DPO,

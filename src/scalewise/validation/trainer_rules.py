@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from functools import singledispatch
 from math import ceil
 
-from scalewise.activation_checkpointing import (
-    ActivationCheckpointing,
-    AutoCheckpointing,
-    FixedCheckpointing,
-)
 from scalewise.errors import ConfigIssue
+from scalewise.memory_config import ActivationCheckpointing, AutoCheckpointing, FixedCheckpointing
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.config import ScheduleFreeConfig
 from scalewise.plan_config import PlanSearch

@@ -12,7 +12,7 @@ import yaml
 from scalewise.bench import profile
 from scalewise.errors import ConfigError
 from scalewise.hardware import Hardware
-from scalewise.launch.status import versions
+from scalewise.launch.status_file import versions
 
 HARDWARE = Hardware(memory_gib=8.0, fp32_tflops=1.0, memory_gb_per_s=10.0)
 TORCH = versions()["torch"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalewise.commands import slurm_task
-from scalewise.launch import job_serialization, slurm_cli
+from scalewise.launch import executor, slurm_cli
 from scalewise.launch.job import Result
 from scalewise.run_files import read_json, write_json
 
@@ -22,7 +22,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     variables = {**ranks, **meeting, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(job_serialization, "read_task", lambda file: None)
+    monkeypatch.setattr(executor, "read_task", lambda file: None)
     monkeypatch.setattr(slurm_cli, "job_facts", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(slurm_cli, "requeue_job", lambda job: True)
     folder = tmp_path / "0"

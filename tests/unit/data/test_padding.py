@@ -13,7 +13,7 @@ from scalewise import compose
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
 from scalewise.data.datasets import PackedDataset
 from scalewise.data.prepare import DataSplits
-from scalewise.planner.padding import padding_notes
+from scalewise.planner.plan import padding_notes
 from scalewise.run_config import RunConfig
 
 SEQUENCE = 2

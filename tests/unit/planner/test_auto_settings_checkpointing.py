@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 from fixtures.strategies import LLAMA_8B
 
-from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing
 from scalewise.errors import ConfigError
+from scalewise.memory_config import AutoCheckpointing, FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import peak_memory, step_time
 from scalewise.planner.auto_settings import resolve_auto_checkpointing

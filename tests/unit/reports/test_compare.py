@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scalewise.reports import compare, number_format, redact, sections, summary_sentences
+from scalewise.reports import compare, number_format, report_redaction, sections, summary_sentences
 from scalewise.reports.chart_layout import round_ticks, spread_labels
 from scalewise.reports.compare import LOSS, PEAK, SPEED, STEP
 from scalewise.reports.records import MetricSeries, RunRecord, RunSummary, SweepRecord
@@ -310,16 +310,16 @@ class TestRedact:
         ],
     )
     def test_redact_text(self, raw: str, want: str) -> None:
-        assert redact.redact_text(raw) == want
+        assert report_redaction.redact_text(raw) == want
 
     def test_redact_removes_terminal_colors(self) -> None:
         red = "\x1b[31mred\x1b[0m"
-        found = redact.redact_values({"log_tail": [red], "reason": red, "name": red})
+        found = report_redaction.redact_values({"log_tail": [red], "reason": red, "name": red})
         told = "\\x1b[31mred\\x1b[0m"
         assert found == {"log_tail": ["red"], "reason": "red", "name": told}
 
     def test_redact_tree_hides_secret_keys(self) -> None:
-        found = redact.redact_values(
+        found = report_redaction.redact_values(
             {"changed": [{"key": "hub.api_key", "default": None, "value": 7}], "password": "x"}
         )
         assert found == {

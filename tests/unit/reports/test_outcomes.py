@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalewise.reports import outcomes
+from scalewise.reports import validation_outcomes
 from scalewise.reports.compare import PREFERENCE_ACCURACY, ReportJob
 from scalewise.reports.records import MetricSeries, RunRecord
 
@@ -26,11 +26,11 @@ def job(name: str, *values: float) -> ReportJob:
 def test_preference_report_compares_with_the_untrained_model(
     jobs: list[ReportJob], said: str
 ) -> None:
-    section = outcomes.preference_section(jobs)
+    section = validation_outcomes.preference_section(jobs)
     assert section is not None
     assert section.finding == f"Preference accuracy is {said}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 
 def test_preference_report_without_preferences_is_empty() -> None:
-    assert outcomes.preference_section([job("a")]) is None
+    assert validation_outcomes.preference_section([job("a")]) is None

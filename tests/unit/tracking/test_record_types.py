@@ -13,7 +13,7 @@ from fixtures.golden import GOLDEN_DIR
 
 from scalewise import run_files
 from scalewise.hpo.storage import TrialLink
-from scalewise.launch.status import Status
+from scalewise.launch.status_file import Status
 from scalewise.record_types import RECORDS, StatusRecord, TrialRecord, type_mismatches
 from scalewise.run_files import RecordError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, TPStyle, Weight
 from scalewise.models.hf.hub import model_tokenizer
-from scalewise.models.hf.inspect import (
+from scalewise.models.hf.model_info import (
     COLUMN,
     TP_STYLES,
     ModelInfo,

@@ -22,7 +22,7 @@ from scalewise.compat.hugging_face import block_class_names
 from scalewise.compat.torch import registered_parameters, unset_fake_temporarily
 from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
 from scalewise.models.base import StageSlice, Weight
-from scalewise.models.hf import encoder_decoder, hub, inspect, vision_language
+from scalewise.models.hf import encoder_decoder, hub, model_info, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule, TiedLinearHead, conv1d_as_linear
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.config_reader import (
@@ -36,7 +36,7 @@ from scalewise.models.hf.config_reader import (
     rope_type,
 )
 from scalewise.models.hf.encoder_decoder import EncoderDecoderModule, MultiStackModule
-from scalewise.models.hf.inspect import ModelInfo
+from scalewise.models.hf.model_info import ModelInfo
 from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.models.safetensors_files import SafetensorsFiles, weight_files
@@ -113,7 +113,7 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
     )
 
 
-@inspect.peft_targets.register(HuggingFaceConfig)
+@model_info.peft_targets.register(HuggingFaceConfig)
 def _peft_targets(config: HuggingFaceConfig, adapter: str) -> tuple[str, ...]:
     from peft.utils import constants  # the import takes seconds
 
@@ -126,7 +126,7 @@ def _peft_targets(config: HuggingFaceConfig, adapter: str) -> tuple[str, ...]:
     return tuple(targets) or names
 
 
-@inspect.read_info.register(HuggingFaceConfig)
+@model_info.read_info.register(HuggingFaceConfig)
 def _read_info(config: HuggingFaceConfig) -> ModelInfo:
     return read_model_info(config.path, config.depth)
 

@@ -16,7 +16,7 @@ from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from scalewise.compat.hugging_face import replaced_mask_checks
 from scalewise.models.hf import encoder_decoder
 from scalewise.models.hf.encoder_decoder import MultiStackModule
-from scalewise.models.hf.inspect import VisionInfo
+from scalewise.models.hf.model_info import VisionInfo
 
 LANGUAGE_MODEL = "language_model"
 

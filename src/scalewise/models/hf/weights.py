@@ -15,7 +15,7 @@ from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models import build, init
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.base_module import ModelModule
-from scalewise.models.hf import hub, inspect, introspection, vision_language
+from scalewise.models.hf import hub, introspection, model_info, vision_language
 from scalewise.models.hf.causal_lm import CausalLMModule
 from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.models.hf.config_reader import KEY, read_config
@@ -78,7 +78,7 @@ def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
     return PretrainedTensors(files, introspection.build_original(path, depth))
 
 
-@inspect.weight_issues.register(HuggingFaceConfig)
+@model_info.weight_issues.register(HuggingFaceConfig)
 def _weight_issues(config: HuggingFaceConfig) -> tuple[ConfigIssue, ...]:
     """Issues of the weights; cached until a file changes."""
     folder = Path(config.path).expanduser()

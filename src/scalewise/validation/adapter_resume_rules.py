@@ -9,7 +9,7 @@ from typing import Any
 from scalewise import registry
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.checkpoints import manifest, peft_import
-from scalewise.checkpoints.adapter_resume import KEY, parse_config, resolved_config
+from scalewise.checkpoints.initial_parameters import KEY, parse_config, resolved_config
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig

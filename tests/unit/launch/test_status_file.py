@@ -13,7 +13,7 @@ from fixtures.hf_checkpoints import RANDOM_T5
 
 from scalewise.launch import exit_reports, rank_worker
 from scalewise.launch.outcomes import Outcome
-from scalewise.launch.status import Status, git_state
+from scalewise.launch.status_file import Status, git_state
 from scalewise.launch.suggested_overrides import suggested_overrides
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, read_json, write_json

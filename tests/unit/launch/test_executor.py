@@ -10,7 +10,7 @@ import pytest
 
 from scalewise import registry
 from scalewise.errors import ScalewiseError
-from scalewise.launch import job_serialization
+from scalewise.launch import executor
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import JobSpec
 from scalewise.run_config import RunConfig
@@ -25,8 +25,8 @@ def comes_back(run: RunConfig, folder: Path) -> bool:
         run, "scalewise train", varied={"seed": "1"}, sweep="a/b", changed=[{"key": "x"}]
     )
     task = SweepTask(3, order, folder / "3")
-    job_serialization.write_task(task, folder / "order.json")
-    return job_serialization.read_task(folder / "order.json") == task
+    executor.write_task(task, folder / "order.json")
+    return executor.read_task(folder / "order.json") == task
 
 
 @pytest.mark.parametrize(("group", "name"), SPECS)
@@ -55,4 +55,4 @@ def test_job_spec_keeps_overrides(
 
 def test_missing_job_spec_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ScalewiseError, match="is not visible from this machine"):
-        job_serialization.read_task(tmp_path / "order.json")
+        executor.read_task(tmp_path / "order.json")
