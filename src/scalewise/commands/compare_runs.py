@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from scalewise.console import MISSING
 from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.metric_names import METRICS
 from scalewise.plain_console import get_console, styled_text
 from scalewise.planner.memory_breakdown import entry_title
 from scalewise.planner.step_time import step_part_title
-from scalewise.reports import records, run_diff
+from scalewise.reports import records
+from scalewise.reports.compare import PEAK, PREDICTED_KEYS, STEP
 from scalewise.reports.records import RunRecord
-from scalewise.reports.run_diff import ValuePair
 from scalewise.units import format_bytes, format_seconds
 
+MEASURED = tuple(
+    key
+    for key in METRICS
+    if key.startswith(("memory/", "time/"))
+    or key in ("throughput/tokens_per_s", "train/loss", "val/loss")
+)
+"""Keys of the compared metrics."""
 SMALL_SHARE = 0.005
 """Entries that differ by less than this fraction of the largest entry are omitted."""
 NAME_TITLES = {"predicted peak memory": entry_title, "predicted step time": step_part_title}
@@ -33,16 +42,16 @@ def main(arguments: Sequence[str]) -> int:
     for run in (one, other):
         console.print(styled_text(f"{run.folder}  ", (run.command, "dim")), soft_wrap=True)
     for title, pairs in (
-        ("settings", run_diff.setting_pairs(one, other)),
-        ("predicted peak memory", _notable_pairs(run_diff.predicted_pairs(one, other))),
-        ("predicted step time", _notable_pairs(run_diff.step_time_pairs(one, other))),
-        ("measured", run_diff.measured_pairs(one, other)),
+        ("settings", setting_pairs(one, other)),
+        ("predicted peak memory", _notable_pairs(predicted_pairs(one, other))),
+        ("predicted step time", _notable_pairs(step_time_pairs(one, other))),
+        ("measured", measured_pairs(one, other)),
     ):
         if pairs:
             console.print()
             console.print(_pairs_table(title, pairs, one, other))
     console.print()
-    for sentence in run_diff.change_sentences(one, other):
+    for sentence in change_sentences(one, other):
         console.print(sentence)
     return 0
 
@@ -104,3 +113,98 @@ def _value_text(title: str, name: str, value: object) -> str:
     if (name.endswith("_s") and "_per_s" not in name) or title == "predicted step time":
         return format_seconds(value)
     return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+@dataclass(frozen=True)
+class ValuePair:
+    """A value of two runs."""
+
+    name: str
+    """Name of the value."""
+    first: object
+    """Value of the first run; ``None`` if unknown."""
+    second: object
+    """Value of the second run; ``None`` if unknown."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Second value divided by the first; ``None`` if either is not a number."""
+        if (
+            isinstance(self.first, int | float)
+            and isinstance(self.second, int | float)
+            and self.first
+        ):
+            return self.second / self.first
+        return None
+
+
+def setting_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
+    """Settings that differ, options before fields."""
+    first_changes = {change.key: change for change in first.changed_settings}
+    second_changes = {change.key: change for change in second.changed_settings}
+    defaults = {
+        change.key: change.default for change in (*second.changed_settings, *first.changed_settings)
+    }
+    pairs = [
+        ValuePair(
+            key,
+            *(
+                changes[key].value if key in changes else default
+                for changes in (first_changes, second_changes)
+            ),
+        )
+        for key, default in defaults.items()
+    ]
+    pairs = [pair for pair in pairs if pair.first != pair.second]
+    return tuple(sorted(pairs, key=lambda pair: "." in pair.name))
+
+
+def predicted_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
+    """Entries of the predicted memory breakdowns at the peak, largest difference first."""
+    return _table_pairs(first.memory_breakdown, second.memory_breakdown)
+
+
+def step_time_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
+    """Predicted parts of the step time in seconds, largest difference first."""
+    return _table_pairs(first.step_parts, second.step_parts)
+
+
+def _table_pairs(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[ValuePair, ...]:
+    def difference(name: str) -> float:
+        return abs(second.get(name, 0.0) - first.get(name, 0.0))
+
+    names = sorted(dict.fromkeys((*first, *second)), key=difference, reverse=True)
+    return tuple(ValuePair(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names)
+
+
+def measured_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
+    """Metrics that at least one of the runs measured."""
+    pairs = (ValuePair(key, _metric(first, key), _metric(second, key)) for key in MEASURED)
+    return tuple(pair for pair in pairs if pair.first is not None or pair.second is not None)
+
+
+def change_sentences(first: RunRecord, second: RunRecord) -> Iterator[str]:
+    """Yield a sentence on the change of peak memory and step time, measured and predicted."""
+    words = {PEAK: ("Peak memory is", "lower", "higher"), STEP: ("Step time is", "lower", "higher")}
+    for key, (head, less, more) in words.items():
+        measured = ValuePair(key, _metric(first, key), _metric(second, key)).ratio
+        predicted = ValuePair(
+            key, _metric(first, PREDICTED_KEYS[key]), _metric(second, PREDICTED_KEYS[key])
+        ).ratio
+        if measured is None:
+            continue
+        text = f"{head} {_change_text(measured, less, more)}"
+        if predicted is not None:
+            text += f"; predicted: {_change_text(predicted, less, more)}"
+        yield text
+
+
+def _change_text(ratio: float, less: str, more: str) -> str:
+    change = ratio - 1
+    return (
+        "unchanged" if abs(change) < 0.005 else f"{abs(change):.0%} {less if change < 0 else more}"
+    )
+
+
+def _metric(run: RunRecord, key: str) -> float | None:
+    return None if run.summary is None else run.summary.metrics.get(key)

@@ -1,27 +1,46 @@
-"""Private names of torch's distributed packages."""
+"""Private names of torch's distributed packages, also for steps on fake tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from scalewise.compat import PrivateNames
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
     "SAVED_COLLECTIVES",
     "AsyncCollectiveTensor",
     "all_gather",
     "all_to_all",
+    "clear_sharding_caches",
     "fsdp_parameters",
     "functional_collectives",
+    "gradient_metadata",
+    "init_fake_process_group",
+    "replaced_mesh_init",
+    "replaced_stage_metadata",
+    "replaced_to_empty",
     "schedule_stages",
+    "uncounted_shape_propagation",
     "unsharded_gradients",
 ]
 
 private = PrivateNames("torch")
+
+STAGE = "torch.distributed.pipelining:PipelineStage"
+PROPAGATE = (
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
+)
 
 with private:
     from torch.distributed import _functional_collectives
@@ -77,3 +96,97 @@ def unsharded_gradients(parameter: Any) -> list[Tensor]:
 def schedule_stages(schedule: Any) -> list[nn.Module]:
     """Stages of this rank of a pipeline schedule, which has no public attribute for them."""
     return getattr(schedule, "_stages", None) or [schedule._stage]
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Make this process a rank of a group whose collectives do nothing; torch tests with it."""
+    store = private.get("torch.testing._internal.distributed.fake_pg:FakeStore")()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+
+
+def clear_sharding_caches() -> None:
+    """Clear DTensor's caches, which refer to process groups; no public function does."""
+    private.get("torch.distributed.tensor.debug:_clear_sharding_prop_cache")()
+    private.get("torch.distributed.tensor._redistribute:_gen_transform_infos").cache_clear()
+
+
+@private.reads("_stage_meta")
+def gradient_metadata(stage: PipelineStage) -> Any:
+    """Metadata of the gradients of a stage's outputs, as the next stage would send them."""
+    outputs = stage._stage_meta.outputs
+    assert outputs is not None
+    utils = "torch.distributed.pipelining._utils"
+    gradients = private.get(f"{utils}:_derive_grad_metas")(outputs)
+    return private.get(f"{utils}:_StageBackwardMeta")(gradients)
+
+
+@contextmanager
+def replaced_stage_metadata(
+    send: Callable[..., None], receive: Callable[..., Any]
+) -> Iterator[None]:
+    """Context in which pipeline stages exchange tensor metadata by functions.
+
+    torch sends them between processes, and votes on the kind of inference by tensor data.
+
+    Args:
+        send: Function of a stage, its metadata and the index of the receiving stage.
+        receive: Function of a stage and the index of the sending stage; returns the metadata.
+    """
+    dynamic = private.get("torch.distributed.pipelining._utils:InferenceMode.DYNAMIC")
+
+    def choose_dynamic(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            private.replace_attribute(stage, "_inference_mode", dynamic)
+
+    schedule = "torch.distributed.pipelining.schedules:_PipelineSchedule"
+    with (
+        private.replaced(f"{schedule}._warmup_p2p", choose_dynamic),
+        private.replaced(f"{STAGE}._send_meta", send),
+        private.replaced(f"{STAGE}._recv_meta", receive),
+    ):
+        yield
+
+
+@contextmanager
+def uncounted_shape_propagation() -> Iterator[None]:
+    """Context in which active modes do not see DTensor's extra run of an operator for its shape.
+
+    No public mode distinguishes this run from the operator itself.
+    """
+    propagate = private.get(PROPAGATE)
+    disable_modes = private.get("torch.utils._python_dispatch:_disable_current_modes")
+
+    def propagate_without_modes(self: Any, schema: Any) -> Any:
+        with disable_modes():
+            return propagate(self, schema)
+
+    with private.replaced(PROPAGATE, propagate_without_modes):
+        yield
+
+
+@contextmanager
+def replaced_mesh_init(
+    wrap: Callable[[Callable[..., None]], Callable[..., None]],
+) -> Iterator[None]:
+    """Context with another constructor of meshes, which computes with values of a tensor.
+
+    Args:
+        wrap: Function that returns the constructor for the original one.
+    """
+    with private.replaced(
+        "torch.distributed.device_mesh:DeviceMesh.__init__", wrap(DeviceMesh.__init__)
+    ):
+        yield
+
+
+@contextmanager
+def replaced_to_empty(
+    wrap: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]],
+) -> Iterator[None]:
+    """Context with another ``Module.to_empty``, which cannot swap fake tensors.
+
+    Args:
+        wrap: Function that returns the method for the original one.
+    """
+    with private.replaced("torch.nn:Module.to_empty", wrap(nn.Module.to_empty)):
+        yield

@@ -22,7 +22,7 @@ from scalewise.compat.torch import (
     registered_parameters,
     unset_fake_temporarily,
 )
-from scalewise.compat.torch_fake import (
+from scalewise.compat.torch_distributed import (
     clear_sharding_caches,
     gradient_metadata,
     init_fake_process_group,

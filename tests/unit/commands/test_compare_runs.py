@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scalewise import cli
-from scalewise.reports import records, run_diff
+from scalewise.commands import compare_runs
+from scalewise.reports import records
 from scalewise.reports.records import RunRecord
 from scalewise.units import GIB
 
@@ -48,19 +49,19 @@ def read(path: str) -> RunRecord:
 
 
 def test_compare_shows_defaults_of_unset_settings(pair: tuple[str, str]) -> None:
-    found = run_diff.setting_pairs(read(pair[0]), read(pair[1]))
+    found = compare_runs.setting_pairs(read(pair[0]), read(pair[1]))
     assert [(it.name, it.first, it.second) for it in found] == [
         ("memory", "none", "checkpoint_full"),
         ("parallelism.shards", 2, 4),
     ]
-    assert run_diff.setting_pairs(read(pair[0]), read(pair[0])) == ()
+    assert compare_runs.setting_pairs(read(pair[0]), read(pair[0])) == ()
 
 
 def test_compare_sorts_by_difference(pair: tuple[str, str]) -> None:
-    found = run_diff.predicted_pairs(read(pair[0]), read(pair[1]))
+    found = compare_runs.predicted_pairs(read(pair[0]), read(pair[1]))
     assert [it.name for it in found] == ["activations of blocks", "optimizer state"]
     assert found[0].ratio == pytest.approx(1 / 3)
-    assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].name == "recompute"
+    assert compare_runs.step_time_pairs(read(pair[0]), read(pair[1]))[0].name == "recompute"
 
 
 def test_compare_command_shows_measured_and_predicted(

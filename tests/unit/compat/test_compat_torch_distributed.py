@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 from scalewise.compat import torch as compat_torch
-from scalewise.compat import torch_distributed, torch_fake
+from scalewise.compat import torch_distributed
 
 
 @pytest.fixture
 def fake_group() -> Iterator[None]:
-    torch_fake.init_fake_process_group(1, 4)
+    torch_distributed.init_fake_process_group(1, 4)
     yield
     dist.destroy_process_group()
-    torch_fake.clear_sharding_caches()
+    torch_distributed.clear_sharding_caches()
 
 
 def test_collectives_of_the_fake_group_do_nothing(fake_group: None) -> None:
@@ -46,7 +46,7 @@ def test_sharding_caches_are_cleared(fake_group: None) -> None:
     sharded = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
     sharded.redistribute(mesh, [Shard(1)])
     assert _gen_transform_infos.cache_info().currsize > 0
-    torch_fake.clear_sharding_caches()
+    torch_distributed.clear_sharding_caches()
     assert _gen_transform_infos.cache_info().currsize == 0
 
 
@@ -68,13 +68,13 @@ def test_modes_do_not_see_the_run_for_shapes(fake_group: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
 
     def count(context: Any) -> int:
-        torch_fake.clear_sharding_caches()
+        torch_distributed.clear_sharding_caches()
         sharded = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
         with context, Ops() as mode:
             sharded.exp()
         return mode.names.count("aten::exp")
 
-    seen = count(torch_fake.uncounted_shape_propagation())
+    seen = count(torch_distributed.uncounted_shape_propagation())
     assert seen == 1
 
 
@@ -93,8 +93,8 @@ def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) ->
 
     before = DeviceMesh.__init__, nn.Module.to_empty
     with (
-        torch_fake.replaced_mesh_init(record("mesh")),
-        torch_fake.replaced_to_empty(record("empty")),
+        torch_distributed.replaced_mesh_init(record("mesh")),
+        torch_distributed.replaced_to_empty(record("empty")),
     ):
         assert init_device_mesh("cpu", (4,)).size() == 4
         nn.Linear(1, 1).to_empty(device="meta")
@@ -111,7 +111,7 @@ def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> No
     def receive(stage: PipelineStage, from_stage: int) -> Any:
         if from_stage < stage.stage_index:
             return sent[0][2]
-        return torch_fake.gradient_metadata(stage)
+        return torch_distributed.gradient_metadata(stage)
 
     def run(index: int) -> Any:
         stage = PipelineStage(nn.Linear(2, 2), index, 2, torch.device("cpu"), group=group)
@@ -122,9 +122,9 @@ def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> No
 
     dist.destroy_process_group()
     for rank in (0, 1):
-        torch_fake.init_fake_process_group(rank, 2)
+        torch_distributed.init_fake_process_group(rank, 2)
         group = dist.group.WORLD
-        with torch_fake.replaced_stage_metadata(send, receive):
+        with torch_distributed.replaced_stage_metadata(send, receive):
             stage = run(rank)
         assert all(parameter.grad is not None for parameter in stage.submod.parameters()), rank
         if rank == 0:
