@@ -1,4 +1,4 @@
-"""Hydra's command-line flags: parsing, accepted flags and launchers."""
+"""Hydra's command-line flags: parsing, accepted flags and their help."""
 
 import io
 from argparse import Namespace

@@ -41,9 +41,9 @@ from scalewise.typed_override import shell_word
 PLUGINS = {
     "launcher": (LAUNCHER_TARGET,),
     "sweeper": (
-        "hydra_plugins.scalewise_sweeper.ScalewiseSweeper",
-        "hydra_plugins.scalewise_optuna.OptunaSweeper",
-        "hydra_plugins.scalewise_screen.ScreenSweeper",
+        "hydra_plugins.scalewise_sweepers.ScalewiseSweeper",
+        "hydra_plugins.scalewise_sweepers.OptunaSweeper",
+        "hydra_plugins.scalewise_sweepers.ScreenSweeper",
     ),
 }
 """Allowed values of ``hydra.launcher._target_`` and ``hydra.sweeper._target_``."""

@@ -8,7 +8,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from hydra_plugins.scalewise_conf_folder import ConfFolderSearchPath, ConfFolderSource
+from hydra_plugins.scalewise_config_sources import ConfFolderSearchPath, ConfFolderSource
 from scalewise.config import app, paths
 from scalewise.config.hydra_policy import hydra_session
 
