@@ -56,6 +56,19 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
 
 
 @several_cores
+def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
+    file = run_cli.cwd / "own" / "sweeps" / "packed.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "defaults: [override /hydra/launcher: packed]\n"
+        "hydra: {mode: MULTIRUN, launcher: {slots: 2}, sweeper: {params: {seed: '1,2'}}}\n"
+    )
+    overrides = ("-cd", "own", "sweep=packed", *UNTRACKED, "trusted_packages=[fixtures]", SEAT)
+    jobs = run_cli(*overrides).assert_ok().folder.jobs
+    assert cores(jobs[0]) & cores(jobs[1]) == set()
+
+
+@several_cores
 @pytest.mark.exhaustive
 def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""

@@ -27,7 +27,7 @@ from scalewise.config.command import Command, CommandContext, JobOutcome, SweepJ
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import flag_help, overrides_first, split_flags
 from scalewise.config.hydra_policy import bound_omegaconf
-from scalewise.config.launchers import launcher_issues
+from scalewise.config.launchers import launcher_issues, unknown_option_issues
 from scalewise.config.parse import parse_run
 from scalewise.config.run_folders import missing_folders, record_hydra_folders, remove_empty
 from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
@@ -46,9 +46,6 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
     if flags.hydra_help:
         console.print_lines(*flag_help())
         return 0
-    is_remote = any(
-        f"hydra/launcher={name}" in flags.overrides for name in command.remote_launchers
-    )
     created_folders: list[Path] = []
     user_folder = Path(flags.config_dir).absolute() if flags.config_dir else None
     context = CommandContext(command, user_folder, tuple(flags.overrides))
@@ -115,7 +112,10 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
             raise
         lines = [*context.file_overrides, *flags.overrides]
         raise diagnostics.translate_hydra_error(
-            error, lines, check_machine=command.checks_machine and not is_remote
+            error,
+            lines,
+            check_machine=command.checks_machine,
+            remote_launchers=command.remote_launchers,
         ) from error
     finally:
         gc.enable()
@@ -181,6 +181,9 @@ def launch(
     """
     gc.enable()
     context = _contexts[-1]
+    launcher = str(config.hydra.runtime.choices["hydra/launcher"])  # a file may choose it
+    if issues := [*launcher_issues(launcher)] or [*unknown_option_issues(launcher, options())]:
+        raise ConfigError(issues)
     proposed_folder = context.sweep_folder or current_sweep_folder(config)
     check_machine = (
         context.command.checks_machine

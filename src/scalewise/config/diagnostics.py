@@ -6,7 +6,7 @@ For malformed text Hydra and OmegaConf raise many exception types, hence the bro
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import UnionType
 from typing import Any
@@ -15,6 +15,7 @@ from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
@@ -49,12 +50,25 @@ GRAMMAR = "write group=option or group.key=value, and quote values with spaces"
 
 
 def translate_hydra_error(
-    error: Exception, overrides: Sequence[str], *, check_machine: bool = True
+    error: Exception,
+    overrides: Sequence[str],
+    *,
+    check_machine: bool = True,
+    remote_launchers: Collection[str] = (),
 ) -> Exception:
-    """Convert an exception of Hydra to a ``ConfigError``; a ``ConfigError`` is completed."""
+    """Convert an exception of Hydra to a ``ConfigError``; a ``ConfigError`` is completed.
+
+    Args:
+        error: The exception.
+        overrides: Overrides of the command line and of a sweep file.
+        check_machine: Whether the run is also validated against this machine.
+        remote_launchers: Launchers whose runs are not validated against this machine.
+    """
     if isinstance(error, ScalewiseError) and not isinstance(error, ConfigError):
         return error
-    issues = diagnose_overrides(overrides, check_machine=check_machine)
+    issues = diagnose_overrides(
+        overrides, check_machine=check_machine, remote_launchers=remote_launchers
+    )
     reported = error.issues if isinstance(error, ConfigError) else ()
     if "multirun" in str(error):
         issues += [c for text in overrides for c in _sweep_issues(_parse_override(text, []))]
@@ -98,7 +112,10 @@ def unparsable_overrides(overrides: Iterable[object]) -> Iterator[ConfigIssue]:
 
 
 def diagnose_overrides(
-    overrides: Iterable[str], *, check_machine: bool = True
+    overrides: Iterable[str],
+    *,
+    check_machine: bool = True,
+    remote_launchers: Collection[str] = (),
 ) -> list[ConfigIssue]:
     """List the issues of these overrides: first of each override, then between groups."""
     override_list = list(overrides)
@@ -120,6 +137,8 @@ def diagnose_overrides(
         _extend(issues, _hydra_issues(valid, compatible))
         if any(issue.key in PRESETS for issue in issues):
             return issues  # the values of the preset are missing
+        is_remote = config.hydra.runtime.choices["hydra/launcher"] in remote_launchers
+        check_machine = check_machine and not is_remote
         try:
             parse_run(config, (), override_list, check_machine=check_machine)
         except ConfigError as error:
@@ -182,6 +201,8 @@ def _issue_from_conflict(
 
     An experiment or sweep that sets keys of an option conflicts with other options.
     """
+    if isinstance(error, MissingConfigException) and override_key(override) in PRESETS:
+        return _missing_option_issue(override, error)
     key = getattr(error.__context__, "full_key", None) or ""
     for choice in compatible_overrides if override_key(override) in PRESETS else ():
         if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
@@ -189,6 +210,15 @@ def _issue_from_conflict(
             fix = f"remove it, or choose another {override_key(override)}"
             return ConfigIssue(override_key(override), display_value(override), reason, fix)
     return ConfigIssue(override_key(override), display_value(override), _first_sentence(error))
+
+
+def _missing_option_issue(preset: Override, error: MissingConfigException) -> ConfigIssue:
+    """Config issue of an option that does not exist, chosen by an experiment or sweep."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    reason = f"no such option, chosen by {override_text(preset)}"
+    if group == "hydra/launcher":
+        return dataclasses.replace(next(launcher_issues(name)), reason=reason)
+    return ConfigIssue(group, name, reason, suggested_option(group, name, error.options or ()))
 
 
 def _choices_of(override: Override, compatible_overrides: Sequence[str]) -> list[str]:

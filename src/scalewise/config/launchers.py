@@ -1,11 +1,12 @@
 """Launchers of sweeps: options of ``hydra/launcher``, and the check of its name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, make_dataclass
 
 from omegaconf import OmegaConf
 
 from scalewise.errors import ConfigIssue, suggested_option
+from scalewise.typed_override import shell_word
 
 LAUNCHER_TARGET = "hydra_plugins.scalewise_launcher.ScalewiseLauncher"
 LAUNCHER = {"_target_": LAUNCHER_TARGET, "_recursive_": False}
@@ -54,3 +55,17 @@ def launcher_issues(launcher: object) -> Iterator[ConfigIssue]:
         if fix.startswith("available"):
             fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
         yield ConfigIssue("hydra/launcher", launcher, reason, fix)
+
+
+def unknown_option_issues(launcher: str, options: Mapping[str, object]) -> Iterator[ConfigIssue]:
+    """Yield an issue for each option of ``hydra.launcher`` that the launcher lacks.
+
+    Files may set options of another launcher than the chosen one. Hydra checks those of ``slurm``.
+    """
+    defaults = LAUNCHERS[launcher]()
+    names = defaults if isinstance(defaults, Mapping) else options
+    for name, value in options.items():
+        if name not in names:
+            key = f"hydra.launcher.{name}"
+            reason = f"is not an option of hydra/launcher={launcher}"
+            yield ConfigIssue(key, value, reason, f"add {shell_word(f'~{key}')}")

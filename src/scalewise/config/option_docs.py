@@ -213,17 +213,21 @@ _RECORDED = ("choices", "overrides")
 
 
 def default_options() -> Mapping[str, str]:
-    """Default option of each group in conf/config.yaml; the first one for callbacks."""
-    config = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
+    """Default option of each group in the files of conf/; the first one for callbacks."""
+    folder = paths.project_root() / "conf"
     chosen = {
-        key: value for it in config["defaults"] if isinstance(it, dict) for key, value in it.items()
+        key: value
+        for name in ("config.yaml", "hydra_options.yaml")
+        for entry in load_yaml((folder / name).read_text("utf-8"))["defaults"]
+        if isinstance(entry, dict)
+        for key, value in entry.items()
     }
     options = {
         group: name[0] if isinstance(name, list) else name
         for group, name in chosen.items()
         if group in paths.GROUPS
     }
-    launcher = chosen["override hydra/launcher"]
+    launcher = chosen["override /hydra/launcher"]
     return options | {"hydra/sweeper": "basic", "hydra/launcher": launcher}
 
 

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 from fixtures.recording_command import RecordingCommand
+from hydra import compose as hydra_compose
 
-from scalewise.config import paths
+from scalewise.commands.train import TrainCommand
+from scalewise.config import app, paths
 from scalewise.config.app import run_command
+from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
@@ -83,6 +86,124 @@ def test_user_folder_is_removed_after_the_command(folder: str) -> None:
     runs(folder, "experiment=copy")
     with pytest.raises(ConfigError, match="no such option"):
         run_command(RecordingCommand(), ["experiment=copy"])
+
+
+PACKED = "defaults: [override /hydra/launcher: packed]\n"
+PACKED_SWEEP = f"""{PACKED}
+hydra: {{mode: MULTIRUN, launcher: {{slots: 2}}, sweeper: {{params: {{seed: '1,2'}}}}}}
+"""
+HYDRA_FILES = {
+    "experiment/slurm.yaml": "defaults: [override /hydra/launcher: slurm]\n",
+    "experiment/packed.yaml": PACKED,
+    "experiment/screen.yaml": "defaults: [override /hydra/sweeper: screen]\n",
+    "experiment/logged.yaml": "defaults: [override /hydra/job_logging: default]\n",
+    "experiment/joblib.yaml": "defaults: [override /hydra/launcher: joblib]\n",
+    "experiment/own_launcher.yaml": "defaults: [override /hydra/launcher: own]\n",
+    "hydra/launcher/own.yaml": "# @package hydra.launcher\n"
+    "_target_: hydra_plugins.scalewise_launcher.ScalewiseLauncher\n"
+    "_recursive_: false\nengine: packed\n",
+    "sweep/packed.yaml": PACKED_SWEEP,
+    "sweep/screen.yaml": "defaults: [override /hydra/sweeper: screen]\n",
+}
+"""Experiments and sweeps that choose options of Hydra's groups."""
+
+
+@pytest.fixture
+def hydra_folder(folder: str) -> str:
+    for name, content in HYDRA_FILES.items():
+        file = Path(folder, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lines", "group", "choice"),
+    [
+        ([], "launcher", "scalewise"),
+        (["experiment=slurm"], "launcher", "slurm"),
+        (["experiment=slurm", "sweep=packed"], "launcher", "packed"),
+        (["sweep=packed", "hydra/launcher=scalewise"], "launcher", "scalewise"),
+        (["experiment=packed", "hydra/launcher=slurm"], "launcher", "slurm"),
+        ([], "sweeper", "basic"),
+        (["experiment=screen"], "sweeper", "screen"),
+        (["sweep=screen", "hydra/sweeper=optuna"], "sweeper", "optuna"),
+        ([], "job_logging", "none"),
+        (["experiment=logged"], "job_logging", "default"),
+    ],
+)
+def test_hydra_groups_follow_the_order_of_precedence(
+    lines: list[str], group: str, choice: str, hydra_folder: str
+) -> None:
+    app.prepare()
+    paths.mount_configs(Path(hydra_folder).absolute())
+    with hydra_session():
+        config = hydra_compose("config", lines, return_hydra_config=True)
+    assert config.hydra.runtime.choices[f"hydra/{group}"] == choice
+
+
+@pytest.mark.parametrize(
+    ("lines", "options"),
+    [
+        (["sweep=packed"], {"engine": "packed", "slots": 2}),
+        (["experiment=packed", "sweep=copy"], {"engine": "packed", "slots": None}),
+        (
+            ["sweep=packed", "hydra/launcher=scalewise", "~hydra.launcher.slots"],
+            {"engine": "in_turn"},
+        ),
+    ],
+)
+def test_launcher_of_a_file_gets_its_options(
+    lines: list[str], options: dict[str, object], hydra_folder: str
+) -> None:
+    command = RecordingCommand()
+    assert run_command(command, ["-cd", hydra_folder, *lines]) == 0
+    assert command.launcher_options == options
+
+
+@pytest.mark.parametrize(
+    ("lines", "issue"),
+    [
+        (
+            ["sweep=packed", "hydra/launcher=scalewise"],
+            "hydra.launcher.slots=2: is not an option of hydra/launcher=scalewise; "
+            "add '~hydra.launcher.slots'",
+        ),
+        (
+            ["-m", "experiment=joblib", "seed=1,2"],
+            "hydra/launcher=joblib: no such option, chosen by experiment=joblib; "
+            "set hydra/launcher=packed instead",
+        ),
+        (
+            ["-m", "experiment=own_launcher", "seed=1,2"],
+            "hydra/launcher=own: is not a launcher of scalewise",
+        ),
+        (
+            ["-m", "experiment=slurm", "seed=1,2", "hardware=h100", "optimizer.lrr=1"],
+            "optimizer.lrr=1: no such key",
+        ),
+    ],
+)
+def test_launcher_of_a_file_is_rejected_with_a_fix(
+    lines: list[str], issue: str, hydra_folder: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_command(TrainCommand(()), ["-cd", hydra_folder, *lines])
+    (found,) = caught.value.issues
+    assert str(found).startswith(issue)
+    assert [file.name for file in Path().iterdir()] == [hydra_folder]
+
+
+def test_option_that_a_file_misspells_is_named_with_a_fix(hydra_folder: str) -> None:
+    text = "defaults: [override /model: decoder_nan]\n"
+    Path(hydra_folder, "experiment", "misspelled.yaml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        runs(hydra_folder, "experiment=misspelled")
+    (found,) = caught.value.issues
+    assert str(found) == (
+        "model=decoder_nan: no such option, chosen by experiment=misspelled; "
+        "did you mean decoder_nano?"
+    )
 
 
 TRUSTING = {
