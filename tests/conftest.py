@@ -1,5 +1,6 @@
 """Fixtures of every test: a cache of its own, no W&B account and a temporary folder."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -90,3 +91,18 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
     """
     monkeypatch.chdir(tmp_path)
     return _composed
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Restore the root logger and enable every logger that a logging config has disabled."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    enabled = [
+        it for it in logging.root.manager.loggerDict.values() if not getattr(it, "disabled", 1)
+    ]
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for logger in enabled:
+        logger.disabled = False

@@ -134,8 +134,14 @@ def shield_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = originals
 
 
-def redact_logs() -> None:
-    """Redact secrets in the log files of the root logger."""
+def adapt_log_setup() -> None:
+    """Adapt a logging config: redact secrets in its log files, and print scalewise's messages.
+
+    ``disable_existing_loggers`` disables each logger of scalewise.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "scalewise" and isinstance(logger, logging.Logger):
+            logger.disabled = False
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.setStream(_shield_stream(handler.stream or handler._open()))

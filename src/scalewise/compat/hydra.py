@@ -26,6 +26,7 @@ __all__ = [
     "create_interpolation_map",
     "get_args_parser",
     "header_dict",
+    "log_setup_hook",
     "normalized_file_name",
     "parse_overrides",
     "replaced_composition",
@@ -163,6 +164,20 @@ def replaced_loading(
 def replaced_path_class(path_class: type[Path]) -> AbstractContextManager[None]:
     """Context in which Hydra creates run folders by ``path_class``; it reports none of them."""
     return private.replaced("hydra.core.utils:Path", path_class)
+
+
+@contextmanager
+def log_setup_hook(callback: Callable[[], None]) -> Iterator[None]:
+    """Context in which ``callback`` is called each time that Hydra has configured ``logging``."""
+    path = "hydra._internal.logging_config:configure_logging"
+    configure_logging = private.get(path)
+
+    def hooked(config: dict[str, Any]) -> None:
+        configure_logging(config)
+        callback()
+
+    with private.replaced(path, hooked):
+        yield
 
 
 @contextmanager

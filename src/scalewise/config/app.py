@@ -21,7 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from scalewise import console, plain_console
-from scalewise.compat.hydra import run_job_hook, without_mode_composition
+from scalewise.compat.hydra import log_setup_hook, run_job_hook, without_mode_composition
 from scalewise.config import diagnostics, hydra_policy, paths, run_folders, schemas
 from scalewise.config.command import Command, CommandContext, JobOutcome, SweepJob
 from scalewise.config.composition_cache import shared_composition_cache
@@ -67,7 +67,6 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
             raise
 
     def task(_: DictConfig) -> None:
-        console.redact_logs()
         try:
             gc.enable()
             assert context.run is not None
@@ -92,6 +91,7 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
         with (
             record_hydra_folders(created_folders),
             run_job_hook(validate),
+            log_setup_hook(console.adapt_log_setup),
             shared_composition_cache(),
             hydra_policy.enforce_policy(),
             nullcontext() if _may_switch_to_multirun(flags) else without_mode_composition(),

@@ -1,5 +1,6 @@
 """Private names of Hydra and OmegaConf: presence, signature and the behaviour that is relied on."""
 
+import logging
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -169,6 +170,22 @@ def test_replaced_loading_sees_configs_search_paths_and_saved_files(
     assert seen["save"] == [f".hydra/{name}" for name in names]
     assert not Path("out/.hydra").exists()
     assert compat_hydra.ConfigLoaderImpl.load_configuration is load
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_log_setup_hook_follows_each_setup(application: Callable[..., list[DictConfig]]) -> None:
+    logger = logging.getLogger("scalewise.test_log_setup_hook")
+    disabled: list[bool] = []
+
+    def record() -> None:
+        disabled.append(logger.disabled)
+        logger.disabled = False
+
+    with compat_hydra.log_setup_hook(record):
+        application("hydra/hydra_logging=disabled", "hydra/job_logging=disabled")
+    assert disabled == [True, True]
+    application("hydra/job_logging=disabled")
+    assert disabled == [True, True]
 
 
 def test_replaced_path_class_creates_the_run_folder(

@@ -1,17 +1,19 @@
 """Rejected commands: before the first job, without remaining files."""
 
+import logging
 import os
 import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.recording_command import RecordingCommand
 from hydra._internal.utils import get_args_parser
 
-from scalewise import cli
-from scalewise.config.app import Command, run_command
+from scalewise import cli, console
+from scalewise.config.app import Command, JobOutcome, run_command
 from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.config.flags import ACCEPTED, REJECTED
 from scalewise.config.sweep_preview import preview_search
@@ -28,6 +30,40 @@ class Never(Command):
         raise AssertionError(args)
 
     run_sweep = run_single
+
+
+class Warns(RecordingCommand):
+    """Logs a warning as a module of scalewise does."""
+
+    logger = logging.getLogger("scalewise.data.text_files")
+
+    def run_single(self, run: RunConfig, folder: Path) -> int:
+        self.logger.warning("one line was skipped")
+        return super().run_single(run, folder)
+
+    def run_sweep(self, *args: Any) -> list[JobOutcome]:
+        self.logger.warning("one line was skipped")
+        return super().run_sweep(*args)
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("option", ["none", "disabled"])
+@pytest.mark.parametrize(
+    ("group", "arguments"),
+    [("job_logging", []), ("hydra_logging", []), ("hydra_logging", ["-m", "seed=1,2"])],
+)
+def test_warnings_reach_stderr_if_hydra_disables_loggers(
+    group: str,
+    option: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with console.print_log_messages():
+        assert run_command(Warns(), [*arguments, f"hydra/{group}={option}"]) == 0
+    assert capsys.readouterr().err == "one line was skipped\n"
 
 
 @pytest.mark.parametrize(
