@@ -14,6 +14,7 @@ from scalewise.compat import PrivateNames
 __all__ = [
     "ATTENTION_OPS",
     "COLLECTIVE_NAMESPACES",
+    "FakeTensor",
     "FakeTensorMode",
     "ModuleWithApplyHook",
     "TorchDispatchMode",
@@ -51,9 +52,9 @@ with private:
     """Leaves of nested containers, and functions of them; no public module traverses them."""
 
 with private:
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-    """Mode of tensors without data, and context that suspends it; neither has a public name."""
+    """Tensors without data, their mode, and context that suspends it; none has a public name."""
 
 with private:
     from torch.optim._muon import _adjust_lr as adjust_lr

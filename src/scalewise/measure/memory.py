@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from scalewise.compat.torch import (
     COLLECTIVE_NAMESPACES,
+    FakeTensor,
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     iter_allocations,
@@ -309,7 +310,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = tree_leaves((args, kwargs))
-        input_keys = {storage_key(tensor) for tensor in iter_plain_tensors(inputs)}
+        tensors = [*iter_plain_tensors(inputs)]
+        input_keys = {storage_key(tensor) for tensor in tensors}
         input_keys |= {
             storage_id(leaf) for leaf in inputs if isinstance(leaf, torch.UntypedStorage)
         }
@@ -317,7 +319,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in iter_plain_tensors(tree_leaves(result)):
             if storage_key(tensor) not in input_keys:
                 self._track_storage(tensor.untyped_storage())
-        self._sent |= func.namespace in COLLECTIVE_NAMESPACES
+        if func.namespace in COLLECTIVE_NAMESPACES:  # no thread sends fake tensors
+            self._sent |= not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if self._sent and self.current_bytes > self._peak:
             time.sleep(GLOO_RELEASE_S)
             self._sent = False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType
 
+from scalewise.compat.torch import FakeTensorMode
 from scalewise.measure import memory
 from scalewise.measure.memory import (
     LiveBytes,
@@ -213,3 +214,16 @@ def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch
         torch.ops._c10d_functional.wait_tensor(thread[0])
         after = torch.zeros(256)
         assert live.take_peak() == after.nbytes
+
+
+def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(memory.time, "sleep", waits.append)
+    with FakeTensorMode(), LiveBytes() as live:
+        sent = torch.zeros(256)
+        torch.ops._c10d_functional.wait_tensor(sent)
+        received = torch.zeros(256)
+        assert live.take_peak() == sent.nbytes + received.nbytes
+    assert waits == []
