@@ -153,7 +153,9 @@ def bf16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     if FloatFormat.bf16 in formats and run.hardware.bf16_tflops == 0:
         chosen = run.option("precision")
         reason = f"is not supported: {run.hardware.match or 'the device'} has no bf16"
-        yield ConfigIssue("precision", chosen, reason, "set precision=fp16_mixed")
+        has_fp16 = run.hardware.device is DeviceKind.cuda
+        fix = f"set precision={'fp16_mixed' if has_fp16 else 'fp32'}"
+        yield ConfigIssue("precision", chosen, reason, fix)
 
 
 def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -163,9 +165,6 @@ def fp16_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     if not chosen.startswith(compute.value):
         key, chosen = "precision.compute", compute.value
     if run.hardware.device is DeviceKind.cpu and compute is FloatFormat.fp16:
-        yield ConfigIssue(
-            key,
-            chosen,
-            "is not supported on the CPU, where Lightning silently uses bf16",
-            "set precision=bf16_mixed",
-        )
+        reason = "is not supported on the CPU, where Lightning silently uses bf16"
+        fix = f"set precision={'fp32' if run.hardware.bf16_tflops == 0 else 'bf16_mixed'}"
+        yield ConfigIssue(key, chosen, reason, fix)

@@ -10,6 +10,7 @@ from fixtures.rejections import (
 )
 
 from scalewise.config.compose import compose
+from scalewise.errors import ConfigError
 from scalewise.hardware import Machine
 from scalewise.run_config import RunConfig
 
@@ -19,6 +20,12 @@ MACHINE: list[RejectionCase] = [
     (["hardware=h100"], "hardware", "requires a CUDA device", "hardware=auto"),
     (["precision=fp16_mixed"], "precision", "silently uses bf16", "precision=bf16_mixed"),
     (["precision.compute=fp16"], "precision.compute", "silently uses bf16", "bf16_mixed"),
+    (
+        ["hardware=cpu", "hardware.bf16_tflops=0", "precision=fp16_mixed"],
+        "precision",
+        "silently uses bf16",
+        "precision=fp32",
+    ),
     (["resume=/no/where"], "resume", "no such checkpoint folder", "resume=null"),
     (
         ["parallelism=ddp", "parallelism.replicas=64"],
@@ -83,3 +90,15 @@ def test_another_device_than_configured_is_rejected(
         monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
     (issue,) = rejection_issues(overrides)
     assert reason in issue.reason
+
+
+@pytest.mark.parametrize(("hardware", "precision"), [("cpu", "fp32"), ("v100", "fp16_mixed")])
+def test_device_without_bf16_is_sent_to_a_precision_that_it_accepts(
+    hardware: str, precision: str
+) -> None:
+    overrides = [f"hardware={hardware}", "hardware.bf16_tflops=0"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*overrides, "precision=bf16_mixed"], check_machine=False)
+    (issue,) = caught.value.issues
+    assert issue.fix == f"set precision={precision}"
+    compose([*overrides, issue.fix.removeprefix("set ")], check_machine=False)
