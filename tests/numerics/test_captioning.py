@@ -74,7 +74,7 @@ def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> Non
     for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
         assert f"\n{line}" in stdout, line
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
-    assert "does not support models with several stacks of blocks" in capsys.readouterr().err
+    assert "memory model does not cover models with several stacks" in capsys.readouterr().err
 
 
 def test_captioning_plan_that_does_not_fit_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:

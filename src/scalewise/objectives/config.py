@@ -279,5 +279,5 @@ class SetByModule:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # pickle and copy look up optional methods
             raise AttributeError(name)
-        reason = "does not cover user-defined modules"
+        reason = "the analytic memory model does not cover user-defined modules"
         raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")

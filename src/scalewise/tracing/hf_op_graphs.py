@@ -65,7 +65,7 @@ ONE_LAYER = StageSlice(range(1))
 def _hf_op_graphs(spec: HuggingFaceConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
     """Operator graphs of a model; each part runs when its ``measure`` is called."""
     if len(spec.info.stack_starts) > 1:
-        reason = "does not support models with several stacks of blocks"
+        reason = "the analytic memory model does not cover models with several stacks"
         raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
     runner = FakeTensorRunner(spec, forward_spec)
     outer, (block, head, loss) = runner.run_non_block_parts(FRESH), runner.record_operators()

@@ -172,8 +172,12 @@ def test_user_module_that_cannot_be_built_is_rejected(
 
 
 def test_user_module_plan_requires_a_trace(compose: Compose) -> None:
-    with pytest.raises(ConfigError, match=r"does not cover user-defined modules; set plan.method"):
+    with pytest.raises(ConfigError) as caught:
         build_plan(compose(*YOURS))
+    assert [str(issue) for issue in caught.value.issues] == [
+        "plan.method=ledger: the analytic memory model does not cover user-defined modules; "
+        "set plan.method=trace"
+    ]
 
 
 def test_outermost_repeated_children_are_blocks() -> None:
