@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
-needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no fp8 products before Ada")
-SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
+SUPPORTS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
+needs_fp8 = pytest.mark.skipif(not SUPPORTS_FP8, reason="no fp8 products before Ada")
+SMOKE_RUN = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate
     ["fp32", "bf16_mixed", "bf16_true", "fp16_mixed", pytest.param("fp8", marks=needs_fp8)],
 )
 def test_cuda_run_trains_and_records_metrics(precision: str, tmp_path: Path) -> None:
-    run = scalewise.compose([*SMOKE, f"precision={precision}"])
+    run = scalewise.compose([*SMOKE_RUN, f"precision={precision}"])
     result = scalewise.train(run, tmp_path / "run")
     metrics = result.summary["metrics"]
     assert result.status == "ok", result.reason
@@ -42,16 +42,16 @@ def test_cuda_run_trains_and_records_metrics(precision: str, tmp_path: Path) -> 
 
 def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
     """From weights on disk: the two kinds of device draw different random numbers."""
-    run = scalewise.compose(SMOKE)
+    run = scalewise.compose(SMOKE_RUN)
     state_dict_adapter.export_folder(
         build_model(run.model, 1).state_dict(), run.model, tmp_path / "start"
     )
     tokenizer = prepare_splits(run.data, run.model.vocabulary, run.seed).tokenizer
     losses = []
     for hardware in ("cpu", "auto"):
-        own = [f"model.weights={tmp_path / 'start'}", f"data.tokenizer={tokenizer}"]
-        parts = [*SMOKE, f"hardware={hardware}", *own]
-        summary = scalewise.train(scalewise.compose(parts), tmp_path / hardware).summary
+        start_overrides = [f"model.weights={tmp_path / 'start'}", f"data.tokenizer={tokenizer}"]
+        overrides = [*SMOKE_RUN, f"hardware={hardware}", *start_overrides]
+        summary = scalewise.train(scalewise.compose(overrides), tmp_path / hardware).summary
         losses.append(summary["metrics"]["train/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -66,13 +66,18 @@ def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
     ],
 )
 def test_strategy_trains_on_one_cuda_rank(strategy: str, compiled: str, tmp_path: Path) -> None:
-    parts = [*SMOKE, f"parallelism={strategy}", f"compile={compiled}", "launch.isolation=process"]
-    result = scalewise.train(scalewise.compose(parts), tmp_path / "run")
+    overrides = [
+        *SMOKE_RUN,
+        f"parallelism={strategy}",
+        f"compile={compiled}",
+        "launch.isolation=process",
+    ]
+    result = scalewise.train(scalewise.compose(overrides), tmp_path / "run")
     assert result.status == "ok", result.reason
 
 
 def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:
-    run = scalewise.compose(SMOKE)
+    run = scalewise.compose(SMOKE_RUN)
     metrics = scalewise.train(run, tmp_path / "run").summary["metrics"]
     weights = 4 * run.model.num_parameters
     assert metrics["memory/gradients_bytes"] == pytest.approx(weights, rel=0.02)
@@ -80,21 +85,30 @@ def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:
 
 
 def test_activation_offload_changes_only_the_peak(tmp_path: Path) -> None:
-    found = {}
+    summaries = {}
     for memory in ("none", "offload_activations"):
-        parts = [*SMOKE, "precision=fp32", f"memory={memory}"]
-        found[memory] = scalewise.train(scalewise.compose(parts), tmp_path / memory).summary
-    kept, sent = (found[memory]["metrics"] for memory in ("none", "offload_activations"))
-    assert sent["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-4)
-    assert sent["memory/peak_bytes"] < kept["memory/peak_bytes"]
+        overrides = [*SMOKE_RUN, "precision=fp32", f"memory={memory}"]
+        summaries[memory] = scalewise.train(scalewise.compose(overrides), tmp_path / memory).summary
+    device_metrics, offload_metrics = (
+        summaries[memory]["metrics"] for memory in ("none", "offload_activations")
+    )
+    assert offload_metrics["train/loss"] == pytest.approx(device_metrics["train/loss"], rel=1e-4)
+    assert offload_metrics["memory/peak_bytes"] < device_metrics["memory/peak_bytes"]
 
 
 def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
-    found = {}
+    summaries = {}
     for offload in ("false", "true"):
-        parts = [*SMOKE, "precision=fp32", f"optimizer.offload={offload}", "optimizer.fused=true"]
-        found[offload] = scalewise.train(scalewise.compose(parts), tmp_path / offload).summary
-    device, host = (found[offload]["metrics"] for offload in ("false", "true"))
+        overrides = [
+            *SMOKE_RUN,
+            "precision=fp32",
+            f"optimizer.offload={offload}",
+            "optimizer.fused=true",
+        ]
+        summaries[offload] = scalewise.train(
+            scalewise.compose(overrides), tmp_path / offload
+        ).summary
+    device, host = (summaries[offload]["metrics"] for offload in ("false", "true"))
     assert host["train/loss"] == pytest.approx(device["train/loss"], rel=1e-4)
     assert device["memory/peak_bytes"] - host["memory/peak_bytes"] == pytest.approx(
         device["memory/optimizer_bytes"], rel=0.1
@@ -103,23 +117,25 @@ def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
 
 def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
     """And are paged again when a checkpoint is read."""
-    parts = [*SMOKE, "precision=fp32", "checkpoint.every=2"]
-    plain = scalewise.train(scalewise.compose(parts), tmp_path / "plain").summary["metrics"]
-    run = scalewise.compose([*parts, "optimizer=adamw_paged"])
+    overrides = [*SMOKE_RUN, "precision=fp32", "checkpoint.every=2"]
+    default_metrics = scalewise.train(scalewise.compose(overrides), tmp_path / "plain").summary[
+        "metrics"
+    ]
+    run = scalewise.compose([*overrides, "optimizer=adamw_paged"])
     paged = scalewise.train(run, tmp_path / "paged").summary["metrics"]
-    assert paged["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-4)
-    assert plain["memory/peak_bytes"] - paged["memory/peak_bytes"] == pytest.approx(
-        plain["memory/optimizer_bytes"], rel=0.1
+    assert paged["train/loss"] == pytest.approx(default_metrics["train/loss"], rel=1e-4)
+    assert default_metrics["memory/peak_bytes"] - paged["memory/peak_bytes"] == pytest.approx(
+        default_metrics["memory/optimizer_bytes"], rel=0.1
     )
     parameter = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
     adamw = build_from_groups(run.optimizer, [{"params": [parameter], "weight_decay": 0.0}])
     parameter.grad = torch.ones_like(parameter)
     adamw.step()
-    held = adamw.state[parameter]["exp_avg"]
+    moment_before = adamw.state[parameter]["exp_avg"]
     adamw.encode(parameter)
-    again = adamw.state[parameter]["exp_avg"]
-    assert again.is_paged
-    assert torch.equal(held, again)
+    moment_after = adamw.state[parameter]["exp_avg"]
+    assert moment_after.is_paged
+    assert torch.equal(moment_before, moment_after)
 
 
 def test_phase_timer_measures_device_time() -> None:
@@ -137,7 +153,7 @@ def test_phase_timer_measures_device_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "case_overrides",
     [
         (),
         ("precision=bf16_mixed",),
@@ -158,11 +174,15 @@ def test_phase_timer_measures_device_time() -> None:
     ],
     ids=" ".join,
 )
-def test_cuda_peak_memory_is_near_prediction(parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_cuda_peak_memory_is_near_prediction(
+    case_overrides: tuple[str, ...], tmp_path: Path
+) -> None:
     """Kernels allocate workspace that the plan omits: the model is large enough to hide it."""
     size = ("model=llama_160m", "data=synthetic", "data.sequence=1024", "trainer.micro_batch=8")
     shape = ("trainer.global_batch=8", "trainer.max_steps=3", "schedule.warmup_steps=1")
-    result = scalewise.train(scalewise.compose([*SMOKE, *size, *shape, *parts]), tmp_path / "run")
+    result = scalewise.train(
+        scalewise.compose([*SMOKE_RUN, *size, *shape, *case_overrides]), tmp_path / "run"
+    )
     metrics = result.summary["metrics"]
     assert metrics["plan/peak_bytes"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.1)
 
@@ -171,7 +191,9 @@ def test_calibrate_writes_a_profile_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = calibrate.calibrate(scalewise.compose(SMOKE), calibrate.CalibrateOptions(seconds=0.2))
+    file = calibrate.calibrate(
+        scalewise.compose(SMOKE_RUN), calibrate.CalibrateOptions(seconds=0.2)
+    )
     figures = profile.measured_figures(file)
     for name in ("bf16_reached_tflops", "bandwidth_share", "launch_us", "host_link_gb_per_s"):
         value = figures[name]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir, same_weights
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 SCRIPT = """
 import dataclasses, json, sys
 import scalewise
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 """
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_api_trains_twice_in_one_script(strategy: str, run_cli: CliRunner) -> None:
     (run_cli.cwd / "script.py").write_text(SCRIPT)
@@ -58,24 +58,24 @@ def test_api_returns_failed_runs_as_results(run_cli: CliRunner) -> None:
 
 def torchrun(*overrides: str) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    parts = ["-m", "scalewise", "train", *UNTRACKED, "parallelism=ddp", *overrides]
-    return [sys.executable, *launcher, *parts]
+    command = ["-m", "scalewise", "train", *UNTRACKED, "parallelism=ddp", *overrides]
+    return [sys.executable, *launcher, *command]
 
 
 def test_torchrun_trains_like_the_own_launcher(
     run_cli: CliRunner, cli_runner_in: Callable[[str], CliRunner]
 ) -> None:
-    ended = (
+    result = (
         run_cli.start_process(torchrun("checkpoint.every=4", "checkpoint.keep=0"))
         .wait()
         .assert_ok()
     )
-    assert ended.folder.steps == list(range(1, 9))
-    assert ended.out.count("report runs/") == 1
+    assert result.folder.steps == list(range(1, 9))
+    assert result.out.count("report runs/") == 1
     actual = cli_runner_in("ours")(*UNTRACKED, "parallelism=ddp").assert_ok()
-    assert same_weights(ended.folder.weights(8), actual.folder.weights(8))
+    assert same_weights(result.folder.weights(8), actual.folder.weights(8))
     resumed = (
-        run_cli.start_process(torchrun(f"resume={ended.folder.checkpoint(4)}")).wait().assert_ok()
+        run_cli.start_process(torchrun(f"resume={result.folder.checkpoint(4)}")).wait().assert_ok()
     )
     assert resumed.newest.steps == list(range(1, 9))
     assert same_weights(resumed.newest.weights(8), actual.folder.weights(8))
@@ -98,10 +98,10 @@ def test_torchrun_with_wrong_world_size_is_rejected(run_cli: CliRunner) -> None:
     assert result.folders == []
 
 
-@LONG
+@EXHAUSTIVE
 def test_torchrun_saves_a_checkpoint_on_sigterm(run_cli: CliRunner) -> None:
-    endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
-    process = run_cli.start_process(torchrun(*endless))
+    long_run = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
+    process = run_cli.start_process(torchrun(*long_run))
     process.wait_for_step(3)
     process.signal(SIGTERM)
     result = process.wait(45)
@@ -150,16 +150,20 @@ def user_config_folder(tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
-SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "trainer.max")))
+SMALL_OVERRIDES = tuple(
+    override for override in UNTRACKED if not override.startswith(("experiment", "trainer.max"))
+)
 
 
 @pytest.mark.parametrize(
-    ("experiment", "seed"), [pytest.param("mine", 1, marks=LONG), ("deep/mine", 7)]
+    ("experiment", "seed"), [pytest.param("mine", 1, marks=EXHAUSTIVE), ("deep/mine", 7)]
 )
 def test_user_config_folder_extends_the_config_tree(
     experiment: str, seed: int, user_config_folder: Path, run_cli: CliRunner
 ) -> None:
-    result = run_cli("-cd", str(user_config_folder), f"experiment={experiment}", *SMALL).assert_ok()
+    result = run_cli(
+        "-cd", str(user_config_folder), f"experiment={experiment}", *SMALL_OVERRIDES
+    ).assert_ok()
     resolved = result.folder.resolved
     assert (resolved["optimizer"]["beta1"], resolved["seed"]) == (0.8, seed)
     assert resolved["question"] == "Is brisk better?"
@@ -172,7 +176,7 @@ def test_sweep_file_runs_without_the_multirun_flag(
 ) -> None:
     """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
     result = run_cli(
-        "-cd", str(user_config_folder), "experiment=mine", "sweep=seeds", *SMALL
+        "-cd", str(user_config_folder), "experiment=mine", "sweep=seeds", *SMALL_OVERRIDES
     ).assert_ok()
     assert result.folder.path.parent.name == "mine-seeds"
     seeds = [

@@ -31,36 +31,42 @@ def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None
     assert text.startswith("# Measured by `scalewise calibrate` on 20")
     assert "torch 2." in text.splitlines()[0]
     assert "launch_us " in text.split("defaults:")[0]  # its spread
-    found = yaml.safe_load(text)
-    assert found.keys() >= KEYS
-    assert all(found[key] > 0 for key in KEYS)
+    profile_options = yaml.safe_load(text)
+    assert profile_options.keys() >= KEYS
+    assert all(profile_options[key] > 0 for key in KEYS)
     assert {path.name for path in run_cli.cwd.iterdir()} == {"conf"}
-    (line,) = [line for line in result.out.splitlines() if line.startswith("use it: ")]
-    assert line == "use it: scalewise plan -cd conf hardware=mine ..."
-    planned = run_cli("-cd", "conf", *UNTRACKED, "hardware=mine", command="plan").assert_ok()
-    assert "tok/s" in planned.out
+    (usage_line,) = [
+        usage_line for usage_line in result.out.splitlines() if usage_line.startswith("use it: ")
+    ]
+    assert usage_line == "use it: scalewise plan -cd conf hardware=mine ..."
+    plan_result = run_cli("-cd", "conf", *UNTRACKED, "hardware=mine", command="plan").assert_ok()
+    assert "tok/s" in plan_result.out
     run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()  # again
 
 
 @pytest.mark.exhaustive
 def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     run_cli("seconds=0.05", "name=mine", "hardware=cpu", command="calibrate").assert_ok()
-    few = ("learn=runs", "name=mine")
+    learn_options = ("learn=runs", "name=mine")
     (run_cli.cwd / "runs").mkdir()
-    run_cli(*few, command="calibrate").assert_rejected("0 runs below runs", "3 are needed")
+    run_cli(*learn_options, command="calibrate").assert_rejected(
+        "0 runs below runs", "3 are needed"
+    )
     overrides = ("-cd", "conf", *UNTRACKED, "hardware=mine")
     first, *_ = run_cli("-m", *overrides, "seed=1,2,3").assert_ok().folder.jobs
-    result = run_cli(*few, command="calibrate").assert_ok()
+    result = run_cli(*learn_options, command="calibrate").assert_ok()
     assert "measured step time: " in result.out
     assert "3 runs" in result.out
     scale = yaml.safe_load(profile(run_cli.cwd, "mine"))["step_scale"]
-    now = run_cli(*overrides).assert_ok().newest.json("plan.json")
-    assert now["plan/step_s"] == pytest.approx(scale * first.json("plan.json")["plan/step_s"])
-    assert sum(now["step_parts"].values()) == pytest.approx(now["plan/step_s"])
+    plan_record = run_cli(*overrides).assert_ok().newest.json("plan.json")
+    assert plan_record["plan/step_s"] == pytest.approx(
+        scale * first.json("plan.json")["plan/step_s"]
+    )
+    assert sum(plan_record["step_parts"].values()) == pytest.approx(plan_record["plan/step_s"])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "messages"),
     [
         (("learn=gone", "name=new"), ["learn=gone", "is not a folder", "new.yaml does not exist"]),
         (
@@ -76,13 +82,13 @@ def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     ],
 )
 def test_calibrate_rejects_invalid_arguments(
-    overrides: tuple[str, ...], words: list[str], run_cli: CliRunner
+    overrides: tuple[str, ...], messages: list[str], run_cli: CliRunner
 ) -> None:
     folder = run_cli.cwd / "conf" / "hardware"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("device: cpu\n")
     (folder / "theirs.yaml").write_text("# Measured by `scalewise calibrate` once.\n")
-    run_cli(*overrides, command="calibrate").assert_rejected(*words)
+    run_cli(*overrides, command="calibrate").assert_rejected(*messages)
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
 
 

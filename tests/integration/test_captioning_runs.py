@@ -26,14 +26,14 @@ def pictures(tmp_path: Path) -> Path:
     splits = prepare_splits(SyntheticShapes(image_size=48), len(WORDS), 1)
     assert splits.tokenizer is not None
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())
-    lines = []
-    for row in range(24):
-        pixels_HWC = splits.train.gather_pixels([row])[0].transpose(1, 2, 0)  # type: ignore[attr-defined]
-        np.save(tmp_path / f"{row}.npy", pixels_HWC)
-        ids = splits.train.gather([row])[0]
-        words = " ".join(WORDS[token] for token in ids[ids > 0])
-        lines.append(json.dumps({"image": f"{row}.npy", "caption": words + " "}))
-    (tmp_path / "told.jsonl").write_text("\n".join(lines), "utf-8")
+    records = []
+    for index in range(24):
+        pixels_HWC = splits.train.gather_pixels([index])[0].transpose(1, 2, 0)  # type: ignore[attr-defined]
+        np.save(tmp_path / f"{index}.npy", pixels_HWC)
+        ids = splits.train.gather([index])[0]
+        caption = " ".join(WORDS[token] for token in ids[ids > 0])
+        records.append(json.dumps({"image": f"{index}.npy", "caption": caption + " "}))
+    (tmp_path / "told.jsonl").write_text("\n".join(records), "utf-8")
     return tmp_path
 
 
@@ -52,17 +52,17 @@ def test_captioning_run_trains_evaluates_and_exports_user_images(
     photo = pictures / "0.npy"
     assert cli.main(["evaluate", str(run.path), f"prompt={photo}", "tokens=5"]) == 0
     assert "generated" in capsys.readouterr().out
-    (found,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["rows"] == 6
-    assert 0 <= found["exact"] <= 1
+    (evaluation,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
+    assert evaluation["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert evaluation["rows"] == 6
+    assert 0 <= evaluation["exact"] <= 1
     assert cli.main(["evaluate", str(run.path), "prompt=it"]) == 2
     assert "set prompt=FILE to an image file" in capsys.readouterr().err
     assert cli.main(["export", str(run.path), f"to={pictures}/out"]) == 0
     model = AutoModelForImageTextToText.from_pretrained(pictures / "out")
     assert AutoTokenizer.from_pretrained(pictures / "out").eos_token == WORDS[0]
-    reads = json.loads((pictures / "out" / "preprocessor_config.json").read_text("utf-8"))
-    assert reads["size"] == {"height": 32, "width": 32}
+    preprocessor = json.loads((pictures / "out" / "preprocessor_config.json").read_text("utf-8"))
+    assert preprocessor["size"] == {"height": 32, "width": 32}
     with torch.no_grad():
         model.generate(torch.zeros((1, 3, 32, 32)), max_new_tokens=2)
 
@@ -75,5 +75,5 @@ def test_captioning_run_captions_held_out_images(run_cli: CliRunner) -> None:
     assert metrics["val/loss_first"] > 3  # nats a token
     assert metrics["val/loss"] < 0.25
     assert cli.main(["evaluate", str(result.folder.path)]) == 0
-    (found,) = json.loads((result.folder.path / "evaluation.json").read_text("utf-8")).values()
-    assert found["exact"] > 0.5
+    (evaluation,) = json.loads((result.folder.path / "evaluation.json").read_text("utf-8")).values()
+    assert evaluation["exact"] > 0.5

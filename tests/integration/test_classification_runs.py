@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from scalewise import cli
 
 TINY = "experiment=finetune/classification_tiny"
-SHORT = (
+SHORT_RUN = (
     TINY,
     "tracking=none",
     "trainer.max_steps=4",
@@ -20,16 +20,16 @@ SHORT = (
     "trainer.validation_rows=7",
     "schedule.warmup_steps=1",
 )
-HEAD = ("adapter=lora", "adapter.trained=[head]")
+TRAINED_HEAD = ("adapter=lora", "adapter.trained=[head]")
 
 
 @pytest.mark.parametrize(
-    "mode", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
+    "mode", [(), pytest.param(TRAINED_HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
 )
 def test_classification_evaluation_equals_last_validation(
     mode: tuple[str, ...], run_cli: CliRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_cli(*SHORT, *mode).assert_ok().folder
+    run = run_cli(*SHORT_RUN, *mode).assert_ok().folder
     assert cli.main(["evaluate", str(run.path), "prompt=return self.name"]) == 0
     stdout = capsys.readouterr().out
     assert "7 labels of 7 held-out samples" in stdout

@@ -14,7 +14,7 @@ from fixtures.wandb_server import WandbServer
 from fixtures.wandb_views import Views
 
 MARKER = "imported"
-TRAP = """
+TRAP_MODULE = """
 with open({marker!r}, "a") as file:
     file.write(__name__ + "\\n")
 raise ImportError(f"{{__file__}} was imported")
@@ -29,8 +29,8 @@ def set_traps(folder: Path) -> Path:
     for name in filter(str.isidentifier, names):
         package = folder / name
         package.mkdir()
-        (package / "__init__.py").write_text(TRAP.format(marker=str(marker)))
-    (folder / "hydra_plugins" / "planted.py").write_text(TRAP.format(marker=str(marker)))
+        (package / "__init__.py").write_text(TRAP_MODULE.format(marker=str(marker)))
+    (folder / "hydra_plugins" / "planted.py").write_text(TRAP_MODULE.format(marker=str(marker)))
     return marker
 
 
@@ -52,15 +52,17 @@ class Trapped:
             *arguments,
         ]  # as the script starts
         environment["TMPDIR"] = str(self.temporary)
-        ended = self.runner.start_process(overrides, environment).wait().assert_ok()
-        imported = self.marker.read_text() if self.marker.exists() else ""
-        assert imported == "", f"{command} imported {imported.split()}"
-        assert "was imported" not in ended.transcript
+        result = self.runner.start_process(overrides, environment).wait().assert_ok()
+        imported_names = self.marker.read_text() if self.marker.exists() else ""
+        assert imported_names == "", f"{command} imported {imported_names.split()}"
+        assert "was imported" not in result.transcript
         # torch makes one cache folder a user, whatever is run.
-        kept = f"torchinductor_{getpass.getuser()}"
-        left = sorted(path.name for path in self.temporary.iterdir() if path.name != kept)
-        assert left == [], f"{command} left {left} among temporary files"
-        return ended
+        inductor_cache = f"torchinductor_{getpass.getuser()}"
+        remaining_files = sorted(
+            path.name for path in self.temporary.iterdir() if path.name != inductor_cache
+        )
+        assert remaining_files == [], f"{command} left {remaining_files} among temporary files"
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,8 @@ def test_commands_import_nothing_from_the_current_folder(
 def test_publish_imports_nothing_from_the_current_folder(isolation_runner: Trapped) -> None:
     folder = isolation_runner("train", *TINY, "name=published", WANDB_MODE="offline").newest
     with WandbServer(handlers=Views().handlers) as server:
-        known = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
-        isolation_runner("publish", str(folder.path), **known)
+        wandb_environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
+        isolation_runner("publish", str(folder.path), **wandb_environment)
         assert server.runs, "the run was sent"
 
 

@@ -22,8 +22,8 @@ from fixtures.wandb_views import Views
 
 from scalewise import cli
 
-SMALL = (*TINY, "launch.isolation=none", "hardware=cpu", "checkpoint.every=4")
-UNREAD = (".html", ".wandb", ".log")
+SMALL_RUN = (*TINY, "launch.isolation=none", "hardware=cpu", "checkpoint.every=4")
+UNREAD_SUFFIXES = (".html", ".wandb", ".log")
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -43,23 +43,23 @@ def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path
         patch.chdir(folder)
         patch.setenv("SCALEWISE_CACHE", str(shared_cache))
         patch.setenv("WANDB_MODE", "offline")
-        for line in (
-            (*SMALL, "name=run"),
-            (*SMALL, "name=other", "tracking=none", "trainer.max_steps=4"),
-            ("-m", *SMALL, "name=sweep", "tracking=none", "seed=1,2"),
+        for run_overrides in (
+            (*SMALL_RUN, "name=run"),
+            (*SMALL_RUN, "name=other", "tracking=none", "trainer.max_steps=4"),
+            ("-m", *SMALL_RUN, "name=sweep", "tracking=none", "seed=1,2"),
         ):
-            code, text = typed("train", *line)
+            code, text = typed("train", *run_overrides)
             assert code == 0, text
-    found = [next((folder / "runs" / name).iterdir()) for name in ("run", "other", "sweep")]
-    return Made(*found)
+    folders = [next((folder / "runs" / name).iterdir()) for name in ("run", "other", "sweep")]
+    return Made(*folders)
 
 
 def typed(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a command in this process, in a terminal that takes UTF-8 alone."""
-    said = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
-    with redirect_stdout(said), redirect_stderr(said):
+    output_stream = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    with redirect_stdout(output_stream), redirect_stderr(output_stream):
         code = cli.main(list(arguments))
-    raw = said.buffer
+    raw = output_stream.buffer
     assert isinstance(raw, io.BytesIO)
     return code, raw.getvalue().decode()
 
@@ -67,13 +67,17 @@ def typed(*arguments: str) -> tuple[int, str]:
 def cases_of(folder: Path) -> list[tuple[str, str]]:
     """The damages of a folder: the file, relative to it, and the name of the damage."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    read = [path for path in files if path.suffix not in UNREAD]
-    read = [path for path in read if not path.is_relative_to(folder / "1")]  # as is job 0
-    return [(str(path.relative_to(folder)), name) for path in read for name in damages_for(path)]
+    read_files = [path for path in files if path.suffix not in UNREAD_SUFFIXES]
+    read_files = [
+        path for path in read_files if not path.is_relative_to(folder / "1")
+    ]  # as is job 0
+    return [
+        (str(path.relative_to(folder)), name) for path in read_files for name in damages_for(path)
+    ]
 
 
 def line_of(command: str, folder: Path, trained_folders: Made) -> Sequence[str]:
-    train = ("train", *SMALL, "tracking=none")
+    train = ("train", *SMALL_RUN, "tracking=none")
     return {
         "status": ("status", str(folder)),
         "report": ("report", str(folder)),
@@ -90,22 +94,22 @@ def assert_withstood(
     command: str, source: Path, case: tuple[str, str], trained_folders: Made
 ) -> None:
     """Run a command on a copy of ``source`` with one file damaged."""
-    place, name = case
+    file_name, name = case
     folder = Path.cwd() / "runs" / source.parent.name / source.name
     shutil.rmtree(Path.cwd() / "runs", ignore_errors=True)
     shutil.copytree(source, folder, symlinks=True)
-    file = folder / place
+    file = folder / file_name
     damages_for(file)[name](file)
     try:
         code, text = typed(*line_of(command, folder, trained_folders))
     except BaseException as error:
-        raise AssertionError(f"{command}: {place} {name} raised") from error
-    what = f"{command}: {place} {name} gave {code}: {text}"
-    assert "Traceback" not in text, what
-    assert code in ((0, 1, 2) if command == "publish" else (0, 2)), what
+        raise AssertionError(f"{command}: {file_name} {name} raised") from error
+    case_text = f"{command}: {file_name} {name} gave {code}: {text}"
+    assert "Traceback" not in text, case_text
+    assert code in ((0, 1, 2) if command == "publish" else (0, 2)), case_text
     if code == 2:
-        assert file.name in text or file.parent.name in text, what
-        assert ";" in text, what
+        assert file.name in text or file.parent.name in text, case_text
+        assert ";" in text, case_text
 
 
 WEIGHTS = "checkpoints/step-00000008/model/shard-00001-model-00001-of-00001.safetensors"
@@ -153,15 +157,16 @@ def test_commands_skip_or_name_a_damaged_file(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("command", "part"), [(name, n) for name, (_, parts) in SAMPLES.items() for n in range(parts)]
+    ("command", "index"),
+    [(name, n) for name, (_, sample_parts) in SAMPLES.items() for n in range(sample_parts)],
 )
 def test_commands_survive_many_damaged_files(
-    command: str, part: int, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, index: int, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    of_sweep = command == "resume_sweep" or (part % 2 and command in ("status", "report"))
-    source = trained_folders.sweep if of_sweep else trained_folders.run
-    for case in random.Random(f"{command} {part}").sample(cases_of(source), 25):
+    is_sweep_case = command == "resume_sweep" or (index % 2 and command in ("status", "report"))
+    source = trained_folders.sweep if is_sweep_case else trained_folders.run
+    for case in random.Random(f"{command} {index}").sample(cases_of(source), 25):
         assert_withstood(command, source, case, trained_folders)
 
 

@@ -35,13 +35,13 @@ ADAMW = (
     "data.masked=0.3",
 )
 SGD = (*ADAMW, "optimizer=sgd", "optimizer.lr=0.3")
-LARGER = ("model.width=128", "model.feedforward=512", "model.layers=6")
+LARGER_MODEL = ("model.width=128", "model.feedforward=512", "model.layers=6")
 """More than a MiB of masters on a rank: what is smaller DeepSpeed leaves in memory."""
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 """Compiles for a minute or three where it has not been done, and trains larger models."""
 
-OFFLOADED = {
+OFFLOAD_STRATEGIES = {
     "deepspeed_zero1_offload": ("parallelism=deepspeed_zero1", "parallelism.offload_optimizer=cpu"),
     "deepspeed_zero2_offload": ("parallelism=deepspeed_zero2_offload",),
     "deepspeed_zero3_offload": ("parallelism=deepspeed_zero3_offload",),
@@ -50,23 +50,24 @@ OFFLOADED = {
         "parallelism.keep_whole_below=100",
     ),
 }
-OFFLOADS = [
-    pytest.param(kind, marks=(needs_libaio, LONG) if "nvme" in kind else LONG) for kind in OFFLOADED
+OFFLOAD_PARAMS = [
+    pytest.param(kind, marks=(needs_libaio, EXHAUSTIVE) if "nvme" in kind else EXHAUSTIVE)
+    for kind in OFFLOAD_STRATEGIES
 ]
-PLAIN = {
+ZERO_STAGES = {
     "zero1": ("parallelism=deepspeed_zero1",),
     "zero2": ("parallelism=deepspeed_zero2",),
     "zero3": ("parallelism=deepspeed_zero3", "parallelism.keep_whole_below=100"),
 }
-HIERARCHICAL = "parallelism.hierarchical=2"
-ZERO3_OF_FOUR = (*PLAIN["zero3"], "parallelism.replicas=4")
+HIERARCHICAL_PARTITION = "parallelism.hierarchical=2"
+ZERO3_FOUR_RANKS = (*ZERO_STAGES["zero3"], "parallelism.replicas=4")
 EACH_CHECKPOINT = ("checkpoint.every=1", "checkpoint.keep=0")
 BF16 = {
-    f"{stage}_{precision}": (*parts, f"precision={precision}")
-    for stage, parts in PLAIN.items()
+    f"{stage}_{precision}": (*overrides, f"precision={precision}")
+    for stage, overrides in ZERO_STAGES.items()
     for precision in ("bf16_mixed", "bf16_true")
 }
-Of = Callable[..., RunDir]
+RunOf = Callable[..., RunDir]
 
 
 @pytest.fixture
@@ -75,66 +76,74 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 @pytest.mark.usefixtures("deepspeed_extensions")
-@pytest.mark.parametrize("strategy", OFFLOADS)
+@pytest.mark.parametrize("strategy", OFFLOAD_PARAMS)
 def test_deepspeed_offload_equals_one_device(strategy: str, run_job: JobRunner) -> None:
     """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
 
     AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
     does an epsilon as large as this one, which also keeps AdamW from enlarging rounding errors.
     """
-    parts = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER if "nvme" in strategy else ()))
-    alone = run_job.without_defaults(*parts, "parallelism=single", "trainer.micro_batch=11")
-    run = run_job.without_defaults(*parts, *OFFLOADED[strategy])
+    overrides = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER_MODEL if "nvme" in strategy else ()))
+    single_run = run_job.without_defaults(
+        *overrides, "parallelism=single", "trainer.micro_batch=11"
+    )
+    run = run_job.without_defaults(*overrides, *OFFLOAD_STRATEGIES[strategy])
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
-    assert_close(run.weights(), alone.weights())
+        assert run.column(key) == pytest.approx(single_run.column(key), rel=1e-5), key
+    assert_close(run.weights(), single_run.weights())
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         "zero3",  # the stage that shares out most
-        *(pytest.param(kind, marks=LONG) for kind in ("zero1", "zero2", *BF16)),
-        *OFFLOADS,
+        *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("zero1", "zero2", *BF16)),
+        *OFFLOAD_PARAMS,
     ],
 )
 def test_deepspeed_resume_is_bitwise_equal(
     kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
-    larger = LARGER if "nvme" in kind else ()
-    parts = (*{**PLAIN, **BF16, **OFFLOADED}[kind], *larger)
-    if kind in OFFLOADED:
+    larger_overrides = LARGER_MODEL if "nvme" in kind else ()
+    overrides = (*{**ZERO_STAGES, **BF16, **OFFLOAD_STRATEGIES}[kind], *larger_overrides)
+    if kind in OFFLOAD_STRATEGIES:
         request.getfixturevalue("deepspeed_extensions")
-    run = run_job.without_defaults(*ADAMW, *parts, "checkpoint.every=3", "checkpoint.keep=0")
-    resumed = run_job.without_defaults(*ADAMW, *parts, resume=run.checkpoint(3))
+    run = run_job.without_defaults(*ADAMW, *overrides, "checkpoint.every=3", "checkpoint.keep=0")
+    resumed = run_job.without_defaults(*ADAMW, *overrides, resume=run.checkpoint(3))
     assert_same_steps(resumed, run, kind)
 
 
 def test_hierarchical_partition_resumes_like_plain_stage_3(run_job: JobRunner) -> None:
     """With a validation and a checkpoint after each step: both gather the same weights."""
-    parts = (*ADAMW, *ZERO3_OF_FOUR, "trainer.validate_every=1", *EACH_CHECKPOINT)
-    plain = run_job.without_defaults(*parts)
-    resumed = run_job.without_defaults(*parts, HIERARCHICAL, resume=plain.checkpoint(2))
-    assert_same_steps(resumed, plain, "resumed")
+    overrides = (*ADAMW, *ZERO3_FOUR_RANKS, "trainer.validate_every=1", *EACH_CHECKPOINT)
+    stage_3_run = run_job.without_defaults(*overrides)
+    resumed = run_job.without_defaults(
+        *overrides, HIERARCHICAL_PARTITION, resume=stage_3_run.checkpoint(2)
+    )
+    assert_same_steps(resumed, stage_3_run, "resumed")
 
 
-@LONG
+@EXHAUSTIVE
 def test_hierarchical_partition_loads_frozen_weights(run_job: JobRunner) -> None:
     """Frozen weights other than those drawn, as a user's module without a seed has them."""
-    parts = (*ADAMW, *ZERO3_OF_FOUR, "adapter=lora", *EACH_CHECKPOINT)
-    path = run_job.without_defaults(*parts).checkpoint(2)
-    rest = store.pack_state(store.load_state(path))
-    tensors = {part: store.full_tensors(path, part) for part in ("model", "optimizer")}
-    trained = {key.partition("/")[2] for key in tensors["optimizer"]}
-    frozen = tensors["model"].keys() - trained
+    overrides = (*ADAMW, *ZERO3_FOUR_RANKS, "adapter=lora", *EACH_CHECKPOINT)
+    path = run_job.without_defaults(*overrides).checkpoint(2)
+    packed_state = store.pack_state(store.load_state(path))
+    tensors = {
+        state_kind: store.full_tensors(path, state_kind) for state_kind in ("model", "optimizer")
+    }
+    trained_names = {key.partition("/")[2] for key in tensors["optimizer"]}
+    frozen = tensors["model"].keys() - trained_names
     assert frozen
     for name in frozen:
         tensors["model"][name] *= 3
     shutil.rmtree(path)
-    store.save_checkpoint(path, tensors, rest)
-    plain = run_job.without_defaults(*parts, resume=path)
+    store.save_checkpoint(path, tensors, packed_state)
+    stage_3_run = run_job.without_defaults(*overrides, resume=path)
     assert_same_steps(
-        run_job.without_defaults(*parts, HIERARCHICAL, resume=path), plain, "frozen weights"
+        run_job.without_defaults(*overrides, HIERARCHICAL_PARTITION, resume=path),
+        stage_3_run,
+        "frozen weights",
     )
 
 
@@ -143,7 +152,7 @@ def test_hierarchical_partition_loads_frozen_weights(run_job: JobRunner) -> None
     [
         ("fsdp", "deepspeed_zero3"),
         *(
-            pytest.param(*pair, marks=LONG)
+            pytest.param(*pair, marks=EXHAUSTIVE)
             for pair in (
                 ("deepspeed_zero1", "single"),
                 ("single", "deepspeed_zero1"),
@@ -166,60 +175,71 @@ def test_deepspeed_checkpoint_resumes_under_other_strategies(
     )
     files = {file.parent.name for file in first.checkpoint(3).rglob("*.safetensors")}
     assert files == {"model", "optimizer"}
-    second = run_job.without_defaults(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
-    assert second.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-5)
-    assert_close(second.weights(STEPS), full_run.weights(STEPS))
-    for name, state in store.full_tensors(full_run.checkpoint(STEPS), "optimizer").items():
-        got = store.full_tensors(second.checkpoint(STEPS), "optimizer")[name]
-        scale = float(state.abs().max())
-        torch.testing.assert_close(got, state, rtol=1e-4, atol=1e-4 * scale)
-
-
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
-def test_fp32_master_weights_equal_initial_weights(stage: int, run_job: JobRunner) -> None:
-    parts = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
-    run = run_job.without_defaults(
-        *parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0"
+    resumed_run = run_job.without_defaults(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
+    assert resumed_run.column("train/loss") == pytest.approx(
+        full_run.column("train/loss"), rel=1e-5
     )
-    drawn = build_model(compose(SGD).model, seed=compose(SGD).seed)
-    expected = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
+    assert_close(resumed_run.weights(STEPS), full_run.weights(STEPS))
+    for name, state in store.full_tensors(full_run.checkpoint(STEPS), "optimizer").items():
+        actual = store.full_tensors(resumed_run.checkpoint(STEPS), "optimizer")[name]
+        scale = float(state.abs().max())
+        torch.testing.assert_close(actual, state, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2)), 3])
+def test_fp32_master_weights_equal_initial_weights(stage: int, run_job: JobRunner) -> None:
+    overrides = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
+    run = run_job.without_defaults(
+        *overrides, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0"
+    )
+    initial_model = build_model(compose(SGD).model, seed=compose(SGD).seed)
+    expected = {f"model.{name}": tensor for name, tensor in initial_model.state_dict().items()}
     assert same_weights(run.weights(1), expected)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=LONG) for n in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2)), 3])
 def test_zero_partition_memory_is_exact(stage: int, run_job: JobRunner) -> None:
-    run = run_job.without_defaults(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
+    run = run_job.without_defaults(*ADAMW, *ZERO_STAGES[f"zero{stage}"], "trainer.max_steps=3")
     metrics, model = run.summary["metrics"], compose(ADAMW).model
-    weights, share = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
+    weights, partition_bytes = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
     buffers = sum(b.numel() * b.element_size() for b in build_model(model, seed=1).buffers())
     norms = sum(4 * weight.numel for weight in model.weight_census() if weight.numel < 100)
-    held = weights if stage < 3 else share + norms  # stage 3 keeps whole what is small
-    masters = share
-    assert metrics["memory/parameters_bytes"] == held + masters + buffers
-    assert metrics["memory/gradients_bytes"] == pytest.approx(share, abs=64)  # padded
-    assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * share, abs=64)  # and steps
+    weight_bytes = (
+        weights if stage < 3 else partition_bytes + norms
+    )  # stage 3 keeps whole what is small
+    master_bytes = partition_bytes
+    assert metrics["memory/parameters_bytes"] == weight_bytes + master_bytes + buffers
+    assert metrics["memory/gradients_bytes"] == pytest.approx(partition_bytes, abs=64)  # padded
+    assert metrics["memory/optimizer_bytes"] == pytest.approx(
+        2 * partition_bytes, abs=64
+    )  # and steps
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize("kind", BF16)
 def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None:
     """Within 2 % of the loss of the same steps in fp32."""
     steps = ("trainer.max_steps=40", "optimizer.lr=3e-3")
-    exact = run_job.without_defaults(*ADAMW, *steps, "parallelism=single")
+    fp32_run = run_job.without_defaults(*ADAMW, *steps, "parallelism=single")
     run = run_job.without_defaults(*ADAMW, *steps, *BF16[kind])
-    assert run.column("train/loss")[-1] == pytest.approx(exact.column("train/loss")[-1], rel=0.02)
+    assert run.column("train/loss")[-1] == pytest.approx(
+        fp32_run.column("train/loss")[-1], rel=0.02
+    )
 
 
 def assert_same_steps(run: RunDir, expected: RunDir, case: str) -> None:
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == expected.column(key), (case, key)
-    for part in ("model", "optimizer"):
-        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (run, expected)]
-        assert same_weights(*ends), (case, part)
+    for state_kind in ("model", "optimizer"):
+        final_tensors = [
+            store.full_tensors(compared_run.checkpoint(STEPS), state_kind)
+            for compared_run in (run, expected)
+        ]
+        assert same_weights(*final_tensors), (case, state_kind)
 
 
-def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = float(tensor.abs().max())
-        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5 * scale)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5 * scale)

@@ -11,25 +11,25 @@ import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner
 from fixtures.documentation import ROOT, Block, blocks
 
-SHOWN = [block for block in blocks() if block.language == "console"]
+CONSOLE_BLOCKS = [block for block in blocks() if block.language == "console"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 
-@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
+@pytest.mark.parametrize("block", CONSOLE_BLOCKS, ids=lambda block: block.name)
 def test_documented_output_equals_command_output(block: Block, run_cli: CliRunner) -> None:
     """``SCALEWISE_RECORD=1`` writes the output into the document again."""
     (command,) = block.lines
-    line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
-    result = run_cli.start_process(["bash", "-c", line]).wait()
+    command_line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
+    result = run_cli.start_process(["bash", "-c", command_line]).wait()
     lines = [f"$ {command}", *(text.rstrip() for text in result.out.splitlines())]
-    shown = "\n".join(lines) + "\n"
+    expected = "\n".join(lines) + "\n"
     if os.environ.get("SCALEWISE_RECORD"):
         text = block.document.read_text("utf-8")
         assert block.text in text
-        block.document.write_text(text.replace(block.text, shown), "utf-8")
+        block.document.write_text(text.replace(block.text, expected), "utf-8")
         return
-    assert block.text == shown
+    assert block.text == expected
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)

@@ -25,7 +25,7 @@ SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
     document.documentElement.dataset.found = found.map((one) => one.getAttribute("href")).join(" ");
   }, 3000);
 }, 500));</script></body>"""
-FETCHED = re.compile(
+REMOTE_RESOURCE = re.compile(
     r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*rel="stylesheet"[^>]*https?:'
 )
 
@@ -42,14 +42,14 @@ def test_site_pages_load_no_remote_resource(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
-        assert not FETCHED.search(page.read_text("utf-8")), page
+        assert not REMOTE_RESOURCE.search(page.read_text("utf-8")), page
 
 
 @pytest.mark.browser
 def test_site_search_works_offline(site: Path, tmp_path: Path) -> None:
     page = site / "index.html"
     page.write_text(page.read_text("utf-8").replace("</body>", SEARCH), "utf-8")
-    done = subprocess.run(
+    completed = subprocess.run(
         [
             find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -58,6 +58,6 @@ def test_site_search_works_offline(site: Path, tmp_path: Path) -> None:
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    match = re.search(r'<html[^>]*data-found="([^"]*)"', done.stdout)
-    assert match is not None, done.stdout[:500]
+    match = re.search(r'<html[^>]*data-found="([^"]*)"', completed.stdout)
+    assert match is not None, completed.stdout[:500]
     assert "parallelism.html" in match[1]

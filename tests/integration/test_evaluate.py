@@ -20,7 +20,7 @@ from scalewise.errors import CheckpointError, ConfigError
 from scalewise.evaluation import generation, validation_metrics
 from scalewise.models.base_module import ModelModule
 
-SMOKE = (
+SMOKE_RUN = (
     "experiment=smoke",
     "tracking=none",
     "trainer.max_steps=6",
@@ -30,7 +30,7 @@ SMOKE = (
     "schedule.warmup_steps=1",
     "optimizer.lr=0.01",
 )
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 CASES = {
     "plain": (),
     "smoothed": ("objective.label_smoothing=0.3",),
@@ -43,46 +43,47 @@ CASES = {
     "fsdp": ("parallelism=fsdp", "parallelism.shards=2"),
     "pipeline": ("parallelism=pipeline",),
 }
-SELDOM = ("dora", "ia3", "bf16", "bf16_true", "fsdp", "pipeline")
+EXHAUSTIVE_CASES = ("dora", "ia3", "bf16", "bf16_true", "fsdp", "pipeline")
 CPU = torch.device("cpu")
 
 
-def trained(folder: Path, *overrides: str) -> RunDir:
-    result = scalewise.train(scalewise.compose([*SMOKE, *overrides]), folder)
+def train_run(folder: Path, *overrides: str) -> RunDir:
+    result = scalewise.train(scalewise.compose([*SMOKE_RUN, *overrides]), folder)
     assert result.status == "ok", result.reason
     return RunDir(result.folder)
 
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return trained(tmp_path_factory.mktemp("trained") / "run")
+    return train_run(tmp_path_factory.mktemp("trained") / "run")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=LONG if case in SELDOM else ()) for case in CASES]
+    "case",
+    [pytest.param(case, marks=EXHAUSTIVE if case in EXHAUSTIVE_CASES else ()) for case in CASES],
 )
 def test_evaluate_loss_equals_last_validation(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(tmp_path / "run", *CASES[case])
+    run = train_run(tmp_path / "run", *CASES[case])
     assert cli.main(["evaluate", str(run.path)]) == 0
     stdout = capsys.readouterr().out
     assert f"step 6 of {run.path}: " in stdout
     assert "6 held-out samples" in stdout
     record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["6"]
-    near = 1e-3 if "bf16" in case else 1e-5
-    assert record["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)
+    tolerance = 1e-3 if "bf16" in case else 1e-5
+    assert record["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=tolerance)
     assert record["rows"] == 6
     assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
-    began = json.loads((run.path / "evaluation.json").read_text("utf-8"))["0"]["loss"]
-    assert run.summary["metrics"]["val/loss_first"] == pytest.approx(began, rel=near)
+    initial_loss = json.loads((run.path / "evaluation.json").read_text("utf-8"))["0"]["loss"]
+    assert run.summary["metrics"]["val/loss_first"] == pytest.approx(initial_loss, rel=tolerance)
 
 
 def test_evaluate_keeps_results_of_several_checkpoints(
     plain_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["step=0"], ["step=best"], ["rows=2"]):
-        assert cli.main(["evaluate", str(plain_run.path), *words]) == 0, words
+    for arguments in (["step=0"], ["step=best"], ["rows=2"]):
+        assert cli.main(["evaluate", str(plain_run.path), *arguments]) == 0, arguments
     capsys.readouterr()
     record = json.loads((plain_run.path / "evaluation.json").read_text("utf-8"))
     assert record.keys() == {"0", "6"}
@@ -97,27 +98,27 @@ def test_evaluate_equals_transformers_loss_and_generation(
 ) -> None:
     assert cli.main(["export", str(plain_run.path), f"to={tmp_path}/there"]) == 0
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
-    trained = load_trained(plain_run.path)
-    rows = trained.load_splits().validation
-    assert rows is not None
-    module = load_model(trained, CPU)
-    actual = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
-    tokens_BS = torch.from_numpy(rows.gather([0, 1, 2])).long()
+    train_run = load_trained(plain_run.path)
+    dataset = train_run.load_splits().validation
+    assert dataset is not None
+    module = load_model(train_run, CPU)
+    actual = validation_metrics.measure_loss(module, dataset, 3, micro_batch=2)
+    tokens_BS = torch.from_numpy(dataset.gather([0, 1, 2])).long()
     with torch.no_grad():
         logits_BTV = reference(tokens_BS[:, :-1]).logits
-    right = (logits_BTV.argmax(-1) == tokens_BS[:, 1:]).float().mean()
+    accuracy = (logits_BTV.argmax(-1) == tokens_BS[:, 1:]).float().mean()
     loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BS[:, 1:].flatten())
     assert actual.loss == pytest.approx(float(loss), rel=1e-5)
-    assert actual.accuracy == pytest.approx(float(right), abs=1e-6)
+    assert actual.accuracy == pytest.approx(float(accuracy), abs=1e-6)
     assert actual.labels == tokens_BS[:, 1:].numel()
 
     prompt = "The function returns"
-    given = AutoTokenizer.from_pretrained(tmp_path / "there")(prompt, return_tensors="pt")
-    written = reference.generate(**given, max_new_tokens=12, do_sample=False)[0]
-    said = AutoTokenizer.from_pretrained(tmp_path / "there").decode(written)
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "there")(prompt, return_tensors="pt")
+    generated_ids = reference.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
+    generated_text = AutoTokenizer.from_pretrained(tmp_path / "there").decode(generated_ids)
     capsys.readouterr()
     assert cli.main(["evaluate", str(plain_run.path), f"prompt={prompt}", "tokens=12"]) == 0
-    assert said in capsys.readouterr().out
+    assert generated_text in capsys.readouterr().out
 
 
 class Fixed(ModelModule):
@@ -143,8 +144,8 @@ class Fixed(ModelModule):
 
 
 def draws(module: Fixed, temperature: float, count: int, seed: int = 1) -> list[int]:
-    found = generation.generate(module, [0], 8, temperature, seed)
-    return [next(found) for _ in range(count)]
+    generated = generation.generate(module, [0], 8, temperature, seed)
+    return [next(generated) for _ in range(count)]
 
 
 def test_evaluate_temperature_divides_logits() -> None:
@@ -159,7 +160,7 @@ def test_evaluate_temperature_divides_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["rows=0"], "must be an integer of 1 or more; set rows=all"),
         (["tokens=x", "temperature=-1"], "2 issues"),
@@ -168,38 +169,38 @@ def test_evaluate_temperature_divides_logits() -> None:
     ],
 )
 def test_evaluate_rejects_invalid_arguments(
-    words: list[str], said: str, plain_run: RunDir, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, plain_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["evaluate", str(plain_run.path), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert cli.main(["evaluate", str(plain_run.path), *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_evaluate_rejects_prompts_for_token_id_data(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", "data=synthetic", "data.sequence=32")
+    run = train_run(tmp_path / "run", "data=synthetic", "data.sequence=32")
     with pytest.raises(ConfigError, match="were token ids, not text; leave out prompt"):
         evaluate.main([str(run.path), "prompt=The"])
 
 
 def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
-    words = "one and the other go to the sea and see the ships there"
-    text.write_text(f"{words}\n" * 400, "utf-8")
+    other_text = "one and the other go to the sea and see the ships there"
+    text.write_text(f"{other_text}\n" * 400, "utf-8")
     overrides = ("data=text", f"data.paths=[{text}]", "data.vocabulary=300", "data.sequence=32")
-    run = trained(tmp_path / "run", *overrides)
-    kept = run.path / "tokenizer.json"
-    earlier = kept.read_bytes()
+    run = train_run(tmp_path / "run", *overrides)
+    tokenizer_file = run.path / "tokenizer.json"
+    earlier_bytes = tokenizer_file.read_bytes()
 
     text.write_text("quite another text than that, of other words\n" * 400, "utf-8")
     assert cli.main(["evaluate", str(run.path)]) == 2
-    assert f"has another tokenizer than {kept}" in capsys.readouterr().err
+    assert f"has another tokenizer than {tokenizer_file}" in capsys.readouterr().err
     more = (*overrides, f"resume={run.path}", "trainer.max_steps=8")
     changed = f"have changed since the checkpoint under {run.path} was trained"
     with pytest.raises(CheckpointError, match=changed):
-        scalewise.train(scalewise.compose([*SMOKE, *more]), tmp_path / "again")
+        scalewise.train(scalewise.compose([*SMOKE_RUN, *more]), tmp_path / "again")
 
     text.unlink()  # what was learnt can be taken away without what it was learnt from
     assert cli.main(["export", str(run.path), f"to={tmp_path}/there"]) == 0
-    assert (tmp_path / "there" / "tokenizer.json").read_bytes() == earlier
+    assert (tmp_path / "there" / "tokenizer.json").read_bytes() == earlier_bytes
 
 
 def test_evaluate_reports_a_fallback_to_an_older_checkpoint(
@@ -210,7 +211,7 @@ def test_evaluate_reports_a_fallback_to_an_older_checkpoint(
     (weights,) = (copy.checkpoint(7) / "model").iterdir()
     weights.unlink()
     assert cli.main(["evaluate", str(copy.path), "rows=1"]) == 0
-    lost = f"step 7 is damaged (model/{weights.name}: is missing); using step 6 instead"
-    assert lost in capsys.readouterr().out
+    fallback_note = f"step 7 is damaged (model/{weights.name}: is missing); using step 6 instead"
+    assert fallback_note in capsys.readouterr().out
     assert cli.main(["evaluate", str(copy.path), "step=5"]) == 2
     assert "choose one of step=3, 6, 7, last, best" in capsys.readouterr().err

@@ -32,8 +32,8 @@ def trained(
     assert result.status == "ok", result.reason
     checkpoint = manifest.newest_checkpoint(result.folder / "checkpoints")
     assert checkpoint is not None
-    held = store.full_tensors(checkpoint)
-    return run, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+    tensors = store.full_tensors(checkpoint)
+    return run, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def test_export_has_the_same_logits_in_transformers(
@@ -62,14 +62,14 @@ def test_export_initializes_a_new_run(
         assert torch.equal(tensor, state[name]), name
 
 
-SMOKE = (
+SMOKE_RUN = (
     "experiment=smoke",
     "tracking=none",
     "trainer.max_steps=4",
     "schedule.warmup_steps=1",
     "optimizer.lr=0.03",
 )
-EVERYWHERE = ("adapter.rank=4", "adapter.targets=[.*]")
+ALL_TARGETS = ("adapter.rank=4", "adapter.targets=[.*]")
 GPT2 = (
     "model.norm=layernorm",
     "model.position=learned",
@@ -77,10 +77,10 @@ GPT2 = (
     "model.bias=true",
 )
 CASES = {
-    "lora": ("adapter=lora", *EVERYWHERE),
-    "rslora": ("adapter=rslora", *EVERYWHERE),
-    "pissa": ("adapter=pissa", *EVERYWHERE),
-    "dora": ("adapter=dora", *EVERYWHERE),
+    "lora": ("adapter=lora", *ALL_TARGETS),
+    "rslora": ("adapter=rslora", *ALL_TARGETS),
+    "pissa": ("adapter=pissa", *ALL_TARGETS),
+    "dora": ("adapter=dora", *ALL_TARGETS),
     "ia3": ("adapter=ia3",),
     "whole": ("adapter=lora", "adapter.rank=4", "adapter.trained=[embedding,.*norm,.*up]"),
     "ia3, head": ("adapter=ia3", "model.tied=false", "adapter.trained=[head,attention.output]"),
@@ -91,11 +91,11 @@ CASES = {
         *GPT2,
     ),
     "fused": ("adapter=lora", "adapter.targets=[attention.query,attention.value]", *GPT2),
-    "fused, rslora": ("adapter=rslora", *EVERYWHERE, *GPT2),
+    "fused, rslora": ("adapter=rslora", *ALL_TARGETS, *GPT2),
     "fused, dora": ("adapter=dora", "adapter.targets=[attention.query,attention.value]", *GPT2),
     "fused, ia3": ("adapter=ia3", *GPT2),
 }
-SELDOM = ("rslora", "dora", "fused", "whole", "ia3, head", "fused, rslora", "fused, dora")
+EXHAUSTIVE_CASES = ("rslora", "dora", "fused", "whole", "ia3, head", "fused, rslora", "fused, dora")
 """GPT-2 has queries, keys and values in one matrix, and transposed."""
 
 TOKENS_BT = torch.arange(64).reshape(2, 32)
@@ -104,38 +104,48 @@ TOKENS_BT = torch.arange(64).reshape(2, 32)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # PEFT asks it
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.exhaustive if case in SELDOM else ()) for case in CASES],
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive if case in EXHAUSTIVE_CASES else ())
+        for case in CASES
+    ],
 )
 def test_export_writes_adapters_merged_and_separate(case: str, tmp_path: Path) -> None:
-    run = scalewise.compose([*SMOKE, *CASES[case]])
+    run = scalewise.compose([*SMOKE_RUN, *CASES[case]])
     result = scalewise.train(run, tmp_path / "run")
     assert result.status == "ok", result.reason
-    told = load_trained(result.folder)
+    trained_run = load_trained(result.folder)
 
     actual = SingleDevice(DeviceKind.cpu).build(run)
     with torch.no_grad():
-        begun = actual(TOKENS_BT)
-        state = told.read_state_dict()
+        base_logits = actual(TOKENS_BT)
+        state = trained_run.read_state_dict()
         for name, parameter in actual.named_parameters():
             parameter.copy_(state[name.replace(".base_layer.", ".")])
-        trained = actual(TOKENS_BT)
-    assert (trained - begun).abs().max() > 0.05
+        trained_logits = actual(TOKENS_BT)
+    assert (trained_logits - base_logits).abs().max() > 0.05
 
-    merged, alone = tmp_path / "merged", tmp_path / "alone"
-    assert hf_export.write_export(told, merged, AdapterExport.merged) == []
-    assert_close(AutoModelForCausalLM.from_pretrained(merged), trained)
-    assert hf_export.write_export(told, alone, AdapterExport.alone) == []
-    base = AutoModelForCausalLM.from_pretrained(alone / "base")
-    assert_close(PeftModel.from_pretrained(base, alone), trained)
+    merged_folder, adapter_folder = tmp_path / "merged", tmp_path / "alone"
+    assert hf_export.write_export(trained_run, merged_folder, AdapterExport.merged) == []
+    assert_close(AutoModelForCausalLM.from_pretrained(merged_folder), trained_logits)
+    assert hf_export.write_export(trained_run, adapter_folder, AdapterExport.alone) == []
+    base = AutoModelForCausalLM.from_pretrained(adapter_folder / "base")
+    assert_close(PeftModel.from_pretrained(base, adapter_folder), trained_logits)
 
     if case == "pissa":  # alone it is LoRA of twice the rank, beside the model's own matrices
-        twice = ("adapter=lora", "adapter.rank=8", "adapter.alpha=32", "adapter.targets=[.*]")
-        resumed = scalewise.compose([*SMOKE, *twice, f"adapter.resume={alone}"])
+        second_adapter = (
+            "adapter=lora",
+            "adapter.rank=8",
+            "adapter.alpha=32",
+            "adapter.targets=[.*]",
+        )
+        resumed = scalewise.compose(
+            [*SMOKE_RUN, *second_adapter, f"adapter.resume={adapter_folder}"]
+        )
         with torch.no_grad():
-            again = SingleDevice(DeviceKind.cpu).build(resumed)(TOKENS_BT)
-        torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4)
+            resumed_logits = SingleDevice(DeviceKind.cpu).build(resumed)(TOKENS_BT)
+        torch.testing.assert_close(resumed_logits, trained_logits, rtol=1e-4, atol=1e-4)
         return
-    resumed = scalewise.compose([*SMOKE, *CASES[case], f"adapter.resume={alone}"])
+    resumed = scalewise.compose([*SMOKE_RUN, *CASES[case], f"adapter.resume={adapter_folder}"])
     for name, parameter in SingleDevice(DeviceKind.cpu).build(resumed).named_parameters():
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
@@ -148,25 +158,25 @@ def assert_close(expected: Any, logits_BTV: Tensor) -> None:
 def test_export_command_writes_a_folder_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = scalewise.train(scalewise.compose(SMOKE), tmp_path / "run")
+    result = scalewise.train(scalewise.compose(SMOKE_RUN), tmp_path / "run")
     assert cli.main(["export", str(result.folder)]) == 0
-    written = result.folder / "export"
+    export_folder = result.folder / "export"
     stdout = capsys.readouterr().out.splitlines()
     assert f"exported step 4 of {result.folder}" in stdout
-    assert stdout[-1] == f"result {written}"
-    tokenizer = AutoTokenizer.from_pretrained(written)
+    assert stdout[-1] == f"result {export_folder}"
+    tokenizer = AutoTokenizer.from_pretrained(export_folder)
     tokens = tokenizer("Alice was beginning to get very tired")
     assert max(tokens["input_ids"]) < 4096
-    config = AutoModelForCausalLM.from_pretrained(written).generation_config
+    config = AutoModelForCausalLM.from_pretrained(export_folder).generation_config
     assert config.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    card = (written / "README.md").read_text("utf-8")
+    card = (export_folder / "README.md").read_text("utf-8")
     assert "after 4 of 4 steps" in card
     assert "scalewise train experiment=smoke" in card
     (result.folder / "summary.json").unlink()  # as of a run that was killed
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/killed"]) == 0
     capsys.readouterr()
     assert "a run that did not finish" in (tmp_path / "killed" / "README.md").read_text("utf-8")
-    for words, stdout in (
+    for arguments, stdout in (
         ([str(result.folder)], "already exists; set to=FOLDER"),
         ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),
         ([str(result.folder), f"to={tmp_path}/new", "adapter=alone"], "has trained no adapter"),
@@ -175,8 +185,8 @@ def test_export_command_writes_a_folder_once(
         ([str(tmp_path)], "is not a run folder"),
         ([], "no folder given"),
     ):
-        assert cli.main(["export", *words]) == 2, words
-        assert stdout in capsys.readouterr().err, words
+        assert cli.main(["export", *arguments]) == 2, arguments
+        assert stdout in capsys.readouterr().err, arguments
     assert not (tmp_path / "new").exists()
     (weights,) = (result.folder / "checkpoints").glob("*/model/*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])

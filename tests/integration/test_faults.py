@@ -33,7 +33,7 @@ FAULTS = {
     "hang": ("timeout", 4, "ran longer than launch.timeout=10 s"),
     "kill": ("failed", 1, "was killed by SIGKILL"),
 }
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 LIMIT = "launch.timeout=10"
 
 
@@ -46,8 +46,8 @@ def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProc
 
 
 def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProcess]) -> None:
-    ended, _ = sweep
-    for job, (status, code, reason) in zip(ended.folder.jobs, FAULTS.values(), strict=True):
+    result, _ = sweep
+    for job, (status, code, reason) in zip(result.folder.jobs, FAULTS.values(), strict=True):
         recorded = job.status
         assert (recorded["status"], recorded["exit_code"]) == (status, code), recorded["reason"]
         assert reason in recorded["reason"], job
@@ -56,21 +56,21 @@ def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProces
 
 
 def test_sweep_json_lists_job_statuses(sweep: tuple[CliResult, CliProcess]) -> None:
-    ended, _ = sweep
-    record = ended.folder.json("sweep.json")
+    result, _ = sweep
+    record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == [s for s, _, _ in FAULTS.values()]
     assert record["varying"] == {"inject": list(FAULTS)}
     assert record["ended"] is not None
-    assert ended.folder.path.joinpath("report.html").is_file()
+    assert result.folder.path.joinpath("report.html").is_file()
 
 
 def test_sweep_command_fails_without_a_traceback(
     sweep: tuple[CliResult, CliProcess],
 ) -> None:
-    ended, _ = sweep
-    assert ended.code == 1
-    assert "Traceback" not in ended.transcript
-    assert "job 2 out_of_memory" in ended.out
+    result, _ = sweep
+    assert result.code == 1
+    assert "Traceback" not in result.transcript
+    assert "job 2 out_of_memory" in result.out
 
 
 def test_sweep_leaves_no_process(sweep: tuple[CliResult, CliProcess]) -> None:
@@ -79,11 +79,11 @@ def test_sweep_leaves_no_process(sweep: tuple[CliResult, CliProcess]) -> None:
 
 
 def test_failed_rank_keeps_its_log_tail(sweep: tuple[CliResult, CliProcess]) -> None:
-    ended, _ = sweep
-    assert any("fault_injection.py" in line for line in ended.folder.jobs[1].status["log_tail"])
+    result, _ = sweep
+    assert any("fault_injection.py" in line for line in result.folder.jobs[1].status["log_tail"])
 
 
-ENDINGS = {
+EXPECTED_OUTCOMES = {
     "raise": ("failed", "RuntimeError: injected"),
     "kill": ("failed", "rank 1 was killed by SIGKILL"),
     "hang": ("timeout", "rank 1 blocked while the other ranks waited"),
@@ -94,7 +94,7 @@ STRATEGIES = {
     "fsdp": ("parallelism=fsdp",),
     "pipeline": ("parallelism=pipeline", "model.layers=2"),
 }
-USUAL = {("ddp", "oom"), ("pipeline", "kill")}
+CI_CASES = {("ddp", "oom"), ("pipeline", "kill")}
 
 
 def fault_timeout(uninterrupted: RunDir) -> int:
@@ -105,22 +105,22 @@ def fault_timeout(uninterrupted: RunDir) -> int:
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [
-        pytest.param(strategy, fault, marks=() if usual else LONG)
+        pytest.param(strategy, fault, marks=() if runs_in_ci else EXHAUSTIVE)
         for strategy in STRATEGIES
-        for fault in ENDINGS
-        for usual in [(strategy, fault) in USUAL]
+        for fault in EXPECTED_OUTCOMES
+        for runs_in_ci in [(strategy, fault) in CI_CASES]
     ],
 )
 def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: JobRunner) -> None:
     limit = fault_timeout(run_job(*STRATEGIES[strategy]))
     start = time.monotonic()
-    where = [*STRATEGIES[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
-    noticed = limit if fault == "hang" else 0  # only the timeout detects it
-    if noticed:
-        where.append(f"launch.timeout={noticed}")
-    status, reason = ENDINGS[fault]
-    recorded = run_job(*where, status=status).status
-    assert time.monotonic() - start < noticed + 15
+    fault_overrides = [*STRATEGIES[strategy], f"+inject={fault}", "callbacks.inject.rank=1"]
+    detection_s = limit if fault == "hang" else 0  # only the timeout detects it
+    if detection_s:
+        fault_overrides.append(f"launch.timeout={detection_s}")
+    status, reason = EXPECTED_OUTCOMES[fault]
+    recorded = run_job(*fault_overrides, status=status).status
+    assert time.monotonic() - start < detection_s + 15
     assert reason in recorded["reason"]
     assert recorded["rank"] == 1
     if fault == "hang":
@@ -158,29 +158,29 @@ def test_frozen_rank_is_named(run_job: JobRunner) -> None:
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [
-        pytest.param("single", "raise", marks=LONG),
+        pytest.param("single", "raise", marks=EXHAUSTIVE),
         ("fsdp", "kill"),
-        pytest.param("ddp", "kill", marks=LONG),
-        pytest.param("pipeline", "kill", marks=LONG),
-        pytest.param("single", "hang", marks=LONG),
-        pytest.param("fsdp", "hang", marks=LONG),
-        pytest.param("fsdp", "raise", marks=LONG),
-        pytest.param("pipeline", "hang", marks=LONG),
-        pytest.param("pipeline", "raise", marks=LONG),
+        pytest.param("ddp", "kill", marks=EXHAUSTIVE),
+        pytest.param("pipeline", "kill", marks=EXHAUSTIVE),
+        pytest.param("single", "hang", marks=EXHAUSTIVE),
+        pytest.param("fsdp", "hang", marks=EXHAUSTIVE),
+        pytest.param("fsdp", "raise", marks=EXHAUSTIVE),
+        pytest.param("pipeline", "hang", marks=EXHAUSTIVE),
+        pytest.param("pipeline", "raise", marks=EXHAUSTIVE),
     ],
 )
 def test_restart_recovers_from_a_single_fault(
     strategy: str, fault: str, run_job: JobRunner
 ) -> None:
-    parts = (*STRATEGIES.get(strategy, ()), "checkpoint.every=2")
-    undisturbed = run_job(*parts)
-    once = (f"+inject={fault}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
-    patience = f"launch.timeout={2 * fault_timeout(undisturbed) if fault == 'hang' else 60}"
-    mended = run_job(*parts, *once, "launch.max_restarts=1", patience)
-    assert mended.status["attempts"] == 2
-    assert mended.steps == list(range(1, 9))
-    assert mended.column("val/loss") == undisturbed.column("val/loss")
-    assert same_weights(mended.weights(8), undisturbed.weights(8))
+    overrides = (*STRATEGIES.get(strategy, ()), "checkpoint.every=2")
+    reference = run_job(*overrides)
+    fault_overrides = (f"+inject={fault}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
+    patience = f"launch.timeout={2 * fault_timeout(reference) if fault == 'hang' else 60}"
+    restarted_run = run_job(*overrides, *fault_overrides, "launch.max_restarts=1", patience)
+    assert restarted_run.status["attempts"] == 2
+    assert restarted_run.steps == list(range(1, 9))
+    assert restarted_run.column("val/loss") == reference.column("val/loss")
+    assert same_weights(restarted_run.weights(8), reference.weights(8))
 
 
 @pytest.fixture
@@ -197,24 +197,26 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(n, marks=LONG) for n in ("fsdp", "pipeline"))]
+    "strategy", ["ddp", *(pytest.param(n, marks=EXHAUSTIVE) for n in ("fsdp", "pipeline"))]
 )
 def test_full_disk_loses_only_the_checkpoint(
     strategy: str, small_disk: Path, shared_cache: Path
 ) -> None:
     run_job = JobRunner(small_disk, shared_cache)
-    parts = (
+    overrides = (
         *STRATEGIES[strategy],
         "model.width=64",
         "model.layers=2",
         "checkpoint.every=1",
         "checkpoint.keep=0",
     )
-    failed = run_job(*parts, status="failed")
+    failed = run_job(*overrides, status="failed")
     assert "No space left on device" in failed.status["reason"]
-    kept = failed.checkpoints
-    assert kept, "the first fits"
-    assert manifest.newest_checkpoint(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
+    checkpoints = failed.checkpoints
+    assert checkpoints, "the first fits"
+    assert manifest.newest_checkpoint(failed.path / "checkpoints") == failed.checkpoint(
+        checkpoints[-1]
+    )
     assert not list((failed.path / "checkpoints").glob(".partial-*"))
 
 
@@ -241,29 +243,29 @@ def test_restarts_are_counted_in_the_status(run_job: JobRunner) -> None:
 
 
 def test_memory_limit_ends_the_run_out_of_memory(run_job: JobRunner) -> None:
-    wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
-    recorded = run_job(*wide, status="out_of_memory").status
+    wide_model = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
+    recorded = run_job(*wide_model, status="out_of_memory").status
     assert "launch.memory_limit_gib=null" in [fix["override"] for fix in recorded["cures"]]
 
 
 def test_callback_with_invalid_arguments_is_rejected(run_job: JobRunner) -> None:
     """One of somebody else's, whose values only it can judge."""
-    bad = (
+    invalid_callback = (
         "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
         "+callbacks.late.duration=soon",
     )
     with pytest.raises(ConfigError, match=r"callbacks\.late"):
-        run_job(*bad)
+        run_job(*invalid_callback)
     assert not list(run_job.path.glob("job/*"))
 
 
 def test_rejected_data_of_one_job_does_not_stop_the_sweep(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty.txt").write_text("")
-    small = [part for part in UNTRACKED if "megabytes" not in part]
+    small_run = [override for override in UNTRACKED if "megabytes" not in override]
     for name in ("full.txt", "more.txt"):
         (run_cli.cwd / name).write_text("word after word " * 4000)
     result = run_cli(
-        "-m", *small, "data=text", "data.vocabulary=300",
+        "-m", *small_run, "data=text", "data.vocabulary=300",
         "data.paths=[empty.txt],[full.txt,more.txt]", "trainer.max_steps=3",
     )  # fmt: skip
     record = result.folder.json("sweep.json")
@@ -276,9 +278,9 @@ def test_job_that_cannot_fit_is_rejected_and_the_sweep_continues(run_cli: CliRun
     result = run_cli("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
     assert result.code == 2, result.failure_report
     assert "Traceback" not in result.transcript
-    refused, ran = result.folder.json("sweep.json")["jobs"]
-    assert (refused["status"], ran["status"]) == ("refused", "ok")
-    assert "launch.refuse_unfit=true: out_of_memory: " in refused["reason"]
-    assert "of 1.02 MiB (" in refused["reason"]
+    rejected_job, finished_job = result.folder.json("sweep.json")["jobs"]
+    assert (rejected_job["status"], finished_job["status"]) == ("refused", "ok")
+    assert "launch.refuse_unfit=true: out_of_memory: " in rejected_job["reason"]
+    assert "of 1.02 MiB (" in rejected_job["reason"]
     assert not (result.folder.path / "0").exists()
     assert "out_of_memory: " in (result.folder.path / "report.html").read_text("utf-8")

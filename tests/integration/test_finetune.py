@@ -15,23 +15,30 @@ def test_finetuning_a_quantized_model_lowers_the_loss(run_cli: CliRunner) -> Non
     metrics = result.folder.summary["metrics"]
     assert metrics["val/loss"] < metrics["val/loss_first"] - 0.3
     page = (result.folder.path / "report.html").read_text("utf-8")
-    began, after = (f"{metrics[key]:.4f}" for key in ("val/loss_first", "val/loss"))
-    assert f"validation goes from {began} to {after}" in page
+    initial_loss, final_loss = (f"{metrics[key]:.4f}" for key in ("val/loss_first", "val/loss"))
+    assert f"validation goes from {initial_loss} to {final_loss}" in page
 
 
 @pytest.mark.exhaustive
 def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
-    small = ("model.layers=4", "model.vocabulary=4096", "trainer.max_steps=3", "tracking=none")
-    result = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small).assert_ok()
+    small_model = (
+        "model.layers=4",
+        "model.vocabulary=4096",
+        "trainer.max_steps=3",
+        "tracking=none",
+    )
+    result = run_cli("experiment=memory_ladder", "sweep=memory_ladder", *small_model).assert_ok()
     jobs = [RunDir(folder) for folder in sorted(result.folder.path.glob("[0-9]"))]
     metrics = [job.summary["metrics"] for job in jobs]
-    peaks = [each["memory/peak_bytes"] for each in metrics]
+    peaks = [step_metrics["memory/peak_bytes"] for step_metrics in metrics]
     assert len(peaks) == 10
     assert peaks[0] < peaks[1] < 1.05 * peaks[0], "a mask for each row"
-    assert all(after < before for before, after in pairwise(peaks[1:]))
-    assert [each["plan/peak_bytes"] for each in metrics] == pytest.approx(peaks, rel=0.05)
+    assert all(final_loss < before for before, final_loss in pairwise(peaks[1:]))
+    assert [step_metrics["plan/peak_bytes"] for step_metrics in metrics] == pytest.approx(
+        peaks, rel=0.05
+    )
     # From packed rows until fewer bits, or weights, are trained, memory and time change alone.
-    losses = [each["train/loss"] for each in metrics[1:7]]
+    losses = [step_metrics["train/loss"] for step_metrics in metrics[1:7]]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     page = (result.folder.path / "report.html").read_text("utf-8")
     assert "Nine techniques together cut peak memory by" in page

@@ -16,14 +16,14 @@ from fixtures.job_runner import JobRunner
 
 from scalewise import cli
 
-COMMAND = (
+SWEEP_COMMAND = (
     *("-m", "experiment=smoke", "data=synthetic", "adapter=none,lora", "parallelism=single,fsdp"),
     *("trainer.max_steps=4", "trainer.log_every=1", "trainer.validate_every=2", "tracking=none"),
     *("model.vocabulary=64", "model.width=16", "model.heads=2", "model.kv_heads=2"),
     *("model.layers=2", "model.feedforward=32", "model.context=16", "data.sequence=16"),
     *("schedule.warmup_steps=2", "checkpoint.every=2", "hydra.sweep.dir=sweep"),
 )
-LONGER = ("trainer.max_steps=6", "schedule=constant")
+LONGER_RUN = ("trainer.max_steps=6", "schedule=constant")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def sweep(tmp_path: Path) -> RunDir:
 
 def test_golden_sweep_has_nothing_left_to_run(sweep: RunDir, run_cli: CliRunner) -> None:
     before = sweep.content
-    result = run_cli(*COMMAND, "resume_sweep=sweep").assert_ok()
+    result = run_cli(*SWEEP_COMMAND, "resume_sweep=sweep").assert_ok()
     assert "4 of 4 jobs have ended" in result.out
     after = RunDir(sweep.path).content
     weights = [path for path in before if path.suffix in {".safetensors", ".pt"}]
@@ -46,11 +46,13 @@ def test_golden_sweep_has_nothing_left_to_run(sweep: RunDir, run_cli: CliRunner)
 @pytest.mark.parametrize("number", range(4))
 def test_golden_run_resumes(number: int, sweep: RunDir, run_job: JobRunner) -> None:
     old = sweep.jobs[number]
-    resumed = run_job.without_defaults(*old.status["overrides"], *LONGER, resume=old.checkpoint(4))
+    resumed = run_job.without_defaults(
+        *old.status["overrides"], *LONGER_RUN, resume=old.checkpoint(4)
+    )
     assert resumed.status["resumed_from"]
     assert resumed.steps == [1, 2, 3, 4, 5, 6]
     assert resumed.column("train/loss")[:4] == old.column("train/loss")
-    full_run = run_job.without_defaults(*old.status["overrides"], *LONGER)
+    full_run = run_job.without_defaults(*old.status["overrides"], *LONGER_RUN)
     for key in ("train/loss", "val/loss"):
         assert resumed.column(key)[-1] == pytest.approx(full_run.column(key)[-1], rel=1e-2), key
 
@@ -67,7 +69,7 @@ def test_golden_sweep_is_read_by_every_command(
     assert cli.main(["plan", "explain", *paths[:2]]) == 0
     for run in sweep.jobs:
         assert cli.main(["evaluate", str(run.path)]) == 0, run.path
-        (found,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
-        assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5), run.path
+        (evaluation,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
+        assert evaluation["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5), run.path
     assert cli.main(["export", paths[0], "to=out"]) == 0
     assert Path("out", "model.safetensors").is_file()

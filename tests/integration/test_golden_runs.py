@@ -15,7 +15,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.strategies import GPT2, LLAMA, TINY_DECODER, mesh
 
 STEPS = 5
-SMALL = (
+SMALL_RUN = (
     *TINY_DECODER,
     f"trainer.max_steps={STEPS}",
     "trainer.global_batch=8",
@@ -49,25 +49,30 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 MACHINE = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 """Equal bits are expected of equal kernels alone."""
-OPEN = {"status": {"machine", "versions", "choices"}, "plan": {"ledger", "phases", "step_parts"}}
+OPEN_MAPPINGS = {
+    "status": {"machine", "versions", "choices"},
+    "plan": {"ledger", "phases", "step_parts"},
+}
 """Of these keys of a file the keys below are not frozen: they name what a run happens to have."""
 
 
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of names and bytes, in the order of names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def keys_of(run: RunDir, name: str) -> object:
     content = run.json(f"{name}.json")
-    return key_tree({key: 0 if key in OPEN.get(name, ()) else content[key] for key in content})
+    return key_tree(
+        {key: 0 if key in OPEN_MAPPINGS.get(name, ()) else content[key] for key in content}
+    )
 
 
-def described(run: RunDir) -> dict[str, Any]:
+def describe_run(run: RunDir) -> dict[str, Any]:
     """The record of an ended run."""
     return {
         "weights": hash_of(run.weights(STEPS)),
@@ -84,11 +89,11 @@ def described(run: RunDir) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_run_has_golden_weights_and_files(name: str, run_job: JobRunner) -> None:
-    found = described(run_job.without_defaults(*SMALL, *RUNS[name]))
-    golden = golden_record(f"run_{name.replace(' x ', '_')}", found)
+    record = describe_run(run_job.without_defaults(*SMALL_RUN, *RUNS[name]))
+    golden = golden_record(f"run_{name.replace(' x ', '_')}", record)
     for key in ("tensors", "files", "status", "plan", "summary", "columns"):
-        assert found[key] == golden[key], key
+        assert record[key] == golden[key], key
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert found[key] == pytest.approx(golden[key], rel=1e-4), key
+        assert record[key] == pytest.approx(golden[key], rel=1e-4), key
     if golden["machine"] == MACHINE:
-        assert found["weights"] == golden["weights"]
+        assert record["weights"] == golden["weights"]

@@ -10,7 +10,7 @@ from fixtures.cli_runner import CliRunner
 from scalewise import cli
 
 TINY = "experiment=finetune/grpo_tiny"
-SHORT = (
+SHORT_RUN = (
     TINY,
     "tracking=none",
     "trainer.max_steps=4",
@@ -25,7 +25,7 @@ SHORT = (
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
 def test_grpo_evaluation_equals_last_validation(mode: tuple[str, ...], run_cli: CliRunner) -> None:
-    run = run_cli(*SHORT, *mode).assert_ok().folder
+    run = run_cli(*SHORT_RUN, *mode).assert_ok().folder
     rewards = run.column("val/reward")
     metrics = run.summary["metrics"]
     assert cli.main(["evaluate", str(run.path)]) == 0
@@ -37,10 +37,12 @@ def test_grpo_evaluation_equals_last_validation(mode: tuple[str, ...], run_cli: 
 
 @pytest.mark.exhaustive
 def test_grpo_resume_draws_the_same_completions(run_cli: CliRunner) -> None:
-    full_run = run_cli(*SHORT, "checkpoint.every=2", "name=whole").assert_ok().folder
-    rest = run_cli(*SHORT, f"resume={full_run.checkpoint(2)}", "name=rest").assert_ok().newest
+    full_run = run_cli(*SHORT_RUN, "checkpoint.every=2", "name=whole").assert_ok().folder
+    resumed_run = (
+        run_cli(*SHORT_RUN, f"resume={full_run.checkpoint(2)}", "name=rest").assert_ok().newest
+    )
     for key in ("train/reward", "train/loss", "val/reward"):
-        assert rest.column(key) == full_run.column(key), key
+        assert resumed_run.column(key) == full_run.column(key), key
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliResult, CliRunner, RunDir
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 GRID = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "hydra.sweeper.sampler=grid")
 
 
@@ -49,13 +49,15 @@ class TestSearch:
 
     def test_search_prints_overrides_of_the_best_trial(self, ended: CliResult) -> None:
         assert study(ended.folder)["best"] == [0]
-        (line,) = [text for text in ended.out.splitlines() if text.startswith("scalewise train")]
-        assert {"+inject=none", "data.sequence=32"} < set(line.split())
+        (command_line,) = [
+            text for text in ended.out.splitlines() if text.startswith("scalewise train")
+        ]
+        assert {"+inject=none", "data.sequence=32"} < set(command_line.split())
 
     def test_trial_value_equals_the_metric_of_its_job(self, ended: CliResult) -> None:
         (first, *_) = study(ended.folder)["trials"]
-        measured = ended.folder.jobs[0].summary["metrics"]["val/loss"]
-        assert first["values"] == [measured]
+        val_loss = ended.folder.jobs[0].summary["metrics"]["val/loss"]
+        assert first["values"] == [val_loss]
         assert first["folder"] == "0"
 
     def test_search_job_status_lists_varied_values(self, ended: CliResult) -> None:
@@ -63,16 +65,16 @@ class TestSearch:
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=LONG)])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=EXHAUSTIVE)])
 def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> None:
     axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={strategy}")
     result = run_cli(*GRID, "hydra.sweeper.pruner=asha", *axes).assert_ok()
-    good, pruned = result.folder.jobs
-    assert (good.steps[-1], pruned.steps[-1]) == (12, 4)
-    assert pruned.summary["steps"] == 4
-    assert pruned.status["status"] == "pruned"
-    assert pruned.status["exit_code"] == 0
-    assert pruned.status["reason"] == "the study pruned the trial after step 4, by val/loss"
+    finished_job, pruned_job = result.folder.jobs
+    assert (finished_job.steps[-1], pruned_job.steps[-1]) == (12, 4)
+    assert pruned_job.summary["steps"] == 4
+    assert pruned_job.status["status"] == "pruned"
+    assert pruned_job.status["exit_code"] == 0
+    assert pruned_job.status["reason"] == "the study pruned the trial after step 4, by val/loss"
     assert "pruned" in (result.folder.path / "report.html").read_text("utf-8")
     trials = study(result.folder)["trials"]
     assert [trial["state"] for trial in trials] == ["complete", "pruned"]
@@ -82,8 +84,10 @@ def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> N
 def test_killed_search_resumes(run_cli: CliRunner) -> None:
     """SIGKILL in the second trial of three: the first is not repeated, the second is."""
     overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
-    slow = "trainer.max_steps=200"
-    process = run_cli.start(*overrides, slow, "trainer.log_every=1", "trainer.validate_every=100")
+    slow_steps = "trainer.max_steps=200"
+    process = run_cli.start(
+        *overrides, slow_steps, "trainer.log_every=1", "trainer.validate_every=100"
+    )
     process.wait_for_file("runs/search/once/1/metrics.csv")
     process.kill()
     process.wait()
@@ -102,7 +106,7 @@ def test_killed_search_resumes(run_cli: CliRunner) -> None:
     assert "trial 1 was running when its sweep ended" in result.out
 
 
-@LONG
+@EXHAUSTIVE
 def test_interrupted_search_resumes_from_its_storage(run_cli: CliRunner) -> None:
     overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
     process = run_cli.start(*overrides, "trainer.max_steps=400", "trainer.validate_every=200")
@@ -123,7 +127,7 @@ def test_search_plan_is_one_table(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "messages"),
     [
         (
             ("hydra.sweeper.objectives={val/los: minimize}", "hydra.sweeper.sampler=tpee"),
@@ -131,35 +135,40 @@ def test_search_plan_is_one_table(run_cli: CliRunner) -> None:
         ),
         (("trainer.validate_every=null",), ("no trial measures the objective val/loss",)),
         (("trainer.micro_batch=0",), ("trainer.micro_batch",)),
-        pytest.param(("hydra.sweeper.trials=many",), ("trials",), marks=LONG),
-        pytest.param(("precision=fp33,fp32",), ("fp33",), marks=LONG),
+        pytest.param(("hydra.sweeper.trials=many",), ("trials",), marks=EXHAUSTIVE),
+        pytest.param(("precision=fp33,fp32",), ("fp33",), marks=EXHAUSTIVE),
     ],
 )
 def test_search_rejects_invalid_spaces(
-    overrides: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
+    overrides: tuple[str, ...], messages: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
-    run_cli(*searched, *overrides).assert_rejected(*words)
+    search_overrides = (
+        "-m",
+        *UNTRACKED,
+        "hydra/sweeper=optuna",
+        "optimizer.lr=interval(1e-5,1e-2)",
+    )
+    run_cli(*search_overrides, *overrides).assert_rejected(*messages)
     assert not list(Path(run_cli.cwd).glob("runs/*/*"))
 
 
 def test_search_without_optuna_names_the_extra(run_cli: CliRunner) -> None:
-    absent = run_cli.cwd / "absent"
-    absent.mkdir()
-    (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
-    path = f"{absent}{os.pathsep}{run_cli.environment['PYTHONPATH']}"
+    missing_package = run_cli.cwd / "absent"
+    missing_package.mkdir()
+    (missing_package / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
+    path = f"{missing_package}{os.pathsep}{run_cli.environment['PYTHONPATH']}"
     overrides = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
     run_cli(*overrides, env={"PYTHONPATH": path}).assert_rejected("pip install 'scalewise[optuna]'")
 
 
-@LONG
+@EXHAUSTIVE
 def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) -> None:
     """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
     objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
-    bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
+    constraint = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
     axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")
     options = ("hydra.sweeper.trials=8", "hydra.sweeper.jobs=4", "hydra.sweeper.sampler=nsga2")
-    overrides = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
+    overrides = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, constraint, *options, *axes)
     result = run_cli(*overrides, timeout=300).assert_ok()
     trials = study(result.folder)["trials"]
     assert len(trials) == 8
@@ -177,7 +186,7 @@ def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) 
     assert result.out.count("scalewise train") >= len(best)
 
 
-@LONG
+@EXHAUSTIVE
 def test_shipped_search_sweep_runs(run_cli: CliRunner) -> None:
     result = run_cli("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").assert_ok()
     assert len(study(result.folder)["trials"]) == 3

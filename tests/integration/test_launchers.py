@@ -7,7 +7,7 @@ import sys
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner
 
-WITHOUT_THE_EXTRA = """
+WITHOUT_SUBMITIT = """
 import sys
 for name in ("submitit", "hydra_plugins.hydra_submitit_launcher"):
     sys.modules[name] = None
@@ -20,7 +20,7 @@ def test_slurm_launcher_without_its_extra_is_rejected(run_cli: CliRunner) -> Non
     """Whatever is said of its options, which are not known then."""
     overrides = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
     process = run_cli.start_process(
-        [sys.executable, "-c", WITHOUT_THE_EXTRA, *overrides, "seed=1,2"]
+        [sys.executable, "-c", WITHOUT_SUBMITIT, *overrides, "seed=1,2"]
     )
     process.wait().assert_rejected("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
     assert list(run_cli.cwd.iterdir()) == []
@@ -28,7 +28,7 @@ def test_slurm_launcher_without_its_extra_is_rejected(run_cli: CliRunner) -> Non
 
 def test_missing_launcher_extra_does_not_affect_other_launchers(run_cli: CliRunner) -> None:
     overrides = ("train", *UNTRACKED, "--cfg", "job")
-    run_cli.start_process([sys.executable, "-c", WITHOUT_THE_EXTRA, *overrides]).wait().assert_ok()
+    run_cli.start_process([sys.executable, "-c", WITHOUT_SUBMITIT, *overrides]).wait().assert_ok()
 
 
 def test_ray_launcher_is_rejected(run_cli: CliRunner) -> None:
@@ -39,13 +39,13 @@ def test_ray_launcher_is_rejected(run_cli: CliRunner) -> None:
 
 @pytest.mark.parametrize("launcher", ["scalewise", "packed"])
 def test_forkserver_preloads_peft_for_adapter_runs(run_cli: CliRunner, launcher: str) -> None:
-    tells = "+callbacks.born._target_=fixtures.faults.RecordImports"
+    record_imports = "+callbacks.born._target_=fixtures.faults.RecordImports"
     overrides = (
         "-m",
         *UNTRACKED,
         f"hydra/launcher={launcher}",
         "trusted_packages=[fixtures]",
-        tells,
+        record_imports,
     )
     result = run_cli(*overrides, "adapter=none,lora").assert_ok()
     assert [(job.path / "born-0").read_text("utf-8") for job in result.folder.jobs] == ["True"] * 2

@@ -15,7 +15,7 @@ from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]
 
-WIDE = (
+WIDE_RUN = (
     "experiment=smoke",
     "tracking=none",
     "hardware=cpu",
@@ -30,7 +30,7 @@ WIDE = (
     "schedule.warmup_steps=0",
 )
 """State of a gigabyte, next to which a process is small, and few rows."""
-LINES = [
+RUN_OVERRIDES = [
     (),
     ("precision=bf16_mixed", "checkpoint=none"),
     ("optimizer=sgd", "checkpoint=none"),
@@ -40,18 +40,20 @@ LINES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("overrides", LINES, ids=lambda line: " ".join(line) or "single")
+@pytest.mark.parametrize(
+    "overrides", RUN_OVERRIDES, ids=lambda case_overrides: " ".join(case_overrides) or "single"
+)
 def test_fit_status_agrees_with_enforced_memory_limit(
     overrides: tuple[str, ...], compose: Compose, run_cli: CliRunner
 ) -> None:
-    run = compose(*WIDE, *overrides)
+    run = compose(*WIDE_RUN, *overrides)
     free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
-    least, _, most = free.reserved
+    min_bytes, _, max_bytes = free.reserved
     for limit, fit_status, code in (
-        (0.9 * least, FitStatus.out_of_memory, 3),
-        (1.01 * most, FitStatus.fits, 0),
+        (0.9 * min_bytes, FitStatus.out_of_memory, 3),
+        (1.01 * max_bytes, FitStatus.fits, 0),
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
-        assert build_plan(compose(*WIDE, *overrides, launch)).fit.status is fit_status, limit
-        result = run_cli(*WIDE, *overrides, launch, env={"OMP_NUM_THREADS": "1"})
+        assert build_plan(compose(*WIDE_RUN, *overrides, launch)).fit.status is fit_status, limit
+        result = run_cli(*WIDE_RUN, *overrides, launch, env={"OMP_NUM_THREADS": "1"})
         assert result.code == code, result.failure_report

@@ -14,7 +14,7 @@ from scalewise.planner.fit_check import FitStatus, RunVariant
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
-LONG = (
+LARGE_RUN = (
     *UNTRACKED,
     "hardware=cpu",
     "model.layers=4",
@@ -35,33 +35,33 @@ LONG = (
 def test_micro_batch_trials_step_down_below_an_unknown_limit(
     strategy: str, compose: Compose
 ) -> None:
-    run = compose(*LONG, f"parallelism={strategy}")
+    run = compose(*LARGE_RUN, f"parallelism={strategy}")
     assert {variant.fit.status for variant in micro_batch_variants(RunVariant(run))} == {
         FitStatus.fits
     }
 
-    def limited(tried: RunConfig) -> str:
+    def limited(probed_run: RunConfig) -> str:
         return memory_probe_run.probe_status(
-            replace(tried, launch=replace(tried.launch, memory_limit_gib=0.5))
+            replace(probed_run, launch=replace(probed_run.launch, memory_limit_gib=0.5))
         )
 
-    found = choose_by_probes(run, limited)
-    ends = {probe.micro_batch: probe.status for probe in found.probes}
+    choice = choose_by_probes(run, limited)
+    statuses = {probe.micro_batch: probe.status for probe in choice.probes}
     largest = 64 // run.parallelism.data_parallel_size
-    assert [*ends] == [largest >> step for step in range(len(ends))]
-    assert set(ends.values()) == {"out_of_memory", "ok"}
-    assert ends[found.micro_batch] == "ok"
-    assert found.micro_batch == min(ends)
+    assert [*statuses] == [largest >> step for step in range(len(statuses))]
+    assert set(statuses.values()) == {"out_of_memory", "ok"}
+    assert statuses[choice.micro_batch] == "ok"
+    assert choice.micro_batch == min(statuses)
 
 
 @pytest.mark.exhaustive
 def test_train_uses_and_records_the_tried_micro_batch(run_cli: CliRunner) -> None:
-    result = run_cli(*LONG, "launch.memory_limit_gib=0.75")
+    result = run_cli(*LARGE_RUN, "launch.memory_limit_gib=0.75")
     result.assert_ok()
-    told = result.folder.status["micro_batch"]
+    micro_batch = result.folder.status["micro_batch"]
     size = result.folder.resolved["trainer"]["micro_batch"]
-    assert told["rows"] == size < 64
-    assert {trial["rows"]: trial["status"] for trial in told["trials"]}[size] == "ok"
+    assert micro_batch["rows"] == size < 64
+    assert {trial["rows"]: trial["status"] for trial in micro_batch["trials"]}[size] == "ok"
     assert f"trainer.micro_batch=auto: {size} (predicted:" in result.out
-    assert told["how"] in (result.folder.path / "report.html").read_text("utf-8")
+    assert micro_batch["how"] in (result.folder.path / "report.html").read_text("utf-8")
     assert result.folder.resolved["trainer"]["global_batch"] == 64

@@ -11,17 +11,17 @@ import psutil
 import pytest
 from fixtures.cli_runner import TINY, CliProcess, CliRunner, same_weights
 
-PARTS = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
-TRUSTED = "trusted_packages=[fixtures]"
+RUN_OVERRIDES = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
+TRUST_FIXTURES = "trusted_packages=[fixtures]"
 
 
 def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return int(free_socket.getsockname()[1])
 
 
-def agents(runner: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess]:
+def agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[CliProcess]:
     """Two nodes of one rank each, on the loopback."""
     port = free_port()
     return [
@@ -36,7 +36,15 @@ def agents(runner: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess
                 ),
                 *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=nodes"),
                 *(f"--node-rank={node}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}"),
-                *("--monitor-interval=0.1", "-m", "scalewise", "train", *TINY, *PARTS, *parts),
+                *(
+                    "--monitor-interval=0.1",
+                    "-m",
+                    "scalewise",
+                    "train",
+                    *TINY,
+                    *RUN_OVERRIDES,
+                    *overrides,
+                ),
             ],
             {
                 "OMP_NUM_THREADS": "1",
@@ -50,29 +58,31 @@ def agents(runner: CliRunner, *parts: str, restarts: int = 0) -> list[CliProcess
 
 
 def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
-    for ended in [agent.wait() for agent in agents(run_cli)]:
-        ended.assert_ok()
-    folder = ended.folder
+    for result in [agent.wait() for agent in agents(run_cli)]:
+        result.assert_ok()
+    folder = result.folder
     assert folder.status["status"] == "ok"
     assert folder.status["world_size"] == 2
     assert folder.steps == list(range(1, 9))
 
 
 def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
-    full_run = run_cli(*TINY, *PARTS).assert_ok().folder
-    slow = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
-    nodes = agents(run_cli, "resume=auto", "name=nodes", *slow, restarts=1)
+    full_run = run_cli(*TINY, *RUN_OVERRIDES).assert_ok().folder
+    slow_steps = (TRUST_FIXTURES, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
+    nodes = agents(run_cli, "resume=auto", "name=nodes", *slow_steps, restarts=1)
     nodes[0].wait_until(
         lambda: any(run_cli.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4"
     )
-    lost = [p for node in nodes for p in node.descendants() if p.environ().get("RANK") == "1"]
-    assert lost
-    rank_of_python = max(lost, key=lambda process: process.create_time())
+    rank_1_processes = [
+        p for node in nodes for p in node.descendants() if p.environ().get("RANK") == "1"
+    ]
+    assert rank_1_processes
+    rank_of_python = max(rank_1_processes, key=lambda process: process.create_time())
     rank_of_python.send_signal(signal.SIGKILL)
-    ended = [node.wait() for node in nodes]
-    assert [node.code for node in ended] == [0, 0], "\n".join(node.transcript for node in ended)
+    result = [node.wait() for node in nodes]
+    assert [node.code for node in result] == [0, 0], "\n".join(node.transcript for node in result)
     runs = sorted(p for p in run_cli.cwd.glob("runs/nodes/*") if (p / "status.json").is_file())
-    folders = [f for f in ended[0].folders if f.path in runs]
+    folders = [f for f in result[0].folders if f.path in runs]
     last = folders[-1]
     assert last.status["status"] == "ok"
     assert last.status["resumed_from"] is not None
@@ -80,14 +90,14 @@ def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     assert same_weights(last.weights(8), full_run.weights(8))
 
 
-def tasks(runner: CliRunner, *parts: str) -> list[CliProcess]:
+def tasks(runner: CliRunner, *overrides: str) -> list[CliProcess]:
     """Two tasks of one step on one node."""
     port = str(free_port())
     return [
         runner.start(
             *TINY,
-            *PARTS,
-            *parts,
+            *RUN_OVERRIDES,
+            *overrides,
             env={
                 "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -104,14 +114,14 @@ def tasks(runner: CliRunner, *parts: str) -> list[CliProcess]:
 
 
 def test_srun_tasks_are_ranks_and_exit_despite_threads(run_cli: CliRunner) -> None:
-    lingering = "+callbacks.lingering._target_=fixtures.faults.LingeringThread"
-    for ended in [task.wait() for task in tasks(run_cli, TRUSTED, lingering)]:
-        ended.assert_ok()
-    assert ended.folder.status["status"] == "ok"
-    assert ended.folder.status["world_size"] == 2
+    lingering_thread = "+callbacks.lingering._target_=fixtures.faults.LingeringThread"
+    for result in [task.wait() for task in tasks(run_cli, TRUST_FIXTURES, lingering_thread)]:
+        result.assert_ok()
+    assert result.folder.status["status"] == "ok"
+    assert result.folder.status["world_size"] == 2
 
 
-SLOW = (TRUSTED, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
+SLOW_STEPS = (TRUST_FIXTURES, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 
 
 def listening(commands: list[CliProcess]) -> set[str]:
@@ -125,28 +135,32 @@ def listening(commands: list[CliProcess]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("start", [tasks, lambda runner, *parts: [runner.start(*TINY, *parts)]])
+@pytest.mark.parametrize(
+    "start", [tasks, lambda runner, *overrides: [runner.start(*TINY, *overrides)]]
+)
 def test_single_node_ranks_listen_on_loopback_only(
     start: Callable[..., list[CliProcess]], run_cli: CliRunner
 ) -> None:
-    started = start(run_cli, *SLOW, *PARTS)
+    started = start(run_cli, *SLOW_STEPS, *RUN_OVERRIDES)
     started[0].wait_for_step(2)
     assert listening(started) == {"127.0.0.1"}
 
 
-SWEEP_REFUSED = "a sweep is not supported with torchrun or srun"
+SWEEP_REJECTION = "a sweep is not supported with torchrun or srun"
 
 
 @pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])
 def test_srun_of_a_sweep_is_rejected(sweep: tuple[str, ...], run_cli: CliRunner) -> None:
-    first, second = [task.wait(60) for task in tasks(run_cli, *sweep)]
-    first.assert_rejected(SWEEP_REFUSED, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
-    assert (second.code, second.out, second.err) == (2, "", "")
+    first, second_result = [task.wait(60) for task in tasks(run_cli, *sweep)]
+    first.assert_rejected(SWEEP_REJECTION, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
+    assert (second_result.code, second_result.out, second_result.err) == (2, "", "")
     assert list(run_cli.cwd.iterdir()) == []
 
 
 def test_torchrun_of_a_sweep_is_rejected_once(run_cli: CliRunner) -> None:
-    first, second = [node.wait(60) for node in agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")]
-    assert 0 not in (first.code, second.code)
-    assert f"{first.transcript}{second.transcript}".count(SWEEP_REFUSED) == 1
+    first, second_result = [
+        node.wait(60) for node in agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")
+    ]
+    assert 0 not in (first.code, second_result.code)
+    assert f"{first.transcript}{second_result.transcript}".count(SWEEP_REJECTION) == 1
     assert list(run_cli.cwd.iterdir()) == []

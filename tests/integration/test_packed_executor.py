@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
 
-PACKED = ("-m", *UNTRACKED, "hydra/launcher=packed", "trusted_packages=[fixtures]")
-SLOW = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
-SEAT = "+callbacks.seat._target_=fixtures.faults.RecordCpuAffinity"
+PACKED_SWEEP = ("-m", *UNTRACKED, "hydra/launcher=packed", "trusted_packages=[fixtures]")
+SLOW_STEPS = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
+RECORD_AFFINITY = "+callbacks.seat._target_=fixtures.faults.RecordCpuAffinity"
 LONG_RUN = ("trainer.max_steps=1000", "trainer.log_every=1", "trainer.validate_every=null")
 CORES = len(os.sched_getaffinity(0))
 several_cores = pytest.mark.skipif(CORES < 2, reason="one core has no shares")
@@ -25,32 +25,38 @@ def interval(job: RunDir) -> tuple[datetime, datetime]:
 
 def at_once(jobs: list[RunDir]) -> int:
     spans = [interval(job) for job in jobs]
-    return max(sum(began <= at < ended for began, ended in spans) for at, _ in spans)
+    return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
 
 
 def cores(job: RunDir, rank: int = 0) -> set[int]:
-    told = job.json(f"seat-{rank}.json")
-    assert told["threads"] <= len(told["cores"])
-    return set(told["cores"])
+    affinity_record = job.json(f"seat-{rank}.json")
+    assert affinity_record["threads"] <= len(affinity_record["cores"])
+    return set(affinity_record["cores"])
 
 
 @several_cores
 def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> None:
-    overrides = (*PACKED, "hydra.launcher.slots=2", SLOW, SEAT, "trainer.max_steps=4")
+    overrides = (
+        *PACKED_SWEEP,
+        "hydra.launcher.slots=2",
+        SLOW_STEPS,
+        RECORD_AFFINITY,
+        "trainer.max_steps=4",
+    )
     process = run_cli.start(*overrides, "seed=1,2,3,4")
     result = process.wait().assert_ok()
     jobs = result.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
     assert at_once(jobs) == 2
-    seats = [cores(job) for job in jobs]
-    assert seats[0] & seats[1] == set()
-    assert seats[0] | seats[1] == os.sched_getaffinity(0)
-    assert all(seat in seats[:2] for seat in seats)
+    job_cores = [cores(job) for job in jobs]
+    assert job_cores[0] & job_cores[1] == set()
+    assert job_cores[0] | job_cores[1] == os.sched_getaffinity(0)
+    assert all(cores_of_job in job_cores[:2] for cores_of_job in job_cores)
     assert len({job.status["process"] for job in jobs}) == 2, "supervisors serve again"
-    assert jobs[0].status["machine"]["cores"] == len(seats[0])
-    lines = [line for line in result.out.splitlines() if " | " in line]
-    assert {line.split(" | ")[0].strip() for line in lines} == {"0", "1", "2", "3"}
-    assert sum("4/4" in line for line in lines) == 4
+    assert jobs[0].status["machine"]["cores"] == len(job_cores[0])
+    progress_lines = [line for line in result.out.splitlines() if " | " in line]
+    assert {line.split(" | ")[0].strip() for line in progress_lines} == {"0", "1", "2", "3"}
+    assert sum("4/4" in line for line in progress_lines) == 4
     assert process.remaining_processes(within=2) == []
     assert (result.folder.path / "report.html").is_file()
 
@@ -63,7 +69,14 @@ def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
         "defaults: [override /hydra/launcher: packed]\n"
         "hydra: {mode: MULTIRUN, launcher: {slots: 2}, sweeper: {params: {seed: '1,2'}}}\n"
     )
-    overrides = ("-cd", "own", "sweep=packed", *UNTRACKED, "trusted_packages=[fixtures]", SEAT)
+    overrides = (
+        "-cd",
+        "own",
+        "sweep=packed",
+        *UNTRACKED,
+        "trusted_packages=[fixtures]",
+        RECORD_AFFINITY,
+    )
     jobs = run_cli(*overrides).assert_ok().folder.jobs
     assert cores(jobs[0]) & cores(jobs[1]) == set()
 
@@ -72,17 +85,22 @@ def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
 @pytest.mark.exhaustive
 def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
-    killed = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
-    overrides = (*PACKED, "hydra.launcher.slots=2", f"+callbacks.fault={killed}", SEAT)
+    kill_launcher = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
+    overrides = (
+        *PACKED_SWEEP,
+        "hydra.launcher.slots=2",
+        f"+callbacks.fault={kill_launcher}",
+        RECORD_AFFINITY,
+    )
     process = run_cli.start(*overrides, "parallelism=single,ddp", "+inject=none,kill")
     result = process.wait()
     assert result.code == 1, result.failure_report
     assert "Traceback" not in result.transcript
     jobs = result.folder.jobs
-    said = [(job.status["status"], job.status["reason"]) for job in jobs]
-    assert said[0] == ("failed", "the supervisor process died: SIGKILL")
-    assert said[1] == said[3] == ("failed", "rank 0 was killed by SIGKILL")
-    assert said[2][0] == "ok"
+    outcomes = [(job.status["status"], job.status["reason"]) for job in jobs]
+    assert outcomes[0] == ("failed", "the supervisor process died: SIGKILL")
+    assert outcomes[1] == outcomes[3] == ("failed", "rank 0 was killed by SIGKILL")
+    assert outcomes[2][0] == "ok"
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["failed", "failed", "ok", "failed"]
     assert cores(jobs[2]) == os.sched_getaffinity(0)
@@ -91,36 +109,36 @@ def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "group"),
+    ("signal_number", "group"),
     [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.exhaustive)],
 )
 def test_signal_ends_packed_jobs_and_saves_each(
-    number: int, group: bool, run_cli: CliRunner
+    signal_number: int, group: bool, run_cli: CliRunner
 ) -> None:
-    overrides = (*PACKED, *LONG_RUN, "hydra.launcher.slots=2")
+    overrides = (*PACKED_SWEEP, *LONG_RUN, "hydra.launcher.slots=2")
     process = run_cli.start(*overrides, "seed=1,2,3")
 
     def both_train() -> bool:
         files = [process.cwd.glob(f"runs/*/*/{job}/metrics.csv") for job in (0, 1)]
-        return all(any(len(f.read_text().splitlines()) > 3 for f in found) for found in files)
+        return all(any(len(f.read_text().splitlines()) > 3 for f in file) for file in files)
 
     process.wait_until(both_train, "two jobs that train")
-    process.signal(number, group=group)
+    process.signal(signal_number, group=group)
     result = process.wait(30)
-    assert result.code == 128 + number, result.failure_report
+    assert result.code == 128 + signal_number, result.failure_report
     assert "Traceback" not in result.transcript
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
     for job in result.folder.jobs[:2]:
         step = job.checkpoints[-1]
-        name = signal.Signals(number).name
+        name = signal.Signals(signal_number).name
         assert f"{name} after step {step}" in job.status["reason"], job
     assert not result.folder.jobs[2].path.exists()
     assert process.remaining_processes(within=2) == []
 
 
 def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
-    process = run_cli.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
+    process = run_cli.start(*PACKED_SWEEP, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
     process.wait_for_file("runs/*/*/sweep.json")
     process.signal(signal.SIGINT, group=True)
     result = process.wait(30)
@@ -133,7 +151,13 @@ def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
 
 @pytest.mark.exhaustive
 def test_packed_jobs_save_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
-    overrides = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
+    overrides = (
+        *PACKED_SWEEP,
+        "hydra.launcher.slots=2",
+        SLOW_STEPS,
+        "trainer.max_steps=6",
+        "seed=1,2",
+    )
     process = run_cli.start(*overrides)
     folder = process.wait_for_step(2).parent
     process.process.kill()

@@ -12,7 +12,7 @@ from fixtures.cli_runner import RunDir
 import scalewise
 from scalewise import cli
 
-SHORT = (
+SHORT_RUN = (
     "model=decoder_nano",
     "model.width=32",
     "model.heads=4",
@@ -37,11 +37,11 @@ SHORT = (
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
     """A file of short conversations, of many lengths."""
-    path, draw = tmp_path / "a.jsonl", random.Random(1)
+    path, rng = tmp_path / "a.jsonl", random.Random(1)
     with open(path, "w", encoding="utf-8") as file:
-        for number in range(100):
-            said = " ".join(str(number + step) for step in range(draw.randint(1, 12)))
-            file.write(json.dumps({"instruction": f"Count from {number}.", "output": said}) + "\n")
+        for index in range(100):
+            answer = " ".join(str(index + step) for step in range(rng.randint(1, 12)))
+            file.write(json.dumps({"instruction": f"Count from {index}.", "output": answer}) + "\n")
     return path
 
 
@@ -57,8 +57,8 @@ def test_packing_keeps_the_untrained_loss_in_fewer_sequences(
 ) -> None:
     untrained = {}
     for packing in (False, True):
-        parts = (*SHORT, f"data.paths=[{conversations}]", f"data.packing={packing}")
-        result = scalewise.train(scalewise.compose(parts), tmp_path / str(packing))
+        overrides = (*SHORT_RUN, f"data.paths=[{conversations}]", f"data.packing={packing}")
+        result = scalewise.train(scalewise.compose(overrides), tmp_path / str(packing))
         assert result.status == "ok", result.reason
         run = RunDir(result.folder)
         last = float(run.metrics[-1]["val/loss"])

@@ -8,7 +8,7 @@ from fixtures.job_runner import JobRunner
 from scalewise import ConfigError, compose
 from scalewise.config import paths
 
-SHORT = (
+SHORT_RUN = (
     "experiment=smoke",
     "tracking=none",
     "trainer.max_steps=4",
@@ -17,7 +17,7 @@ SHORT = (
 )
 
 
-USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
+CI_STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
 """Those that CI starts from a line; it takes steps in the others too (numerics)."""
 
 
@@ -25,17 +25,17 @@ USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
 @pytest.mark.parametrize(
     "option",
     [
-        pytest.param(option, marks=() if option in USUAL else pytest.mark.exhaustive)
+        pytest.param(option, marks=() if option in CI_STRATEGIES else pytest.mark.exhaustive)
         for option in paths.option_names("parallelism")
     ],
 )
 def test_parallelism_option_trains(option: str, run_job: JobRunner) -> None:
     try:
-        compose([*SHORT, f"parallelism={option}"])
+        compose([*SHORT_RUN, f"parallelism={option}"])
     except ConfigError as error:
         if not all("install" in issue.fix for issue in error.issues):
             raise
         pytest.skip(str(error))
-    run = run_job.without_defaults(*SHORT, f"parallelism={option}", "launch.isolation=process")
+    run = run_job.without_defaults(*SHORT_RUN, f"parallelism={option}", "launch.isolation=process")
     assert run.steps == [1, 2, 3, 4]
     assert run.column("val/loss")[-1] < 9

@@ -14,16 +14,16 @@ def test_plan_prints_a_fix_for_a_run_that_does_not_fit(run_cli: CliRunner) -> No
     assert result.code == 3, result.failure_report
     assert "Out of memory: " in result.out
     (line,) = [line for line in result.out.splitlines() if line.startswith("scalewise train")]
-    again = run_cli(*line.split()[2:], command="plan").assert_ok()
-    assert "Fits: " in again.out
-    assert "tok/s" in again.out
+    fixed_plan = run_cli(*line.split()[2:], command="plan").assert_ok()
+    assert "Fits: " in fixed_plan.out
+    assert "tok/s" in fixed_plan.out
     assert not (run_cli.cwd / "runs").exists()
 
 
 def test_plan_prints_a_grid_as_one_table(run_cli: CliRunner) -> None:
     axes = ("precision=fp32,bf16_mixed", "memory=none,checkpoint_full")
-    rest = [part for part in LLAMA_8B if not part.startswith("precision")]
-    result = run_cli("-m", *rest, *axes, "trainer.micro_batch=1", command="plan")
+    base_overrides = [override for override in LLAMA_8B if not override.startswith("precision")]
+    result = run_cli("-m", *base_overrides, *axes, "trainer.micro_batch=1", command="plan")
     assert result.code == 3  # of the first row
     head, *rows, _, summed = result.out.splitlines()
     assert head.split()[:3] == ["precision", "memory", "fit"]
@@ -40,8 +40,8 @@ def test_plan_prints_a_grid_as_one_table(run_cli: CliRunner) -> None:
 def test_plan_traces_the_module(run_cli: CliRunner) -> None:
     overrides = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
     result = run_cli(*overrides, command="plan").assert_ok()
-    told = "Traced rank 0 with 4 and 6 layers: "
-    (line_of_trace,) = [line for line in result.out.splitlines() if line.startswith(told)]
+    trace_line = "Traced rank 0 with 4 and 6 layers: "
+    (line_of_trace,) = [line for line in result.out.splitlines() if line.startswith(trace_line)]
     assert "0.0% (CPU operators)" in line_of_trace
     result = run_cli(*UNTRACKED, "parallelism=ddp", "plan.method=trace", command="plan").assert_ok()
     assert "Analytic prediction only, no trace: ddp requires real memory" in result.out
@@ -67,10 +67,12 @@ def test_plan_search_without_result_prints_the_nearest(run_cli: CliRunner) -> No
 def test_plan_table_shows_the_best_strategy_of_each_job(run_cli: CliRunner) -> None:
     models = "model=llama_160m,tinyllama_1b"
     overrides = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
-    head, *rows, blank, told = run_cli(*overrides, command="plan").assert_ok().out.splitlines()
+    head, *rows, blank, summary_line = (
+        run_cli(*overrides, command="plan").assert_ok().out.splitlines()
+    )
     assert "overrides" in head
     assert blank == ""
-    assert told.startswith("2 jobs")
+    assert summary_line.startswith("2 jobs")
     assert len(rows) == 2
     assert all("trainer.micro_batch=" in row for row in rows)
 
@@ -81,8 +83,8 @@ def test_plan_table_shows_the_best_strategy_of_each_job(run_cli: CliRunner) -> N
 def test_train_applies_a_fix_that_makes_the_run_fit(
     overrides: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    small = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
-    result = run_cli(*overrides, *UNTRACKED, *small).assert_ok()
+    small_device = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
+    result = run_cli(*overrides, *UNTRACKED, *small_device).assert_ok()
     assert "plan.fit=auto: trainer.micro_batch=" in result.out
     (folder,) = result.folders
     for job in folder.jobs if overrides else [folder]:

@@ -15,19 +15,21 @@ from fixtures.cli_runner import TINY, CliResult, CliRunner, RunDir
 from fixtures.wandb_server import ENTITY, STREAM, UPLOAD, ServedRun, WandbServer
 from fixtures.wandb_views import Views
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
-READS = {"HEAD", "Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
-OF_REPORTS = set(Views().handlers)
+READ_OPERATIONS = {"HEAD", "Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
+REPORT_OPERATIONS = set(Views().handlers)
 FILES = {"resolved.yaml", "overrides.txt", "status.json", "plan.json", "summary.json"}
 FILES |= {"metrics.csv", "report.html"}
-LONGER = ("trainer.log_every=4", "trainer.validate_every=null")
-ONE_TRY = {f"WANDB__{name}_RETRY_MAX": "1" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
+LONGER_RUN = ("trainer.log_every=4", "trainer.validate_every=null")
+SINGLE_RETRY = {
+    f"WANDB__{name}_RETRY_MAX": "1" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")
+}
 
 
-def serving(views: Views | None = None, **bad: Any) -> WandbServer:
+def serving(views: Views | None = None, **faults: Any) -> WandbServer:
     """A server of runs and reports, and its bad days."""
-    return WandbServer(handlers=(views or Views()).handlers, **bad)
+    return WandbServer(handlers=(views or Views()).handlers, **faults)
 
 
 def reaching(server: WandbServer) -> dict[str, str]:
@@ -43,7 +45,11 @@ def publish(
 
 
 def writes(server: WandbServer) -> set[str]:
-    return {name for name in server.requests if not name.startswith("/sdk/")} - READS - OF_REPORTS
+    return (
+        {name for name in server.requests if not name.startswith("/sdk/")}
+        - READ_OPERATIONS
+        - REPORT_OPERATIONS
+    )
 
 
 def run_of(server: WandbServer, folder: RunDir) -> ServedRun:
@@ -69,9 +75,9 @@ def offline_sweep(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
 @pytest.fixture
 def sweep(offline_sweep: RunDir, tmp_path: Path) -> RunDir:
     """A copy of that sweep, for a test that publishes it in its own way."""
-    place = tmp_path / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
-    shutil.copytree(offline_sweep.path, place, symlinks=True)
-    return RunDir(place)
+    copied_sweep = tmp_path / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
+    shutil.copytree(offline_sweep.path, copied_sweep, symlinks=True)
+    return RunDir(copied_sweep)
 
 
 class TestPublishSweep:
@@ -83,16 +89,16 @@ class TestPublishSweep:
         cls, offline_sweep: RunDir, cli_runner_in: Callable[[str], CliRunner]
     ) -> tuple[WandbServer, RunDir, CliResult, CliResult]:
         runner = cli_runner_in("published")
-        place = runner.cwd / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
-        shutil.copytree(offline_sweep.path, place, symlinks=True)
+        sweep_folder = runner.cwd / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
+        shutil.copytree(offline_sweep.path, sweep_folder, symlinks=True)
         views = Views()
         with serving(views) as server:
-            first = publish(runner, server, place).assert_ok()
-            opened = [run.times_created for run in server.runs.values()]
-            again = publish(runner, server, place).assert_ok()
-        assert [run.times_created for run in server.runs.values()] == opened
+            first = publish(runner, server, sweep_folder).assert_ok()
+            times_created = [run.times_created for run in server.runs.values()]
+            second_result = publish(runner, server, sweep_folder).assert_ok()
+        assert [run.times_created for run in server.runs.values()] == times_created
         assert [view.saves for view in views.of_type("runs")] == [2], "one report, updated"
-        return server, RunDir(place), first, again
+        return server, RunDir(sweep_folder), first, second_result
 
     Told = tuple[WandbServer, RunDir, CliResult, CliResult]
 
@@ -129,9 +135,9 @@ class TestPublishSweep:
 
     def test_published_summary_compares_planned_with_measured(self, published: Told) -> None:
         server, sweep, *_ = published
-        plain, _ = sweep.jobs
-        run, plan = run_of(server, plain), plain.json("plan.json")
-        metrics = plain.summary["metrics"]
+        first_job, _ = sweep.jobs
+        run, plan = run_of(server, first_job), first_job.json("plan.json")
+        metrics = first_job.summary["metrics"]
         assert run.summary["plan/peak_bytes"] == plan["plan/peak_bytes"]
         assert run.summary["final/memory/peak_bytes"] == metrics["memory/peak_bytes"]
         breakdown = table_of(run, "plan/ledger")
@@ -140,22 +146,24 @@ class TestPublishSweep:
         assert (
             max(size for _, size in table_of(run, "plan/phases")["data"]) == plan["plan/peak_bytes"]
         )
-        compared = {row[0]: row[2:] for row in table_of(run, "plan/against_measured")["data"]}
-        said, found, ratio = compared["memory/peak_bytes"]
-        assert (said, found) == (plan["plan/peak_bytes"], metrics["memory/peak_bytes"])
-        assert ratio == pytest.approx(said / found)
-        assert dict(table_of(run, "memory/measured")["data"])["peak"] == found
+        measured_by_key = {
+            row[0]: row[2:] for row in table_of(run, "plan/against_measured")["data"]
+        }
+        predicted, measured, ratio = measured_by_key["memory/peak_bytes"]
+        assert (predicted, measured) == (plan["plan/peak_bytes"], metrics["memory/peak_bytes"])
+        assert ratio == pytest.approx(predicted / measured)
+        assert dict(table_of(run, "memory/measured")["data"])["peak"] == measured
 
     def test_published_checkpoints_are_reference_artifacts(self, published: Told) -> None:
         server, sweep, *_ = published
-        plain, adapted = sweep.jobs
-        last = plain.checkpoint(8)
-        (checkpoint,) = [a for a in server.artifacts if a.run == plain.status["wandb"]["id"]]
+        first_job, second_job = sweep.jobs
+        last = first_job.checkpoint(8)
+        (checkpoint,) = [a for a in server.artifacts if a.run == first_job.status["wandb"]["id"]]
         assert checkpoint.aliases >= {"last", "best", last.name}
         assert checkpoint.files == {}
         for name, entry in checkpoint.manifest["contents"].items():
             assert entry["ref"] == f"file://{last.resolve() / name}", name
-        kinds = {a.kind: a for a in server.artifacts if a.run == adapted.status["wandb"]["id"]}
+        kinds = {a.kind: a for a in server.artifacts if a.run == second_job.status["wandb"]["id"]}
         assert set(kinds) == {"checkpoint", "adapter"}
         assert set(kinds["adapter"].files) == {"adapter.safetensors"}
 
@@ -169,16 +177,16 @@ class TestPublishSweep:
         assert all(url in (sweep.path / "report.html").read_text("utf-8") for url in urls)
 
     def test_publish_again_sends_nothing(self, published: Told) -> None:
-        server, *_, again = published
+        server, *_, second_result = published
         assert {
             name for name in writes(server) if "iew" not in name and "roject" not in name
         } == set()
-        assert "not uploaded" not in again.out
+        assert "not uploaded" not in second_result.out
 
     def test_publish_writes_the_api_key_nowhere(self, published: Told) -> None:
-        _, _, first, again = published
-        for ended in (first, again):
-            assert KEY not in ended.transcript, ended.command
+        _, _, first, second_result = published
+        for result in (first, second_result):
+            assert KEY not in result.transcript, result.command
         assert_key_is_nowhere(published[1].path)
 
 
@@ -187,50 +195,54 @@ def table_of(run: ServedRun, key: str) -> dict[str, Any]:
     return content
 
 
-def assert_key_is_nowhere(*places: Path) -> None:
-    files = [file for place in places for file in place.rglob("*") if file.is_file()]
+def assert_key_is_nowhere(*paths: Path) -> None:
+    files = [file for path in paths for file in path.rglob("*") if file.is_file()]
     assert [str(file) for file in files if KEY.encode() in file.read_bytes()] == []
 
 
 def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -> None:
-    whole, bare = sweep.jobs
-    for job, asked in ((whole, "checkpoints"), (bare, "none")):
+    complete_job, job_without_weights = sweep.jobs
+    for job, upload_option in ((complete_job, "checkpoints"), (job_without_weights, "none")):
         text = (job.path / "resolved.yaml").read_text("utf-8")
         assert "log_artifacts: files" in text, job
-        changed = text.replace("log_artifacts: files", f"log_artifacts: {asked}")
+        changed = text.replace("log_artifacts: files", f"log_artifacts: {upload_option}")
         (job.path / "resolved.yaml").write_text(changed)
     with serving() as server:
-        publish(run_cli, server, whole.path, bare.path).assert_ok()
+        publish(run_cli, server, complete_job.path, job_without_weights.path).assert_ok()
     (checkpoint,) = server.artifacts
-    assert checkpoint.run == whole.status["wandb"]["id"]
+    assert checkpoint.run == complete_job.status["wandb"]["id"]
     for name, content in checkpoint.files.items():
-        assert content == (whole.checkpoint(8) / name).read_bytes(), name
+        assert content == (complete_job.checkpoint(8) / name).read_bytes(), name
     assert set(checkpoint.files) > {"manifest.json", "training.pt"}
-    assert not FILES & set(run_of(server, bare).files)
+    assert not FILES & set(run_of(server, job_without_weights).files)
 
 
 def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
     """Each has an id of its own, its own rows, and the second says which checkpoint it used."""
     run_cli(*TINY).assert_ok()
     run_cli(*TINY, "trainer.max_steps=12", "resume=last").assert_ok()
-    first, second = run_cli.folders
+    first, second_folder = run_cli.folders
     with serving() as server:
-        publish(run_cli, server, second.path, first.path).assert_ok()
-        publish(run_cli, server, first.path, second.path).assert_ok()
-    one, other = run_of(server, first), run_of(server, second)
-    assert one is not other
-    assert one.input["groupName"] == other.input["groupName"]
-    assert one.input["groupName"] == f"{first.path.parent.name}/{first.path.name}"
-    assert_rows_are_those_of(first, one)
-    assert_rows_are_those_of(second, other, after=8)
-    assert other.config["resumed_from"] == str(first.checkpoint(8))
-    (source,) = [artifact for artifact in server.artifacts if artifact.run == one.name]
-    assert source.used_by in ([], [other.name])  # the first was published after the second
+        publish(run_cli, server, second_folder.path, first.path).assert_ok()
+        publish(run_cli, server, first.path, second_folder.path).assert_ok()
+    first_run, second_run = run_of(server, first), run_of(server, second_folder)
+    assert first_run is not second_run
+    assert first_run.input["groupName"] == second_run.input["groupName"]
+    assert first_run.input["groupName"] == f"{first.path.parent.name}/{first.path.name}"
+    assert_rows_are_those_of(first, first_run)
+    assert_rows_are_those_of(second_folder, second_run, after=8)
+    assert second_run.config["resumed_from"] == str(first.checkpoint(8))
+    (source,) = [artifact for artifact in server.artifacts if artifact.run == first_run.name]
+    assert source.used_by in ([], [second_run.name])  # the first was published after the second
 
 
 @pytest.mark.parametrize(
     "fault",
-    [STREAM, pytest.param(UPLOAD, marks=LONG), pytest.param("CommitArtifact", marks=LONG)],
+    [
+        STREAM,
+        pytest.param(UPLOAD, marks=EXHAUSTIVE),
+        pytest.param("CommitArtifact", marks=EXHAUSTIVE),
+    ],
 )
 def test_publish_resends_history_that_the_server_lost(
     fault: str, sweep: RunDir, run_cli: CliRunner
@@ -238,7 +250,7 @@ def test_publish_resends_history_that_the_server_lost(
     """The client says that it sent, and marks the run so; the server is asked."""
     job = sweep.jobs[0]
     with serving(faults={fault: 500}) as server:
-        result = publish(run_cli, server, job.path, env=ONE_TRY)
+        result = publish(run_cli, server, job.path, env=SINGLE_RETRY)
         assert result.code == 1
         assert "not uploaded" in result.out
         assert "try again later" in result.out
@@ -250,36 +262,38 @@ def test_publish_resends_history_that_the_server_lost(
 
 
 def test_publish_continues_after_a_failed_job_or_report(sweep: RunDir, run_cli: CliRunner) -> None:
-    broken, whole = sweep.jobs
-    (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
+    damaged_job, complete_job = sweep.jobs
+    (log,) = damaged_job.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
     with serving(faults={"upsertView": 403}) as server:
         result = publish(run_cli, server, sweep.path)
     assert result.code == 1
     assert "Traceback" not in result.transcript
-    line, report = [line for line in result.out.splitlines() if "not uploaded" in line]
-    assert line.startswith("1/2 ")
+    failure_line, report = [
+        failure_line for failure_line in result.out.splitlines() if "not uploaded" in failure_line
+    ]
+    assert failure_line.startswith("1/2 ")
     assert f"{sweep.path.name}  not uploaded: W&B report: " in report
     assert list(server.exit_codes.values()) == [0]
-    assert_rows_are_those_of(whole, run_of(server, whole))
+    assert_rows_are_those_of(complete_job, run_of(server, complete_job))
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "words"),
+    ("fault", "code", "message"),
     [
         (401, 2, "rejects the API key; run `wandb login`, or set WANDB_API_KEY"),
         (429, 1, "limits the request rate (HTTP 429); try again later"),
-        pytest.param(500, 1, "failed (HTTP 500); try again later", marks=LONG),
+        pytest.param(500, 1, "failed (HTTP 500); try again later", marks=EXHAUSTIVE),
     ],
 )
 def test_publish_prints_one_line_if_the_server_rejects(
-    fault: int, code: int, words: str, sweep: RunDir, run_cli: CliRunner, cli_env: dict[str, str]
+    fault: int, code: int, message: str, sweep: RunDir, run_cli: CliRunner, cli_env: dict[str, str]
 ) -> None:
     before = sweep.content
     with serving(faults={"*": fault}) as server:
-        result = publish(run_cli, server, sweep.path, env=ONE_TRY)
+        result = publish(run_cli, server, sweep.path, env=SINGLE_RETRY)
     assert result.code == code
-    assert words in result.err
+    assert message in result.err
     assert "Traceback" not in result.transcript
     assert sweep.content == before
     assert KEY not in result.transcript
@@ -287,31 +301,31 @@ def test_publish_prints_one_line_if_the_server_rejects(
 
 
 def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
-    broken, whole = sweep.jobs
-    (broken.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
+    damaged_job, complete_job = sweep.jobs
+    (damaged_job.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
     with serving() as server:
         result = publish(run_cli, server, sweep.path)
     assert result.code == 1
     assert "Traceback" not in result.transcript
     assert "1/2 " in result.out
     assert "not uploaded: " in result.out
-    assert_rows_are_those_of(whole, run_of(server, whole))
+    assert_rows_are_those_of(complete_job, run_of(server, complete_job))
 
 
-@LONG
+@EXHAUSTIVE
 def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> None:
     """What had arrived comes no second time."""
     with serving(fail_after_rows=1) as server:
-        seldom = ("trainer.log_every=20", "trainer.validate_every=null")
-        overrides = (*TINY, *seldom, "trainer.max_steps=20000")
-        process = run_cli.start(*overrides, env={**reaching(server), **ONE_TRY})
+        rare_logging = ("trainer.log_every=20", "trainer.validate_every=null")
+        overrides = (*TINY, *rare_logging, "trainer.max_steps=20000")
+        process = run_cli.start(*overrides, env={**reaching(server), **SINGLE_RETRY})
         process.wait_until(lambda: STREAM in server.faults, "a row", 90)
         (run,) = server.runs.values()
-        arrived = run.history[-1]["step"]
-        folder = RunDir(process.wait_for_step(arrived + 40))
+        last_step = run.history[-1]["step"]
+        folder = RunDir(process.wait_for_step(last_step + 40))
         process.signal(SIGTERM)
         assert "try again later" in process.wait(120).out
-        assert run.history[-1]["step"] == arrived
+        assert run.history[-1]["step"] == last_step
         assert folder.steps == list(range(1, folder.steps[-1] + 1))
         server.fail_after_rows = None
         server.faults.clear()
@@ -322,12 +336,12 @@ def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> N
 
 def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
     with serving() as server:
-        overrides = (*TINY, *LONGER, "trainer.max_steps=20000")
+        overrides = (*TINY, *LONGER_RUN, "trainer.max_steps=20000")
         process = run_cli.start(*overrides, env=reaching(server))
         folder = RunDir(process.wait_for_step(20))
-        alive = publish(run_cli, server, folder.path)
-        assert alive.code == 1
-        assert "the run is in progress; publish it when it has ended" in alive.out
+        upload = publish(run_cli, server, folder.path)
+        assert upload.code == 1
+        assert "the run is in progress; publish it when it has ended" in upload.out
         assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
         process.kill()
         process.wait()
@@ -353,10 +367,10 @@ def test_slow_server_loses_no_step_and_no_history_row(run_cli: CliRunner) -> Non
 
 
 def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
-    elsewhere = run_cli.cwd / "elsewhere"
-    elsewhere.mkdir()
+    other_folder = run_cli.cwd / "elsewhere"
+    other_folder.mkdir()
     names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}
-    more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(elsewhere)}
+    more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(other_folder)}
     env = {f"WANDB_{name}": value for name, value in {**names, **more}.items()}
     with serving() as server:
         run_cli(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).assert_ok()
@@ -370,7 +384,7 @@ def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
     assert run.input["notes"] == "noted"
     assert run.input["jobType"] == "trial"
     assert set(run.input["tags"]) >= {"a", "b", "smoke"}
-    assert [path.name for path in elsewhere.glob("wandb/offline-run-*")] == [
+    assert [path.name for path in other_folder.glob("wandb/offline-run-*")] == [
         Path(folder.status["wandb"]["folder"]).name
     ]
     assert_rows_are_those_of(folder, run)

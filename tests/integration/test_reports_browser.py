@@ -11,7 +11,7 @@ from fixtures.browser import find_chromium
 from fixtures.run_folders import (
     ABLATION,
     GRID,
-    LARGE,
+    LARGE_GRID,
     STRATEGY_GRID,
     ablation_job,
     grid_job,
@@ -26,7 +26,7 @@ from scalewise.reports import files
 
 pytestmark = pytest.mark.browser
 
-PROBE = """<script>
+PROBE_SCRIPT = """<script>
 addEventListener("error", (event) => problems.push(event.message));
 addEventListener("load", () => setTimeout(() => {
   const drawn = [...document.querySelectorAll("figure svg[role=img]")];
@@ -51,7 +51,7 @@ addEventListener("load", () => setTimeout(() => {
 </script></body>"""
 
 
-FRAME = """<!doctype html>
+FRAME_PAGE = """<!doctype html>
 <iframe src="probe.html" style="border:0;width:WIDTHpx;height:800px"></iframe>
 <script>
 const waiting = setInterval(() => {
@@ -63,19 +63,19 @@ const waiting = setInterval(() => {
 </script>"""
 
 
-def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, object]:
+def probe(path: Path, tmp_path: Path, width: int, dark_theme: bool) -> dict[str, object]:
     """Measurements of a probe script in a copy of the page."""
     source = path.read_text("utf-8").replace(
         "<head>", "<head><script>const problems = [];</script>", 1
     )
     copy = tmp_path / "probe.html"
-    copy.write_text(source.replace("</body>", PROBE), "utf-8")
+    copy.write_text(source.replace("</body>", PROBE_SCRIPT), "utf-8")
     target = copy
     if width < 500:  # a window is never narrower: the page stands in a frame
         target = tmp_path / "frame.html"
-        target.write_text(FRAME.replace("WIDTH", str(width)), "utf-8")
-    theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run(
+        target.write_text(FRAME_PAGE.replace("WIDTH", str(width)), "utf-8")
+    theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark_theme else []
+    completed = subprocess.run(
         [
             find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
             "--no-first-run", "--disable-background-networking", "--disable-component-update",
@@ -85,10 +85,10 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    console = [line for line in completed.stderr.splitlines() if "CONSOLE" in line]
     assert not console, console
-    match = re.search(r'<html[^>]*data-probe="([^"]*)"', done.stdout)
-    assert match is not None, done.stdout[:500]
+    match = re.search(r'<html[^>]*data-probe="([^"]*)"', completed.stdout)
+    assert match is not None, completed.stdout[:500]
     answer: dict[str, object] = json.loads(html.unescape(match[1]))
     return answer
 
@@ -105,28 +105,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 10}
+NUM_CHARTS = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 10}
 """How many pictures each page shows at one width."""
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark_theme", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("name", "pictures"), PICTURES.items())
+@pytest.mark.parametrize(("name", "pictures"), NUM_CHARTS.items())
 def test_report_page_renders_in_the_browser(
-    pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark: bool
+    pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark_theme: bool
 ) -> None:
-    found = probe(pages[name], tmp_path, width, dark)
-    assert found["width"] == width
-    assert found["problems"] == []
-    assert found["outside"] == []
-    assert found["scroll"] <= width
-    assert found["pictures"] == pictures
-    assert pictures == 0 or found["fewest"] >= 1
-    assert found["background"] == ("rgb(19, 20, 22)" if dark else "rgb(253, 253, 252)")
-    assert found["sorted"] == (None if name in ("run", "failed") else "job")
+    page_state = probe(pages[name], tmp_path, width, dark_theme)
+    assert page_state["width"] == width
+    assert page_state["problems"] == []
+    assert page_state["outside"] == []
+    assert page_state["scroll"] <= width
+    assert page_state["pictures"] == pictures
+    assert pictures == 0 or page_state["fewest"] >= 1
+    assert page_state["background"] == ("rgb(19, 20, 22)" if dark_theme else "rgb(253, 253, 252)")
+    assert page_state["sorted"] == (None if name in ("run", "failed") else "job")
 
 
-OPENED = """<script>addEventListener("load", () => {
+LAYOUT_SCRIPT = """<script>addEventListener("load", () => {
   document.body.offsetHeight;  // lays it out
   document.documentElement.dataset.opened = performance.now();
 });</script></body>"""
@@ -134,17 +134,19 @@ OPENED = """<script>addEventListener("load", () => {
 
 @pytest.mark.timed
 def test_report_page_of_two_hundred_jobs_opens(tmp_path: Path) -> None:
-    path = files.write_page(make_sweep(tmp_path / "large", LARGE, large_job))
+    path = files.write_page(make_sweep(tmp_path / "large", LARGE_GRID, large_job))
     assert path.stat().st_size < 10e6
-    path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
+    path.write_text(path.read_text("utf-8").replace("</body>", LAYOUT_SCRIPT), "utf-8")
     overrides = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
             "--dump-dom", path.as_uri()]  # fmt: skip
-    taken = []
+    durations = []
     for _ in range(3):
-        done = subprocess.run(overrides, capture_output=True, text=True, timeout=120, check=True)
-        match = re.search(r'<html[^>]*data-opened="([0-9.]+)"', done.stdout)
-        assert match is not None, done.stdout[:500]
-        taken.append(float(match[1]) / 1e3)
-    print(f"{path.stat().st_size / 1e6:.2f} MB, open after {min(taken):.2f} s")
-    assert min(taken) < 2
+        completed = subprocess.run(
+            overrides, capture_output=True, text=True, timeout=120, check=True
+        )
+        match = re.search(r'<html[^>]*data-opened="([0-9.]+)"', completed.stdout)
+        assert match is not None, completed.stdout[:500]
+        durations.append(float(match[1]) / 1e3)
+    print(f"{path.stat().st_size / 1e6:.2f} MB, open after {min(durations):.2f} s")
+    assert min(durations) < 2

@@ -17,7 +17,7 @@ from scalewise.config import paths
 STEPS = 6
 SEED = 23
 """Of the steps at which runs are killed; printed with each."""
-SMALL = (
+SMALL_RUN = (
     *TINY_DECODER,
     *LLAMA,
     f"trainer.max_steps={STEPS}",
@@ -29,67 +29,79 @@ SMALL = (
     "checkpoint.every=1",
     "checkpoint.keep=0",
 )
-WIDE = ("model.width=128", "model.feedforward=384")
+WIDE_MODEL = ("model.width=128", "model.feedforward=384")
 """Matrices that are large enough for moments of few bits, on each of two ranks too."""
-CODED = ("adamw_8bit", "adamw_4bit")
+LOW_BIT_OPTIMIZERS = ("adamw_8bit", "adamw_4bit")
 
 
 def of_group(group: str) -> dict[str, tuple[str, ...]]:
     """Returns every option of a group with the overrides that it needs beside it."""
-    plain = {name: (f"{group}={name}",) for name in paths.option_names(group)}
-    return {**plain, **EXTRA_OPTIONS.get(group, {})}
+    options = {name: (f"{group}={name}",) for name in paths.option_names(group)}
+    return {**options, **EXTRA_OPTIONS.get(group, {})}
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
     """Returns every option of these groups on one rank, and every strategy by itself."""
-    found: dict[str, tuple[str, ...]] = {}
+    overrides_by_kind: dict[str, tuple[str, ...]] = {}
     for group in ("optimizer", "adapter", "quantization", "precision"):
-        found |= {f"{group}={name}": parts for name, parts in of_group(group).items()}
-    found |= {f"parallelism={name}": parts for name, parts in STRATEGIES.items()}
-    for name in CODED:
-        found[f"optimizer={name}"] = (*WIDE, f"optimizer={name}")
+        overrides_by_kind |= {
+            f"{group}={name}": kind_overrides for name, kind_overrides in of_group(group).items()
+        }
+    overrides_by_kind |= {
+        f"parallelism={name}": kind_overrides for name, kind_overrides in STRATEGIES.items()
+    }
+    for name in LOW_BIT_OPTIMIZERS:
+        overrides_by_kind[f"optimizer={name}"] = (*WIDE_MODEL, f"optimizer={name}")
         for strategy in ("ddp", "fsdp", "hsdp", "tensor", "pipeline_one_f_one_b", "fsdp_4"):
-            found[f"{strategy}, {name}"] = (*STRATEGIES[strategy], *WIDE, f"optimizer={name}")
+            overrides_by_kind[f"{strategy}, {name}"] = (
+                *STRATEGIES[strategy],
+                *WIDE_MODEL,
+                f"optimizer={name}",
+            )
     for name in ("muon", "adafactor", "schedule_free", "lion"):
-        found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("optimizer")[name])
+        overrides_by_kind[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("optimizer")[name])
     for name in ("nf4", "int8"):
-        found[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("quantization")[name])
+        overrides_by_kind[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("quantization")[name])
     for strategy in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
-        found[f"parallelism={strategy}"] = (f"parallelism={strategy}",)
-    del found["optimizer=module"]  # of a user's module, which brings its own
-    return found
+        overrides_by_kind[f"parallelism={strategy}"] = (f"parallelism={strategy}",)
+    del overrides_by_kind["optimizer=module"]  # of a user's module, which brings its own
+    return overrides_by_kind
 
 
 KINDS = kinds()
-USUAL = ("optimizer=adamw_8bit", "fsdp, adamw_4bit")
+CI_KINDS = ("optimizer=adamw_8bit", "fsdp, adamw_4bit")
 
 
 def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
     strategy = kind.removeprefix("parallelism=").split(",")[0]
-    return marks(strategy) if kind in USUAL else (*marks(strategy), pytest.mark.exhaustive)
+    return marks(strategy) if kind in CI_KINDS else (*marks(strategy), pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
 def test_killed_run_resumes_to_the_same_result(
     kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:
-    parts = (*SMALL, *KINDS[kind])
+    kind_overrides = (*SMALL_RUN, *KINDS[kind])
     try:
-        compose(parts)
+        compose(kind_overrides)
     except ConfigError as error:
         pytest.skip(str(error))
     if "offload" in kind:
         request.getfixturevalue("deepspeed_extensions")
     step = random.Random(f"{SEED} {kind}").randint(2, STEPS - 1)
     print(f"{kind}: killed after step {step} (seed {SEED})")
-    full_run = run_job.without_defaults(*parts)
-    killed = run_job.without_defaults(
-        *parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed"
+    full_run = run_job.without_defaults(*kind_overrides)
+    killed_run = run_job.without_defaults(
+        *kind_overrides, "+inject=kill", f"callbacks.inject.step={step}", status="failed"
     )
-    assert killed.checkpoints
-    resumed = run_job.without_defaults(*parts, resume=killed.checkpoint(killed.checkpoints[-1]))
+    assert killed_run.checkpoints
+    resumed = run_job.without_defaults(
+        *kind_overrides, resume=killed_run.checkpoint(killed_run.checkpoints[-1])
+    )
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert resumed.column(key) == full_run.column(key), key
-    for part in ("model", "optimizer"):
-        ends = [store.full_tensors(run.checkpoint(STEPS), part) for run in (resumed, full_run)]
-        assert same_weights(*ends), part
+    for state_kind in ("model", "optimizer"):
+        final_tensors = [
+            store.full_tensors(run.checkpoint(STEPS), state_kind) for run in (resumed, full_run)
+        ]
+        assert same_weights(*final_tensors), state_kind

@@ -23,8 +23,8 @@ def run_copy(finished_run: RunDir, tmp_path: Path) -> RunDir:
 
 
 def truncate(run: RunDir) -> None:
-    (held,) = (run.checkpoint(4) / "model").iterdir()
-    with held.open("r+b") as file:
+    (shard_file,) = (run.checkpoint(4) / "model").iterdir()
+    with shard_file.open("r+b") as file:
         file.truncate(100)
 
 
@@ -45,7 +45,7 @@ def disguise(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason"),
+    ("damage_checkpoint", "reason"),
     [
         (truncate, "(model/shard-00001-model-00001-of-00001.safetensors: has 100 of"),
         (damage, "is damaged (training.pt: has another checksum)"),
@@ -54,16 +54,16 @@ def disguise(run: RunDir) -> None:
     ],
 )
 def test_resume_rejects_an_incomplete_checkpoint(
-    harm: Callable[[RunDir], None],
+    damage_checkpoint: Callable[[RunDir], None],
     reason: str,
     run_copy: RunDir,
     run_cli: CliRunner,
 ) -> None:
-    harm(run_copy)
-    refused = run_cli(*UNTRACKED, f"resume={run_copy.checkpoint(4)}").assert_rejected(
+    damage_checkpoint(run_copy)
+    result = run_cli(*UNTRACKED, f"resume={run_copy.checkpoint(4)}").assert_rejected(
         reason, "resume="
     )
-    assert refused.folders == []
+    assert result.folders == []
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_resume_rejects_an_incomplete_checkpoint(
 def test_resume_rejects_a_checkpoint_of_another_run(
     overrides: list[str], reason: str, finished_run: RunDir, run_cli: CliRunner
 ) -> None:
-    line = (*UNTRACKED, *overrides, f"resume={finished_run.checkpoint(8)}")
-    assert run_cli(*line).assert_rejected(reason).folders == []
+    overrides_line = (*UNTRACKED, *overrides, f"resume={finished_run.checkpoint(8)}")
+    assert run_cli(*overrides_line).assert_rejected(reason).folders == []
 
 
 def test_resume_rejects_a_folder_without_checkpoints(run_cli: CliRunner, tmp_path: Path) -> None:

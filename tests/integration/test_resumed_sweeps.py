@@ -11,41 +11,41 @@ from pathlib import Path
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner, RunDir
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 SWEEP = ("-m", *UNTRACKED, "checkpoint.every=2", "trusted_packages=[fixtures]")
-KILLED_IN_JOB_1 = (
+KILL_IN_JOB_1 = (
     "+callbacks.fault._target_=fixtures.faults.KillLauncher",
     "+callbacks.fault.job=1",
     "+callbacks.fault.step=5",
 )
-SLOW = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
+SLOW_STEPS = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
 
 
-def done(sweep: RunDir) -> dict[str, bytes]:
+def finished_files(sweep: RunDir) -> dict[str, bytes]:
     """What every job that ended well has left, by the job's folder."""
-    found = {}
+    content_by_file = {}
     for file in sweep.path.glob("*/status.json"):
         if json.loads(file.read_text("utf-8"))["status"] == "ok":
-            found |= {
-                str(each.relative_to(sweep.path)): each.read_bytes()
-                for each in file.parent.rglob("*")
-                if each.is_file() and each.name != "report.html"
+            content_by_file |= {
+                str(job_file.relative_to(sweep.path)): job_file.read_bytes()
+                for job_file in file.parent.rglob("*")
+                if job_file.is_file() and job_file.name != "report.html"
             }
-    return found
+    return content_by_file
 
 
 def unchanged(before: dict[str, bytes], sweep: RunDir) -> bool:
     return all((sweep.path / name).read_bytes() == content for name, content in before.items())
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=LONG)])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=EXHAUSTIVE)])
 def test_killed_sweep_resumes(strategy: str, run_cli: CliRunner) -> None:
-    overrides = (*SWEEP, "seed=1,2,3", f"parallelism={strategy}", *KILLED_IN_JOB_1)
+    overrides = (*SWEEP, "seed=1,2,3", f"parallelism={strategy}", *KILL_IN_JOB_1)
     process = run_cli.start(*overrides)
-    cut = process.wait()
-    assert cut.code == -signal.SIGKILL, cut.failure_report
+    killed_result = process.wait()
+    assert killed_result.code == -signal.SIGKILL, killed_result.failure_report
     assert process.remaining_processes(within=15) == []
-    sweep, before = cut.folder, done(cut.folder)
+    sweep, before = killed_result.folder, finished_files(killed_result.folder)
     assert [job["status"] for job in sweep.json("sweep.json")["jobs"]] == [
         "ok",
         "running",
@@ -53,9 +53,11 @@ def test_killed_sweep_resumes(strategy: str, run_cli: CliRunner) -> None:
     ]
     assert {name.split("/")[0] for name in before} == {"0"}
 
-    planned = run_cli(*overrides, "resume_sweep=last", command="plan").assert_ok().out.splitlines()
-    assert planned[0].endswith("1 of 3 jobs have ended, 2 to run")
-    assert [row.split()[0] for row in planned[1:4]] == ["seed", "2", "3"]
+    plan_lines = (
+        run_cli(*overrides, "resume_sweep=last", command="plan").assert_ok().out.splitlines()
+    )
+    assert plan_lines[0].endswith("1 of 3 jobs have ended, 2 to run")
+    assert [row.split()[0] for row in plan_lines[1:4]] == ["seed", "2", "3"]
     assert unchanged(before, sweep)
 
     result = run_cli(*overrides, "resume_sweep=last").assert_ok()
@@ -66,9 +68,9 @@ def test_killed_sweep_resumes(strategy: str, run_cli: CliRunner) -> None:
     assert [job["folder"] for job in record["jobs"]] == ["0", "1-2", "2"]
     assert [job["status"] for job in record["jobs"]] == ["ok"] * 3
     assert "resume_sweep" not in record["command"]
-    second = sweep.jobs[1]
-    assert str(sweep.path / "1" / "checkpoints") in second.status["resumed_from"]
-    assert second.steps == list(range(1, 9))
+    second_job = sweep.jobs[1]
+    assert str(sweep.path / "1" / "checkpoints") in second_job.status["resumed_from"]
+    assert second_job.steps == list(range(1, 9))
 
 
 KILL_BEFORE_WRITE = """
@@ -91,46 +93,46 @@ cli.main(["train", *sys.argv[2:]])
 
 
 @pytest.mark.parametrize(
-    ("write", "finished"),
+    ("write", "finished_statuses"),
     [
-        pytest.param(2, [], marks=LONG, id="before the first job"),
-        pytest.param(3, ["0"], marks=LONG, id="between a job's end and the record"),
-        pytest.param(4, ["0"], marks=LONG, id="between two jobs"),
-        pytest.param(5, ["0", "1"], marks=LONG, id="after the last job"),
-        pytest.param(6, ["0", "1"], marks=LONG, id="before the record is closed"),
+        pytest.param(2, [], marks=EXHAUSTIVE, id="before the first job"),
+        pytest.param(3, ["0"], marks=EXHAUSTIVE, id="between a job's end and the record"),
+        pytest.param(4, ["0"], marks=EXHAUSTIVE, id="between two jobs"),
+        pytest.param(5, ["0", "1"], marks=EXHAUSTIVE, id="after the last job"),
+        pytest.param(6, ["0", "1"], marks=EXHAUSTIVE, id="before the record is closed"),
     ],
 )
 def test_resumed_sweep_keeps_finished_jobs(
-    write: int, finished: list[str], run_cli: CliRunner
+    write: int, finished_statuses: list[str], run_cli: CliRunner
 ) -> None:
     overrides = (*SWEEP, "seed=1,2")
     program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *overrides]
-    cut = run_cli.start_process(program).wait()
-    assert cut.code == -signal.SIGKILL, cut.failure_report
-    before = done(cut.folder)
-    assert sorted({name.split("/")[0] for name in before}) == finished
+    killed_result = run_cli.start_process(program).wait()
+    assert killed_result.code == -signal.SIGKILL, killed_result.failure_report
+    before = finished_files(killed_result.folder)
+    assert sorted({name.split("/")[0] for name in before}) == finished_statuses
     result = run_cli(*SWEEP, "seed=2", "resume_sweep=last").assert_ok()  # another grid than before
     assert unchanged(before, result.folder)
     assert [job.path.name for job in result.folder.jobs] == ["0", "1"]
-    noted = [job["status"] for job in result.folder.json("sweep.json")["jobs"]]
-    assert noted == ["ok" if finished else "interrupted", "ok"]
+    statuses = [job["status"] for job in result.folder.json("sweep.json")["jobs"]]
+    assert statuses == ["ok" if finished_statuses else "interrupted", "ok"]
     assert result.folder.json("sweep.json")["ended"] is not None
 
 
 def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
     """A limit is no part of what a job is: the one that ran out of time gets more of it."""
-    slow = (*SWEEP, SLOW)
-    result = run_cli(*slow, "seed=1,2", "launch.timeout=4")
+    slow_sweep = (*SWEEP, SLOW_STEPS)
+    result = run_cli(*slow_sweep, "seed=1,2", "launch.timeout=4")
     assert result.code == 4, result.failure_report
     sweep = result.folder
     assert [job.status["status"] for job in sweep.jobs] == ["timeout"] * 2
 
-    kept = run_cli(*slow, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
-    assert kept.code == 4, kept.failure_report
-    assert "2 of 2 jobs have ended, 0 to run" in kept.out
+    resumed_result = run_cli(*slow_sweep, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
+    assert resumed_result.code == 4, resumed_result.failure_report
+    assert "2 of 2 jobs have ended, 0 to run" in resumed_result.out
 
-    other = ("seed=2,3", "resume_sweep=last", "launch.timeout=60")
-    more = run_cli(*slow, *other, "retry=timeout,failed").assert_ok()
+    changed_axes = ("seed=2,3", "resume_sweep=last", "launch.timeout=60")
+    more = run_cli(*slow_sweep, *changed_axes, "retry=timeout,failed").assert_ok()
     record = more.folder.json("sweep.json")
     assert more.folder.path == sweep.path
     assert [(job["number"], job["folder"], job["status"]) for job in record["jobs"]] == [
@@ -139,15 +141,15 @@ def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> N
         (2, "2", "ok"),
     ]
     assert record["varying"] == {"seed": ["1", "2", "3"]}
-    retried = more.folder.jobs[1]
-    assert retried.status["resumed_from"] is not None
-    assert retried.steps == list(range(1, 9))
+    retried_job = more.folder.jobs[1]
+    assert retried_job.status["resumed_from"] is not None
+    assert retried_job.steps == list(range(1, 9))
 
 
 @pytest.fixture
 def running_sweep(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
     """A sweep under way."""
-    process = run_cli.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
+    process = run_cli.start(*SWEEP, SLOW_STEPS, "trainer.max_steps=1000", "seed=1,2")
     folder = process.wait_for_step(2).parent
     yield run_cli, folder
     assert process.process.poll() is None
@@ -160,7 +162,9 @@ def test_running_sweep_is_not_resumed(running_sweep: tuple[CliRunner, Path]) -> 
     record = (folder / "sweep.json").read_text("utf-8")
     pid = json.loads(record)["process"]["pid"]
     overrides = (*SWEEP, "seed=1,2")
-    for asked in ("last", str(folder)):
-        refused = scalewise(*overrides, f"resume_sweep={asked}").assert_rejected(f"process {pid}")
-        assert "still running" in refused.err, asked
+    for resume_value in ("last", str(folder)):
+        rejected_result = scalewise(*overrides, f"resume_sweep={resume_value}").assert_rejected(
+            f"process {pid}"
+        )
+        assert "still running" in rejected_result.err, resume_value
     assert (folder / "sweep.json").read_text("utf-8") == record

@@ -19,16 +19,16 @@ def test_screening_plan_is_one_table(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "messages"),
     [
         (("precision=fp32",), ("is a factor of the screen",)),
         (("model.layers=1,2", "seed=3"), ("is not a factor of the screening", "has its own seed")),
     ],
 )
 def test_screening_rejects_invalid_designs(
-    overrides: tuple[str, ...], words: tuple[str, ...], run_cli: CliRunner
+    overrides: tuple[str, ...], messages: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    run_cli("sweep=screen", *UNTRACKED, *overrides).assert_rejected(*words)
+    run_cli("sweep=screen", *UNTRACKED, *overrides).assert_rejected(*messages)
     assert not list(run_cli.cwd.glob("runs/*/*"))
 
 

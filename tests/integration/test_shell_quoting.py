@@ -12,14 +12,14 @@ from fixtures.fixes import parse_value, shown_alternatives
 from scalewise.typed_override import format_override
 
 CHARACTERS = "ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`" + "\n\t\r\x1b\u200b\u00a0é語"
-PIECES = [*CHARACTERS, "${a}", "$(b)", "\\\n"]
+TEXT_PIECES = [*CHARACTERS, "${a}", "$(b)", "\\\n"]
 VALUES = ["", "~", "~/a=b", "a b", "$HOME", "\n", "a\n", "é", "\\", "'", '"', "!!", "#", "null"]
 
 
 def values() -> list[object]:
     """Returns texts of what shells and Hydra read as more than text, alone and in containers."""
-    draw = random.Random(1)
-    texts = ["".join(draw.choices(PIECES, k=draw.randint(1, 9))) for _ in range(400)]
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(TEXT_PIECES, k=rng.randint(1, 9))) for _ in range(400)]
     return [
         *VALUES,
         *texts,
@@ -36,11 +36,13 @@ def values() -> list[object]:
 def test_printed_overrides_survive_a_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    words = [format_override("key", value) for value in values()]
-    for word in words:
-        assert shown_alternatives(f"set {word}, or leave it out") == [[word]], word
-    script = f"printf '%s\\0' {' '.join(words)}"
-    done = subprocess.run([shell], input=script.encode(), capture_output=True, check=True)
-    assert not done.stderr
-    read = done.stdout.decode().split("\0")[:-1]
-    assert [parse_value(word) for word in read] == values()
+    shell_words = [format_override("key", value) for value in values()]
+    for shell_word in shell_words:
+        assert shown_alternatives(f"set {shell_word}, or leave it out") == [[shell_word]], (
+            shell_word
+        )
+    script = f"printf '%s\\0' {' '.join(shell_words)}"
+    completed = subprocess.run([shell], input=script.encode(), capture_output=True, check=True)
+    assert not completed.stderr
+    read_words = completed.stdout.decode().split("\0")[:-1]
+    assert [parse_value(shell_word) for shell_word in read_words] == values()

@@ -18,53 +18,53 @@ LONG_RUN = (
     "trainer.log_every=1",
     "trainer.validate_every=null",
 )
-LONG = pytest.mark.exhaustive
-EXIT = {SIGHUP: 129, SIGINT: 130, SIGTERM: 143}
+EXHAUSTIVE = pytest.mark.exhaustive
+EXIT_CODES = {SIGHUP: 129, SIGINT: 130, SIGTERM: 143}
 
 
-def assert_interrupted(result: CliResult, run: RunDir, number: int) -> None:
-    assert result.code == EXIT[signal.Signals(number)], result.failure_report
+def assert_interrupted(result: CliResult, run: RunDir, signal_number: int) -> None:
+    assert result.code == EXIT_CODES[signal.Signals(signal_number)], result.failure_report
     assert "Traceback" not in result.transcript
     status = run.status
     assert (status["status"], status["exit_code"]) == ("interrupted", result.code)
     step = run.checkpoints[-1]
-    assert f"{signal.Signals(number).name} after step {step}" in status["reason"]
+    assert f"{signal.Signals(signal_number).name} after step {step}" in status["reason"]
     assert run.steps == list(range(1, step + 1))
     assert (run.path / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number", "group"),
+    ("strategy", "signal_number", "group"),
     [
-        pytest.param("single", SIGINT, False, marks=LONG),
-        pytest.param("single", SIGINT, True, marks=LONG),
-        pytest.param("single", SIGTERM, False, marks=LONG),
-        pytest.param("ddp", SIGINT, True, marks=LONG),
+        pytest.param("single", SIGINT, False, marks=EXHAUSTIVE),
+        pytest.param("single", SIGINT, True, marks=EXHAUSTIVE),
+        pytest.param("single", SIGTERM, False, marks=EXHAUSTIVE),
+        pytest.param("ddp", SIGINT, True, marks=EXHAUSTIVE),
         ("ddp", SIGTERM, False),
-        pytest.param("single", SIGHUP, True, marks=LONG),
-        pytest.param("ddp", SIGHUP, True, marks=LONG),
+        pytest.param("single", SIGHUP, True, marks=EXHAUSTIVE),
+        pytest.param("ddp", SIGHUP, True, marks=EXHAUSTIVE),
     ],
 )
 def test_signal_saves_a_checkpoint_and_ends_the_run(
-    strategy: str, number: int, group: bool, run_cli: CliRunner
+    strategy: str, signal_number: int, group: bool, run_cli: CliRunner
 ) -> None:
     process = run_cli.start(*LONG_RUN, f"parallelism={strategy}")
     process.wait_for_step(3)
-    process.signal(number, group=group)
+    process.signal(signal_number, group=group)
     start = time.monotonic()
     result = process.wait(30)
     assert time.monotonic() - start < 20
-    assert_interrupted(result, result.folder, number)
+    assert_interrupted(result, result.folder, signal_number)
     assert process.remaining_processes(within=2) == []
-    further = result.folder.checkpoints[-1] + 2
+    next_step = result.folder.checkpoints[-1] + 2
     resumed = run_cli(
-        *LONG_RUN, f"parallelism={strategy}", "resume=last", f"trainer.max_steps={further}"
+        *LONG_RUN, f"parallelism={strategy}", "resume=last", f"trainer.max_steps={next_step}"
     ).assert_ok()
-    assert resumed.newest.steps == list(range(1, further + 1))
+    assert resumed.newest.steps == list(range(1, next_step + 1))
 
 
-@LONG
-@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=LONG)])
+@EXHAUSTIVE
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=EXHAUSTIVE)])
 def test_sighup_is_ignored_under_nohup(strategy: str, run_cli: CliRunner) -> None:
     overrides = [sys.executable, "-m", "scalewise", "train", *LONG_RUN, f"parallelism={strategy}"]
     process = run_cli.start_process(["nohup", *overrides])
@@ -73,29 +73,29 @@ def test_sighup_is_ignored_under_nohup(strategy: str, run_cli: CliRunner) -> Non
     time.sleep(1)
     assert process.process.poll() is None
     process.signal(SIGTERM)
-    assert process.wait(30).code == EXIT[SIGTERM]
+    assert process.wait(30).code == EXIT_CODES[SIGTERM]
 
 
 @pytest.mark.parametrize(
-    ("number", "group"), [(SIGINT, True), pytest.param(SIGTERM, False, marks=LONG)]
+    ("signal_number", "group"), [(SIGINT, True), pytest.param(SIGTERM, False, marks=EXHAUSTIVE)]
 )
-def test_signal_ends_a_sweep(number: int, group: bool, run_cli: CliRunner) -> None:
+def test_signal_ends_a_sweep(signal_number: int, group: bool, run_cli: CliRunner) -> None:
     process = run_cli.start("-m", *LONG_RUN, "seed=1,2,3")
     process.wait_for_step(3)
-    process.signal(number, group=group)
+    process.signal(signal_number, group=group)
     result = process.wait(30)
-    first, *rest = result.folder.jobs
-    assert_interrupted(result, first, number)
-    assert not any(job.path.exists() for job in rest)
+    first, *other_jobs = result.folder.jobs
+    assert_interrupted(result, first, signal_number)
+    assert not any(job.path.exists() for job in other_jobs)
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
     assert record["ended"] is not None
     assert process.remaining_processes(within=2) == []
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("single", marks=LONG), "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=EXHAUSTIVE), "ddp"])
 def test_signal_is_reported_to_the_tracker(strategy: str, run_cli: CliRunner) -> None:
-    tracked = [part for part in LONG_RUN if part != "tracking=none"]
+    tracked = [override for override in LONG_RUN if override != "tracking=none"]
     process = run_cli.start(*tracked, f"parallelism={strategy}")
     process.wait_for_step(3)
     process.signal(SIGINT, group=True)
@@ -103,16 +103,16 @@ def test_signal_is_reported_to_the_tracker(strategy: str, run_cli: CliRunner) ->
     assert_interrupted(result, result.folder, SIGINT)
     (file,) = result.folder.path.glob("wandb/offline-run-*/run-*.wandb")
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    completed = subprocess.run(
+    output = subprocess.run(
         overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True
     ).stdout
-    records = [json.loads(line) for line in completed.splitlines()]
+    records = [json.loads(line) for line in output.splitlines()]
     assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [130]
     assert any(record["type"] == "history" for record in records)
     assert process.remaining_processes(within=3) == []
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("single", marks=LONG), "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=EXHAUSTIVE), "ddp"])
 def test_second_ctrl_c_ends_at_once(strategy: str, run_cli: CliRunner) -> None:
     """The first one is never acted on here: the step does not end."""
     process = run_cli.start(*LONG_RUN, f"parallelism={strategy}", *_stuck_at(3))
@@ -135,47 +135,50 @@ def _stuck_at(step: int) -> tuple[str, ...]:
     )
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize("fault", ["none", "hang"])
 def test_ranks_end_with_a_killed_launcher(fault: str, run_cli: CliRunner) -> None:
-    hung = (f"+inject={fault}", *(["callbacks.inject.step=5"] if fault != "none" else []))
-    process = run_cli.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
+    fault_overrides = (
+        f"+inject={fault}",
+        *(["callbacks.inject.step=5"] if fault != "none" else []),
+    )
+    process = run_cli.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *fault_overrides)
     run = RunDir(process.wait_for_step(4))
     process.process.kill()
     process.process.wait(5)
     assert process.remaining_processes(within=15) == []
     process.wait()
-    further = run.checkpoints[-1] + 2
+    next_step = run.checkpoints[-1] + 2
     resumed = run_cli(
-        *LONG_RUN, "parallelism=ddp", "resume=auto", f"trainer.max_steps={further}"
+        *LONG_RUN, "parallelism=ddp", "resume=auto", f"trainer.max_steps={next_step}"
     ).assert_ok()
     assert resumed.newest.status["resumed_from"] is not None
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number"),
+    ("strategy", "signal_number"),
     [
         ("single", SIGTERM),
         ("ddp", SIGINT),
-        pytest.param("single", SIGINT, marks=LONG),
-        pytest.param("ddp", SIGTERM, marks=LONG),
+        pytest.param("single", SIGINT, marks=EXHAUSTIVE),
+        pytest.param("ddp", SIGTERM, marks=EXHAUSTIVE),
     ],
 )
 def test_signal_before_training_ends_the_run(
-    strategy: str, number: int, run_cli: CliRunner
+    strategy: str, signal_number: int, run_cli: CliRunner
 ) -> None:
     process = run_cli.start(*LONG_RUN, f"parallelism={strategy}")
     process.wait_for_file("runs/*/*/status.json")
-    process.signal(number, group=True)
+    process.signal(signal_number, group=True)
     result = process.wait(20)
-    assert result.code == EXIT[signal.Signals(number)], result.failure_report
+    assert result.code == EXIT_CODES[signal.Signals(signal_number)], result.failure_report
     assert "Traceback" not in result.transcript
     assert result.folder.status["status"] == "interrupted"
     assert process.remaining_processes(within=2) == []
 
 
 @pytest.mark.parametrize(
-    "delay", [0.3, 1.2, *(pytest.param(d, marks=LONG) for d in (0.1, 0.6, 2.0))]
+    "delay", [0.3, 1.2, *(pytest.param(d, marks=EXHAUSTIVE) for d in (0.1, 0.6, 2.0))]
 )
 def test_signal_while_starting_leaves_no_partial_run(delay: float, run_cli: CliRunner) -> None:
     process = run_cli.start(*TINY, "trainer.max_steps=100000")

@@ -22,16 +22,16 @@ pytestmark = pytest.mark.skipif(
     bool(missing_requirements()), reason=f"no Slurm here: {missing_requirements()}"
 )
 
-LONG = pytest.mark.exhaustive
-SLOW = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.faults.SlowSteps")
+EXHAUSTIVE = pytest.mark.exhaustive
+SLOW_STEPS = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 """Steps of 0.7 s."""
-WATCHED = ("trainer.log_every=1", "trainer.validate_every=null", *SLOW)
+LOGGED_STEPS = ("trainer.log_every=1", "trainer.validate_every=null", *SLOW_STEPS)
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as up:
-        yield up
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 class Sweep:
@@ -42,14 +42,14 @@ class Sweep:
 
     @property
     def folder(self) -> RunDir:
-        (only,) = self.command.cwd.glob("runs/*/*")
-        return RunDir(only)
+        (sweep_path,) = self.command.cwd.glob("runs/*/*")
+        return RunDir(sweep_path)
 
-    def job(self, number: int) -> RunDir:
-        return RunDir(self.folder.path / str(number))
+    def job(self, index: int) -> RunDir:
+        return RunDir(self.folder.path / str(index))
 
-    def id(self, number: int) -> str:
-        return str(self.folder.json("slurm/jobs.json")[str(number)])
+    def id(self, index: int) -> str:
+        return str(self.folder.json("slurm/jobs.json")[str(index)])
 
     def submitted(self, jobs: int) -> range:
         """Wait until Slurm has them; returns their numbers."""
@@ -60,28 +60,28 @@ class Sweep:
     def statuses(self) -> list[str]:
         return [job["status"] for job in self.folder.json("sweep.json")["jobs"]]
 
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        self.command.wait_until(condition, what, 90)
+    def wait_until(self, condition: Callable[[], object], awaited: str) -> None:
+        self.command.wait_until(condition, awaited, 90)
 
-    def wait_for_step(self, number: int, step: int) -> None:
+    def wait_for_step(self, index: int, step: int) -> None:
         file = self.command.cwd / "runs"
 
         def reached() -> bool:
-            found = list(file.glob(f"*/*/{number}/metrics.csv"))
-            return bool(found) and step in RunDir(found[0].parent).steps
+            metric_files = list(file.glob(f"*/*/{index}/metrics.csv"))
+            return bool(metric_files) and step in RunDir(metric_files[0].parent).steps
 
-        self.wait_until(reached, f"step {step} of job {number}")
+        self.wait_until(reached, f"step {step} of job {index}")
 
-    def wait_until_restarted(self, number: int) -> None:
+    def wait_until_restarted(self, index: int) -> None:
         def again() -> bool:
             time.sleep(0.5)
-            if self.slurm.jobs().get(self.id(number)) == "PENDING":
+            if self.slurm.jobs().get(self.id(index)) == "PENDING":
                 time.sleep(2)  # a node takes no job within the second in which it ended it
-                self.slurm.start_now(self.id(number))
-            return read_json(self.job(number).path / "status.json").get("attempts") == 2
+                self.slurm.start_now(self.id(index))
+            return read_json(self.job(index).path / "status.json").get("attempts") == 2
 
         self.submitted(0)
-        self.wait_until(again, f"second attempt at job {number}")
+        self.wait_until(again, f"second attempt at job {index}")
 
     def wait(self) -> CliResult:
         return self.command.wait(120)
@@ -89,9 +89,9 @@ class Sweep:
 
 @pytest.fixture
 def submit(run_cli: CliRunner, slurm: SlurmCluster) -> Iterator[Callable[..., Sweep]]:
-    def submitted(*parts: str) -> Sweep:
+    def submitted(*overrides: str) -> Sweep:
         environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        process = run_cli.start("-m", "hydra/launcher=slurm", *parts, env=environment)
+        process = run_cli.start("-m", "hydra/launcher=slurm", *overrides, env=environment)
         return Sweep(process, slurm)
 
     yield submitted
@@ -105,8 +105,8 @@ def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> N
     sweep = submit(*UNTRACKED, "parallelism=single,ddp,fsdp", "hydra.launcher.nodes=2")
     sweep.wait().assert_ok()
     assert sweep.statuses == ["ok"] * 3
-    arrays, _, numbers = zip(*(sweep.id(n).partition("_") for n in range(3)), strict=True)
-    assert numbers == ("0", "1", "2")
+    arrays, _, array_indices = zip(*(sweep.id(n).partition("_") for n in range(3)), strict=True)
+    assert array_indices == ("0", "1", "2")
     assert arrays[1] == arrays[2] != arrays[0]
     scripts = "".join(
         file.read_text() for file in sweep.folder.path.glob("slurm/[0-9]*_submission.sh")
@@ -126,26 +126,26 @@ def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     result = sweep.wait()
     assert result.code == 1, result.failure_report
     assert sweep.statuses == ["failed", "failed"]
-    first, second = (job.status for job in sweep.folder.jobs)
+    first, second_status = (job.status for job in sweep.folder.jobs)
     assert "rank 0 was killed" in first["reason"]
     assert f"Slurm state of job {sweep.id(0)}: FAILED" in first["reason"]
     assert first["log_tail"]
-    assert second["reason"] == "rank 1 was killed without an exit report"
-    assert [first["rank"], second["rank"]] == [0, 1]
+    assert second_status["reason"] == "rank 1 was killed without an exit report"
+    assert [first["rank"], second_status["rank"]] == [0, 1]
     assert "job 0 failed" in result.out
 
 
 def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) -> None:
     """By an administrator, by Slurm because the time is nearly up, and by the user."""
-    sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2,3", "trainer.max_steps=12")
-    requeued, warned, cancelled = (sweep.id(n) for n in sweep.submitted(3))
-    for number in range(3):
-        sweep.wait_for_step(number, 3)
-    sweep.slurm.run_command("scontrol", "requeue", requeued)
-    sweep.slurm.run_command("scancel", "--signal=USR2", warned)
-    sweep.slurm.run_command("scancel", cancelled)
-    for number in (0, 1):
-        sweep.wait_until_restarted(number)
+    sweep = submit(*UNTRACKED, *LOGGED_STEPS, "seed=1,2,3", "trainer.max_steps=12")
+    requeued_id, warned_id, cancelled_id = (sweep.id(n) for n in sweep.submitted(3))
+    for index in range(3):
+        sweep.wait_for_step(index, 3)
+    sweep.slurm.run_command("scontrol", "requeue", requeued_id)
+    sweep.slurm.run_command("scancel", "--signal=USR2", warned_id)
+    sweep.slurm.run_command("scancel", cancelled_id)
+    for index in (0, 1):
+        sweep.wait_until_restarted(index)
     result = sweep.wait()
     assert result.code == 143, result.failure_report
     assert sweep.statuses == ["ok", "ok", "interrupted"]
@@ -156,17 +156,17 @@ def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) 
     status = sweep.job(2).status
     assert re.fullmatch(r"SIGTERM after step \d+; its checkpoint is saved", status["reason"])
     assert sweep.job(2).checkpoints
-    said = (sweep.folder.path / "slurm" / f"{warned}_0_log.out").read_text("utf-8")
-    assert "interrupted: SIGUSR2 after step" in said
-    assert "Slurm requeued the job" in said
+    log_text = (sweep.folder.path / "slurm" / f"{warned_id}_0_log.out").read_text("utf-8")
+    assert "interrupted: SIGUSR2 after step" in log_text
+    assert "Slurm requeued the job" in log_text
 
 
-@pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=LONG)])
+@pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=EXHAUSTIVE)])
 def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sweep]) -> None:
     """With time to save, and by an end as of a requeue."""
-    parts = [part for part in TINY if "max_steps" not in part]
+    sweep_overrides = [override for override in TINY if "max_steps" not in override]
     sweep = submit(
-        *parts, *WATCHED, "parallelism=ddp", "trainer.max_steps=10",
+        *sweep_overrides, *LOGGED_STEPS, "parallelism=ddp", "trainer.max_steps=10",
         f"hydra.launcher.partition={partition}",
     )  # fmt: skip
     sweep.wait_for_step(0, 3)
@@ -179,21 +179,27 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
     assert job.steps == list(range(1, 11))
     attempts = list(job.path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(attempts) == 2
-    told = [inspected(file) for file in attempts]
-    assert {one["run"]["run_group"] for one in told} == {"/".join(sweep.folder.path.parts[-2:])}
-    assert len({one["run"]["run_id"] for one in told}) == 2
+    attempt_states = [inspected(file) for file in attempts]
+    assert {attempt_state["run"]["run_group"] for attempt_state in attempt_states} == {
+        "/".join(sweep.folder.path.parts[-2:])
+    }
+    assert len({attempt_state["run"]["run_id"] for attempt_state in attempt_states}) == 2
     # Slurm's SIGTERM reaches W&B's own process too: the first attempt has its rows, and no end.
-    assert all("history" in one for one in told)
-    assert [one["exit"].get("exit_code", 0) for one in told if "exit" in one] == [0]
+    assert all("history" in attempt_state for attempt_state in attempt_states)
+    assert [
+        attempt_state["exit"].get("exit_code", 0)
+        for attempt_state in attempt_states
+        if "exit" in attempt_state
+    ] == [0]
 
 
 def inspected(file: Path) -> dict[str, Any]:
     """The first record of each type that W&B wrote of a run."""
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    completed = subprocess.run(
+    output = subprocess.run(
         overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True
     ).stdout
-    records = map(json.loads, reversed(completed.splitlines()))
+    records = map(json.loads, reversed(output.splitlines()))
     return {record["type"]: record[record["type"]] for record in records}
 
 
@@ -201,7 +207,7 @@ def test_ctrl_c_while_watching_slurm_ends_no_job(
     submit: Callable[..., Sweep], run_cli: CliRunner
 ) -> None:
     """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
-    sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
+    sweep = submit(*UNTRACKED, *LOGGED_STEPS, "seed=1,2", "hydra.launcher.array_parallelism=1")
     sweep.wait_for_step(0, 2)
     command = sweep.command
     command.signal(signal.SIGINT, group=True)
@@ -213,16 +219,16 @@ def test_ctrl_c_while_watching_slurm_ends_no_job(
     assert f"afterwards: scalewise report {sweep.folder.path}" in result.err
     assert sweep.slurm.jobs() == {sweep.id(0): "RUNNING", sweep.id(1): "PENDING"}
 
-    def shown() -> str:
+    def watch_output() -> str:
         environment = sweep.slurm.environment
         return run_cli(str(sweep.folder.path), command="status", env=environment).assert_ok().out
 
-    assert "1 running, 1 queued" in shown()
-    assert re.search(r"0 +1 +running +\d+/8 +\d\.\d{4} +\d+\.\d s", shown())
+    assert "1 running, 1 queued" in watch_output()
+    assert re.search(r"0 +1 +running +\d+/8 +\d\.\d{4} +\d+\.\d s", watch_output())
     sweep.slurm.run_command("scancel", array)
     sweep.slurm.wait_until_empty()
-    assert "1 interrupted, 1 lost" in shown()
-    assert "its checkpoint is saved" in shown()
+    assert "1 interrupted, 1 lost" in watch_output()
+    assert "its checkpoint is saved" in watch_output()
     assert "interrupted" in (sweep.job(0).path / "report.html").read_text("utf-8")
     assert not (sweep.folder.path / "report.html").exists()
     run_cli(str(sweep.folder.path), command="report").assert_ok()
@@ -232,16 +238,16 @@ def test_ctrl_c_while_watching_slurm_ends_no_job(
 def test_slurm_unknown_partition_is_rejected(
     submit: Callable[..., Sweep], run_cli: CliRunner
 ) -> None:
-    ended = submit(*UNTRACKED, "hydra.launcher.partition=nowhere", "seed=1,2").wait()
-    ended.assert_rejected("hydra/launcher=slurm", "invalid partition specified: nowhere")
+    result = submit(*UNTRACKED, "hydra.launcher.partition=nowhere", "seed=1,2").wait()
+    result.assert_rejected("hydra/launcher=slurm", "invalid partition specified: nowhere")
     assert not any(run_cli.cwd.glob("runs/*/*/sweep.json"))
 
 
-@LONG
+@EXHAUSTIVE
 def test_slurm_time_limit_requeues_once(submit: Callable[..., Sweep]) -> None:
     """A real limit of a minute: warned, requeued once as is allowed, then left as it is."""
     sweep = submit(
-        *UNTRACKED, *WATCHED, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",
+        *UNTRACKED, *LOGGED_STEPS, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",
         "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=1",
     )  # fmt: skip
     sweep.wait_until_restarted(0)

@@ -15,14 +15,14 @@ from scalewise import compose
 from scalewise.metric_names import METRICS, STEP_PHASES
 from scalewise.planner.host_memory import checkpoint_bytes
 
-ONCE = "measured in one step"
-JOINT = "time/forward_backward_s"
+SINGLE_STEP_NOTE = "measured in one step"
+FORWARD_BACKWARD_TIME = "time/forward_backward_s"
 """What only a pipeline has, and it lacks the two parts instead."""
 OTHER_OBJECTIVES = ("reward", "kl", "accuracy")
 """What preferences, rewards and classes are told by."""
 REASONS = {
     "val/loss": "at validations only",
-    **{key: ONCE for key in METRICS if key.startswith("memory/")},
+    **{key: SINGLE_STEP_NOTE for key in METRICS if key.startswith("memory/")},
 }
 """Why a metric is not in every row."""
 
@@ -43,8 +43,8 @@ def folder(run: CliResult) -> RunDir:
 def records(folder: RunDir) -> list[dict[str, Any]]:
     (file,) = folder.path.glob("wandb/offline-run-*/run-*.wandb")
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    done = subprocess.run(overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    completed = subprocess.run(overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -72,7 +72,11 @@ def test_run_folder_has_the_documented_files(folder: RunDir) -> None:
 def test_checkpoint_size_equals_prediction(folder: RunDir) -> None:
     run = compose(folder.status["overrides"])
     files = (folder.checkpoint(20) / "model", folder.checkpoint(20) / "optimizer")
-    size = sum(path.stat().st_size for part in files for path in part.rglob("*.safetensors"))
+    size = sum(
+        path.stat().st_size
+        for checkpoint_file in files
+        for path in checkpoint_file.rglob("*.safetensors")
+    )
     assert size == pytest.approx(checkpoint_bytes(run), rel=0.02)
 
 
@@ -89,11 +93,13 @@ def test_metrics_have_one_row_per_window_and_every_key(folder: RunDir) -> None:
     assert folder.steps == list(range(1, 21))
     assert list(folder.metrics[0]) == list(METRICS)
     for key in METRICS:
-        filled = sum(1 for row in folder.metrics if row[key])
-        if key == JOINT or key.partition("/")[2].startswith(OTHER_OBJECTIVES):
-            assert not filled, key
+        num_values = sum(1 for row in folder.metrics if row[key])
+        if key == FORWARD_BACKWARD_TIME or key.partition("/")[2].startswith(OTHER_OBJECTIVES):
+            assert not num_values, key
             continue
-        assert filled == 20 or (key in REASONS and filled), f"{key}: {filled} of 20 rows"
+        assert num_values == 20 or (key in REASONS and num_values), (
+            f"{key}: {num_values} of 20 rows"
+        )
 
 
 def test_smoke_loss_decreases(folder: RunDir) -> None:
@@ -103,8 +109,8 @@ def test_smoke_loss_decreases(folder: RunDir) -> None:
 
 def test_step_phases_sum_to_the_step_time(folder: RunDir) -> None:
     for row in folder.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert parts == pytest.approx(float(row["time/step_s"])), row
+        phases_s = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
+        assert phases_s == pytest.approx(float(row["time/step_s"])), row
 
 
 def test_summary_has_the_final_metrics(folder: RunDir) -> None:
@@ -133,11 +139,11 @@ def test_offline_wandb_run_has_history_config_and_labels(
         sum(folder.column("train/loss")[-4:]) / 4
     )
     assert "val/loss" in rows[-1]
-    (begun,) = of_kind(records, "run")
-    assert (begun["run_group"], begun["job_type"]) == ("ours", "train")
-    assert {"mine", "decoder_nano", "single", "fp32", "adamw", "smoke"} <= set(begun["tags"])
-    assert begun["display_name"] == folder.path.parent.name
-    config = begun["config"]["update"]
+    (run_record,) = of_kind(records, "run")
+    assert (run_record["run_group"], run_record["job_type"]) == ("ours", "train")
+    assert {"mine", "decoder_nano", "single", "fp32", "adamw", "smoke"} <= set(run_record["tags"])
+    assert run_record["display_name"] == folder.path.parent.name
+    config = run_record["config"]["update"]
     assert config["optimizer"]["lr"] == pytest.approx(3e-3)
     assert config["choices"]["model"] == "decoder_nano"
     assert config["git_commit"] == folder.status["git_commit"]

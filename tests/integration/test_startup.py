@@ -10,15 +10,15 @@ import sys
 import pytest
 from fixtures.cli_runner import TINY, CliRunner
 
-LOOKING = (
+LIGHT_COMMANDS = (
     ("--help",),
     ("train", "--help"),
     ("train", "--cfg", "job", "experiment=smoke"),
     ("train", "--info", "defaults"),
     ("doctor",),
 )
-HEAVY = ("torch", "lightning", "wandb", "altair", "transformers")
-WATCH = """
+HEAVY_PACKAGES = ("torch", "lightning", "wandb", "altair", "transformers")
+LIST_IMPORTS = """
 import json, sys
 from scalewise.cli import main
 code = main(sys.argv[1:])
@@ -26,19 +26,19 @@ print(json.dumps([code, sorted(name for name in {heavy} if name in sys.modules)]
 """
 
 
-@pytest.mark.parametrize("overrides", LOOKING[:-1])
+@pytest.mark.parametrize("overrides", LIGHT_COMMANDS[:-1])
 def test_light_commands_import_no_heavy_packages(
     overrides: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    watched = [sys.executable, "-c", WATCH.format(heavy=HEAVY), *overrides]
-    result = run_cli.start_process(watched).wait()
+    arguments = [sys.executable, "-c", LIST_IMPORTS.format(heavy=HEAVY_PACKAGES), *overrides]
+    result = run_cli.start_process(arguments).wait()
     assert json.loads(result.err.splitlines()[-1]) == [0, []], result.failure_report
     assert result.folders == []
 
 
 def test_doctor_imports_no_torch(run_cli: CliRunner) -> None:
-    watched = [sys.executable, "-c", WATCH.format(heavy=("torch", "lightning")), "doctor"]
-    result = run_cli.start_process(watched).wait()
+    arguments = [sys.executable, "-c", LIST_IMPORTS.format(heavy=("torch", "lightning")), "doctor"]
+    result = run_cli.start_process(arguments).wait()
     assert json.loads(result.err.splitlines()[-1]) == [0, []], result.failure_report
 
 
@@ -82,7 +82,7 @@ def test_light_commands_start_faster_than_importing_torch(
     assert share_of_torch(run_cli, 0.4, *overrides) <= 0.4
 
 
-REFUSED = {
+REJECTED_COMMANDS = {
     ("modle=x",): ("modle", "model"),
     ("-m", "experiment=smoke", "optimizer.lr=1e-3,nan_lr,3e-3"): ("optimizer.lr", "nan_lr"),
     ("model.heads=7", "trainer.global_batch=0", "precision=fp16_mixed"): ("3 issues",),
@@ -90,17 +90,17 @@ REFUSED = {
 """Rejected overrides, and words of the reason."""
 
 
-@pytest.mark.parametrize("overrides", REFUSED)
+@pytest.mark.parametrize("overrides", REJECTED_COMMANDS)
 def test_rejected_run_leaves_no_folder(overrides: tuple[str, ...], run_cli: CliRunner) -> None:
-    result = run_cli(*overrides).assert_rejected(*REFUSED[overrides])
+    result = run_cli(*overrides).assert_rejected(*REJECTED_COMMANDS[overrides])
     assert not (run_cli.cwd / "runs").exists()
     assert result.out == ""
 
 
 @pytest.mark.timed
 def test_rejected_run_ends_quickly(run_cli: CliRunner) -> None:
-    _, slowest, _ = REFUSED
-    assert share_of_torch(run_cli, 1, "train", *slowest) <= 1
+    _, slowest_command, _ = REJECTED_COMMANDS
+    assert share_of_torch(run_cli, 1, "train", *slowest_command) <= 1
 
 
 @pytest.mark.timed
@@ -111,6 +111,8 @@ def test_plan_is_faster_than_importing_torch(run_cli: CliRunner) -> None:
 
 def test_rejected_data_leaves_no_folder(run_cli: CliRunner) -> None:
     (run_cli.cwd / "empty.txt").write_text("")
-    parts = [part for part in TINY if "megabytes" not in part]
-    result = run_cli(*parts, "data=text", "data.paths=[empty.txt]").assert_rejected("data.paths")
+    overrides = [override for override in TINY if "megabytes" not in override]
+    result = run_cli(*overrides, "data=text", "data.paths=[empty.txt]").assert_rejected(
+        "data.paths"
+    )
     assert result.folders == []

@@ -9,7 +9,7 @@ import pytest
 from fixtures import user_module
 from fixtures.cli_runner import CliRunner
 
-LINE = (
+USER_MODULE = (
     "objective=module",
     "objective.target=mypkg.MyModule",
     "+objective.arguments.width=64",
@@ -32,17 +32,17 @@ def cli_with_package(run_cli: CliRunner) -> CliRunner:
 
 
 def test_user_module_of_the_current_folder_trains(cli_with_package: CliRunner) -> None:
-    ended = cli_with_package(*LINE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
-    run = ended.folder
+    result = cli_with_package(*USER_MODULE, "parallelism=ddp", "parallelism.replicas=2").assert_ok()
+    run = result.folder
     assert run.status["status"] == "ok"
     assert run.path.parent.name == "MyModule-ddp-fp32"
     assert run.steps == list(range(1, 9))
     assert run.column("train/tokens")[0] == 8  # rows of both ranks
     assert min(run.column("throughput/tokens_per_s")) > 0
     assert run.summary["parameters"] == 13122
-    measured = run.summary["metrics"]
-    assert measured["memory/parameters_bytes"] == 13122 * 4
-    assert measured["val_loss"] == measured["val/loss"]
+    metrics = run.summary["metrics"]
+    assert metrics["memory/parameters_bytes"] == 13122 * 4
+    assert metrics["val_loss"] == metrics["val/loss"]
     assert run.checkpoints == [4, 8]
     report = (run.path / "report.html").read_text("utf-8")
     assert "MyModule-ddp-fp32" in report
@@ -53,13 +53,15 @@ def test_user_module_of_the_current_folder_trains(cli_with_package: CliRunner) -
 
 def test_user_module_imports_in_dataloader_workers(cli_with_package: CliRunner) -> None:
     streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
-    ended = cli_with_package(*LINE, *streamed, "parallelism=ddp", "tracking=none").assert_ok()
-    assert ended.folder.steps == list(range(1, 9))
-    assert "Traceback" not in ended.transcript
+    result = cli_with_package(
+        *USER_MODULE, *streamed, "parallelism=ddp", "tracking=none"
+    ).assert_ok()
+    assert result.folder.steps == list(range(1, 9))
+    assert "Traceback" not in result.transcript
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "messages"),
     [
         (("trusted_packages=[]",), ("objective.target=mypkg.MyModule", "trusted_packages=[mypkg]")),
         pytest.param(
@@ -75,11 +77,13 @@ def test_user_module_imports_in_dataloader_workers(cli_with_package: CliRunner) 
     ],
 )
 def test_user_module_with_unknown_target_prints_one_line(
-    more: tuple[str, ...], words: tuple[str, ...], cli_with_package: CliRunner
+    more: tuple[str, ...], messages: tuple[str, ...], cli_with_package: CliRunner
 ) -> None:
-    replaced = {line.partition("=")[0] for line in more}
-    kept = [line for line in LINE if line.partition("=")[0] not in replaced]
-    cli_with_package(*kept, *more).assert_rejected(*words)
+    replaced = {override.partition("=")[0] for override in more}
+    base_overrides = [
+        override for override in USER_MODULE if override.partition("=")[0] not in replaced
+    ]
+    cli_with_package(*base_overrides, *more).assert_rejected(*messages)
     assert not (cli_with_package.cwd / "runs").exists()
 
 
@@ -88,6 +92,6 @@ def test_user_module_imports_only_trusted_modules(cli_with_package: CliRunner) -
     package.write_text(package.read_text("utf-8") + "\nimport my_helpers\n", "utf-8")
     (cli_with_package.cwd / "my_helpers.py").write_text("")
     trusted = "trusted_packages=[mypkg,my_helpers]"
-    cli_with_package(*LINE, "trainer.max_steps=2").assert_rejected(
+    cli_with_package(*USER_MODULE, "trainer.max_steps=2").assert_rejected(
         "No module named 'my_helpers'", f"'{trusted}'"
     )

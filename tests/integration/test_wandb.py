@@ -15,9 +15,9 @@ from fixtures.cli_runner import MARK_VARIABLE, TINY, CliResult, CliRunner, RunDi
 from fixtures.wandb_server import ENTITY, WandbServer
 from fixtures.wandb_views import Views
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
-LONGER = ("trainer.max_steps=400", "trainer.log_every=1", "trainer.validate_every=null")
+LONGER_RUN = ("trainer.max_steps=400", "trainer.log_every=1", "trainer.validate_every=null")
 
 
 def reaching(server: WandbServer) -> dict[str, str]:
@@ -33,13 +33,13 @@ def assert_nothing_lost(run: RunDir, steps: int) -> None:
 
 def assert_key_is_nowhere(result: CliResult) -> None:
     assert KEY not in result.transcript
-    where = [
+    leaks = [
         str(path)
         for run in result.folders
         for path, text in run.content.items()
         if KEY.encode() in text
     ]
-    assert where == []
+    assert leaks == []
 
 
 class TestOnline:
@@ -60,24 +60,24 @@ class TestOnline:
     def test_online_jobs_are_runs_of_one_group(
         self, online_sweep: tuple[WandbServer, CliResult]
     ) -> None:
-        server, ended = online_sweep
+        server, result = online_sweep
         assert len(server.inputs) == 2
         assert "job4711" not in server.inputs
-        sweep = ended.folder.path
-        for given in server.inputs.values():
-            assert given["groupName"] == f"{sweep.parent.name}/{sweep.name}", given
-            assert given["jobType"] == "train", given
-            assert given["displayName"] == "decoder_nano-single-fp32-adamw-lr3e-3", given
-            assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"]), given
-            assert given["notes"] == "noted", given
+        sweep = result.folder.path
+        for run_input in server.inputs.values():
+            assert run_input["groupName"] == f"{sweep.parent.name}/{sweep.name}", run_input
+            assert run_input["jobType"] == "train", run_input
+            assert run_input["displayName"] == "decoder_nano-single-fp32-adamw-lr3e-3", run_input
+            assert {"mine", "decoder_nano", "smoke"} <= set(run_input["tags"]), run_input
+            assert run_input["notes"] == "noted", run_input
 
     def test_online_config_is_nested(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
-        server, ended = online_sweep
-        configs = [json.loads(given["config"]) for given in server.inputs.values()]
+        server, result = online_sweep
+        configs = [json.loads(run_input["config"]) for run_input in server.inputs.values()]
         assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
         for config in configs:
             assert config["model"]["value"]["width"] == 32, config
-            assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"], (
+            assert config["git_commit"]["value"] == result.folder.jobs[0].status["git_commit"], (
                 config
             )
 
@@ -92,8 +92,8 @@ class TestOnline:
         assert set(server.exit_codes.values()) == {0}
 
     def test_status_links_the_wandb_run(self, online_sweep: tuple[WandbServer, CliResult]) -> None:
-        server, ended = online_sweep
-        links = [job.status["wandb"] for job in ended.folder.jobs]
+        server, result = online_sweep
+        links = [job.status["wandb"] for job in result.folder.jobs]
         assert {link["mode"] for link in links} == {"online"}
         assert {link["id"] for link in links} == set(server.inputs)
         for link in links:
@@ -102,12 +102,12 @@ class TestOnline:
     def test_sweep_end_prints_one_report_link(
         self, online_sweep: tuple[WandbServer, CliResult]
     ) -> None:
-        server, ended = online_sweep
-        assert ended.out.count("W&B report") == 1
-        assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
+        server, result = online_sweep
+        assert result.out.count("W&B report") == 1
+        assert result.folder.json("sweep.json")["wandb"]["report"] in result.out
         assert server.alerts == []
         assert server.unexpected == []
-        for job in ended.folder.jobs:
+        for job in result.folder.jobs:
             run = server.runs[job.status["wandb"]["id"]]
             assert run.summary["status"] == "ok", job
             assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files), job
@@ -130,7 +130,7 @@ def test_failed_run_is_failed_on_the_server(run_cli: CliRunner) -> None:
     assert_key_is_nowhere(result)
 
 
-@pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=LONG) for n in (401, 429))])
+@pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=EXHAUSTIVE) for n in (401, 429))])
 def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: CliRunner) -> None:
     with WandbServer(faults={"*": fault}) as server:
         result = run_cli(*TINY, env=reaching(server)).assert_ok()
@@ -141,12 +141,12 @@ def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: 
     assert_key_is_nowhere(result)
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=LONG)])
-def test_lost_server_does_not_stop_training(how: str, run_cli: CliRunner) -> None:
+@pytest.mark.parametrize("server_fault", ["dies", pytest.param("breaks", marks=EXHAUSTIVE)])
+def test_lost_server_does_not_stop_training(server_fault: str, run_cli: CliRunner) -> None:
     with WandbServer() as server:
-        process = run_cli.start(*TINY, *LONGER, env=reaching(server))
+        process = run_cli.start(*TINY, *LONGER_RUN, env=reaching(server))
         process.wait_for_step(5)
-        if how == "dies":
+        if server_fault == "dies":
             server.shut_down()
         else:
             server.faults["*"] = 500
@@ -155,16 +155,16 @@ def test_lost_server_does_not_stop_training(how: str, run_cli: CliRunner) -> Non
         assert result.folder.status["seconds"] < 70
         assert result.folder.status["wandb"]["mode"] == "online"
     assert process.remaining_processes() == []
-    with WandbServer(handlers=Views().handlers) as later:
+    with WandbServer(handlers=Views().handlers) as second_server:
         path = str(result.folder.path)
-        run_cli(path, command="publish", env=reaching(later)).assert_ok()
-        (run,) = later.runs.values()
+        run_cli(path, command="publish", env=reaching(second_server)).assert_ok()
+        (run,) = second_server.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 401))
     assert [row["train/loss"] for row in run.history] == result.folder.column("train/loss")
 
 
 @pytest.mark.parametrize(
-    "url", [pytest.param("http://127.0.0.1:9", marks=LONG), "http://nowhere.invalid"]
+    "url", [pytest.param("http://127.0.0.1:9", marks=EXHAUSTIVE), "http://nowhere.invalid"]
 )
 def test_key_without_server_tracks_offline(url: str, run_cli: CliRunner) -> None:
     result = run_cli(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).assert_ok()
@@ -173,13 +173,13 @@ def test_key_without_server_tracks_offline(url: str, run_cli: CliRunner) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "variable"),
-    [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=LONG)],
+    ("tracking_overrides", "variable"),
+    [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=EXHAUSTIVE)],
 )
 def test_untracked_run_records_disabled_tracking(
-    asked: tuple[str, ...], variable: str, run_cli: CliRunner
+    tracking_overrides: tuple[str, ...], variable: str, run_cli: CliRunner
 ) -> None:
-    folder = run_cli(*TINY, *asked, env={"WANDB_MODE": variable}).assert_ok().folder
+    folder = run_cli(*TINY, *tracking_overrides, env={"WANDB_MODE": variable}).assert_ok().folder
     assert folder.status["wandb"]["mode"] == "disabled"
     assert not (folder.path / "wandb").exists()
 
@@ -215,13 +215,13 @@ def at_a_terminal(runner: CliRunner, *arguments: str) -> tuple[str, int]:
     while True:
         assert time.monotonic() < deadline, f"waits for an answer? {content.decode()}"
         try:
-            part = os.read(terminal, 65536)
+            chunk = os.read(terminal, 65536)
         except BlockingIOError:
             time.sleep(0.05)
             continue
         except OSError:  # the other side closed
             break
-        content += part
+        content += chunk
     _, status = os.waitpid(process, 0)
     os.close(terminal)
     return content.decode(), os.waitstatus_to_exitcode(status)

@@ -17,7 +17,7 @@ from fixtures.wandb_server import ENTITY
 from fixtures.wandb_sweeps import SweepServer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-LINE = ("-m", *TINY, "precision=fp32,bf16_mixed", "tracking.project=mine")
+SWEEP_OVERRIDES = ("-m", *TINY, "precision=fp32,bf16_mixed", "tracking.project=mine")
 
 
 def reaching(server: SweepServer) -> dict[str, str]:
@@ -35,16 +35,18 @@ class TestSweepAgent:
     ) -> tuple[SweepServer, CliResult, CliResult]:
         with SweepServer() as server:
             runner, env = cli_runner_in("agent"), reaching(server)
-            created = runner(*LINE, command="wandb-sweep", env=env).assert_ok()
-            line = created.out.splitlines()[-1].split()
-            assert line[:2] == ["wandb", "agent"]
-            agent = runner.start_process([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
+            created = runner(*SWEEP_OVERRIDES, command="wandb-sweep", env=env).assert_ok()
+            agent_command = created.out.splitlines()[-1].split()
+            assert agent_command[:2] == ["wandb", "agent"]
+            agent = runner.start_process(
+                [sys.executable, "-m", "wandb", *agent_command[1:]], env
+            ).wait(180)
             return server, created, agent
 
     def configs(self, server: SweepServer) -> dict[str, dict[str, Any]]:
-        texts = {run: given["config"] for run, given in server.inputs.items()}
-        plain = {run: json.loads(text) for run, text in texts.items()}
-        return {run: {k: v["value"] for k, v in c.items()} for run, c in plain.items()}
+        texts = {run: run_input["config"] for run, run_input in server.inputs.items()}
+        config_by_run = {run: json.loads(text) for run, text in texts.items()}
+        return {run: {k: v["value"] for k, v in c.items()} for run, c in config_by_run.items()}
 
     def test_wandb_sweep_prints_the_agent_command(
         self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
@@ -60,7 +62,7 @@ class TestSweepAgent:
         server, _, agent = agent_sweep
         assert agent.code == 0, agent.failure_report
         assert sorted(server.inputs) == ["sweep0run1", "sweep0run2"]
-        assert {given["sweep"] for given in server.inputs.values()} == {"sweep0"}
+        assert {run_input["sweep"] for run_input in server.inputs.values()} == {"sweep0"}
         assert server.exit_codes == dict.fromkeys(server.inputs, 0)
         assert [folder.status["status"] for folder in agent.folders] == ["ok", "ok"]
         assert {folder.status["wandb"]["id"] for folder in agent.folders} == set(server.inputs)
@@ -69,10 +71,10 @@ class TestSweepAgent:
         self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
     ) -> None:
         server, _, agent = agent_sweep
-        chosen = [folder.resolved["choices"]["precision"] for folder in agent.folders]
-        assert chosen == ["fp32", "bf16_mixed"]
-        told = {config["precision"] for config in self.configs(server).values()}
-        assert told == {"fp32", "bf16_mixed"}
+        precisions = [folder.resolved["choices"]["precision"] for folder in agent.folders]
+        assert precisions == ["fp32", "bf16_mixed"]
+        precision_values = {config["precision"] for config in self.configs(server).values()}
+        assert precision_values == {"fp32", "bf16_mixed"}
 
     def test_agent_run_config_is_complete(
         self, agent_sweep: tuple[SweepServer, CliResult, CliResult]
@@ -116,7 +118,7 @@ def test_wandb_sweep_offline_writes_a_sweep_file(run_cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "code", "told"),
+    ("faults", "code", "message"),
     [
         ({"*": 500}, 1, "the server failed (HTTP 500)"),
         ({"*": 401}, 2, "rejects the API key"),
@@ -129,12 +131,12 @@ def test_wandb_sweep_offline_writes_a_sweep_file(run_cli: CliRunner) -> None:
     ids=["server", "key", "rights"],
 )
 def test_wandb_sweep_prints_one_line_if_the_server_rejects(
-    run_cli: CliRunner, faults: dict[str, int], code: int, told: str
+    run_cli: CliRunner, faults: dict[str, int], code: int, message: str
 ) -> None:
     with SweepServer() as server:
         server.faults.update(faults)
-        result = run_cli(*LINE, command="wandb-sweep", env=reaching(server))
+        result = run_cli(*SWEEP_OVERRIDES, command="wandb-sweep", env=reaching(server))
     assert result.code == code, result.failure_report
-    assert told in result.err
+    assert message in result.err
     assert "Traceback" not in result.transcript
     assert KEY not in result.transcript

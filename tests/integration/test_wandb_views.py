@@ -28,11 +28,11 @@ def views() -> Views:
 
 @pytest.fixture
 def server(views: Views, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    with WandbServer(handlers=views.handlers) as found:
+    with WandbServer(handlers=views.handlers) as wandb_server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        monkeypatch.setenv("WANDB_BASE_URL", found.url)
-        yield found
-        assert found.unexpected == []
+        monkeypatch.setenv("WANDB_BASE_URL", wandb_server.url)
+        yield wandb_server
+        assert wandb_server.unexpected == []
 
 
 @pytest.fixture
@@ -40,8 +40,10 @@ def folder(tmp_path: Path) -> Path:
     return make_sweep(tmp_path / "layouts_cpu", STRATEGY_GRID, strategy_job)
 
 
-def publish(folder: Path, **where: str | None) -> str:
-    return wandb_report.publish_report(folder, **({"entity": None, "project": "trials"} | where))
+def publish(folder: Path, **publish_options: str | None) -> str:
+    return wandb_report.publish_report(
+        folder, **({"entity": None, "project": "trials"} | publish_options)
+    )
 
 
 class TestPublish:
@@ -72,10 +74,10 @@ class TestPublish:
         url = publish(folder)
         assert json.loads((folder / "sweep.json").read_text("utf-8"))["wandb"]["report"] == url
         job = folder / "0"
-        own = publish(job)
-        facts = json.loads((job / "status.json").read_text("utf-8"))["wandb"]
-        assert facts["report"] == own != url
-        assert facts["id"] == "id0"
+        job_result = publish(job)
+        wandb_record = json.loads((job / "status.json").read_text("utf-8"))["wandb"]
+        assert wandb_record["report"] == job_result != url
+        assert wandb_record["id"] == "id0"
 
     def test_report_published_again_is_updated(
         self, server: WandbServer, views: Views, folder: Path
@@ -83,11 +85,11 @@ class TestPublish:
         first = publish(folder)
         spec = json.loads((folder / "sweep.json").read_text("utf-8"))
         (folder / "sweep.json").write_text(json.dumps(spec | {"question": "What now?"}), "utf-8")
-        second = publish(folder)
+        second_result = publish(folder)
         (view,) = views.of_type("runs")
         assert view.saves == 2
         assert view.variables["displayName"] == "What now?"
-        assert first.rpartition("--")[2] == second.rpartition("--")[2]
+        assert first.rpartition("--")[2] == second_result.rpartition("--")[2]
 
     def test_report_is_found_without_the_recorded_url(
         self, server: WandbServer, views: Views, folder: Path
@@ -132,8 +134,8 @@ class TestDashboard:
         assert [len(s["panels"]) for s in sections] == [len(d) for _, d in workspace.SECTIONS]
         (runs,) = view.spec["section"]["runSets"]
         assert runs["grouping"] == [{"section": "run", "name": "group"}]
-        slug = view.variables["name"].removeprefix("nw-").removesuffix("-v")
-        assert url == f"{server.url}/{ENTITY}/trials?nw={slug}"
+        view_name = view.variables["name"].removeprefix("nw-").removesuffix("-v")
+        assert url == f"{server.url}/{ENTITY}/trials?nw={view_name}"
 
     def test_dashboard_update_keeps_user_settings(self, server: WandbServer, views: Views) -> None:
         first = workspace.save_workspace("overview", entity=None, project="trials")
@@ -165,7 +167,7 @@ class TestDashboard:
         assert KEY not in result.transcript
 
     @pytest.mark.parametrize(
-        ("overrides", "words"),
+        ("overrides", "message"),
         [
             ((), "scalewise dashboard NAME"),
             (("tracking.project=x",), "scalewise dashboard NAME"),
@@ -174,9 +176,9 @@ class TestDashboard:
         ],
     )
     def test_dashboard_rejects_invalid_arguments(
-        self, overrides: tuple[str, ...], words: str, run_cli: CliRunner
+        self, overrides: tuple[str, ...], message: str, run_cli: CliRunner
     ) -> None:
-        run_cli(*overrides, command="dashboard").assert_rejected(words)
+        run_cli(*overrides, command="dashboard").assert_rejected(message)
 
 
 class TestRejected:
@@ -193,8 +195,8 @@ class TestRejected:
     def test_views_without_a_server_are_rejected(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as bound_socket:
+            port = bound_socket.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         with pytest.raises(ScalewiseError, match="does not respond"):
@@ -209,8 +211,8 @@ class TestRejected:
         )  # the client repeats after 429 and 500
         before = (folder / "sweep.json").read_bytes()
         server.faults["upsertView"] = code
-        with pytest.raises(ScalewiseError, match="W&B request failed") as caught:
+        with pytest.raises(ScalewiseError, match="W&B request failed") as excinfo:
             publish(folder)
-        assert KEY not in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert KEY not in str(excinfo.value)
+        assert "\n" not in str(excinfo.value)
         assert (folder / "sweep.json").read_bytes() == before

@@ -19,18 +19,21 @@ from scalewise.config import paths
 
 def stand_on_torch() -> set[str]:
     """The installed distributions that need torch, themselves or by what they need."""
-    wants = {
-        canonicalize_name(each.name): {
+    requirements = {
+        canonicalize_name(distribution.name): {
             canonicalize_name(expected.name)
-            for expected in map(Requirement, each.requires or ())
+            for expected in map(Requirement, distribution.requires or ())
             if expected.marker is None or expected.marker.evaluate({"extra": ""})
         }
-        for each in distributions()
+        for distribution in distributions()
     }
-    found = {"torch"}
-    while more := {name for name, expected in wants.items() if expected & found} - found:
-        found |= more
-    return found
+    torch_dependents = {"torch"}
+    while (
+        more := {name for name, expected in requirements.items() if expected & torch_dependents}
+        - torch_dependents
+    ):
+        torch_dependents |= more
+    return torch_dependents
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,13 @@ def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    left_out = stand_on_torch()
-    for each in distributions():
-        if canonicalize_name(each.name) in left_out:
+    excluded = stand_on_torch()
+    for distribution in distributions():
+        if canonicalize_name(distribution.name) in excluded:
             continue
-        for top in {file.parts[0] for file in each.files or () if file.parts[0] != ".."}:
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             if not (site / top).exists():
-                (site / top).symlink_to(each.locate_file(top))
+                (site / top).symlink_to(distribution.locate_file(top))
     (site / "scalewise.pth").write_text(str(Path(package.__file__).parents[1]), "utf-8")
     return folder / "bin" / "python"
 
@@ -58,8 +61,8 @@ LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hard
 @pytest.fixture
 def plan(python_without_torch: Path, run_cli: CliRunner) -> Plan:
     """Function that plans overrides in that environment."""
-    return lambda *line: run_cli.start_process(
-        [str(python_without_torch), "-m", "scalewise", "plan", *line]
+    return lambda *arguments: run_cli.start_process(
+        [str(python_without_torch), "-m", "scalewise", "plan", *arguments]
     ).wait()
 
 
@@ -68,30 +71,38 @@ def test_environment_has_no_torch(python_without_torch: Path, run_cli: CliRunner
     assert "No module named 'torch'" in result.err
 
 
-OF_TRANSFORMERS = "finetune/captioning_tiny"
+TRANSFORMERS_EXPERIMENT = "finetune/captioning_tiny"
 """What it holds is known by a trace of its model alone, which is torch's."""
-OF_OURS = [name for name in paths.option_names("experiment") if name != OF_TRANSFORMERS]
+OTHER_EXPERIMENTS = [
+    name for name in paths.option_names("experiment") if name != TRANSFORMERS_EXPERIMENT
+]
 
 
 def test_plan_of_a_transformers_model_requires_torch(plan: Plan) -> None:
-    plan(f"experiment={OF_TRANSFORMERS}").assert_rejected("model=hf", "torch", "pip install torch")
+    plan(f"experiment={TRANSFORMERS_EXPERIMENT}").assert_rejected(
+        "model=hf", "torch", "pip install torch"
+    )
 
 
-@pytest.mark.parametrize("experiment", OF_OURS)
+@pytest.mark.parametrize("experiment", OTHER_EXPERIMENTS)
 def test_experiments_are_planned_without_torch(experiment: str, plan: Plan) -> None:
-    said = plan(f"experiment={experiment}").assert_ok().out
-    assert "memory breakdown" in said
-    assert "block activations" in said
-    assert "Fits: " in said
+    output = plan(f"experiment={experiment}").assert_ok().out
+    assert "memory breakdown" in output
+    assert "block activations" in output
+    assert "Fits: " in output
 
 
-@pytest.mark.parametrize("experiment", OF_OURS)
+@pytest.mark.parametrize("experiment", OTHER_EXPERIMENTS)
 def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, plan: Plan) -> None:
-    small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
-    ended = plan(f"experiment={experiment}", *small)
-    assert ended.code == 3, ended.failure_report
-    assert "Out of memory: " in ended.out
-    assert "scalewise train " in ended.out
+    small_device = (
+        "hardware.memory_gib=0.5",
+        "trainer.micro_batch=4096",
+        "trainer.global_batch=8192",
+    )
+    result = plan(f"experiment={experiment}", *small_device)
+    assert result.code == 3, result.failure_report
+    assert "Out of memory: " in result.out
+    assert "scalewise train " in result.out
 
 
 @pytest.mark.timed

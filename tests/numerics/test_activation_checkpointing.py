@@ -9,7 +9,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import ReferenceRun, assert_same_training, train_strategy
 from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER, marks
 
-EVERY = {"single": ("parallelism=single",), **STRATEGIES}
+ALL_STRATEGIES = {"single": ("parallelism=single",), **STRATEGIES}
 OPTIONS = {
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
@@ -19,7 +19,7 @@ OPTIONS = {
     "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
 }
 SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
-USUAL = {
+CI_STRATEGIES = {
     "checkpoint_mixture": (),
     "checkpoint_selective": ("fsdp",),
     "loss_chunk": ("tensor",),
@@ -29,11 +29,11 @@ USUAL = {
 }
 CASES = [
     pytest.param(
-        strategy, option, marks=marks(strategy) + (() if usual else (pytest.mark.exhaustive,))
+        strategy, option, marks=marks(strategy) + (() if runs_in_ci else (pytest.mark.exhaustive,))
     )
-    for strategy in EVERY
+    for strategy in ALL_STRATEGIES
     for option in OPTIONS
-    for usual in [strategy in USUAL[option]]
+    for runs_in_ci in [strategy in CI_STRATEGIES[option]]
     if not ("zero_bubble" in strategy and option in SELECTIVE)  # which is rejected
 ]
 
@@ -43,25 +43,31 @@ def test_activation_checkpointing_changes_no_step(
     strategy: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy(EVERY[strategy], "all_at_once", run_job, *OPTIONS[option])
+    run = train_strategy(ALL_STRATEGIES[strategy], "all_at_once", run_job, *OPTIONS[option])
     assert_same_training(run, reference_run("all_at_once"))
 
 
 @pytest.mark.exhaustive  # CI measures the entries of the memory breakdown
 def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Path) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    rows = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
-    found = {
-        option: run_job.without_defaults(*rows, *parts).summary["metrics"]
-        for option, parts in {"nothing": (), **OPTIONS}.items()
+    base_overrides = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
+    metrics_by_option = {
+        option: run_job.without_defaults(*base_overrides, *overrides).summary["metrics"]
+        for option, overrides in {"nothing": (), **OPTIONS}.items()
         if option != "offload"
     }
-    kept = {option: metrics["memory/activations_bytes"] for option, metrics in found.items()}
-    assert kept["checkpoint_full"] < kept["checkpoint_mixture"]
-    assert kept["checkpoint_mixture"] < kept["checkpoint_selective"] < kept["nothing"]
+    activation_bytes = {
+        option: metrics["memory/activations_bytes"] for option, metrics in metrics_by_option.items()
+    }
+    assert activation_bytes["checkpoint_full"] < activation_bytes["checkpoint_mixture"]
+    assert (
+        activation_bytes["checkpoint_mixture"]
+        < activation_bytes["checkpoint_selective"]
+        < activation_bytes["nothing"]
+    )
     # Nothing but its input is left of a block; logits are not forgotten here.
-    assert kept["checkpoint_full"] < 0.5 * kept["nothing"]
-    assert kept["offload_all"] < kept["checkpoint_full"]
+    assert activation_bytes["checkpoint_full"] < 0.5 * activation_bytes["nothing"]
+    assert activation_bytes["offload_all"] < activation_bytes["checkpoint_full"]
     logits = 8 * 32 * 256 * 4
-    peaks = {option: metrics["memory/peak_bytes"] for option, metrics in found.items()}
+    peaks = {option: metrics["memory/peak_bytes"] for option, metrics in metrics_by_option.items()}
     assert peaks["loss_chunk"] < peaks["nothing"] - logits

@@ -38,12 +38,12 @@ ADAPTERS = {
     "dora": ("adapter=dora", *LORA[1:]),
     "ia3": ("adapter=ia3", "adapter.targets=[auto,attention.output,feedforward.up]"),
 }
-WHOLE = {
+TRAINED_PARAMETERS = {
     "whole": (*LORA, "adapter.trained=[embedding,.*norm,attention.key]"),
     "head": ("adapter=ia3", "adapter.trained=[head,feedforward.up]"),
 }
 """With modules of the model's own that are trained beside the adapter."""
-USUAL = {
+CI_STRATEGIES = {
     "lora": ("deepspeed_zero3",),
     "rslora": (),
     "pissa": (),
@@ -52,15 +52,17 @@ USUAL = {
     "whole": (),
     "head": (),
 }
-EACH = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
+TESTED_STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
 CASES = [
     pytest.param(
         adapter,
         strategy,
-        marks=(*marks(strategy), *(() if strategy in usual else (pytest.mark.exhaustive,))),
+        marks=(*marks(strategy), *(() if strategy in ci_strategies else (pytest.mark.exhaustive,))),
     )
-    for adapter, usual in USUAL.items()
-    for strategy in (STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else EACH)
+    for adapter, ci_strategies in CI_STRATEGIES.items()
+    for strategy in (
+        STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else TESTED_STRATEGIES
+    )
 ]
 
 
@@ -68,67 +70,78 @@ CASES = [
 def test_adapter_training_equals_one_device(
     adapter: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    overrides = (ADAPTERS | WHOLE)[adapter]
+    overrides = (ADAPTERS | TRAINED_PARAMETERS)[adapter]
     run = train_strategy(
         STRATEGIES[strategy], "accumulated", JobRunner(tmp_path, shared_cache), *overrides
     )
     reference = reference_run("accumulated", *overrides)
     assert_same_training(run, reference)
-    held, expected, trained = run.weights(), reference.weights(), load_gradients(reference, 0)
-    for name in expected.keys() - trained.keys():
-        assert torch.equal(held[name], expected[name]), name
+    actual, expected, trained_gradients = (
+        run.weights(),
+        reference.weights(),
+        load_gradients(reference, 0),
+    )
+    for name in expected.keys() - trained_gradients.keys():
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @pytest.mark.parametrize(
     "adapter",
-    [pytest.param(n, marks=() if usual else pytest.mark.exhaustive) for n, usual in USUAL.items()],
+    [
+        pytest.param(n, marks=() if ci_strategies else pytest.mark.exhaustive)
+        for n, ci_strategies in CI_STRATEGIES.items()
+    ],
 )
 def test_adapter_freezes_base_weights_and_trains_the_rest(
     adapter: str, reference_run: ReferenceRun
 ) -> None:
-    run = reference_run("accumulated", *(ADAPTERS | WHOLE)[adapter])
-    spec = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])
-    trained = {weight.name for weight in spec.weight_census() if weight.trainable}
-    held = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
-    assert held.keys() == {weight.name for weight in spec.weight_census()}
-    assert {name.removeprefix("model.") for name in load_gradients(run, 2)} == trained
+    run = reference_run("accumulated", *(ADAPTERS | TRAINED_PARAMETERS)[adapter])
+    spec = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | TRAINED_PARAMETERS)[adapter]])
+    trainable_names = {weight.name for weight in spec.weight_census() if weight.trainable}
+    weights = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
+    assert weights.keys() == {weight.name for weight in spec.weight_census()}
+    assert {name.removeprefix("model.") for name in load_gradients(run, 2)} == trainable_names
     first = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
     }
     for name, tensor in first.items():
-        assert torch.equal(held[name], tensor) == (name not in trained), name
+        assert torch.equal(weights[name], tensor) == (name not in trainable_names), name
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_starts_as_the_base_model(adapter: str) -> None:
-    lines = [[*TINY_DECODER, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
-    plain, adapted = (SingleDevice(DeviceKind.cpu).build(compose(line)) for line in lines)
+    override_lists = [
+        [*TINY_DECODER, *LLAMA, *adapter_overrides] for adapter_overrides in ((), ADAPTERS[adapter])
+    ]
+    base_model, adapted = (
+        SingleDevice(DeviceKind.cpu).build(compose(overrides)) for overrides in override_lists
+    )
     tokens_BT = torch.arange(64).reshape(2, 32)
-    torch.testing.assert_close(adapted(tokens_BT), plain(tokens_BT), rtol=0, atol=2e-6)
+    torch.testing.assert_close(adapted(tokens_BT), base_model(tokens_BT), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
     """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
-    actual, expected = both(adapter, LLAMA)
-    drawn = ".lora_A." if adapter != "pissa" else None
+    actual, expected = both_models(adapter, LLAMA)
+    initialized_part = ".lora_A." if adapter != "pissa" else None
     for name, tensor in expected.named_parameters():
-        mine = actual.get_parameter(name)
-        assert mine.requires_grad == tensor.requires_grad, name
-        if drawn is None or drawn not in name:
-            torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6)
+        actual_value = actual.get_parameter(name)
+        assert actual_value.requires_grad == tensor.requires_grad, name
+        if initialized_part is None or initialized_part not in name:
+            torch.testing.assert_close(actual_value, tensor, rtol=1e-5, atol=1e-6)
     for name, layer in expected.named_modules():
         if isinstance(layer, LoraLayer):
-            mine = actual.get_submodule(name)
-            assert isinstance(mine, LoraLayer), name
-            assert mine.scaling == layer.scaling, name
+            actual_value = actual.get_submodule(name)
+            assert isinstance(actual_value, LoraLayer), name
+            assert actual_value.scaling == layer.scaling, name
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> None:
-    actual, expected = both(adapter, shape)
+    actual, expected = both_models(adapter, shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in actual.parameters():
@@ -138,24 +151,24 @@ def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> Non
     tokens_BT = torch.arange(64).reshape(2, 32)
     logits = [module(tokens_BT) for module in (actual, expected)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
-    for each in logits:
-        each.logsumexp(-1).sum().backward()
+    for output in logits:
+        output.logsumexp(-1).sum().backward()
     for name, tensor in expected.named_parameters():
-        mine = actual.get_parameter(name).grad
-        assert (mine is None) == (tensor.grad is None), name
-        if mine is not None:
-            torch.testing.assert_close(mine, tensor.grad, rtol=1e-4, atol=1e-4)
+        actual_gradient = actual.get_parameter(name).grad
+        assert (actual_gradient is None) == (tensor.grad is None), name
+        if actual_gradient is not None:
+            torch.testing.assert_close(actual_gradient, tensor.grad, rtol=1e-4, atol=1e-4)
 
 
-def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
+def both_models(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     """An adapted model, and one that PEFT alone has adapted."""
     spec = compose([*TINY_DECODER, *shape, *ADAPTERS[adapter]])
     expected = build_model(spec.model, spec.seed)
     config: PeftConfig
     if adapter == "ia3":
-        rows = ["attention.output", "feedforward.down"]
+        row_layers = ["attention.output", "feedforward.down"]
         config = IA3Config(target_modules=[*spec.adapter.scaled_layers(spec.model)])
-        config.feedforward_modules = set(rows)
+        config.feedforward_modules = set(row_layers)
     else:
         config = LoraConfig(
             r=4,
@@ -171,7 +184,7 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
-    "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), WHOLE["whole"]], ids=str
+    "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), TRAINED_PARAMETERS["whole"]], ids=str
 )
 def test_adapter_parameter_shapes_equal_the_module(
     adapter: tuple[str, ...], shape: tuple[str, ...]
@@ -180,22 +193,24 @@ def test_adapter_parameter_shapes_equal_the_module(
     with torch.device("meta"):
         module = build_model(spec.model, 1)
     apply_adapter(spec.adapter, module, spec.model)
-    found = [
+    actual = [
         (name.replace(".base_layer.", "."), tuple(parameter.shape), parameter.requires_grad)
         for name, parameter in module.named_parameters()
     ]
-    assert found == [(w.name, w.shape, w.trainable) for w in spec.weight_census()]
+    assert actual == [(w.name, w.shape, w.trainable) for w in spec.weight_census()]
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
 def test_adapter_flops_equal_torch_counter(adapter: str) -> None:
-    run = compose([*TINY_DECODER, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
+    run = compose(
+        [*TINY_DECODER, *LLAMA, *(ADAPTERS | TRAINED_PARAMETERS)[adapter], "model.layers=8"]
+    )
     module = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(tokens).float().logsumexp(-1).sum().backward()
     attention = 14.0 * run.data.sequence * run.model.query_width * run.model.layers
-    found = counter.get_total_flops() / tokens.numel()
+    counted_flops = counter.get_total_flops() / tokens.numel()
     # The first block's inputs are frozen: gradients end in its first adapted layers.
-    assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)
-    assert found < run.model.flops(run.data.sequence) - attention
+    assert run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.05)
+    assert counted_flops < run.model.flops(run.data.sequence) - attention

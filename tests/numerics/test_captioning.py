@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.hf_checkpoints import IMAGE_MODELS
-from fixtures.multi_stack_models import QUERIES, MultiStackModel
+from fixtures.multi_stack_models import NUM_QUERIES, MultiStackModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,13 +38,13 @@ def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         module(pixels, labels.long()).sum().backward()
     assert spec.info.vision is not None
-    encoded = QUERIES + 1
-    attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
+    encoded = NUM_QUERIES + 1
+    num_attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
     if not stack.has_encoder:
-        attended = 2 * (sequence + QUERIES) ** 2
-    pairs = spec.info.vision.attention_pairs + attended * spec.query_width
-    told = spec.flops(sequence) * sequence
-    assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
+        num_attended = 2 * (sequence + NUM_QUERIES) ** 2
+    pairs = spec.info.vision.attention_pairs + num_attended * spec.query_width
+    predicted_flops = spec.flops(sequence) * sequence
+    assert counted.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs, rel=1e-9)
 
 
 def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackModel) -> None:
@@ -55,14 +55,14 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
         module(pixels, labels.long()).sum().backward()
     assert isinstance(run.model, HuggingFaceConfig)
     assert run.model.info.vision is not None
-    attended = (9 + QUERIES) ** 2
+    num_attended = (9 + NUM_QUERIES) ** 2
     if stack.has_encoder:
-        attended = (QUERIES + 1) ** 2 + 9 * (9 + QUERIES + 1)
-    written = 14.0 * 8 * attended * run.model.query_width
-    attention = 4.0 * run.model.info.vision.attention_pairs + written
+        num_attended = (NUM_QUERIES + 1) ** 2 + 9 * (9 + NUM_QUERIES + 1)
+    expected_flops = 14.0 * 8 * num_attended * run.model.query_width
+    attention = 4.0 * run.model.info.vision.attention_pairs + expected_flops
     # The first block's inputs are frozen: gradients end in its first adapted layers.
-    found = counted.get_total_flops()
-    assert 9 * run.flops_per_token - attention == pytest.approx(found, rel=0.02)
+    counted_flops = counted.get_total_flops()
+    assert 9 * run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.02)
 
 
 def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,44 +71,48 @@ def test_captioning_plan_uses_a_trace(capsys: pytest.CaptureFixture[str]) -> Non
     stdout = capsys.readouterr().out
     assert "all 6 layers" in stdout
     assert "the analytic models do not cover vision-language models" in stdout
-    for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
-        assert f"\n{line}" in stdout, line
+    for entry_start in ("parameters ", "optimizer state ", "activations ", "gradients "):
+        assert f"\n{entry_start}" in stdout, entry_start
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
     assert "memory model does not cover models with several stacks" in capsys.readouterr().err
 
 
 def test_captioning_plan_that_does_not_fit_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=cpu", "tracking=none")
-    small = "hardware.memory_gib=0.012"
-    assert cli.main(["plan", *tiny, small]) == 3
+    memory_override = "hardware.memory_gib=0.012"
+    assert cli.main(["plan", *tiny, memory_override]) == 3
     stdout = capsys.readouterr().out
     assert "Out of memory: " in stdout
-    smaller = "trainer.micro_batch=16 trainer.global_batch=64"
-    assert f"Suggested fix: {smaller}\n" in stdout
-    assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
+    batch_overrides = "trainer.micro_batch=16 trainer.global_batch=64"
+    assert f"Suggested fix: {batch_overrides}\n" in stdout
+    assert cli.main(["plan", *tiny, memory_override, *batch_overrides.split()]) == 0
 
 
 def test_captioning_query_tokens_are_initialized(stack: MultiStackModel) -> None:
     spec = HuggingFaceConfig(path=str(stack.folder), init=InitKind.random)
-    drawn = dict(build_model(spec, 7).named_parameters())["head.query_tokens"]
-    assert drawn.std().item() == pytest.approx(0.02, rel=0.2)
+    query_tokens = dict(build_model(spec, 7).named_parameters())["head.query_tokens"]
+    assert query_tokens.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 def test_captioning_generation_equals_transformers(stack: MultiStackModel) -> None:
     run, peer = stack.compose(), stack.transformers_model()
-    rows = prepare_splits(run.data, 32, run.seed).validation
-    assert rows is not None
+    dataset = prepare_splits(run.data, 32, run.seed).validation
+    assert dataset is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
     assert isinstance(module, VisionLanguageModule)
-    found = validation_metrics.measure_captions(module, rows, 10, 4, {0})
-    (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=None, steps=1)
-    given = stack.transformers_inputs(batch)
+    metrics = validation_metrics.measure_captions(module, dataset, 10, 4, {0})
+    (batch,) = TrainLoader(dataset, BatchShare(10, 10), seed=None, steps=1)
+    inputs = stack.transformers_inputs(batch)
     with torch.no_grad():
-        assert found.loss == pytest.approx(peer(**given).loss.item(), rel=1e-5)
-    assert found.labels == int((batch["labels"] != -100).sum())
+        assert metrics.loss == pytest.approx(peer(**inputs).loss.item(), rel=1e-5)
+    assert metrics.labels == int((batch["labels"] != -100).sum())
     tokens = generation.generate_captions(module, batch["inputs"], 0.0, 1)
     ids_BT = torch.stack([next(tokens) for _ in range(9)], dim=1)
-    how: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "use_cache": False}
-    wanted_BT = peer.generate(given["pixel_values"], eos_token_id=None, **how)
-    assert torch.equal(ids_BT, wanted_BT[:, -9:])
-    assert found.told[0][1] == validation_metrics.truncate_at_end(ids_BT[0].tolist(), {0})
+    generation_options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "use_cache": False,
+    }
+    expected_BT = peer.generate(inputs["pixel_values"], eos_token_id=None, **generation_options)
+    assert torch.equal(ids_BT, expected_BT[:, -9:])
+    assert metrics.told[0][1] == validation_metrics.truncate_at_end(ids_BT[0].tolist(), {0})

@@ -37,21 +37,21 @@ KINDS = {
     "pipeline": (*STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
     "shard_tensor": (*STRATEGIES["shard_tensor"], "trainer.micro_batch=4"),
 }
-USUAL = {("shard_tensor", "single")}
+CI_PAIRS = {("shard_tensor", "single")}
 
-Written = Callable[[str], RunDir]
+TrainedRun = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
+def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> TrainedRun:
     """The whole run of a kind, which left a checkpoint in the middle."""
     run_job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
-    kept: dict[str, RunDir] = {}
+    runs: dict[str, RunDir] = {}
 
     def run(kind: str) -> RunDir:
-        if kind not in kept:
-            kept[kind] = run_job.without_defaults(*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
-        return kept[kind]
+        if kind not in runs:
+            runs[kind] = run_job.without_defaults(*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
+        return runs[kind]
 
     return run
 
@@ -83,23 +83,25 @@ def test_resharding_reads_both_ends_of_a_folded_pipeline(
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"),
+    ("saved_kind", "loaded_kind"),
     [
-        pytest.param(one, other, marks=() if (one, other) in USUAL else pytest.mark.exhaustive)
-        for one in KINDS
-        for other in KINDS
+        pytest.param(
+            saved, loaded, marks=() if (saved, loaded) in CI_PAIRS else pytest.mark.exhaustive
+        )
+        for saved in KINDS
+        for loaded in KINDS
     ],
 )
 def test_checkpoint_resumes_under_another_strategy(
-    wrote: str, reads: str, trained_run: Written, tmp_path: Path, shared_cache: Path
+    saved_kind: str, loaded_kind: str, trained_run: TrainedRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    start, reference = trained_run(wrote), trained_run(reads)
+    start, reference = trained_run(saved_kind), trained_run(loaded_kind)
     run_job = JobRunner(tmp_path, shared_cache)
     resumed = run_job.without_defaults(
-        *TINY_DECODER, *LLAMA, *STEPS, *KINDS[reads], resume=start.checkpoint(2)
+        *TINY_DECODER, *LLAMA, *STEPS, *KINDS[loaded_kind], resume=start.checkpoint(2)
     )
     assert resumed.steps == reference.steps
-    if wrote == reads:
+    if saved_kind == loaded_kind:
         assert resumed.column("train/loss") == reference.column("train/loss")
         assert same_weights(resumed.weights(), reference.weights())
         return
@@ -116,15 +118,19 @@ def test_checkpoint_resumes_under_another_strategy(
     + ["fsdp"],
 )
 def test_async_checkpoint_equals_sync_checkpoint(
-    kind: str, trained_run: Written, tmp_path: Path, shared_cache: Path
+    kind: str, trained_run: TrainedRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    parts = (*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
-    beside = run_job.without_defaults(*parts, "checkpoint.background=true", "checkpoint.every=1")
+    overrides = (*TINY_DECODER, *LLAMA, *STEPS, *KINDS[kind])
+    background_run = run_job.without_defaults(
+        *overrides, "checkpoint.background=true", "checkpoint.every=1"
+    )
     reference = trained_run(kind)
-    for step in (2, 4) if 2 in beside.checkpoints else (4,):
-        assert same_weights(beside.weights(step), reference.weights(step)), step
-    resumed = run_job.without_defaults(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
+    for step in (2, 4) if 2 in background_run.checkpoints else (4,):
+        assert same_weights(background_run.weights(step), reference.weights(step)), step
+    resumed = run_job.without_defaults(
+        *overrides, "trainer.max_steps=5", resume=background_run.checkpoint(3)
+    )
     assert resumed.column("train/loss")[:4] == reference.column("train/loss")
 
 
@@ -141,21 +147,26 @@ def one_core() -> Iterator[None]:
 @pytest.mark.usefixtures("one_core")
 def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> None:
     """Training stands still for at most 15 % of the time that it would take to write."""
-    model = {f"w{number}": torch.randn(1 << 21) for number in range(8)}
+    model = {f"w{index}": torch.randn(1 << 21) for index in range(8)}
     slots = {f"{slot}/{name}": w.clone() for slot in ("a", "b") for name, w in model.items()}
-    tensors, rest = {"model": model, "optimizer": slots}, store.pack_state({"global_step": 1})
+    tensors, packed_state = (
+        {"model": model, "optimizer": slots},
+        store.pack_state({"global_step": 1}),
+    )
     blocked: dict[bool, list[float]] = {False: [], True: []}
     writers = {
-        beside: BackgroundWriter(background=beside, device=torch.device("cpu"), collective=False)
-        for beside in blocked
+        is_background: BackgroundWriter(
+            background=is_background, device=torch.device("cpu"), collective=False
+        )
+        for is_background in blocked
     }
-    for number in range(4):  # by turns, as the disk is others' too
-        for beside, writer in writers.items():
-            path = tmp_path / f"{beside}-{number}"
+    for index in range(4):  # by turns, as the disk is others' too
+        for is_background, writer in writers.items():
+            path = tmp_path / f"{is_background}-{index}"
             start = time.perf_counter()
-            staged = writer.stage(tensors)
-            writer.submit(partial(store.save_checkpoint, path, staged, rest))
-            blocked[beside].append(time.perf_counter() - start)
+            staged_checkpoint = writer.stage(tensors)
+            writer.submit(partial(store.save_checkpoint, path, staged_checkpoint, packed_state))
+            blocked[is_background].append(time.perf_counter() - start)
             writer.finish()
     ratio = min(blocked[True][1:]) / min(blocked[False][1:])  # the first makes room
     print(f"training is blocked for {ratio:.1%} of a save")

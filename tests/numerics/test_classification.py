@@ -32,13 +32,15 @@ CLASSES = (
     "model.classes=2",
     "model.tied=false",
 )
-USUAL = ("ddp", "fsdp")
+CI_STRATEGIES = ("ddp", "fsdp")
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(n, marks=(*marks(n), *(() if n in USUAL else (pytest.mark.exhaustive,))))
+        pytest.param(
+            n, marks=(*marks(n), *(() if n in CI_STRATEGIES else (pytest.mark.exhaustive,)))
+        )
         for n in STRATEGIES
         if not ("tensor" in n or "zero_bubble" in n)  # which is rejected
     ],
@@ -64,11 +66,11 @@ def test_classification_logits_equal_transformers(spec: DecoderConfig, tmp_path:
     assert peer.config.num_labels == 3
     with torch.no_grad():
         for tokens_T in tokens_BT:  # without a padding token it takes one row at a time
-            wanted_1C = peer(tokens_T[None]).logits
-            torch.testing.assert_close(module(tokens_T[None])[:, -1], wanted_1C)
-    again = build_model(replace(model, weights=str(tmp_path)), 2)
+            expected_1C = peer(tokens_T[None]).logits
+            torch.testing.assert_close(module(tokens_T[None])[:, -1], expected_1C)
+    loaded_model = build_model(replace(model, weights=str(tmp_path)), 2)
     for name, tensor in module.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+        assert torch.equal(loaded_model.state_dict()[name], tensor), name
 
 
 def test_classification_adds_a_head_to_a_language_model(tmp_path: Path) -> None:
@@ -76,9 +78,9 @@ def test_classification_adds_a_head_to_a_language_model(tmp_path: Path) -> None:
     pretrained = build_model(spec, 1)
     export_model(spec, pretrained.state_dict(), tmp_path)
     model = replace(spec, classes=3, weights=str(tmp_path))
-    first, second = (build_model(model, seed).state_dict() for seed in (1, 2))
+    first, second_state = (build_model(model, seed).state_dict() for seed in (1, 2))
     assert first["head.weight"].shape == (3, spec.width)
-    assert not torch.equal(first.pop("head.weight"), second["head.weight"])
+    assert not torch.equal(first.pop("head.weight"), second_state["head.weight"])
     for name, tensor in first.items():
         assert torch.equal(pretrained.state_dict()[name], tensor), name
 
@@ -88,19 +90,19 @@ def test_classification_head_flops_equal_torch_counter() -> None:
     for spec in (LLAMA, replace(LLAMA, classes=3)):
         module, tokens_BT = build_model(spec, 1), random_tokens(spec)
         assert spec.num_parameters == sum(p.numel() for p in module.parameters()), spec
-        with FlopCounterMode(display=False) as found:
+        with FlopCounterMode(display=False) as counter:
             module(tokens_BT).sum().backward()
-        counted[spec] = found.get_total_flops() / tokens_BT.numel()
-    (of_tokens, more), (of_classes, fewer) = counted.items()
-    assert of_tokens.flops(48) - of_classes.flops(48) == more - fewer > 0
+        counted[spec] = counter.get_total_flops() / tokens_BT.numel()
+    (token_shape, token_flops), (class_shape, class_flops) = counted.items()
+    assert token_shape.flops(48) - class_shape.flops(48) == token_flops - class_flops > 0
 
 
 def test_classification_adapter_trains_the_head(reference_run: ReferenceRun) -> None:
     lora = ("adapter=lora", "adapter.rank=4", "adapter.trained=[head]")
     run = reference_run("accumulated", *CLASSES, *lora)
-    trained = {name.removeprefix("model.") for name in load_gradients(run, 2)}
-    assert "head.weight" in trained
-    assert trained == {
+    trained_names = {name.removeprefix("model.") for name in load_gradients(run, 2)}
+    assert "head.weight" in trained_names
+    assert trained_names == {
         w.name for w in compose([*TINY_DECODER, *CLASSES, *lora]).weight_census() if w.trainable
     }
     with pytest.raises(

@@ -32,12 +32,12 @@ THIRD_STEP = (
     "trusted_packages=[fixtures]",
     "+callbacks.messages._target_=fixtures.probe_callbacks.CountCollectives",
 )
-INEXACT = ("pipeline_shard", "pipeline_replicate", "pipeline_context")
-INEXACT += ("pipeline_shard_zbv_zero_bubble", "pipeline_context_interleaved_zero_bubble")
+INEXACT_STRATEGIES = ("pipeline_shard", "pipeline_replicate", "pipeline_context")
+INEXACT_STRATEGIES += ("pipeline_shard_zbv_zero_bubble", "pipeline_context_interleaved_zero_bubble")
 """A schedule decides how often the weights of a stage are gathered."""
 
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
-AGAIN = {
+RECOMPUTE_OPTIONS = {
     "nothing": (),
     "full": ("memory=checkpoint_full",),
     "selective": ("memory=checkpoint_selective",),
@@ -76,92 +76,122 @@ AGAIN = {
 """What is computed, and perhaps sent, a second time, or not asked for."""
 MUON = ("fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
 """Layouts from whose shards it gathers its updates."""
-WAYS = {**AGAIN, "muon": ("optimizer=muon",)}
-USUAL = (
+RUN_OPTIONS = {**RECOMPUTE_OPTIONS, "muon": ("optimizer=muon",)}
+CI_CASES = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "fsdp", "prompt"),
 )
-SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
-SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
-SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_replicate", "fsdp_4")
-SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
-SELDOM += ("pipeline_interleaved_zero_bubble",)
+EXHAUSTIVE_STRATEGIES = (
+    "ddp_small_buckets",
+    "fsdp_kept",
+    "fsdp_prefetch",
+    "context_in_order",
+    "pipeline_gpipe",
+)
+EXHAUSTIVE_STRATEGIES += (
+    "pipeline_interleaved_1f1b",
+    "replicate_shard",
+    "context_tensor",
+    "pipeline_tensor",
+)
+EXHAUSTIVE_STRATEGIES += (
+    "replicate_tensor",
+    "shard_context",
+    "pipeline_context",
+    "pipeline_replicate",
+    "fsdp_4",
+)
+EXHAUSTIVE_STRATEGIES += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
+EXHAUSTIVE_STRATEGIES += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
 SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
 """What keeps results for one backward, of which zero-bubble schedules make two."""
-CUT = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
+UNSUPPORTED_STRATEGIES = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
 """Axes that shard samples, heads or layers, which adapters reject."""
 
-Messages = Counter[tuple[str, tuple[int, ...], int]]
+CollectiveCounts = Counter[tuple[str, tuple[int, ...], int]]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shape", "again"),
+    ("strategy", "shape", "option"),
     [
-        pytest.param(strategy, shape, again, marks=() if usual else pytest.mark.exhaustive)
+        pytest.param(strategy, shape, option, marks=() if runs_in_ci else pytest.mark.exhaustive)
         for strategy in STRATEGIES
-        if strategy not in INEXACT and not strategy.startswith("deepspeed")  # which declares none
+        if strategy not in INEXACT_STRATEGIES
+        and not strategy.startswith("deepspeed")  # which declares none
         for shape in SHAPES
-        for again in AGAIN
-        if not ("zero_bubble" in strategy and SELECTIVE & {*AGAIN[again]})  # which is rejected
-        if not any(axis in strategy for axis in CUT.get(again, ()))
-        if not ("dpo" in again and ("pipeline" in strategy or "context" in strategy))  # as is this
-        for plain in [(shape, again) == ("llama", "nothing") and strategy not in SELDOM]
-        for usual in [plain or (shape, strategy, again) in USUAL]
+        for option in RECOMPUTE_OPTIONS
+        if not (
+            "zero_bubble" in strategy and SELECTIVE & {*RECOMPUTE_OPTIONS[option]}
+        )  # which is rejected
+        if not any(axis in strategy for axis in UNSUPPORTED_STRATEGIES.get(option, ()))
+        if not ("dpo" in option and ("pipeline" in strategy or "context" in strategy))  # as is this
+        for is_default in [
+            (shape, option) == ("llama", "nothing") and strategy not in EXHAUSTIVE_STRATEGIES
+        ]
+        for runs_in_ci in [is_default or (shape, strategy, option) in CI_CASES]
     ]
     + [pytest.param(strategy, "llama", "muon", marks=pytest.mark.exhaustive) for strategy in MUON],
 )
 def test_collectives_of_each_strategy_equal_prediction(
-    strategy: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
+    strategy: str, shape: str, option: str, tmp_path: Path, shared_cache: Path
 ) -> None:
-    parts = (
+    overrides = (
         *TINY_DECODER,
         *THIRD_STEP,
         *SHAPES[shape],
         *STRATEGIES[strategy],
-        *WAYS[again],
+        *RUN_OPTIONS[option],
     )
-    assert_sent(parts, JobRunner(tmp_path, shared_cache))
+    assert_collectives_equal(overrides, JobRunner(tmp_path, shared_cache))
 
 
 @pytest.mark.parametrize(
-    ("family", "strategy", "again"),
+    ("family", "strategy", "option"),
     [
-        pytest.param(family, strategy, again, marks=() if usual else pytest.mark.exhaustive)
+        pytest.param(family, strategy, option, marks=() if runs_in_ci else pytest.mark.exhaustive)
         for family in ("llama", "qwen2", "gemma2")
         for strategy in ("tensor", "tensor_alone", "shard_tensor")
-        for again in ("nothing", "full", "selective", "mixture", "loss")
-        for usual in [(family, strategy, again) == ("qwen2", "tensor", "full")]
+        for option in ("nothing", "full", "selective", "mixture", "loss")
+        for runs_in_ci in [(family, strategy, option) == ("qwen2", "tensor", "full")]
     ],
 )
 def test_collectives_of_transformers_models_equal_prediction(
     family: str,
     strategy: str,
-    again: str,
+    option: str,
     hf_checkpoint: HFCheckpoints,
     tmp_path: Path,
     shared_cache: Path,
 ) -> None:
-    own = (each for each in (*TINY_DECODER, *THIRD_STEP) if not each.startswith("model"))
+    base_overrides = (
+        override for override in (*TINY_DECODER, *THIRD_STEP) if not override.startswith("model")
+    )
     model = ("model=hf", f"model.path={hf_checkpoint(family)}")
-    parts = (*own, *model, *STRATEGIES[strategy], NO_SEQUENCE_PARALLEL, *WAYS[again])
-    assert_sent(parts, JobRunner(tmp_path, shared_cache))
+    overrides = (
+        *base_overrides,
+        *model,
+        *STRATEGIES[strategy],
+        NO_SEQUENCE_PARALLEL,
+        *RUN_OPTIONS[option],
+    )
+    assert_collectives_equal(overrides, JobRunner(tmp_path, shared_cache))
 
 
-def assert_sent(parts: tuple[str, ...], run_job: JobRunner) -> None:
-    ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
-    parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
-    run = compose(parts)
-    folder = run_job.without_defaults(*parts)
+def assert_collectives_equal(overrides: tuple[str, ...], run_job: JobRunner) -> None:
+    ranks = compose([*overrides, "trainer.micro_batch=8"]).parallelism.data_parallel_size
+    overrides = (*overrides, f"trainer.micro_batch={max(4 // ranks, 1)}")
+    run = compose(overrides)
+    folder = run_job.without_defaults(*overrides)
     for rank in range(run.world_size):
-        expected, got = declared(run, rank), sent(folder, rank)
-        if "parallelism=ddp" in parts:  # buckets are cut where parameters end
-            expected, got = whole(expected), whole(got)
-        assert got == expected, f"rank {rank}"
+        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
+        if "parallelism=ddp" in overrides:  # buckets are cut where parameters end
+            expected, actual = whole(expected), whole(actual)
+        assert actual == expected, f"rank {rank}"
 
 
-KEPT: list[dist.ProcessGroup | None] = []
+GROUPS: list[dist.ProcessGroup | None] = []
 """Groups of this process. A reducer's future may hold the last reference to one in gloo's own
 thread, which would wait for itself to end, and the process would abort."""
 
@@ -170,7 +200,7 @@ thread, which would wait for itself to end, and the process would abort."""
 def group_of_one() -> Iterator[None]:
     """A process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    KEPT.append(dist.group.WORLD)
+    GROUPS.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
@@ -184,15 +214,17 @@ def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
     module = DistributedDataParallel(build_model(run.model, seed=1), **CONSTANT_BUFFERS)
     state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    told = []
+    state_bytes = []
     for _ in range(4):
         module(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-        told.append(state.compression_stats()[2])
-    numbers = sum(each.bytes for each in list_collectives(run.parallelism, run)) / 4
-    assert [told[2], told[3] - told[2]] == [numbers, numbers]
+        state_bytes.append(state.compression_stats()[2])
+    num_elements = (
+        sum(collective.bytes for collective in list_collectives(run.parallelism, run)) / 4
+    )
+    assert [state_bytes[2], state_bytes[3] - state_bytes[2]] == [num_elements, num_elements]
 
 
-def whole(messages: Messages) -> Messages:
+def whole(messages: CollectiveCounts) -> CollectiveCounts:
     """The bytes of each kind as one message."""
     sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (kind, ranks, size), count in messages.items():
@@ -200,16 +232,16 @@ def whole(messages: Messages) -> Messages:
     return Counter({(kind, ranks, size): 1 for (kind, ranks), size in sums.items()})
 
 
-def declared(run: RunConfig, rank: int) -> Messages:
-    messages: Messages = Counter()
-    for each in list_collectives(run.parallelism, run, rank):
-        ranks = run.parallelism.ranks_along(each.axes, rank)
-        messages[each.kind, ranks, each.bytes] += each.count
+def predicted_collectives(run: RunConfig, rank: int) -> CollectiveCounts:
+    messages: CollectiveCounts = Counter()
+    for collective in list_collectives(run.parallelism, run, rank):
+        ranks = run.parallelism.ranks_along(collective.axes, rank)
+        messages[collective.kind, ranks, collective.bytes] += collective.count
     return messages
 
 
-def sent(folder: RunDir, rank: int) -> Messages:
-    messages: Messages = Counter()
+def recorded_collectives(folder: RunDir, rank: int) -> CollectiveCounts:
+    messages: CollectiveCounts = Counter()
     for kind, ranks, size, count in folder.json(f"messages-{rank}.json"):
         messages[kind, tuple(ranks), size] += count
     return messages

@@ -33,10 +33,10 @@ def results() -> Iterator[dict[Cell, str]]:
     collected: dict[Cell, str] = {}
     yield collected
     if os.environ.get("SCALEWISE_RECORD"):
-        known = compatibility_matrix.load_record() | collected
-        ordered = {cell: known[cell] for cell in compatibility_matrix.cells()}
+        known_results = compatibility_matrix.load_record() | collected
+        ordered = {cell: known_results[cell] for cell in compatibility_matrix.cells()}
         head = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
-        keys = {f"{c.strategy} | {c.group} | {c.option}": said for c, said in ordered.items()}
+        keys = {f"{c.strategy} | {c.group} | {c.option}": result for c, result in ordered.items()}
         record = {"command": compatibility_matrix.MAKE_COMMAND, **head, "cells": keys}
         compatibility_matrix.RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
         compatibility_matrix.PAGE.write_text(
@@ -49,7 +49,7 @@ def results() -> Iterator[dict[Cell, str]]:
 def test_matrix_cell_runs_or_is_rejected(
     cell: Cell, results: dict[Cell, str], tmp_path: Path, shared_cache: Path
 ) -> None:
-    refusal = cell.rejection()
-    if refusal is None:
+    rejection = cell.rejection()
+    if rejection is None:
         JobRunner(tmp_path, shared_cache).without_defaults(*cell.overrides)
-    results[cell] = refusal or compatibility_matrix.RUNS
+    results[cell] = rejection or compatibility_matrix.RUNS

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from fixtures.decoder_configs import (
-    EXACT,
+    EXACT_TOLERANCE,
     GPT2,
     LLAMA,
     OTHER_DECODERS,
@@ -40,7 +40,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 @torch.no_grad()
 def assert_same_logits(actual: nn.Module, expected: nn.Module, spec: DecoderConfig) -> None:
     batch = random_tokens(spec)
-    torch.testing.assert_close(actual.eval()(batch), expected(batch).logits, **EXACT)
+    torch.testing.assert_close(actual.eval()(batch), expected(batch).logits, **EXACT_TOLERANCE)
 
 
 def read(name: str) -> DecoderConfig:
@@ -82,10 +82,10 @@ def test_decoder_export_loads_in_transformers(spec: DecoderConfig, tmp_path: Pat
 
 def test_decoder_loads_published_gpt2_names() -> None:
     reference = hf_model(GPT2)
-    bare = {k.removeprefix("transformer."): v for k, v in reference.state_dict().items()}
-    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    unprefixed = {k.removeprefix("transformer."): v for k, v in reference.state_dict().items()}
+    unprefixed["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     actual = build_model(GPT2, 0)
-    actual.load_state_dict(from_hf_state_dict(bare, GPT2))
+    actual.load_state_dict(from_hf_state_dict(unprefixed, GPT2))
     assert_same_logits(actual, reference, GPT2)
 
 
@@ -123,16 +123,21 @@ def with_an_index(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}})
+INDEX_OF_LOST_SHARD = json.dumps(
+    {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+)
 
 
 @pytest.mark.parametrize(
-    ("harm", "reason"),
+    ("damage", "reason"),
     [
         (truncated, "cannot be read as safetensors"),
         (shutil.rmtree, "neither a .safetensors file nor a folder"),
         (pickled, "has no safetensors weights"),
-        (partial(with_an_index, text=LOST), "model-00001-of-00001.safetensors is missing"),
+        (
+            partial(with_an_index, text=INDEX_OF_LOST_SHARD),
+            "model-00001-of-00001.safetensors is missing",
+        ),
         (partial(with_an_index, text="{"), "is not a valid index of shards"),
         (partial(without_a_tensor, name="lm_head.weight"), "model.tied=true"),
         (partial(without_a_tensor, name="model.norm.weight"), "has no tensor model.norm.weight"),
@@ -140,13 +145,13 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
         (partial(with_a_tensor, name="model.norm.weight", shape=(2,)), r"\(2,\), not"),
     ],
 )
-def test_decoder_rejects_a_checkpoint_of_another_shape(harm, reason: str, tmp_path: Path) -> None:
+def test_decoder_rejects_a_checkpoint_of_another_shape(damage, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     export_folder(build_model(LLAMA, 0).state_dict(), LLAMA, folder)
-    harm(folder)
-    with pytest.raises(CheckpointError, match=reason) as refusal:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=reason) as excinfo:
         load_state_dict(folder, LLAMA)
-    for issue in refusal.value.issues:
+    for issue in excinfo.value.issues:
         assert issue.key == "model.weights", issue
         assert str(tmp_path) in str(issue.value), issue
         assert issue.fix, issue
@@ -226,11 +231,11 @@ def test_decoder_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
 @for_each_decoder
 def test_decoder_attention_is_causal(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 0), random_tokens(spec)
-    other = batch.clone()
-    other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
+    changed_batch = batch.clone()
+    changed_batch[:, 20:] = (changed_batch[:, 20:] + 1) % spec.vocabulary
     with torch.no_grad():
-        torch.testing.assert_close(module(batch)[:, :20], module(other)[:, :20])
-        assert not torch.equal(module(batch)[:, 20:], module(other)[:, 20:])
+        torch.testing.assert_close(module(batch)[:, :20], module(changed_batch)[:, :20])
+        assert not torch.equal(module(batch)[:, 20:], module(changed_batch)[:, 20:])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +246,7 @@ def test_decoder_depends_on_positions(spec: DecoderConfig, relative: bool) -> No
         build_model(replace(spec, initial_std=0.3), 0).eval(),
         random_tokens(spec, length=24),
     )
-    places = torch.arange(24)
+    positions = torch.arange(24)
 
     def at(positions_T: Tensor) -> Tensor:
         module.set_position_ids(positions_T)
@@ -249,9 +254,9 @@ def test_decoder_depends_on_positions(spec: DecoderConfig, relative: bool) -> No
 
     with torch.no_grad():
         logits = module(batch)
-        torch.testing.assert_close(at(places), logits, rtol=0, atol=0)
-        assert torch.allclose(at(places + 8), logits, atol=1e-4) == relative
-        assert not torch.allclose(at(2 * places), logits, atol=1e-2)
+        torch.testing.assert_close(at(positions), logits, rtol=0, atol=0)
+        assert torch.allclose(at(positions + 8), logits, atol=1e-4) == relative
+        assert not torch.allclose(at(2 * positions), logits, atol=1e-2)
 
 
 def test_decoder_dropout_acts_in_training_only() -> None:
@@ -263,12 +268,12 @@ def test_decoder_dropout_acts_in_training_only() -> None:
 
 @for_each_hf_decoder
 def test_decoder_bf16_error_is_that_of_transformers(spec: DecoderConfig) -> None:
-    batch, ours_off, theirs_off = random_tokens(spec), 0.0, 0.0
+    batch, actual_error, expected_error = random_tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
         expected, actual = hf_model(spec, seed), build_model(spec, 0).eval()
         actual.load_state_dict(from_hf_state_dict(expected.state_dict(), spec))
         with torch.no_grad():
-            exact = actual(batch)
-            ours_off += (actual.bfloat16()(batch) - exact).abs().mean().item()
-            theirs_off += (expected.bfloat16()(batch).logits - exact).abs().mean().item()
-    assert ours_off < 1.1 * theirs_off
+            exact_logits = actual(batch)
+            actual_error += (actual.bfloat16()(batch) - exact_logits).abs().mean().item()
+            expected_error += (expected.bfloat16()(batch).logits - exact_logits).abs().mean().item()
+    assert actual_error < 1.1 * expected_error

@@ -22,41 +22,44 @@ from scalewise.tracing.step_trace import rejection_reason, trace_run, with_cpu_o
 
 Compose = Callable[..., RunConfig]
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
-    return lambda *line: compose(*LARGE, *line, check_machine=False)
+    return lambda *overrides: compose(*LARGE, *overrides, check_machine=False)
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [*TRACED, *(pytest.param(line, marks=LONG) for line in TRACED_SELDOM)],
+    [
+        *TRACED,
+        *(pytest.param(case_overrides, marks=EXHAUSTIVE) for case_overrides in TRACED_SELDOM),
+    ],
     ids=" ".join,
 )
 def test_memory_breakdown_equals_trace(overrides: tuple[str, ...], run_of: Compose) -> None:
     run = run_of(*overrides)
     assert rejection_reason(run) is None
-    found, predicted = trace_run(run), peak_memory.worst_rank_breakdown(with_cpu_operators(run))
-    error = predicted.peak / found.peak - 1
-    fullest = max(found.phase_peaks, key=lambda moment: found.phase_peaks[moment])
-    print(f"{' '.join(overrides)}: {error:+.2%}, {found.peak:,} at {fullest}")
+    trace, predicted = trace_run(run), peak_memory.worst_rank_breakdown(with_cpu_operators(run))
+    error = predicted.peak / trace.peak - 1
+    peak_phase = max(trace.phase_peaks, key=lambda moment: trace.phase_peaks[moment])
+    print(f"{' '.join(overrides)}: {error:+.2%}, {trace.peak:,} at {peak_phase}")
     assert abs(error) < 0.05
     assert not dist.is_initialized()
 
 
 def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     overrides = (MIXED, *fsdp_overrides(8), FULL)
-    plain, averaged = (
+    default_trace, averaged = (
         trace_run(run_of(*overrides)),
         trace_run(run_of(*overrides, "callbacks=[ema]")),
     )
     run = run_of(*overrides, "callbacks=[ema]")
     expected = build_rank_memory(run.parallelism, run).ema_bytes(run)
-    assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
-    told = {line.name: line.max_bytes for line in averaged.build_breakdown().entries}
-    assert told["average"] == pytest.approx(expected, rel=0.001)
+    assert averaged.peak - default_trace.peak == pytest.approx(expected, rel=0.001)
+    entry_bytes = {entry.name: entry.max_bytes for entry in averaged.build_breakdown().entries}
+    assert entry_bytes["average"] == pytest.approx(expected, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +67,8 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     [
         (12, (MIXED, FULL)),
         *(
-            pytest.param(layers, line, marks=LONG)
-            for layers, line in [
+            pytest.param(layers, case_overrides, marks=EXHAUSTIVE)
+            for layers, case_overrides in [
                 (12, (MIXED, *fsdp_overrides(8), ACCUMULATION)),
                 (12, (MIXED, *fsdp_overrides(4), "model=openllama_7b", "data.sequence=2048")),
                 (12, (MIXED, *mesh_overrides(tensor=8))),

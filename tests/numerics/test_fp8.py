@@ -33,13 +33,13 @@ from scalewise.precision.build import apply_precision
 from scalewise.precision.config import Float8, ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 FP8 = ("precision=fp8", "precision.compute=fp32")
 ROWWISE = (*FP8, "precision.recipe=rowwise")
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
-E4M3, E5M2 = 2.0**-4, 2.0**-3
+E4M3_STEP, E5M2_STEP = 2.0**-4, 2.0**-3
 """Largest relative errors of numbers that are rounded to 3 bits of mantissa, and to 2."""
-SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
+SMALLEST_SCALED = {E4M3_STEP: 2.0**-10 / 448, E5M2_STEP: 2.0**-17 / 57344}
 """Largest errors of those near 0, over the largest number of their scale."""
 
 
@@ -47,12 +47,14 @@ SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
 def test_fp8_converts_linear_layers_of_blocks(shape: tuple[str, ...]) -> None:
     run = compose([*TINY_DECODER, *shape, *FP8])
     module = SingleDevice(DeviceKind.cpu).build(run)
-    converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
-    linear = {name for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+    converted = {name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)}
+    linear = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     assert converted == {name for name in linear if name.startswith("blocks.")}
     assert len(converted) == len(run.precision.fp8_layers(run.model)) * run.model.layers
-    held = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    assert held == {weight.name: weight.shape for weight in run.weight_census()}
+    parameter_shapes = {
+        name: tuple(parameter.shape) for name, parameter in module.named_parameters()
+    }
+    assert parameter_shapes == {weight.name: weight.shape for weight in run.weight_census()}
 
 
 def test_fp8_skips_layers_not_divisible_by_16() -> None:
@@ -68,34 +70,34 @@ def test_fp8_losses_and_gradients_equal_torchao(
     recipe: ScalingRecipe, shape: tuple[str, ...]
 ) -> None:
     run = compose([*TINY_DECODER, *shape, *FP8, f"precision.recipe={recipe}"])
-    plain = build_model(run.model, 1)
+    reference_model = build_model(run.model, 1)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     reference = convert_to_float8_training(
-        deepcopy(plain), config=config, module_filter_fn=lambda _, name: "blocks." in name
+        deepcopy(reference_model), config=config, module_filter_fn=lambda _, name: "blocks." in name
     )
-    apply_precision(run.precision, plain, run.model, DeviceKind.cpu)
+    apply_precision(run.precision, reference_model, run.model, DeviceKind.cpu)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
-    for module in (plain, reference):
+    for module in (reference_model, reference):
         module(tokens).logsumexp(-1).sum().backward()
     for (name, actual), expected in zip(
-        plain.named_parameters(), reference.parameters(), strict=True
+        reference_model.named_parameters(), reference.parameters(), strict=True
     ):
         assert actual.grad is not None
         assert torch.equal(actual.grad, expected.grad), name
 
 
-def largest_error(a: Tensor, b: Tensor, of_a: float, of_b: float) -> Tensor:
+def largest_error(a: Tensor, b: Tensor, step_of_a: float, step_of_b: float) -> Tensor:
     """Returns that of ``a @ b`` by rounding their numbers, each number by itself."""
     a, b = a.abs(), b.abs()
-    small_a, small_b = (x.max() * SMALLEST[of] for x, of in ((a, of_a), (b, of_b)))
-    off_a, off_b = a * of_a + small_a, b * of_b + small_b
+    small_a, small_b = (x.max() * SMALLEST_SCALED[of] for x, of in ((a, step_of_a), (b, step_of_b)))
+    off_a, off_b = a * step_of_a + small_a, b * step_of_b + small_b
     return off_a @ b + a @ off_b + off_a @ off_b
 
 
 @pytest.mark.parametrize("recipe", ScalingRecipe)
 def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
     generator = torch.Generator().manual_seed(7)
-    x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
+    x, output_gradient = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
     spec = compose([*TINY_DECODER, *LLAMA, "model.width=96", "model.feedforward=48"]).model
     module = build_meta(spec, StageSlice(range(1))).to_empty(device="cpu")
@@ -105,27 +107,36 @@ def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.randn(48, 96, generator=generator) / 8)
     y = layer(x)
-    y.backward(up)
+    y.backward(output_gradient)
     assert x.grad is not None
     assert layer.weight.grad is not None
-    weight, of_up = layer.weight.detach(), E5M2 if recipe is ScalingRecipe.tensorwise else E4M3
-    for found, a, b, of_a in (
-        (y.detach(), x.detach(), weight.T, E4M3),
-        (x.grad, up, weight, of_up),
-        (layer.weight.grad, up.T, x.detach(), of_up),
+    weight, output_gradient_step = (
+        layer.weight.detach(),
+        E5M2_STEP if recipe is ScalingRecipe.tensorwise else E4M3_STEP,
+    )
+    for product, a, b, step_of_a in (
+        (y.detach(), x.detach(), weight.T, E4M3_STEP),
+        (x.grad, output_gradient, weight, output_gradient_step),
+        (layer.weight.grad, output_gradient.T, x.detach(), output_gradient_step),
     ):
-        error = (found - a @ b).abs()
-        assert (error <= largest_error(a, b, of_a, E4M3) + 1e-5).all(), of_a
-        assert error.norm() > 0.005 * found.norm(), of_a
+        error = (product - a @ b).abs()
+        assert (error <= largest_error(a, b, step_of_a, E4M3_STEP) + 1e-5).all(), step_of_a
+        assert error.norm() > 0.005 * product.norm(), step_of_a
 
 
 def micro_batched(
     run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, chunk: int | None
 ) -> RunDir:
     """The same steps on one device, whose scales are of as many rows."""
-    rows = chunk or run.resolved["trainer"]["micro_batch"]
-    parts = (*TINY_DECODER, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
-    return run_job.without_defaults(*parts)
+    micro_batch = chunk or run.resolved["trainer"]["micro_batch"]
+    overrides = (
+        *TINY_DECODER,
+        *SGD,
+        *BATCHES["accumulated"],
+        *recipe,
+        f"trainer.micro_batch={micro_batch}",
+    )
+    return run_job.without_defaults(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +144,7 @@ def micro_batched(
     [
         ("fsdp", ROWWISE),
         *(
-            pytest.param(strategy, recipe, marks=LONG)
+            pytest.param(strategy, recipe, marks=EXHAUSTIVE)
             for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp", "pipeline_one_f_one_b")
             for recipe in (FP8, ROWWISE)
             if (strategy, recipe) != ("fsdp", ROWWISE)
@@ -146,12 +157,14 @@ def test_fp8_under_each_strategy_equals_one_device(
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
     run_job = JobRunner(tmp_path, shared_cache)
     run = train_strategy(STRATEGIES[strategy], "accumulated", run_job, *recipe)
-    alone = micro_batched(run, recipe, run_job, 1 if "pipeline" in strategy else None)
+    single_run = micro_batched(run, recipe, run_job, 1 if "pipeline" in strategy else None)
     if recipe == ROWWISE:
-        assert_same_training(run, alone)
+        assert_same_training(run, single_run)
         return
-    assert_tensors_close(load_gradients(run, 0), load_gradients(alone, 0), "gradients of step 0")
-    losses = run.column("train/loss"), alone.column("train/loss")
+    assert_tensors_close(
+        load_gradients(run, 0), load_gradients(single_run, 0), "gradients of step 0"
+    )
+    losses = run.column("train/loss"), single_run.column("train/loss")
     assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -160,17 +173,17 @@ def test_fp8_under_each_strategy_equals_one_device(
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_fp8_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
-    compiled = run_job.without_defaults(*parts, f"compile={scope}", "compile.backend=aot_eager")
-    assert_same_training(compiled, run_job.without_defaults(*parts))
+    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
+    compiled = run_job.without_defaults(*overrides, f"compile={scope}", "compile.backend=aot_eager")
+    assert_same_training(compiled, run_job.without_defaults(*overrides))
 
 
 def test_fp8_evaluation_reports_the_fp32_loss(
     tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that fill a micro batch up share the scales of whole tensors, not those of rows."""
-    parts = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
-    run = JobRunner(tmp_path, shared_cache).without_defaults(*parts, *ROWWISE)
+    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    run = JobRunner(tmp_path, shared_cache).without_defaults(*overrides, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0
     record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
     assert "fp8 matmuls: the loss is " in capsys.readouterr().out

@@ -34,7 +34,7 @@ from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.precision.config import ScalingRecipe
 from scalewise.strategies.single import SingleDevice
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 FP8 = ("precision=fp8", "precision.compute=fp32")
 ROWWISE = (*FP8, "precision.recipe=rowwise")
 
@@ -75,21 +75,21 @@ def test_hf_fp8_gradients_equal_torchao(
         expected, config=config, module_filter_fn=lambda layer, _: layer is not head
     )
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
-    logits, wanted = actual(tokens), expected(tokens).logits
-    assert torch.equal(logits, wanted)
-    for each in (logits, wanted):
-        each.logsumexp(-1).sum().backward()
+    logits, expected_logits = actual(tokens), expected(tokens).logits
+    assert torch.equal(logits, expected_logits)
+    for item in (logits, expected_logits):
+        item.logsumexp(-1).sum().backward()
     for name, parameter in actual.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected.get_parameter(actual.hf_name(name)).grad), name
-    converted = [each for each in actual.modules() if isinstance(each, Float8Linear)]
+    converted = [item for item in actual.modules() if isinstance(item, Float8Linear)]
     assert len(converted) == len(run.precision.fp8_layers(run.model)) * run.model.layers
 
 
 @pytest.mark.parametrize(
     ("family", "strategy", "recipe"),
     [
-        pytest.param(*case, marks=() if case == ("qwen2", "fsdp", ROWWISE) else LONG)
+        pytest.param(*case, marks=() if case == ("qwen2", "fsdp", ROWWISE) else EXHAUSTIVE)
         for family in DECODER_MODELS
         for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp")
         for recipe in (FP8, ROWWISE)
@@ -104,29 +104,31 @@ def test_hf_fp8_under_each_strategy_equals_one_device(
     run_job: JobRunner,
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
-    parts = transformers_overrides(hf_checkpoint(family), *recipe)
-    ranks = compose([*parts, *STRATEGIES[strategy]]).parallelism.data_parallel_size
-    rows = f"trainer.micro_batch={12 // ranks // 3}"
-    run, alone = (
-        run_job.without_defaults(*parts, *STRATEGIES[strategy], rows),
-        run_job.without_defaults(*parts, rows),
+    overrides = transformers_overrides(hf_checkpoint(family), *recipe)
+    ranks = compose([*overrides, *STRATEGIES[strategy]]).parallelism.data_parallel_size
+    micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
+    run, single_run = (
+        run_job.without_defaults(*overrides, *STRATEGIES[strategy], micro_batch),
+        run_job.without_defaults(*overrides, micro_batch),
     )
-    assert_tensors_close(load_gradients(run, 0), load_gradients(alone, 0), "gradients of step 0")
-    losses = run.column("train/loss"), alone.column("train/loss")
+    assert_tensors_close(
+        load_gradients(run, 0), load_gradients(single_run, 0), "gradients of step 0"
+    )
+    losses = run.column("train/loss"), single_run.column("train/loss")
     assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
 @pytest.mark.parametrize("family", DECODER_MODELS)
 def test_hf_fp8_memory_options_change_no_step(
     family: str, more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    parts = transformers_overrides(hf_checkpoint(family), *ROWWISE, "trainer.micro_batch=12")
+    overrides = transformers_overrides(hf_checkpoint(family), *ROWWISE, "trainer.micro_batch=12")
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
     assert_same_training(
-        run_job.without_defaults(*parts, more, *backend), run_job.without_defaults(*parts)
+        run_job.without_defaults(*overrides, more, *backend), run_job.without_defaults(*overrides)
     )
 
 
@@ -154,22 +156,24 @@ def test_hf_fp8_operator_graph_separates_8_bit_matmuls(
     family: str, hardware: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     """The others are the same, and so are the flops; a cast reads and writes besides."""
-    plain, fp8 = (
+    default_run, fp8 = (
         compose(
             [*transformers_overrides(hf_checkpoint(family)), precision, f"hardware={hardware}"],
             check_machine=False,
         )
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )
-    was, now = (
+    default_operators, fp8_operators = (
         model_op_graphs(
             run.model, build_rank_memory(run.parallelism, run).forward_spec
         ).block.operators
-        for run in (plain, fp8)
+        for run in (default_run, fp8)
     )
-    products = [each for each in now if each.work is OpWork.matmul_fp8]
-    before = [each for each in was if each.work is OpWork.matmul]
-    assert not [each for each in now if each.work is OpWork.matmul]
-    assert [each.flops for each in products] == [each.flops for each in before]
-    assert [each.backward_flops for each in products] == [2 * each.flops for each in products]
-    assert all(min(each.cast_bytes) > 0 for each in products)
+    products = [operator for operator in fp8_operators if operator.work is OpWork.matmul_fp8]
+    before = [operator for operator in default_operators if operator.work is OpWork.matmul]
+    assert not [operator for operator in fp8_operators if operator.work is OpWork.matmul]
+    assert [operator.flops for operator in products] == [operator.flops for operator in before]
+    assert [operator.backward_flops for operator in products] == [
+        2 * operator.flops for operator in products
+    ]
+    assert all(min(operator.cast_bytes) > 0 for operator in products)

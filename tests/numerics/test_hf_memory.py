@@ -21,20 +21,20 @@ from scalewise.strategies.activation_checkpointing import OffloadedStorages, Res
 from scalewise.strategies.single import SingleDevice
 from scalewise.tracing.step_trace import rejection_reason, trace_run
 
-LONG = pytest.mark.exhaustive
-FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
+EXHAUSTIVE = pytest.mark.exhaustive
+FULL_CHECKPOINTING, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
 OFFLOAD = "memory=offload_activations"
 OFFLOAD_ALL = (OFFLOAD, "memory.recompute=nothing")
 IN_BACKWARD = ("optimizer.in_backward=true", "trainer.clip_norm=null")
-FP8 = ("precision=fp8", "precision.compute=fp32", FULL)
+FP8 = ("precision=fp8", "precision.compute=fp32", FULL_CHECKPOINTING)
 QAT = "quantization=qat_8da4w"
 FSDP = ("parallelism=fsdp", "trainer.micro_batch=4")
-LINES: tuple[tuple[str, ...], ...] = (
+SINGLE_DEVICE_CASES: tuple[tuple[str, ...], ...] = (
     (),
-    (FULL,),
+    (FULL_CHECKPOINTING,),
     LORA,
     ("adapter=ia3", "adapter.trained=[.*norm|.*ln_.]"),
-    ("adapter=dora", "adapter.dropout=0.1", FULL),
+    ("adapter=dora", "adapter.dropout=0.1", FULL_CHECKPOINTING),
     ("objective.loss_chunk=128",),
     ("memory=checkpoint_selective",),
     ("memory=checkpoint_every_n", "memory.every=2"),
@@ -42,16 +42,16 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("trainer.global_batch=16",),
     ("parallelism=ddp", "trainer.micro_batch=4"),
     FSDP,
-    (*FSDP, "precision=bf16_mixed", FULL),
-    (*FSDP, *LORA, FULL),
+    (*FSDP, "precision=bf16_mixed", FULL_CHECKPOINTING),
+    (*FSDP, *LORA, FULL_CHECKPOINTING),
     ("parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
     (*LORA, "quantization=nf4"),
     (*LORA, "quantization=fp4", "quantization.double=false", "precision=bf16_mixed"),
-    (*LORA, "quantization=int8", FULL),
+    (*LORA, "quantization=int8", FULL_CHECKPOINTING),
     (*FSDP, *LORA, "quantization=nf4"),
-    (*FSDP, *LORA, "quantization=nf4", "precision=bf16_true", FULL),
+    (*FSDP, *LORA, "quantization=nf4", "precision=bf16_true", FULL_CHECKPOINTING),
 )
-WIDER: tuple[tuple[str, ...], ...] = (
+OFFLOAD_CASES: tuple[tuple[str, ...], ...] = (
     (OFFLOAD,),
     (OFFLOAD, "memory.recompute=selective", "precision=bf16_mixed"),
     OFFLOAD_ALL,
@@ -62,34 +62,34 @@ WIDER: tuple[tuple[str, ...], ...] = (
     (*FSDP, *OFFLOAD_ALL),
     (*FSDP, OFFLOAD, "precision=bf16_mixed"),
     IN_BACKWARD,
-    (*IN_BACKWARD, FULL),
+    (*IN_BACKWARD, FULL_CHECKPOINTING),
     (*IN_BACKWARD, OFFLOAD, "optimizer=adamw_8bit"),
     (*IN_BACKWARD, "optimizer=adafactor", "precision=bf16_mixed", "objective.loss_chunk=128"),
     (*IN_BACKWARD, *LORA),
     (*IN_BACKWARD, *FSDP),
     (*IN_BACKWARD, "parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
     FP8,
-    ("precision=fp8", FULL),
+    ("precision=fp8", FULL_CHECKPOINTING),
     ("precision=fp8", "precision.recipe=rowwise", "memory=checkpoint_selective"),
     ("precision=fp8", *OFFLOAD_ALL),
     ("precision=fp8", *IN_BACKWARD),
-    (*FSDP, "precision=fp8", FULL),
+    (*FSDP, "precision=fp8", FULL_CHECKPOINTING),
     ("parallelism=ddp", "trainer.micro_batch=4", *FP8),
 )
-ROUNDED: tuple[tuple[str, ...], ...] = (
+QAT_CASES: tuple[tuple[str, ...], ...] = (
     (QAT,),
-    (QAT, FULL),
+    (QAT, FULL_CHECKPOINTING),
     (QAT, "memory=checkpoint_selective", "precision=bf16_mixed"),
     ("quantization=qat_int4", "quantization.group=16", "trainer.micro_batch=1"),
     (QAT, *OFFLOAD_ALL),
-    (QAT, FULL, *IN_BACKWARD),
+    (QAT, FULL_CHECKPOINTING, *IN_BACKWARD),
     (*FSDP, QAT, "precision=bf16_mixed"),
-    ("parallelism=ddp", "trainer.micro_batch=4", QAT, FULL),
+    ("parallelism=ddp", "trainer.micro_batch=4", QAT, FULL_CHECKPOINTING),
 )
 TENSOR = ("parallelism=tensor", NO_SEQUENCE_PARALLEL)
-SPLIT: tuple[tuple[str, ...], ...] = (
+TENSOR_CASES: tuple[tuple[str, ...], ...] = (
     TENSOR,
-    (*TENSOR, FULL),
+    (*TENSOR, FULL_CHECKPOINTING),
     (*TENSOR, "memory=checkpoint_selective"),
     (*TENSOR, "precision=bf16_mixed"),
     (*TENSOR, "parallelism.loss_parallel=false"),
@@ -97,7 +97,7 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*TENSOR, "parallelism.loss_parallel=false", "objective.loss_chunk=128"),
     (*TENSOR, "trainer.global_batch=16"),
     (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4"),
-    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", FULL),
+    (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", FULL_CHECKPOINTING),
     (*TENSOR, OFFLOAD),
     (*TENSOR, *OFFLOAD_ALL),
     (*TENSOR, *IN_BACKWARD),
@@ -105,21 +105,23 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", *IN_BACKWARD),
 )
 TABLES = (
-    (DECODER_MODELS, LINES),
-    ((*DECODER_MODELS, "wide"), WIDER),
-    (("llama", "wide"), ROUNDED),
-    (("llama", "wide", "qwen2"), SPLIT),
+    (DECODER_MODELS, SINGLE_DEVICE_CASES),
+    ((*DECODER_MODELS, "wide"), OFFLOAD_CASES),
+    (("llama", "wide"), QAT_CASES),
+    (("llama", "wide", "qwen2"), TENSOR_CASES),
 )
-USUAL = (
+CI_CASES = (
     ("llama", FSDP),
     ("gpt2", LORA),
     ("llama", OFFLOAD_ALL),
-    ("wide", (*IN_BACKWARD, FULL)),
+    ("wide", (*IN_BACKWARD, FULL_CHECKPOINTING)),
     ("wide", FP8),
-    ("wide", (QAT, FULL)),
+    ("wide", (QAT, FULL_CHECKPOINTING)),
 )
-FEW = [
-    line for line in ZERO if "precision=bf16_mixed" not in line and any("bucket" in s for s in line)
+BUCKET_CASES = [
+    case_overrides
+    for case_overrides in ZERO
+    if "precision=bf16_mixed" not in case_overrides and any("bucket" in s for s in case_overrides)
 ]
 """What one bucket of all gradients holds depends on when gloo lets go of its copy."""
 
@@ -129,7 +131,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     return JobRunner(tmp_path_factory.mktemp("hf_memory"), shared_cache)
 
 
-def small(folder: Path, *overrides: str) -> tuple[str, ...]:
+def small_model(folder: Path, *overrides: str) -> tuple[str, ...]:
     return (
         "model=hf",
         f"model.path={folder}",
@@ -148,23 +150,25 @@ def small(folder: Path, *overrides: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("family", "line"),
+    ("family", "case_overrides"),
     [
-        pytest.param(family, line, marks=() if (family, line) in USUAL else LONG)
-        for families, lines in TABLES
+        pytest.param(
+            family, case_overrides, marks=() if (family, case_overrides) in CI_CASES else EXHAUSTIVE
+        )
+        for families, override_lists in TABLES
         for family in families
-        for line in lines
+        for case_overrides in override_lists
     ],
     ids=str,
 )
 def test_hf_peak_memory_equals_prediction(
-    family: str, line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    family: str, case_overrides: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    overrides = small(hf_checkpoint(family), *line)
+    overrides = small_model(hf_checkpoint(family), *case_overrides)
     predicted = peak_memory.worst_rank_breakdown(compose(overrides))
-    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
-    error = predicted.peak / found - 1
-    print(f"{family} {' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
+    peak_bytes = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
+    error = predicted.peak / peak_bytes - 1
+    print(f"{family} {' '.join(case_overrides)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.02
 
 
@@ -174,20 +178,20 @@ def test_hf_offloaded_bytes_equal_prediction(
     family: str, recompute: Recompute, hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And brought back: traffic counts it twice."""
-    run = compose(small(hf_checkpoint(family), OFFLOAD, f"memory.recompute={recompute}"))
-    gone: list[int] = []
+    run = compose(small_model(hf_checkpoint(family), OFFLOAD, f"memory.recompute={recompute}"))
+    storage_bytes: list[int] = []
     put = OffloadedStorages._offload
 
-    def counted(away: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
-        gone.append(storage.nbytes())
-        return put(away, storage)
+    def counted(offloaded: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
+        storage_bytes.append(storage.nbytes())
+        return put(offloaded, storage)
 
     monkeypatch.setattr(OffloadedStorages, "_offload", counted)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
-    found, rank_memory = sum(gone), build_rank_memory(run.parallelism, run)
-    assert found == offloaded_bytes(run, rank_memory) > 0
-    assert host_memory.rank_traffic(run, rank_memory).activations == 2 * found
+    total_bytes, rank_memory = sum(storage_bytes), build_rank_memory(run.parallelism, run)
+    assert total_bytes == offloaded_bytes(run, rank_memory) > 0
+    assert host_memory.rank_traffic(run, rank_memory).activations == 2 * total_bytes
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
@@ -196,15 +200,22 @@ def test_hf_offloaded_bytes_equal_prediction(
     [
         (),
         *(
-            pytest.param(each, marks=LONG)
-            for each in (LORA, (*LORA, "quantization=nf4"), FSDP, (*FSDP, FULL))
+            pytest.param(trace_overrides, marks=EXHAUSTIVE)
+            for trace_overrides in (
+                LORA,
+                (*LORA, "quantization=nf4"),
+                FSDP,
+                (*FSDP, FULL_CHECKPOINTING),
+            )
         ),
     ],
 )
 def test_hf_memory_breakdown_equals_trace(
     family: str, overrides: tuple[str, ...], hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose(small(hf_checkpoint(family), *overrides, "model.init=random", "model.depth=8"))
+    run = compose(
+        small_model(hf_checkpoint(family), *overrides, "model.init=random", "model.depth=8")
+    )
     assert rejection_reason(run) is None
     assert peak_memory.worst_rank_breakdown(run).peak == pytest.approx(
         trace_run(run).peak, rel=0.02
@@ -212,14 +223,14 @@ def test_hf_memory_breakdown_equals_trace(
 
 
 @needs_deepspeed
-@LONG
-@pytest.mark.parametrize("line", FEW)
+@EXHAUSTIVE
+@pytest.mark.parametrize("case_overrides", BUCKET_CASES)
 def test_hf_zero_peak_is_near_prediction(
-    line: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
+    case_overrides: tuple[str, ...], hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    further = (each for each in line if not each.startswith("model."))
-    overrides = small(hf_checkpoint("wide"), "trainer.micro_batch=1", *further)
+    extra_overrides = (override for override in case_overrides if not override.startswith("model."))
+    overrides = small_model(hf_checkpoint("wide"), "trainer.micro_batch=1", *extra_overrides)
     predicted = peak_memory.worst_rank_breakdown(compose(overrides)).peak
-    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
-    print(f"{' '.join(line)}: {predicted / found - 1:+.2%}")
-    assert abs(predicted / found - 1) < 0.05
+    peak_bytes = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
+    print(f"{' '.join(case_overrides)}: {predicted / peak_bytes - 1:+.2%}")
+    assert abs(predicted / peak_bytes - 1) < 0.05

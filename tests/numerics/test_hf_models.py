@@ -23,7 +23,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(2))
 
 
-def theirs(folder: Path) -> Any:
+def load_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -36,10 +36,12 @@ def test_hf_logits_equal_transformers(
     folder = hf_checkpoint(family, shards)
     assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
     spec = HuggingFaceConfig(path=str(folder))
-    module, expected = build_model(spec, 1), theirs(folder)
+    module, expected = build_model(spec, 1), load_transformers(folder)
     torch.testing.assert_close(module(tokens()), expected(tokens()).logits, rtol=0, atol=0)
-    held = {name: tuple(each.shape) for name, each in module.named_parameters()}
-    assert held == {weight.name: weight.shape for weight in spec.weight_census()}
+    parameter_shapes = {
+        name: tuple(parameter.shape) for name, parameter in module.named_parameters()
+    }
+    assert parameter_shapes == {weight.name: weight.shape for weight in spec.weight_census()}
     assert spec.num_parameters == expected.num_parameters()
 
 
@@ -52,7 +54,7 @@ def test_hf_logits_of_more_architectures_equal_transformers(
     folder = hf_checkpoint(family)
     spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.validate()] == []
-    actual, expected = build_model(spec, 1).eval(), theirs(folder)
+    actual, expected = build_model(spec, 1).eval(), load_transformers(folder)
     torch.testing.assert_close(actual(tokens()), expected(tokens()).logits, rtol=0, atol=0)
 
 
@@ -61,14 +63,14 @@ def test_hf_initial_weights_do_not_depend_on_the_stage(
     family: str, hf_checkpoint: HFCheckpoints
 ) -> None:
     spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random)
-    whole = dict(build_model(spec, 7).named_parameters())
-    for part in spec.split_stages(4, 32):
-        chunk = build_meta(spec, part)
+    full_parameters = dict(build_model(spec, 7).named_parameters())
+    for stage in spec.split_stages(4, 32):
+        chunk = build_meta(spec, stage)
         chunk.to_empty(device="cpu")
         init_weights(spec, chunk, 7)
         for name, parameter in chunk.named_parameters():
-            torch.testing.assert_close(parameter, whole.pop(name), rtol=0, atol=0)
-    assert whole == {}
+            torch.testing.assert_close(parameter, full_parameters.pop(name), rtol=0, atol=0)
+    assert full_parameters == {}
 
 
 @pytest.fixture
@@ -85,16 +87,16 @@ def test_hf_rank_never_stores_all_weights(
     module = build_meta(spec, StageSlice(range(spec.layers)))
     for name, parameter in [*module.named_parameters()]:
         holder, _, key = name.rpartition(".")
-        cut = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
-        setattr(module.get_submodule(holder), key, torch.nn.Parameter(cut))
+        shard = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
+        setattr(module.get_submodule(holder), key, torch.nn.Parameter(shard))
     module.to_empty(device="cpu")
-    with LiveBytes() as live:
+    with LiveBytes() as live_bytes:
         init_weights(spec, module, 1)
     largest = max(weight.numel for weight in spec.weight_census()) * 4
-    assert live.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
+    assert live_bytes.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
     head = module.get_parameter("head.lm_head.weight")
     assert isinstance(head, DTensor)
-    expected = theirs(hf_checkpoint("llama")).lm_head.weight[: 256 // 8]
+    expected = load_transformers(hf_checkpoint("llama")).lm_head.weight[: 256 // 8]
     torch.testing.assert_close(head.to_local(), expected, rtol=0, atol=0)
 
 
@@ -106,9 +108,11 @@ def test_hf_export_loads_in_transformers(
     spec = HuggingFaceConfig(path=str(hf_checkpoint(family)), init=InitKind.random, depth=3)
     module = build_model(spec, 5)
     export_model(spec, module.state_dict(), tmp_path / "export")
-    found = theirs(tmp_path / "export")
-    assert found.config.num_hidden_layers == 3
-    torch.testing.assert_close(found(tokens()).logits, module(tokens()), rtol=0, atol=0)
-    again = HuggingFaceConfig(path=str(tmp_path / "export"))
-    assert [*again.validate()] == []
-    torch.testing.assert_close(build_model(again, 1)(tokens()), module(tokens()), rtol=0, atol=0)
+    exported = load_transformers(tmp_path / "export")
+    assert exported.config.num_hidden_layers == 3
+    torch.testing.assert_close(exported(tokens()).logits, module(tokens()), rtol=0, atol=0)
+    exported_spec = HuggingFaceConfig(path=str(tmp_path / "export"))
+    assert [*exported_spec.validate()] == []
+    torch.testing.assert_close(
+        build_model(exported_spec, 1)(tokens()), module(tokens()), rtol=0, atol=0
+    )

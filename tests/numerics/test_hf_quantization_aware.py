@@ -11,8 +11,8 @@ from fixtures.cli_runner import RunDir
 from fixtures.hf_checkpoints import HFCheckpoints
 from fixtures.integer_export import (
     CPU,
-    EACH,
-    QATS,
+    QAT_OVERRIDES,
+    QAT_PARAMS,
     TOKENS_BT,
     assert_conversion_recorded,
     assert_evaluation_compares_fp32,
@@ -45,7 +45,7 @@ from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.strategies.single import SingleDevice
 
-LONG = pytest.mark.exhaustive
+EXHAUSTIVE = pytest.mark.exhaustive
 FAMILIES = ("llama", "granite", "mistral")
 """Those whose linear layers have no biases."""
 
@@ -55,27 +55,27 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
     return JobRunner(tmp_path_factory.mktemp("hf_integers"), shared_cache)
 
 
-@pytest.mark.parametrize("name", QATS)
+@pytest.mark.parametrize("name", QAT_OVERRIDES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hf_qat_logits_and_gradients_equal_torchao(
     family: str, name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    run = compose([*transformers_overrides(hf_checkpoint(family), *QATS[name])])
+    run = compose([*transformers_overrides(hf_checkpoint(family), *QAT_OVERRIDES[name])])
     actual = SingleDevice(DeviceKind.cpu).build(run)
     assert isinstance(actual, CausalLMModule)
     reference = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
     prepared = QATConfig(torchao_config(run), step="prepare")
     linear = {
         actual.hf_name(f"{key}.weight").removesuffix(".weight")
-        for key, each in actual.named_modules()
-        if isinstance(each, FakeQuantizedLinear)
+        for key, item in actual.named_modules()
+        if isinstance(item, FakeQuantizedLinear)
     }
     assert len(linear) == 7 * run.model.layers
     quantize_(reference, prepared, filter_fn=lambda _, key: key in linear)
     logits, expected = actual(TOKENS_BT), reference(TOKENS_BT).logits
     assert torch.equal(logits, expected)
-    for each in (logits, expected):
-        each.logsumexp(-1).sum().backward()
+    for item in (logits, expected):
+        item.logsumexp(-1).sum().backward()
     for key, parameter in actual.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, reference.get_parameter(actual.hf_name(key)).grad), key
@@ -85,9 +85,9 @@ def test_hf_qat_logits_and_gradients_equal_torchao(
     ("name", "strategy"),
     [
         pytest.param(
-            name, strategy, marks=() if (name, strategy) == ("qat_8da4w", "fsdp") else LONG
+            name, strategy, marks=() if (name, strategy) == ("qat_8da4w", "fsdp") else EXHAUSTIVE
         )
-        for name in QATS
+        for name in QAT_OVERRIDES
         for strategy in ("ddp", "fsdp", "fsdp_offload", "hsdp")
     ],
 )
@@ -95,38 +95,38 @@ def test_hf_qat_under_each_strategy_equals_one_device(
     name: str, strategy: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
     """Assert an equal first step: later, a last bit may change the rounding of a weight."""
-    parts = transformers_overrides(hf_checkpoint("llama"), *QATS[name])
-    ranks = compose([*parts, *STRATEGIES[strategy]]).parallelism.data_parallel_size
+    overrides = transformers_overrides(hf_checkpoint("llama"), *QAT_OVERRIDES[name])
+    ranks = compose([*overrides, *STRATEGIES[strategy]]).parallelism.data_parallel_size
     run = run_job.without_defaults(
-        *parts, *STRATEGIES[strategy], f"trainer.micro_batch={12 // ranks // 3}"
+        *overrides, *STRATEGIES[strategy], f"trainer.micro_batch={12 // ranks // 3}"
     )
-    alone = run_job.without_defaults(*parts, "trainer.micro_batch=12")
-    assert_same_first_step(run, alone)
+    single_run = run_job.without_defaults(*overrides, "trainer.micro_batch=12")
+    assert_same_first_step(run, single_run)
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
 def test_hf_qat_memory_options_change_no_step(
     more: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner
 ) -> None:
-    parts = transformers_overrides(
-        hf_checkpoint("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12"
+    overrides = transformers_overrides(
+        hf_checkpoint("llama"), *QAT_OVERRIDES["qat_8da4w"], "trainer.micro_batch=12"
     )
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
     assert_same_training(
-        run_job.without_defaults(*parts, more, *backend), run_job.without_defaults(*parts)
+        run_job.without_defaults(*overrides, more, *backend), run_job.without_defaults(*overrides)
     )
 
 
-@pytest.mark.parametrize("name", QATS)
+@pytest.mark.parametrize("name", QAT_OVERRIDES)
 def test_hf_qat_operator_graph_separates_rounded_matmuls(
     name: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    plain, rounded = (
-        compose([*transformers_overrides(hf_checkpoint("llama"), *further)])
-        for further in ((), QATS[name])
+    default_run, qat_run = (
+        compose([*transformers_overrides(hf_checkpoint("llama"), *qat_overrides)])
+        for qat_overrides in ((), QAT_OVERRIDES[name])
     )
-    was, now = (
+    default_operators, qat_operators = (
         [
             operator
             for operator in model_op_graphs(
@@ -134,38 +134,41 @@ def test_hf_qat_operator_graph_separates_rounded_matmuls(
             ).block.operators
             if operator.work is OpWork.matmul
         ]
-        for run in (plain, rounded)
+        for run in (default_run, qat_run)
     )
-    assert [each.flops for each in now] == [each.flops for each in was]
-    assert all(min(each.cast_bytes) > 0 for each in now)
+    assert [op.flops for op in qat_operators] == [op.flops for op in default_operators]
+    assert all(min(op.cast_bytes) > 0 for op in qat_operators)
 
 
 @pytest.fixture(scope="module")
 def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> dict[str, RunDir]:
     """Returns runs of a few steps, by name."""
-    parts = transformers_overrides(hf_checkpoint("llama"), "trainer.micro_batch=4")
-    return {name: run_job.without_defaults(*parts, *further) for name, further in QATS.items()}
+    overrides = transformers_overrides(hf_checkpoint("llama"), "trainer.micro_batch=4")
+    return {
+        name: run_job.without_defaults(*overrides, *qat_overrides)
+        for name, qat_overrides in QAT_OVERRIDES.items()
+    }
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", QAT_PARAMS)
 def test_hf_qat_evaluation_compares_with_fp32(
     name: str, trained: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_evaluation_compares_fp32(trained[name], capsys)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", QAT_PARAMS)
 def test_hf_qat_export_has_the_validation_loss(
     name: str, trained: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
-    told, held = export_run(run, to)
-    assert "model.layers.0.self_attn.q_proj.weight_scale" in held
+    output, exported = export_run(run, to)
+    assert "model.layers.0.self_attn.q_proj.weight_scale" in exported
 
-    module = compressed_tensors.load_compressed(to, told, CPU)
+    module = compressed_tensors.load_compressed(to, output, CPU)
     matrices = [parameter for _, parameter in module.named_parameters()]
-    assert sum(isinstance(each, IntxUnpackedToInt8Tensor) for each in matrices) == 28
-    assert torch.equal(module(TOKENS_BT), load_model(told, CPU)(TOKENS_BT))
+    assert sum(isinstance(matrix, IntxUnpackedToInt8Tensor) for matrix in matrices) == 28
+    assert torch.equal(module(TOKENS_BT), load_model(output, CPU)(TOKENS_BT))
     config = json.loads((to / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["format"] == "pack-quantized"
 
@@ -173,8 +176,8 @@ def test_hf_qat_export_has_the_validation_loss(
     assert "28 weights in 4 bits: " in capsys.readouterr().out
 
 
-@LONG
-@pytest.mark.parametrize("name", QATS)
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", QAT_OVERRIDES)
 def test_hf_qat_export_computes_in_transformers(
     name: str, trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
@@ -184,7 +187,7 @@ def test_hf_qat_export_computes_in_transformers(
 def test_hf_qat_import_rejects_a_file_without_integers(
     trained: dict[str, RunDir], tmp_path: Path
 ) -> None:
-    told = load_trained(trained["qat_8da4w"].path)
-    export_model(told.model, told.read_merged_state_dict(), tmp_path)
+    trained_run = load_trained(trained["qat_8da4w"].path)
+    export_model(trained_run.model, trained_run.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no integers of blocks"):
-        compressed_tensors.load_compressed(tmp_path, told, CPU)
+        compressed_tensors.load_compressed(tmp_path, trained_run, CPU)

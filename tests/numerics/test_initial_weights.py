@@ -22,58 +22,68 @@ from scalewise.models.decoder.state_dict_adapter import export_folder
 @for_each_decoder
 def test_init_after_meta_device_equals_direct_build(spec: DecoderConfig) -> None:
     with torch.device("meta"):
-        late = build_model(spec, 0)
-    assert {p.device.type for p in late.parameters()} == {"meta"}
-    late.to_empty(device="cpu")
-    late.init_weights(3)
+        late_built = build_model(spec, 0)
+    assert {p.device.type for p in late_built.parameters()} == {"meta"}
+    late_built.to_empty(device="cpu")
+    late_built.init_weights(3)
     fresh = build_model(spec, 3)
-    torch.testing.assert_close(late.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(late_built.state_dict(), fresh.state_dict(), rtol=0, atol=0)
     batch = random_tokens(spec)
-    torch.testing.assert_close(late(batch), fresh(batch), rtol=0, atol=0)
+    torch.testing.assert_close(late_built(batch), fresh(batch), rtol=0, atol=0)
 
 
 @for_each_decoder
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_stages_have_the_weights_of_the_full_model(spec: DecoderConfig, count: int) -> None:
-    whole, batch = build_model(spec, 5).eval(), random_tokens(spec)
-    named, seen, x = dict(whole.named_parameters()), set(), batch
-    for part in spec.split_stages(count, batch.shape[1]):
-        module = build_meta(spec, part)
-        assert {p.device.type for p in module.parameters()} == {"meta"}, part
+    full_model, batch = build_model(spec, 5).eval(), random_tokens(spec)
+    named, stage_names, x = dict(full_model.named_parameters()), set(), batch
+    for stage in spec.split_stages(count, batch.shape[1]):
+        module = build_meta(spec, stage)
+        assert {p.device.type for p in module.parameters()} == {"meta"}, stage
         module.to_empty(device="cpu")
         init_weights(spec, module.eval(), 5)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
-            assert name not in seen or name in spec.tied_weights, name
-            seen.add(name)
-        assert len(module.layers()) == len(part.layers), part
+            assert name not in stage_names or name in spec.tied_weights, name
+            stage_names.add(name)
+        assert len(module.layers()) == len(stage.layers), stage
         with torch.no_grad():
             x = module(x)
-    assert seen == named.keys()
+    assert stage_names == named.keys()
     with torch.no_grad():
-        torch.testing.assert_close(x, whole(batch), rtol=0, atol=0)
+        torch.testing.assert_close(x, full_model(batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_stages_of_loaded_weights_equal_the_full_model(spec: DecoderConfig, tmp_path: Path) -> None:
     export_folder(build_model(spec, 1).state_dict(), spec, tmp_path)
-    given = replace(spec, weights=str(tmp_path))
-    named = build_model(given, 0).state_dict()
-    for part in given.split_stages(3, 16):
-        module = build_meta(given, part).to_empty(device="cpu")
-        init_weights(given, module, 0)
+    pretrained_spec = replace(spec, weights=str(tmp_path))
+    named = build_model(pretrained_spec, 0).state_dict()
+    for stage in pretrained_spec.split_stages(3, 16):
+        module = build_meta(pretrained_spec, stage).to_empty(device="cpu")
+        init_weights(pretrained_spec, module, 0)
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
 
 
 def test_weights_differ_by_matrix_and_seed() -> None:
-    one, again, other = build_model(LLAMA, 3), build_model(LLAMA, 3), build_model(LLAMA, 4)
-    drawn = [name for name, parameter in one.named_parameters() if parameter.ndim == 2]
-    heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
-    assert len({tuple(head.tolist()) for head in heads.values()}) == len(drawn)
-    for name in drawn:
-        assert torch.equal(one.get_parameter(name), again.get_parameter(name)), name
-        assert not torch.equal(one.get_parameter(name), other.get_parameter(name)), name
+    first_model, same_seed_model, other_seed_model = (
+        build_model(LLAMA, 3),
+        build_model(LLAMA, 3),
+        build_model(LLAMA, 4),
+    )
+    random_names = [
+        name for name, parameter in first_model.named_parameters() if parameter.ndim == 2
+    ]
+    heads = {name: first_model.get_parameter(name).flatten()[:8] for name in random_names}
+    assert len({tuple(head.tolist()) for head in heads.values()}) == len(random_names)
+    for name in random_names:
+        assert torch.equal(first_model.get_parameter(name), same_seed_model.get_parameter(name)), (
+            name
+        )
+        assert not torch.equal(
+            first_model.get_parameter(name), other_seed_model.get_parameter(name)
+        ), name
 
 
 def test_build_does_not_advance_the_global_generator() -> None:
@@ -86,10 +96,10 @@ def test_build_does_not_advance_the_global_generator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_drawn_in_fp32_for_every_dtype(dtype: torch.dtype) -> None:
-    held = build_meta(LLAMA, StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
-    init_weights(LLAMA, held, 3)
+    meta_model = build_meta(LLAMA, StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
+    init_weights(LLAMA, meta_model, 3)
     for name, parameter in build_model(LLAMA, 3).named_parameters():
-        assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
+        assert torch.equal(meta_model.get_parameter(name), parameter.to(dtype)), name
 
 
 def test_weights_have_the_configured_deviation() -> None:

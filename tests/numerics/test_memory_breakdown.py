@@ -13,8 +13,8 @@ from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM,
 from scalewise.planner import peak_memory
 from scalewise.units import GIB
 
-LONG = pytest.mark.exhaustive
-PIPED = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
+EXHAUSTIVE = pytest.mark.exhaustive
+PIPELINE = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,10 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 @pytest.mark.parametrize(
     "overrides",
-    [*TRAINED, *(pytest.param(line, marks=LONG) for line in TRAINED_SELDOM)],
+    [
+        *TRAINED,
+        *(pytest.param(case_overrides, marks=EXHAUSTIVE) for case_overrides in TRAINED_SELDOM),
+    ],
     ids=" ".join,
 )
 def test_peak_memory_equals_prediction(overrides: tuple[str, ...], run_job: JobRunner) -> None:
@@ -36,12 +39,12 @@ def test_peak_memory_equals_prediction(overrides: tuple[str, ...], run_job: JobR
     assert abs(error) < 0.02
 
 
-FULLEST = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
+COMPILED_BLOCKS = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
 """A loss so small that the step is fullest in a block."""
 LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -68,7 +71,7 @@ LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
 def test_peak_memory_of_compiled_blocks_equals_prediction(
     overrides: tuple[str, ...], run_job: JobRunner
 ) -> None:
-    test_peak_memory_equals_prediction((*FULLEST, *overrides), run_job)
+    test_peak_memory_equals_prediction((*COMPILED_BLOCKS, *overrides), run_job)
 
 
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
@@ -78,28 +81,30 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
     "strategy",
     [
         pytest.param((), id="single"),
-        pytest.param(PIPED, id="1f1b", marks=LONG),
-        pytest.param(("parallelism=fsdp",), id="fsdp", marks=LONG),
+        pytest.param(PIPELINE, id="1f1b", marks=EXHAUSTIVE),
+        pytest.param(("parallelism=fsdp",), id="fsdp", marks=EXHAUSTIVE),
         *(
-            pytest.param((f"parallelism=deepspeed_{zero}",), id=zero, marks=(LONG, needs_deepspeed))
+            pytest.param(
+                (f"parallelism=deepspeed_{zero}",), id=zero, marks=(EXHAUSTIVE, needs_deepspeed)
+            )
             for zero in ("zero2", "zero3")
         ),
     ],
 )
-@pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
+@pytest.mark.parametrize("fraction", [0.3, pytest.param(0.7, marks=EXHAUSTIVE)])
 def test_auto_checkpointing_reaches_its_memory_budget(
-    strategy: tuple[str, ...], share: float, run_job: JobRunner
+    strategy: tuple[str, ...], fraction: float, run_job: JobRunner
 ) -> None:
-    most, least = (
+    max_bytes, min_bytes = (
         peak_memory.worst_rank_breakdown(compose((*BLOCKS, *strategy, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
     )
-    budget = (least + share * (most - least)) / GIB
-    found = run_job.without_defaults(
+    budget = (min_bytes + fraction * (max_bytes - min_bytes)) / GIB
+    budgeted_run = run_job.without_defaults(
         *BLOCKS, *strategy, "memory=auto", f"memory.budget_gib={budget}"
     )
-    peak = found.summary["metrics"]["memory/peak_bytes"] / GIB
-    print(f"{budget:.4f} GiB allowed, {peak:.4f} taken: {found.resolved['memory']}")
+    peak = budgeted_run.summary["metrics"]["memory/peak_bytes"] / GIB
+    print(f"{budget:.4f} GiB allowed, {peak:.4f} taken: {budgeted_run.resolved['memory']}")
     assert 0.9 * budget < peak < 1.02 * budget
 
 
@@ -108,7 +113,11 @@ def test_auto_checkpointing_reaches_its_memory_budget(
     "overrides",
     [
         *ZERO[::4],
-        *(pytest.param(line, marks=LONG) for line in ZERO if line not in ZERO[::4]),
+        *(
+            pytest.param(case_overrides, marks=EXHAUSTIVE)
+            for case_overrides in ZERO
+            if case_overrides not in ZERO[::4]
+        ),
     ],
     ids=" ".join,
 )
@@ -116,7 +125,9 @@ def test_zero_peak_memory_is_near_prediction(
     overrides: tuple[str, ...], run_job: JobRunner
 ) -> None:
     predicted = peak_memory.worst_rank_breakdown(compose((*SMALL, *overrides)))
-    found = run_job.without_defaults(*SMALL, *overrides).summary["metrics"]["memory/peak_bytes"]
-    error = predicted.peak / found - 1
+    peak_bytes = run_job.without_defaults(*SMALL, *overrides).summary["metrics"][
+        "memory/peak_bytes"
+    ]
+    error = predicted.peak / peak_bytes - 1
     print(f"{' '.join(overrides)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.08

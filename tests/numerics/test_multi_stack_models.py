@@ -23,12 +23,12 @@ from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 from scalewise.objectives.losses import sum_over_tokens
 from scalewise.tracing.step_trace import rejection_reason, trace_run
 
-LONG = pytest.mark.exhaustive
-ENCODER = "t5"
-TOLD = "blip2_t5"
-EACH = pytest.mark.parametrize("family", [ENCODER, BLIP2, TOLD])
-TAKEN = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_kept", "hsdp")
-USUAL = (BLIP2, "fsdp")
+EXHAUSTIVE = pytest.mark.exhaustive
+ENCODER_DECODER = "t5"
+CAPTIONER = "blip2_t5"
+for_each_family = pytest.mark.parametrize("family", [ENCODER_DECODER, BLIP2, CAPTIONER])
+TESTED_STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_kept", "hsdp")
+CI_CASE = (BLIP2, "fsdp")
 LORA = ("adapter=lora", "adapter.rank=4")
 
 Stack = Callable[[str], MultiStackModel]
@@ -53,49 +53,51 @@ def test_multi_stack_loss_and_gradients_equal_transformers(
     assert spec.num_parameters == peer.num_parameters()
     actual, (batch,) = build_model(spec, 1), [*stack.batches(1)]
     logits = actual(batch["inputs"], batch["labels"])
-    compared = stack.logits(actual, batch)
+    actual_logits = stack.logits(actual, batch)
     torch.testing.assert_close(
-        compared, stack.transformers_logits(peer, batch), rtol=1e-5, atol=1e-5
+        actual_logits, stack.transformers_logits(peer, batch), rtol=1e-5, atol=1e-5
     )
     loss = sum_over_tokens(run.objective, logits, batch["labels"]) / (batch["labels"] != -100).sum()
     expected = peer(**stack.transformers_inputs(batch)).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    own = dict(peer.named_parameters())
-    assert {actual.hf_name(name) for name, _ in actual.named_parameters()} == {*own}
+    peer_parameters = dict(peer.named_parameters())
+    assert {actual.hf_name(name) for name, _ in actual.named_parameters()} == {*peer_parameters}
     for name, parameter in actual.named_parameters():
-        want = own[actual.hf_name(name)].grad
-        atol = 1e-5 * max(float(want.abs().max()), stack.gradient_noise)
-        torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=atol)
+        expected_gradient = peer_parameters[actual.hf_name(name)].grad
+        atol = 1e-5 * max(float(expected_gradient.abs().max()), stack.gradient_noise)
+        torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "starts"),
+    ("family", "layers", "first_layers"),
     [
-        (ENCODER, 8, (0, 4)),
+        (ENCODER_DECODER, 8, (0, 4)),
         (BLIP2, 12, (0, 4, 8)),
-        (TOLD, 16, (0, 4, 8, 12)),
+        (CAPTIONER, 16, (0, 4, 8, 12)),
     ],
 )
 def test_multi_stack_random_init_respects_depth(
-    family: str, layers: int, starts: tuple[int, ...], multi_stack_model: Stack
+    family: str, layers: int, first_layers: tuple[int, ...], multi_stack_model: Stack
 ) -> None:
     spec = HuggingFaceConfig(
         path=str(multi_stack_model(family).folder), init=InitKind.random, depth=4
     )
-    assert (spec.layers, spec.info.stack_starts) == (layers, starts)
-    one, other = (dict(build_model(spec, 7).named_parameters()) for _ in range(2))
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert (spec.layers, spec.info.stack_starts) == (layers, first_layers)
+    first_parameters, second_parameters = (
+        dict(build_model(spec, 7).named_parameters()) for _ in range(2)
+    )
+    torch.testing.assert_close(first_parameters, second_parameters, rtol=0, atol=0)
 
 
-@LONG
-@EACH
+@EXHAUSTIVE
+@for_each_family
 def test_multi_stack_training_equals_a_plain_transformers_loop(
     family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
-    found = stack.train_on_one_device(run_job, "optimizer.weight_decay=0")
+    actual_run = stack.train_on_one_device(run_job, "optimizer.weight_decay=0")
     model, losses = stack.transformers_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for batch in stack.batches(3):
@@ -105,33 +107,33 @@ def test_multi_stack_training_equals_a_plain_transformers_loop(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         losses.append(loss.item())
-    assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
-    to = found.path / "exported"
-    exports.write_export(load_trained(found.path), to, AdapterExport.merged)
+    assert actual_run.column("train/loss") == pytest.approx(losses, rel=1e-5)
+    to = actual_run.path / "exported"
+    exports.write_export(load_trained(actual_run.path), to, AdapterExport.merged)
     assert_tensors_close(stack.transformers_model(to).state_dict(), model.state_dict(), "weights")
 
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
-        pytest.param(family, strategy, marks=() if (family, strategy) == USUAL else LONG)
-        for family in (ENCODER, "t5_gated", BLIP2, TOLD)
-        for strategy in TAKEN
+        pytest.param(family, strategy, marks=() if (family, strategy) == CI_CASE else EXHAUSTIVE)
+        for family in (ENCODER_DECODER, "t5_gated", BLIP2, CAPTIONER)
+        for strategy in TESTED_STRATEGIES
     ],
 )
 def test_multi_stack_under_each_strategy_equals_one_device(
     family: str, strategy: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    stack, parts = multi_stack_model(family), STRATEGIES[strategy]
-    ranks = stack.compose(*parts).parallelism.data_parallel_size
+    stack, strategy_overrides = multi_stack_model(family), STRATEGIES[strategy]
+    ranks = stack.compose(*strategy_overrides).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
     assert_same_training(
-        run_job.without_defaults(*stack.overrides(*parts, micro_batch)),
+        run_job.without_defaults(*stack.overrides(*strategy_overrides, micro_batch)),
         stack.train_on_one_device(run_job),
     )
 
 
-WAYS = {
+OPTIONS = {
     "accumulated": ("trainer.micro_batch=4",),
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
@@ -139,24 +141,30 @@ WAYS = {
 }
 
 
-@LONG
-@EACH
+@EXHAUSTIVE
+@for_each_family
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-@pytest.mark.parametrize("mode", [*WAYS])
+@pytest.mark.parametrize("mode", [*OPTIONS])
 def test_multi_stack_memory_options_change_no_step(
     mode: str, strategy: str, family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
     stack = multi_stack_model(family)
-    parts = (f"parallelism={strategy}", "trainer.micro_batch=6", *WAYS[mode])
+    strategy_overrides = (f"parallelism={strategy}", "trainer.micro_batch=6", *OPTIONS[mode])
     assert_same_training(
-        run_job.without_defaults(*stack.overrides(*parts)), stack.train_on_one_device(run_job)
+        run_job.without_defaults(*stack.overrides(*strategy_overrides)),
+        stack.train_on_one_device(run_job),
     )
 
 
-@LONG
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (BLIP2, LORA), (TOLD, LORA)],
+    [
+        (ENCODER_DECODER, LORA),
+        (ENCODER_DECODER, ("adapter=ia3",)),
+        (BLIP2, LORA),
+        (CAPTIONER, LORA),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -168,10 +176,10 @@ def test_multi_stack_adapter_equals_one_device(
     run_job: JobRunner,
 ) -> None:
     stack = multi_stack_model(family)
-    found = run_job.without_defaults(
+    actual_run = run_job.without_defaults(
         *stack.overrides(*adapter, *STRATEGIES[strategy], "trainer.micro_batch=3")
     )
-    assert_same_training(found, stack.train_on_one_device(run_job, *adapter))
+    assert_same_training(actual_run, stack.train_on_one_device(run_job, *adapter))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
@@ -190,8 +198,8 @@ def test_multi_stack_lora_modules_equal_peft(family: str, multi_stack_model: Sta
     assert len(actual) == len(expected) > 0
 
 
-@LONG
-@EACH
+@EXHAUSTIVE
+@for_each_family
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
 @pytest.mark.parametrize(
     "more",
@@ -203,32 +211,34 @@ def test_multi_stack_run_evaluates_exports_and_resumes(
 ) -> None:
     stack = multi_stack_model(family)
     sharded = (*STRATEGIES["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
-    found = run_job.without_defaults(*stack.overrides(*sharded))
-    trained = load_trained(found.path)
+    actual_run = run_job.without_defaults(*stack.overrides(*sharded))
+    trained_run = load_trained(actual_run.path)
     (batch,) = stack.batches(1)
     with torch.no_grad():
-        logits = stack.logits(load_model(trained, torch.device("cpu")), batch)
+        logits = stack.logits(load_model(trained_run, torch.device("cpu")), batch)
         assert not torch.equal(logits, stack.transformers_logits(stack.transformers_model(), batch))
-    to, alone = found.path / "exported", found.path / "adapter"
-    exports.write_export(trained, to, AdapterExport.merged)
+    to, adapter_folder = actual_run.path / "exported", actual_run.path / "adapter"
+    exports.write_export(trained_run, to, AdapterExport.merged)
     models = [stack.transformers_model(to)]
     if more:
-        exports.write_export(trained, alone, AdapterExport.alone)
-        base = stack.transformers_model(alone / "base" if "model.init=random" in more else None)
-        models.append(PeftModel.from_pretrained(base, alone))
-        asked = None if stack.reads_images else "SEQ_2_SEQ_LM"
-        assert models[-1].active_peft_config.task_type == asked
+        exports.write_export(trained_run, adapter_folder, AdapterExport.alone)
+        base = stack.transformers_model(
+            adapter_folder / "base" if "model.init=random" in more else None
+        )
+        models.append(PeftModel.from_pretrained(base, adapter_folder))
+        task_type = None if stack.reads_images else "SEQ_2_SEQ_LM"
+        assert models[-1].active_peft_config.task_type == task_type
     for model in models:
         with torch.no_grad():
             expected = stack.transformers_logits(model.eval(), batch)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    again = run_job.without_defaults(
-        *stack.overrides(*more, "trainer.micro_batch=12"), resume=found.checkpoint(2)
+    resumed_run = run_job.without_defaults(
+        *stack.overrides(*more, "trainer.micro_batch=12"), resume=actual_run.checkpoint(2)
     )
-    assert_tensors_close(again.weights(), found.weights(), "weights after step 2")
+    assert_tensors_close(resumed_run.weights(), actual_run.weights(), "weights after step 2")
 
 
-PLANNED: tuple[tuple[str, ...], ...] = (
+PLANNED_OPTIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("memory=checkpoint_full",),
     LORA,
@@ -240,16 +250,16 @@ PLANNED: tuple[tuple[str, ...], ...] = (
 )
 
 
-@LONG
-@pytest.mark.parametrize("family", [ENCODER, "t5_gated", BLIP2, TOLD])
-@pytest.mark.parametrize("further", PLANNED, ids=str)
+@EXHAUSTIVE
+@pytest.mark.parametrize("family", [ENCODER_DECODER, "t5_gated", BLIP2, CAPTIONER])
+@pytest.mark.parametrize("extra_overrides", PLANNED_OPTIONS, ids=str)
 def test_multi_stack_peak_memory_equals_trace(
-    further: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
+    extra_overrides: tuple[str, ...], family: str, multi_stack_model: Stack, run_job: JobRunner
 ) -> None:
-    overrides = (*multi_stack_model(family).memory_overrides, *further)
+    overrides = (*multi_stack_model(family).memory_overrides, *extra_overrides)
     run = compose(overrides)
     assert rejection_reason(run) is None
     predicted = trace_run(run, full_depth=True).peak
-    found = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
-    print(f"{family} {' '.join(further)}: {predicted / found - 1:+.2%}")
-    assert abs(predicted / found - 1) < 0.02
+    peak_bytes = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
+    print(f"{family} {' '.join(extra_overrides)}: {predicted / peak_bytes - 1:+.2%}")
+    assert abs(predicted / peak_bytes - 1) < 0.02

@@ -22,9 +22,9 @@ from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.config import QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
 
-ROWS, TOKENS = 8, 64
+BATCH_SIZE, TOKENS = 8, 64
 FP8 = Float8()
-PART = StageSlice(range(1))
+FIRST_BLOCK = StageSlice(range(1))
 SPECS = {
     "llama": DecoderConfig(
         vocabulary=256, context=TOKENS, width=64, layers=1, heads=4, feedforward=160, kv_heads=2
@@ -42,7 +42,7 @@ SPECS = {
         bias=True,
     ),
 }
-FORMATS = {
+ELEMENT_BYTES = {
     "fp32": (4, 4, 4),
     "bf16_mixed": (4, 2, 4),
     "bf16_true": (2, 2, 2),
@@ -55,10 +55,15 @@ FORMATS = {
     "qat_8da4w, bf16_mixed": (4, 2, 4),
     "qat_8da4w, bf16_true": (2, 2, 2),
 }
-QATS = {"qat_int4": QATInt4Config(), "qat_8da4w": QAT8da4wConfig(group=16)}
-NEVER = {("gpt2", name) for name in FORMATS if "qat" in name}
+QAT_CONFIGS = {"qat_int4": QATInt4Config(), "qat_8da4w": QAT8da4wConfig(group=16)}
+UNSUPPORTED_CASES = {("gpt2", name) for name in ELEMENT_BYTES if "qat" in name}
 """Rejected: the matrices of GPT-2 have biases."""
-CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name) not in NEVER]
+CASES = [
+    (family, name)
+    for family in SPECS
+    for name in ELEMENT_BYTES
+    if (family, name) not in UNSUPPORTED_CASES
+]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -67,15 +72,15 @@ CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name
 def test_block_memory_equals_the_operator_graph(
     family: str, precision: str, recompute: Recompute, fresh: bool
 ) -> None:
-    spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
+    spec, (stream, compute, master_bytes) = SPECS[family], ELEMENT_BYTES[precision]
     mixed = "bf16_mixed" in precision
     in_fp8 = FP8.fp8_layers(spec) if "fp8" in precision else ()
-    rounding = QATS.get(precision.partition(",")[0], NoQuantizationConfig())
+    rounding = QAT_CONFIGS.get(precision.partition(",")[0], NoQuantizationConfig())
     shape = ForwardSpec(
-        *(ROWS, TOKENS, stream, compute, held),
+        *(BATCH_SIZE, TOKENS, stream, compute, master_bytes),
         autocast=mixed,
         on_cpu=True,
-        rope_element_bytes=held,
+        rope_element_bytes=master_bytes,
         fp8_layers=in_fp8,
         fake_quantized_layers=rounding.fake_quantized_layers(spec),
         quantization_group=rounding.group,
@@ -83,28 +88,30 @@ def test_block_memory_equals_the_operator_graph(
     )
     graph = build_op_graphs(spec, shape).block
     predicted = simulate_part(graph, recompute, fresh_gradients=fresh)
-    found = _measured(spec, precision, recompute, fresh=fresh)
+    measured_bytes = _measured(spec, precision, recompute, fresh=fresh)
     # What the block reads stays for as long as the test has it.
-    kept = recompute is not Recompute.nothing or any(0 in op.saved for op in graph.operators)
-    given = 0 if kept else graph.sizes[0]
-    assert found["kept"] == pytest.approx(predicted.saved_bytes + given, rel=1e-3)
-    assert found["forward"] == pytest.approx(predicted.forward_peak, rel=1e-3)
-    assert found["backward"] == pytest.approx(predicted.backward_peak + given, rel=1e-3)
+    saves_input = recompute is not Recompute.nothing or any(0 in op.saved for op in graph.operators)
+    input_bytes = 0 if saves_input else graph.sizes[0]
+    assert measured_bytes["kept"] == pytest.approx(predicted.saved_bytes + input_bytes, rel=1e-3)
+    assert measured_bytes["forward"] == pytest.approx(predicted.forward_peak, rel=1e-3)
+    assert measured_bytes["backward"] == pytest.approx(
+        predicted.backward_peak + input_bytes, rel=1e-3
+    )
 
 
 def _measured(
     spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
-    module = build_meta(spec, PART)
+    module = build_meta(spec, FIRST_BLOCK)
     if "fp8" in precision:
         apply_precision(FP8, module, spec, DeviceKind.cpu)
-    quantization = QATS.get(precision.partition(",")[0], NoQuantizationConfig())
+    quantization = QAT_CONFIGS.get(precision.partition(",")[0], NoQuantizationConfig())
     apply_quantization(quantization, module, spec)
     module.to_empty(device="cpu")
     module.init_weights(1)
-    number = torch.bfloat16 if "bf16_true" in precision else torch.float32
-    module.to(number)
-    apply_checkpointing(FixedCheckpointing(recompute), module, PART)
+    dtype = torch.bfloat16 if "bf16_true" in precision else torch.float32
+    module.to(dtype)
+    apply_checkpointing(FixedCheckpointing(recompute), module, FIRST_BLOCK)
     (block,) = module.layers()
     if not fresh:
         for parameter in block.parameters():
@@ -114,14 +121,14 @@ def _measured(
         torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
     )
     rope = None if module.rope is None else module.rope[:, :TOKENS].clone()
-    gradient = torch.ones(ROWS, TOKENS, spec.width, dtype=number)
+    gradient = torch.ones(BATCH_SIZE, TOKENS, spec.width, dtype=dtype)
     size = gradient.untyped_storage().nbytes()
-    with LiveBytes() as live:
-        x = torch.randn(ROWS, TOKENS, spec.width, dtype=number).requires_grad_()
+    with LiveBytes() as live_bytes:
+        x = torch.randn(BATCH_SIZE, TOKENS, spec.width, dtype=dtype).requires_grad_()
         with context:
             y = block(x, rope)
-        forward, kept = live.take_peak(), live.current_bytes - size
+        forward, saved_bytes = live_bytes.take_peak(), live_bytes.current_bytes - size
         y.backward(gradient)
-        backward = live.take_peak()
+        backward = live_bytes.take_peak()
     # The block's output lives on here, and the gradient was there before: they cancel out.
-    return {"forward": forward, "kept": kept, "backward": backward}
+    return {"forward": forward, "kept": saved_bytes, "backward": backward}

@@ -11,9 +11,9 @@ from fixtures.reference_runs import TOLERANCE, ReferenceRun, assert_tensors_clos
 from fixtures.strategies import LLAMA, STRATEGIES, TINY_DECODER
 
 IN_BACKWARD = "optimizer.in_backward=true"
-SUM_LATE = ("ddp", "deepspeed", "pipeline")
-EVERY = {"single": ("parallelism=single",), **STRATEGIES}
-USUAL = ("fsdp", "tensor")
+LATE_REDUCTION = ("ddp", "deepspeed", "pipeline")
+ALL_STRATEGIES = {"single": ("parallelism=single",), **STRATEGIES}
+CI_STRATEGIES = ("fsdp", "tensor")
 ADAMW = (
     *TINY_DECODER,
     *LLAMA,
@@ -33,16 +33,16 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive)
-        for name in EVERY
-        if not (name.startswith(SUM_LATE) or "offload" in name)  # which is rejected
+        pytest.param(name, marks=() if name in CI_STRATEGIES else pytest.mark.exhaustive)
+        for name in ALL_STRATEGIES
+        if not (name.startswith(LATE_REDUCTION) or "offload" in name)  # which is rejected
     ],
 )
 def test_optimizer_in_backward_under_each_strategy_equals_one_device(
     strategy: str, reference_run: ReferenceRun, run_job: JobRunner
 ) -> None:
     run, reference = (
-        train_strategy(EVERY[strategy], "one_pass", run_job, IN_BACKWARD),
+        train_strategy(ALL_STRATEGIES[strategy], "one_pass", run_job, IN_BACKWARD),
         reference_run("one_pass"),
     )
     for key in ("train/loss", "train/grad_norm", "val/loss"):
@@ -62,12 +62,14 @@ def test_optimizer_in_backward_under_each_strategy_equals_one_device(
     ],
 )
 def test_optimizer_in_backward_equals_a_separate_step(name: str, run_job: JobRunner) -> None:
-    late, early = (
-        run_job.without_defaults(*ADAMW, f"optimizer={name}", f"optimizer.in_backward={way}")
-        for way in ("false", "true")
+    step_after_backward, step_in_backward = (
+        run_job.without_defaults(
+            *ADAMW, f"optimizer={name}", f"optimizer.in_backward={in_backward}"
+        )
+        for in_backward in ("false", "true")
     )
-    assert early.column("train/loss") == late.column("train/loss")
-    assert same_weights(early.weights(), late.weights())
+    assert step_in_backward.column("train/loss") == step_after_backward.column("train/loss")
+    assert same_weights(step_in_backward.weights(), step_after_backward.weights())
 
 
 def test_optimizer_in_backward_checkpoints_are_interchangeable(run_job: JobRunner) -> None:

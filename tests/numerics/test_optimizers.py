@@ -48,15 +48,17 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
     return JobRunner(tmp_path, shared_cache)
 
 
-def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
+def weights_with_parameters(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
     """The weights of a small decoder, each with a gradient."""
     module = build_model(GPT2, seed)
-    known = {weight.name: weight for weight in GPT2.weight_census()}
-    held = [(known[name], parameter) for name, parameter in module.named_parameters()]
+    census = {weight.name: weight for weight in GPT2.weight_census()}
+    weights_and_parameters = [
+        (census[name], parameter) for name, parameter in module.named_parameters()
+    ]
     torch.manual_seed(seed)
-    for _, parameter in held:
+    for _, parameter in weights_and_parameters:
         parameter.grad = torch.randn_like(parameter)
-    return held
+    return weights_and_parameters
 
 
 def tensors_of(value: Tensor) -> Iterator[Tensor]:
@@ -67,10 +69,10 @@ def tensors_of(value: Tensor) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
 def test_optimizer_state_bytes_equal_prediction(spec: OptimizerConfig) -> None:
-    held = held_by()
-    optimizer = build_optimizer(spec, held)
+    parameters = weights_with_parameters()
+    optimizer = build_optimizer(spec, parameters)
     optimizer.step()
-    for weight, parameter in held:
+    for weight, parameter in parameters:
         state = [
             value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)
         ]
@@ -80,11 +82,13 @@ def test_optimizer_state_bytes_equal_prediction(spec: OptimizerConfig) -> None:
 
 def test_lion_step_equals_the_paper() -> None:
     spec = LionConfig(lr=0.01, weight_decay=0.1)
-    held = held_by()
-    optimizer = build_optimizer(spec, held)
-    slow = [(parameter.detach().clone(), torch.zeros_like(parameter)) for _, parameter in held]
+    parameters = weights_with_parameters()
+    optimizer = build_optimizer(spec, parameters)
+    reference_state = [
+        (parameter.detach().clone(), torch.zeros_like(parameter)) for _, parameter in parameters
+    ]
     for step in range(3):
-        for (weight, parameter), (x, m) in zip(held, slow, strict=True):
+        for (weight, parameter), (x, m) in zip(parameters, reference_state, strict=True):
             torch.manual_seed(step)
             parameter.grad = g = torch.randn_like(parameter)
             decay = 0.1 if len(weight.shape) > 1 else 0.0
@@ -92,13 +96,17 @@ def test_lion_step_equals_the_paper() -> None:
             x -= 0.01 * (update + decay * x)
             m.mul_(0.99).add_(0.01 * g)
         optimizer.step()
-    for (_, parameter), (x, _) in zip(held, slow, strict=True):
+    for (_, parameter), (x, _) in zip(parameters, reference_state, strict=True):
         torch.testing.assert_close(parameter.detach(), x)
 
 
 def test_muon_equals_torch_muon_and_adamw() -> None:
-    spec, held, peers = MuonConfig(lr=0.01), held_by(), held_by()
-    actual = build_optimizer(spec, held)
+    spec, parameters, peers = (
+        MuonConfig(lr=0.01),
+        weights_with_parameters(),
+        weights_with_parameters(),
+    )
+    actual = build_optimizer(spec, parameters)
     hidden = [p for w, p in peers if spec.is_hidden(w)]
     matrices = [p for w, p in peers if not spec.is_hidden(w) and len(w.shape) > 1]
     vectors = [p for w, p in peers if len(w.shape) == 1]
@@ -110,11 +118,11 @@ def test_muon_equals_torch_muon_and_adamw() -> None:
     for _ in range(3):
         for optimizer in (actual, *expected):
             optimizer.step()
-    for (weight, own), (_, peer) in zip(held, peers, strict=True):
-        assert torch.equal(own, peer), weight
+    for (weight, actual_weight), (_, peer) in zip(parameters, peers, strict=True):
+        assert torch.equal(actual_weight, peer), weight
 
 
-CORPUS = (
+CORPUS_TRAINING = (
     "model=decoder_nano",
     "data=corpus",
     "data.sequence=64",
@@ -128,7 +136,7 @@ CORPUS = (
     "schedule=constant",
     "schedule.warmup_steps=5",
 )
-REACHED = {
+EXPECTED_LOSSES = {
     "adafactor": 6.7,
     "adamw": 7.1,
     "adamw_4bit": 7.3,
@@ -143,28 +151,31 @@ REACHED = {
 
 
 def test_optimizers_all_have_an_expected_loss() -> None:
-    of_the_suite = set(paths.option_names("optimizer")) - {
+    optimizer_names = set(paths.option_names("optimizer")) - {
         "module"
     }  # a user-defined module brings its own
-    assert set(REACHED) == of_the_suite
+    assert set(EXPECTED_LOSSES) == optimizer_names
 
 
-TRAINED = ("lion",)
+TRAINED_ONLY = ("lion",)
 """What CI trains here: AdamW trains in most other tests."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in TRAINED else pytest.mark.exhaustive) for n in REACHED],
+    [
+        pytest.param(n, marks=() if n in TRAINED_ONLY else pytest.mark.exhaustive)
+        for n in EXPECTED_LOSSES
+    ],
 )
 def test_optimizer_reaches_its_expected_loss(name: str, run_job: JobRunner) -> None:
-    run = run_job.without_defaults(*CORPUS, f"optimizer={name}")
+    run = run_job.without_defaults(*CORPUS_TRAINING, f"optimizer={name}")
     reached = run.column("val/loss")[-1]
     print(f"{name}: {reached:.3f}")
-    assert reached < REACHED[name]
+    assert reached < EXPECTED_LOSSES[name]
 
 
-EQUAL = {
+TESTED_STRATEGIES = {
     "lion": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero2"),
     "adamw_8bit": ("ddp", "fsdp", "tensor"),
     "adamw_4bit": ("fsdp",),
@@ -173,7 +184,7 @@ EQUAL = {
     "adafactor": ("ddp", "pipeline_one_f_one_b"),
     "muon": ("ddp", "pipeline_one_f_one_b", "fsdp", "hsdp", "context", "pipeline_shard", "fsdp_4"),
 }
-OTHER_BLOCKS = {("adamw_8bit", "tensor"): 1e-4}
+TOLERANCES = {("adamw_8bit", "tensor"): 1e-4}
 """Of a matrix that is cut by its columns, other numbers share a scale, and round otherwise."""
 STEPS = (
     *TINY_DECODER,
@@ -190,7 +201,7 @@ STEPS = (
 """Four steps, validated twice: schedule-free AdamW is elsewhere then."""
 
 
-USUAL = {
+CI_STRATEGIES = {
     "lion": (),
     "adamw_8bit": ("fsdp",),
     "adamw_4bit": (),
@@ -210,41 +221,46 @@ USUAL = {
             strategy,
             marks=(
                 *marks(strategy),
-                *(() if strategy in USUAL[name] else (pytest.mark.exhaustive,)),
+                *(() if strategy in CI_STRATEGIES[name] else (pytest.mark.exhaustive,)),
             ),
         )
-        for name, strategies in EQUAL.items()
+        for name, strategies in TESTED_STRATEGIES.items()
         for strategy in strategies
     ],
 )
 def test_optimizer_under_each_strategy_equals_one_device(
     name: str, strategy: str, run_job: JobRunner
 ) -> None:
-    parts = (*STEPS, *(WIDE if name.endswith("bit") else ()), f"optimizer={name}")
-    alone, run = (
-        run_job.without_defaults(*parts),
-        run_job.without_defaults(*parts, *STRATEGIES.get(strategy, (f"parallelism={strategy}",))),
+    overrides = (*STEPS, *(WIDE_MODEL if name.endswith("bit") else ()), f"optimizer={name}")
+    single_run, run = (
+        run_job.without_defaults(*overrides),
+        run_job.without_defaults(
+            *overrides, *STRATEGIES.get(strategy, (f"parallelism={strategy}",))
+        ),
     )
     for key in ("train/loss", "val/loss"):
-        near = OTHER_BLOCKS.get((name, strategy), 1e-5)
-        assert run.column(key) == pytest.approx(alone.column(key), rel=near), key
+        tolerance = TOLERANCES.get((name, strategy), 1e-5)
+        assert run.column(key) == pytest.approx(single_run.column(key), rel=tolerance), key
 
 
-WIDE = ("model.width=128", "model.feedforward=384", "model.heads=4")
+WIDE_MODEL = ("model.width=128", "model.feedforward=384", "model.heads=4")
 """Matrices of which a rank's share has numbers enough to become codes."""
 
 
-RESUMED = ("lion", "adafactor", "muon", "schedule_free")
+RESUMED_OPTIMIZERS = ("lion", "adafactor", "muon", "schedule_free")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "muon" else pytest.mark.exhaustive) for n in RESUMED],
+    [
+        pytest.param(n, marks=() if n == "muon" else pytest.mark.exhaustive)
+        for n in RESUMED_OPTIMIZERS
+    ],
 )
 def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> None:
-    parts = (*STEPS, f"optimizer={name}", "checkpoint.every=2")
-    full_run = run_job.without_defaults(*parts)
-    resumed = run_job.without_defaults(*parts, resume=full_run.checkpoint(2))
+    overrides = (*STEPS, f"optimizer={name}", "checkpoint.every=2")
+    full_run = run_job.without_defaults(*overrides)
+    resumed = run_job.without_defaults(*overrides, resume=full_run.checkpoint(2))
     assert resumed.column("train/loss") == full_run.column("train/loss")
     assert same_weights(resumed.weights(), full_run.weights())
 
@@ -253,9 +269,11 @@ def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> N
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
 def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRunner) -> None:
     """A checkpoint holds them as numbers, which any layout can cut."""
-    parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
-    full_run = run_job.without_defaults(*parts)
-    resumed = run_job.without_defaults(*parts, "parallelism=fsdp", resume=full_run.checkpoint(2))
+    overrides = (*STEPS, *WIDE_MODEL, f"optimizer={name}", "checkpoint.every=2")
+    full_run = run_job.without_defaults(*overrides)
+    resumed = run_job.without_defaults(
+        *overrides, "parallelism=fsdp", resume=full_run.checkpoint(2)
+    )
     assert resumed.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-4)
 
 
@@ -264,55 +282,68 @@ def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRu
 def test_low_bit_moments_round_trip(spec: OptimizerConfig, kind: torch.dtype) -> None:
     """Whatever the gradients were, and in every aligned slice of a weight."""
     torch.manual_seed(0)
-    chance = torch.Generator().manual_seed(1)
-    weight, small = (nn.Parameter(torch.randn(n, 256).to(kind)) for n in (96, 3))
-    optimizer = build_from_groups(spec, [{"params": [weight, small], "weight_decay": 0.0}])
+    generator = torch.Generator().manual_seed(1)
+    weight, small_weight = (nn.Parameter(torch.randn(n, 256).to(kind)) for n in (96, 3))
+    optimizer = build_from_groups(spec, [{"params": [weight, small_weight], "weight_decay": 0.0}])
     for _ in range(5):
-        for parameter in (weight, small):
-            sizes = 10.0 ** torch.randint(-12, 4, (len(parameter), 1), generator=chance)
-            gradient = torch.randn(parameter.shape, generator=chance) * sizes
+        for parameter in (weight, small_weight):
+            sizes = 10.0 ** torch.randint(-12, 4, (len(parameter), 1), generator=generator)
+            gradient = torch.randn(parameter.shape, generator=generator) * sizes
             parameter.grad = gradient.to(kind)
         optimizer.step()
-    saved = state_tensors([optimizer], {weight: "w", small: "s"})
-    for part in (slice(0, 96), slice(0, 48), slice(64, 96)):
-        rows = nn.Parameter(weight.detach()[part].clone())
-        other = build_from_groups(spec, [{"params": [rows, small], "weight_decay": 0.0}])
-        known = {key: value.shape for key, value in saved.items()}
-        known |= {f"{slot}/w": rows.shape for slot in ("exp_avg", "exp_avg_sq")}
-        room = allocate_state([other], {rows: "w", small: "s"}, known)
-        for key, value in room.items():
-            held = saved[key]
-            value.copy_(held[part] if held.shape == weight.shape else held)
-        put_state([other], {rows: "w", small: "s"}, room)
-        again = state_tensors([other], {rows: "w", small: "s"})
-        for key, value in again.items():
-            held = saved[key]
-            assert value.dtype == held.dtype, key
-            assert torch.equal(value, held[part] if held.shape == weight.shape else held), key
+    saved = state_tensors([optimizer], {weight: "w", small_weight: "s"})
+    for weight_rows in (slice(0, 96), slice(0, 48), slice(64, 96)):
+        shard = nn.Parameter(weight.detach()[weight_rows].clone())
+        loaded_optimizer = build_from_groups(
+            spec, [{"params": [shard, small_weight], "weight_decay": 0.0}]
+        )
+        state_shapes = {key: value.shape for key, value in saved.items()}
+        state_shapes |= {f"{slot}/w": shard.shape for slot in ("exp_avg", "exp_avg_sq")}
+        allocated = allocate_state(
+            [loaded_optimizer], {shard: "w", small_weight: "s"}, state_shapes
+        )
+        for key, value in allocated.items():
+            saved_tensor = saved[key]
+            value.copy_(
+                saved_tensor[weight_rows] if saved_tensor.shape == weight.shape else saved_tensor
+            )
+        put_state([loaded_optimizer], {shard: "w", small_weight: "s"}, allocated)
+        loaded_state = state_tensors([loaded_optimizer], {shard: "w", small_weight: "s"})
+        for key, value in loaded_state.items():
+            saved_tensor = saved[key]
+            assert value.dtype == saved_tensor.dtype, key
+            assert torch.equal(
+                value,
+                saved_tensor[weight_rows] if saved_tensor.shape == weight.shape else saved_tensor,
+            ), key
 
 
 def test_low_bit_moments_are_rounded_once() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256))
-    numbers = torch.randn_like(weight)
-    held = build_from_groups(AdamW8bitConfig(), [{"params": [weight], "weight_decay": 0.0}])
+    gradient = torch.randn_like(weight)
+    optimizer = build_from_groups(AdamW8bitConfig(), [{"params": [weight], "weight_decay": 0.0}])
     put_state(
-        [held], {weight: "w"}, {"exp_avg/w": numbers.clone(), "exp_avg_sq/w": numbers.square()}
+        [optimizer],
+        {weight: "w"},
+        {"exp_avg/w": gradient.clone(), "exp_avg_sq/w": gradient.square()},
     )
-    once = state_tensors([held], {weight: "w"})
-    torch.testing.assert_close(once["exp_avg/w"], numbers, rtol=0.1, atol=0.02)
-    put_state([held], {weight: "w"}, {key: value.clone() for key, value in once.items()})
-    twice = state_tensors([held], {weight: "w"})
-    assert all(torch.equal(twice[key], once[key]) for key in once)
+    first_state = state_tensors([optimizer], {weight: "w"})
+    torch.testing.assert_close(first_state["exp_avg/w"], gradient, rtol=0.1, atol=0.02)
+    put_state(
+        [optimizer], {weight: "w"}, {key: value.clone() for key, value in first_state.items()}
+    )
+    second_state = state_tensors([optimizer], {weight: "w"})
+    assert all(torch.equal(second_state[key], first_state[key]) for key in first_state)
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "offload_overrides",
     [
         (),
         *(
-            pytest.param(parts, marks=pytest.mark.exhaustive)
-            for parts in (
+            pytest.param(offload_overrides, marks=pytest.mark.exhaustive)
+            for offload_overrides in (
                 ("parallelism=ddp",),
                 ("parallelism=ddp", "optimizer.shard=true"),
                 ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.micro_batch=8"),
@@ -321,18 +352,20 @@ def test_low_bit_moments_are_rounded_once() -> None:
         ),
     ],
 )
-def test_cpu_offload_step_equals_device_step(parts: tuple[str, ...], run_job: JobRunner) -> None:
+def test_cpu_offload_step_equals_device_step(
+    offload_overrides: tuple[str, ...], run_job: JobRunner
+) -> None:
     """On the CPU the two are one memory: what is asked here is the arithmetic."""
-    plain = run_job.without_defaults(*STEPS, *parts, "checkpoint.every=2")
+    device_run = run_job.without_defaults(*STEPS, *offload_overrides, "checkpoint.every=2")
     full_run = run_job.without_defaults(
-        *STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2"
+        *STEPS, *offload_overrides, "optimizer.offload=true", "checkpoint.every=2"
     )
     resumed = run_job.without_defaults(
-        *STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2)
+        *STEPS, *offload_overrides, "optimizer.offload=true", resume=device_run.checkpoint(2)
     )
     for run in (full_run, resumed):
-        assert run.column("train/loss") == plain.column("train/loss"), run
-        assert same_weights(run.weights(), plain.weights()), run
+        assert run.column("train/loss") == device_run.column("train/loss"), run
+        assert same_weights(run.weights(), device_run.weights()), run
 
 
 @pytest.mark.parametrize(
@@ -340,23 +373,27 @@ def test_cpu_offload_step_equals_device_step(parts: tuple[str, ...], run_job: Jo
 )
 def test_paged_adamw_equals_torch(precision: str, run_job: JobRunner) -> None:
     """Of weights in bf16, moments are in fp32 all the same."""
-    parts = (*STEPS, f"precision={precision}", "checkpoint.every=2")
-    paged = (*parts, "optimizer=adamw_paged")
-    torchs, whole = (
-        run_job.without_defaults(*parts, "optimizer=adamw"),
+    overrides = (*STEPS, f"precision={precision}", "checkpoint.every=2")
+    paged = (*overrides, "optimizer=adamw_paged")
+    torch_run, paged_run = (
+        run_job.without_defaults(*overrides, "optimizer=adamw"),
         run_job.without_defaults(*paged),
     )
-    near = 1e-6 if precision == "fp32" else 1e-3
-    assert whole.column("train/loss") == pytest.approx(torchs.column("train/loss"), rel=near)
-    resumed = run_job.without_defaults(*paged, resume=whole.checkpoint(2))
-    assert same_weights(resumed.weights(), whole.weights())
+    tolerance = 1e-6 if precision == "fp32" else 1e-3
+    assert paged_run.column("train/loss") == pytest.approx(
+        torch_run.column("train/loss"), rel=tolerance
+    )
+    resumed = run_job.without_defaults(*paged, resume=paged_run.checkpoint(2))
+    assert same_weights(resumed.weights(), paged_run.weights())
 
 
 def test_parameter_groups_have_separate_rates(run_job: JobRunner) -> None:
     """A factor of 0 leaves weights as they are, whatever else moves."""
-    parts = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
-    run = run_job.without_defaults(*parts, *STRATEGIES["fsdp"])
-    drawn = build_model(compose(parts).model, 1).state_dict()
-    start = {f"model.{name}": weight for name, weight in drawn.items()}
-    still = [name for name, weight in run.weights().items() if torch.equal(weight, start[name])]
-    assert still == ["model.embedding.weight"]
+    overrides = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
+    run = run_job.without_defaults(*overrides, *STRATEGIES["fsdp"])
+    initial_weights = build_model(compose(overrides).model, 1).state_dict()
+    start = {f"model.{name}": weight for name, weight in initial_weights.items()}
+    unchanged_names = [
+        name for name, weight in run.weights().items() if torch.equal(weight, start[name])
+    ]
+    assert unchanged_names == ["model.embedding.weight"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures.decoder_configs import (
-    EXACT,
+    EXACT_TOLERANCE,
     HF_DECODERS,
     for_each_decoder,
     for_each_hf_decoder,
@@ -36,45 +36,47 @@ from scalewise.strategies.base import ScaledLoss
 
 LENGTHS = (11, 7, 20, 3, 13, 16)
 SEQUENCE = 32
-PACKING = ("data.packing=true",)
-USUAL = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
+PACKING_OVERRIDES = ("data.packing=true",)
+CI_STRATEGIES = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
 CASES = [
-    pytest.param(batch, strategy, marks=() if usual else (*marks(strategy), pytest.mark.exhaustive))
-    for batch in USUAL
+    pytest.param(
+        batch, strategy, marks=() if runs_in_ci else (*marks(strategy), pytest.mark.exhaustive)
+    )
+    for batch in CI_STRATEGIES
     for strategy in STRATEGIES
-    for usual in [strategy in USUAL[batch]]
+    for runs_in_ci in [strategy in CI_STRATEGIES[batch]]
 ]
 
 
 def texts(spec: DecoderConfig) -> list[NDArray[np.int32]]:
     """Returns ids of texts; the first third of each are no labels, nor is any first token."""
-    draw = np.random.default_rng(5)
-    found = [draw.integers(0, spec.vocabulary, length, dtype=np.int32) for length in LENGTHS]
-    return [np.where(np.arange(len(ids)) < len(ids) // 3, ~ids, ids) for ids in found]
+    rng = np.random.default_rng(5)
+    token_ids = [rng.integers(0, spec.vocabulary, length, dtype=np.int32) for length in LENGTHS]
+    return [np.where(np.arange(len(ids)) < len(ids) // 3, ~ids, ids) for ids in token_ids]
 
 
 def packed(spec: DecoderConfig) -> Batch:
     """Returns all texts in as few rows as hold them."""
     ids_N = np.concatenate(texts(spec))
-    rows = PackedTextDataset(
+    dataset = PackedTextDataset(
         ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end_token=0
     )
-    assert len(rows) < len(LENGTHS)
-    return as_batch(rows.gather(range(len(rows))), False, masked=True, packing=True)
+    assert len(dataset) < len(LENGTHS)
+    return as_batch(dataset.gather(range(len(dataset))), False, masked=True, packing=True)
 
 
-def by_itself(ids_S: NDArray[np.int32]) -> Batch:
+def single_batch(ids_S: NDArray[np.int32]) -> Batch:
     """A text as a row of its own."""
     return as_batch(ids_S[None].astype(np.int64), False, masked=True)
 
 
-def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
+def text_slice_of(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
     """The row of a text in a batch, and its places there but the last token's."""
     expected = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
-    for row, first in (batch["positions"] == 0).nonzero().tolist():
-        there = slice(first, first + len(expected))
-        if torch.equal(batch["inputs"][row, there], expected):
-            return row, there
+    for index, first in (batch["positions"] == 0).nonzero().tolist():
+        text_slice = slice(first, first + len(expected))
+        if torch.equal(batch["inputs"][index, text_slice], expected):
+            return index, text_slice
     raise AssertionError("a text is in no row")
 
 
@@ -83,15 +85,17 @@ def test_packed_texts_equal_separate_texts(spec: DecoderConfig) -> None:
     module, batch = build_model(spec, 3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["positions"])
     ScaledLoss(CausalLM()).compute(module, batch).backward()
-    found = _gradients(module)
+    gradients = _gradients(module)
     module.zero_grad()
     for ids_S in texts(spec):
-        one = by_itself(ids_S)
+        single_text_batch = single_batch(ids_S)
         torch.testing.assert_close(
-            logits_BTV[where(batch, ids_S)], module(one["inputs"])[0], **EXACT
+            logits_BTV[text_slice_of(batch, ids_S)],
+            module(single_text_batch["inputs"])[0],
+            **EXACT_TOLERANCE,
         )
-        ScaledLoss(CausalLM()).compute(module, one).backward()
-    assert_tensors_close(found, _gradients(module), "gradients")
+        ScaledLoss(CausalLM()).compute(module, single_text_batch).backward()
+    assert_tensors_close(gradients, _gradients(module), "gradients")
     labels = sum(int((ids_S[1:] >= 0).sum()) for ids_S in texts(spec))
     assert int((batch["labels"] != IGNORED).sum()) == labels
 
@@ -106,17 +110,23 @@ def test_packed_logits_equal_transformers_position_ids(spec: DecoderConfig) -> N
     actual = build_model(spec, 0)
     actual.load_state_dict(from_hf_state_dict(expected.state_dict(), spec))
     with torch.no_grad():
-        wanted = expected(batch["inputs"], position_ids=batch["positions"], use_cache=False).logits
-        found = actual(batch["inputs"], None, batch["positions"])
-    torch.testing.assert_close(found, wanted, **EXACT)
+        expected_logits = expected(
+            batch["inputs"], position_ids=batch["positions"], use_cache=False
+        ).logits
+        actual_logits = actual(batch["inputs"], None, batch["positions"])
+    torch.testing.assert_close(actual_logits, expected_logits, **EXACT_TOLERANCE)
 
 
 def test_packed_single_text_equals_unpacked() -> None:
     spec = HF_DECODERS["llama-gqa"]
     module, ids_S = build_model(spec, 3), texts(spec)[2]
-    one = by_itself(ids_S)
-    places = torch.arange(one["inputs"].shape[1])[None]
-    torch.testing.assert_close(module(one["inputs"], None, places), module(one["inputs"]), **EXACT)
+    single_text_batch = single_batch(ids_S)
+    position_ids = torch.arange(single_text_batch["inputs"].shape[1])[None]
+    torch.testing.assert_close(
+        module(single_text_batch["inputs"], None, position_ids),
+        module(single_text_batch["inputs"]),
+        **EXACT_TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("scope", ["block", "whole"])
@@ -124,14 +134,16 @@ def test_packed_single_text_equals_unpacked() -> None:
 def test_packed_compiled_equals_eager(
     scope: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    compiled = (*PACKING, f"compile.scope={scope}", "compile.backend=aot_eager")
+    compiled = (*PACKING_OVERRIDES, f"compile.scope={scope}", "compile.backend=aot_eager")
     run = train_strategy((), "accumulated", JobRunner(tmp_path, shared_cache), *compiled)
-    assert_same_training(run, reference_run("accumulated", *PACKING))
+    assert_same_training(run, reference_run("accumulated", *PACKING_OVERRIDES))
 
 
 @pytest.mark.parametrize(("batch", "strategy"), CASES)
 def test_packed_training_under_each_strategy_equals_one_device(
     batch: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = train_strategy(STRATEGIES[strategy], batch, JobRunner(tmp_path, shared_cache), *PACKING)
-    assert_same_training(run, reference_run(batch, *PACKING))
+    run = train_strategy(
+        STRATEGIES[strategy], batch, JobRunner(tmp_path, shared_cache), *PACKING_OVERRIDES
+    )
+    assert_same_training(run, reference_run(batch, *PACKING_OVERRIDES))

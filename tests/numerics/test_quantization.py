@@ -37,24 +37,30 @@ QUANTIZATIONS = {
     "fp4": ("quantization=fp4", "quantization.double=false"),
     "int8": ("quantization=int8",),
 }
-USUAL = {
+CI_STRATEGIES = {
     "nf4": ("fsdp",),
     "fp4": (),
     "int8": (),
 }
-EACH = ["nf4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp4", "int8"))]
+QUANTIZATION_PARAMS = [
+    "nf4",
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp4", "int8")),
+]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
-NEVER = ("tensor", "deepspeed")
+UNSUPPORTED_STRATEGIES = ("tensor", "deepspeed")
 """Options that reject quantized matrices."""
 CASES = [
     pytest.param(
         name,
         strategy,
-        marks=(*marks(strategy), *(() if strategy in USUAL[name] else (pytest.mark.exhaustive,))),
+        marks=(
+            *marks(strategy),
+            *(() if strategy in CI_STRATEGIES[name] else (pytest.mark.exhaustive,)),
+        ),
     )
     for name in QUANTIZATIONS
     for strategy in (STRATEGIES if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
-    if not any(never in strategy for never in NEVER)
+    if not any(unsupported in strategy for unsupported in UNSUPPORTED_STRATEGIES)
 ]
 
 
@@ -69,7 +75,7 @@ def test_quantized_training_under_each_strategy_equals_one_device(
     assert_same_training(run, reference_run("accumulated", *overrides))
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", QUANTIZATION_PARAMS)
 def test_quantized_weights_stay_and_the_adapter_trains(
     name: str, reference_run: ReferenceRun
 ) -> None:
@@ -78,42 +84,52 @@ def test_quantized_weights_stay_and_the_adapter_trains(
         reference_run("accumulated", *overrides),
         compose([*TINY_DECODER, *LLAMA, *overrides]),
     )
-    held = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
-    assert held.keys() == {weight.name for weight in spec.weight_census()}
-    trained = {weight.name for weight in spec.weight_census() if weight.trainable}
-    assert {key.removeprefix("model.") for key in load_gradients(run, 2)} == trained
+    weights = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
+    assert weights.keys() == {weight.name for weight in spec.weight_census()}
+    trainable_names = {weight.name for weight in spec.weight_census() if weight.trainable}
+    assert {key.removeprefix("model.") for key in load_gradients(run, 2)} == trainable_names
     first = SingleDevice(DeviceKind.cpu).build(spec)
     for key, tensor in first.named_parameters():
         key = key.replace(".base_layer.", ".")
-        assert torch.equal(held[key], tensor) == (key not in trained), key
+        assert torch.equal(weights[key], tensor) == (key not in trainable_names), key
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_quantized_parameter_shapes_equal_the_module(name: str, shape: tuple[str, ...]) -> None:
     spec = compose([*TINY_DECODER, *shape, *LORA, *QUANTIZATIONS[name]])
-    found = {
-        key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
-        for key, held in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
+    actual = {
+        key.replace(".base_layer.", "."): (
+            tuple(parameter.shape),
+            parameter.nbytes,
+            parameter.requires_grad,
+        )
+        for key, parameter in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
     }
-    assert found == {w.name: (w.shape, w.shard_bytes(4), w.trainable) for w in spec.weight_census()}
+    assert actual == {
+        w.name: (w.shape, w.shard_bytes(4), w.trainable) for w in spec.weight_census()
+    }
 
 
-def theirs(
+def bitsandbytes_layer(
     packing: FourBitConfig | Int8Config, matrix: Tensor, bias: Tensor | None
 ) -> torch.nn.Linear:
     """Returns bitsandbytes' own layer of a matrix."""
-    out, into = matrix.shape
+    out_features, in_features = matrix.shape
     layer: torch.nn.Linear
     if isinstance(packing, Int8Config):
         layer = bnb.nn.Linear8bitLt(
-            into, out, bias=bias is not None, has_fp16_weights=False, threshold=packing.threshold
+            in_features,
+            out_features,
+            bias=bias is not None,
+            has_fp16_weights=False,
+            threshold=packing.threshold,
         )
         layer.weight = bnb.nn.Int8Params(matrix, requires_grad=False, has_fp16_weights=False)
     else:
         kind = {"quant_type": packing.code, "compress_statistics": packing.double}
         layer = bnb.nn.Linear4bit(
-            into, out, bias=bias is not None, compute_dtype=torch.float32, **kind
+            in_features, out_features, bias=bias is not None, compute_dtype=torch.float32, **kind
         )
         layer.weight = bnb.nn.Params4bit(matrix, requires_grad=False, **kind)
     layer = layer.to("cpu")
@@ -122,7 +138,7 @@ def theirs(
     return layer
 
 
-PACKINGS = [
+QUANTIZATION_CONFIGS = [
     NF4Config(),
     NF4Config(double=False),
     FP4Config(),
@@ -131,11 +147,13 @@ PACKINGS = [
 ]
 
 
-def packed(
+def packed_layer(
     packing: FourBitConfig | Int8Config, matrix: Tensor, bias: Tensor | None = None
 ) -> PackedLinear:
-    out, into = matrix.shape
-    layer = build_packed_linear(packing, into, out, bias=bias is not None).to_empty(device="cpu")
+    out_features, in_features = matrix.shape
+    layer = build_packed_linear(packing, in_features, out_features, bias=bias is not None).to_empty(
+        device="cpu"
+    )
     layer.pack(matrix)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -148,42 +166,49 @@ def matrix() -> Tensor:
     return torch.randn(136, 250, generator=torch.Generator().manual_seed(7)) / 16
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+@pytest.mark.parametrize("packing", QUANTIZATION_CONFIGS, ids=str)
 def test_quantized_matmuls_and_gradients_equal_bitsandbytes(
     packing: FourBitConfig | Int8Config, matrix: Tensor
 ) -> None:
     bias, x = torch.randn(136), torch.randn(3, 5, 250)
-    found = []
-    for layer in (packed(packing, matrix, bias), theirs(packing, matrix, bias)):
-        given = x.clone().requires_grad_()
-        product = layer(given)
+    results = []
+    for layer in (packed_layer(packing, matrix, bias), bitsandbytes_layer(packing, matrix, bias)):
+        input_tensor = x.clone().requires_grad_()
+        product = layer(input_tensor)
         product.pow(2).sum().backward()
-        assert given.grad is not None
-        found.append((product.detach(), given.grad))
-    for actual, expected in zip(*found, strict=True):
+        assert input_tensor.grad is not None
+        results.append((product.detach(), input_tensor.grad))
+    for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+@pytest.mark.parametrize("packing", QUANTIZATION_CONFIGS, ids=str)
 def test_quantized_bytes_equal_bitsandbytes(
     packing: FourBitConfig | Int8Config, matrix: Tensor
 ) -> None:
-    layer = theirs(packing, matrix, None)
-    held = [tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")]
-    held = [tensor for tensor in held if tensor.numel() > 1]
+    layer = bitsandbytes_layer(packing, matrix, None)
+    stored_tensors = [
+        tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")
+    ]
+    stored_tensors = [tensor for tensor in stored_tensors if tensor.numel() > 1]
     if isinstance(packing, FourBitConfig):  # what is no tensor lies packed as text
-        held = [held[0], *(t for k, t in layer.state_dict().items() if k.endswith("absmax"))]
+        stored_tensors = [
+            stored_tensors[0],
+            *(t for k, t in layer.state_dict().items() if k.endswith("absmax")),
+        ]
         offset = 4 * packing.double
     else:
         offset = 0
-    actual = sum(parameter.nbytes for parameter in packed(packing, matrix).parameters())
-    assert actual == sum(tensor.nbytes for tensor in held) + offset
+    actual = sum(parameter.nbytes for parameter in packed_layer(packing, matrix).parameters())
+    assert actual == sum(tensor.nbytes for tensor in stored_tensors) + offset
 
 
 def test_quantization_error_decreases_with_bits(matrix: Tensor) -> None:
     """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
     errors = {
-        name: float((packed(packing, matrix).unpack(torch.float32) - matrix).norm() / matrix.norm())
+        name: float(
+            (packed_layer(packing, matrix).unpack(torch.float32) - matrix).norm() / matrix.norm()
+        )
         for name, packing in {"nf4": NF4Config(), "fp4": FP4Config(), "int8": Int8Config()}.items()
     }
     assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
@@ -200,10 +225,10 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+@pytest.mark.parametrize("packing", QUANTIZATION_CONFIGS, ids=str)
 def test_unpacking_creates_no_tensor_per_block(packing: FourBitConfig | Int8Config) -> None:
     """A tensor that is iterated is unbound into views, which took 2 ms of host time per matrix."""
-    layer = packed(packing, torch.randn(1024, 512))
+    layer = packed_layer(packing, torch.randn(1024, 512))
     with LargestResult() as results:
         layer.unpack(torch.float32)
     assert results.tensors == 1
@@ -213,19 +238,22 @@ def test_unpacking_creates_no_tensor_per_block(packing: FourBitConfig | Int8Conf
 def test_int8_matmul_equals_bitsandbytes(threshold: float, matrix: Tensor) -> None:
     """What CUDA runs; here with the operators that stand for its kernels."""
     packing = Int8Config(threshold=threshold)
-    actual, expected = packed(packing, matrix), theirs(packing, matrix, None).eval()
+    actual, expected = (
+        packed_layer(packing, matrix),
+        bitsandbytes_layer(packing, matrix, None).eval(),
+    )
     assert isinstance(actual, Int8Linear)
     x = torch.randn(2, 8, 250, generator=torch.Generator().manual_seed(3))
     x[..., 11] *= 30  # a feature of outliers
     with torch.no_grad():
-        found = actual.int8_matmul(x)
-        torch.testing.assert_close(found, expected(x), rtol=1e-5, atol=1e-5)
-        error = float((found - x @ matrix.T).norm() / (x @ matrix.T).norm())
+        product = actual.int8_matmul(x)
+        torch.testing.assert_close(product, expected(x), rtol=1e-5, atol=1e-5)
+        error = float((product - x @ matrix.T).norm() / (x @ matrix.T).norm())
     assert (error < 0.02) == (threshold > 0)
 
 
 def test_quantized_matmul_uses_the_autocast_dtype(matrix: Tensor) -> None:
-    layer, x = packed(NF4Config(), matrix), torch.randn(4, 250, requires_grad=True)
+    layer, x = packed_layer(NF4Config(), matrix), torch.randn(4, 250, requires_grad=True)
     assert isinstance(layer, FourBitLinear)
     with torch.autocast("cpu", torch.bfloat16):
         product = layer(x)
@@ -237,23 +265,23 @@ def test_quantized_matmul_uses_the_autocast_dtype(matrix: Tensor) -> None:
     torch.testing.assert_close(product.float(), expected, rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", QUANTIZATION_PARAMS)
 def test_quantized_evaluation_reports_the_fp32_loss(
     name: str, reference_run: ReferenceRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = reference_run("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)
-    found = {}
+    losses = {}
     for step in ("3", "0"):
         assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0, step
-        found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
+        losses[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
     assert "quantized weights: " in capsys.readouterr().out
-    assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
-    held = compose([*TINY_DECODER, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
-    assert found["3"]["packed_bytes"] == sum(
-        weight.shard_bytes(4) for weight in held if weight.element_bytes
+    assert losses["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
+    census = compose([*TINY_DECODER, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
+    assert losses["3"]["packed_bytes"] == sum(
+        weight.shard_bytes(4) for weight in census if weight.element_bytes
     )
-    never_packed = reference_run("accumulated", *LORA, *TEXT)
-    assert cli.main(["evaluate", str(never_packed.path), "step=0"]) == 0
-    began = json.loads((never_packed.path / "evaluation.json").read_text("utf-8"))["0"]
-    assert found["0"]["loss_in_fp32"] == pytest.approx(began["loss"], rel=1e-6)
-    assert found["0"]["loss"] != began["loss"]
+    unquantized_run = reference_run("accumulated", *LORA, *TEXT)
+    assert cli.main(["evaluate", str(unquantized_run.path), "step=0"]) == 0
+    untrained = json.loads((unquantized_run.path / "evaluation.json").read_text("utf-8"))["0"]
+    assert losses["0"]["loss_in_fp32"] == pytest.approx(untrained["loss"], rel=1e-6)
+    assert losses["0"]["loss"] != untrained["loss"]

@@ -30,30 +30,30 @@ def test_seq2seq_flops_equal_torch_counter(
     spec = HuggingFaceConfig(path=str(hf_checkpoint("t5")))
     module = build_model(spec, 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        rows = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
-        module(*rows).sum().backward()
+        inputs = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
+        module(*inputs).sum().backward()
     source, width = sequence - target, spec.query_width
     pairs = 2 * source**2 + 3 * (target**2 + target * source)
-    told = spec.flops(sequence, target) * sequence
-    assert counted.get_total_flops() == pytest.approx(told - 2 * pairs * width, rel=1e-9)
+    predicted_flops = spec.flops(sequence, target) * sequence
+    assert counted.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs * width, rel=1e-9)
 
 
 def test_seq2seq_generation_equals_transformers(multi_stack_model: Stack) -> None:
     stack = multi_stack_model("t5_gated")
     run, peer = stack.compose(), stack.transformers_model()
-    rows = prepare_splits(run.data, 256, run.seed).validation
-    assert rows is not None
+    dataset = prepare_splits(run.data, 256, run.seed).validation
+    assert dataset is not None
     module = build_model(HuggingFaceConfig(path=str(stack.folder)), 1)
-    found = validation_metrics.measure_loss(module, rows, 10, 4)
-    (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=1, steps=1)
+    metrics = validation_metrics.measure_loss(module, dataset, 10, 4)
+    (batch,) = TrainLoader(dataset, BatchShare(10, 10), seed=1, steps=1)
     with torch.no_grad():
-        assert found.loss == pytest.approx(
+        assert metrics.loss == pytest.approx(
             peer(**stack.transformers_inputs(batch)).loss.item(), rel=1e-5
         )
-    assert found.labels == int((batch["labels"] != -100).sum())
-    question = [5, 9, 200, 31]
-    written = generate_answer(module, question, 0.0, 1)
-    ids = [next(written) for _ in range(6)]
-    given = torch.tensor([question])
-    expected = peer.generate(given, max_new_tokens=6, do_sample=False, use_cache=False)
+    assert metrics.labels == int((batch["labels"] != -100).sum())
+    prompt_ids = [5, 9, 200, 31]
+    answer_ids = generate_answer(module, prompt_ids, 0.0, 1)
+    ids = [next(answer_ids) for _ in range(6)]
+    input_ids = torch.tensor([prompt_ids])
+    expected = peer.generate(input_ids, max_new_tokens=6, do_sample=False, use_cache=False)
     assert ids == expected[0, 1:].tolist()

@@ -16,8 +16,8 @@ from scalewise.metric_names import STEP_PHASES
 from scalewise.models.build import build_model
 
 FP32_BYTES = 4
-LONG = pytest.mark.exhaustive
-MORE = (("single", 4), ("single", 3), ("single", 2), ("ddp", 4), ("ddp", 2), ("ddp", 1))
+EXHAUSTIVE = pytest.mark.exhaustive
+EXHAUSTIVE_CASES = (("single", 4), ("single", 3), ("single", 2), ("ddp", 4), ("ddp", 2), ("ddp", 1))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path)
     ("strategy", "micro_batch"),
     [
         ("ddp", 3),
-        *(pytest.param(*rest, marks=LONG) for rest in MORE),
+        *(pytest.param(*case, marks=EXHAUSTIVE) for case in EXHAUSTIVE_CASES),
     ],
 )
 def test_global_batch_trains_the_same_for_every_split(
@@ -44,8 +44,8 @@ def test_global_batch_trains_the_same_for_every_split(
     run = run_job(f"parallelism={strategy}", f"trainer.micro_batch={micro_batch}")
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(one_device_run.column(key), rel=1e-4), key
-    furthest = largest_difference(run.weights(), one_device_run.weights())
-    print(f"{strategy}, micro batch {micro_batch}: weights differ by at most {furthest:.2e}")
+    difference = largest_difference(run.weights(), one_device_run.weights())
+    print(f"{strategy}, micro batch {micro_batch}: weights differ by at most {difference:.2e}")
     for name, weight in run.weights().items():
         torch.testing.assert_close(weight, one_device_run.weights()[name], rtol=1e-3, atol=1e-4)
 
@@ -53,24 +53,26 @@ def test_global_batch_trains_the_same_for_every_split(
 def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
     """AdamW would hide a gradient that is off by a factor."""
     sgd = ("optimizer=sgd", "optimizer.lr=0.5", "trainer.clip_norm=null")
-    one, two = run_job(*sgd), run_job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
-    assert two.column("train/grad_norm") == pytest.approx(one.column("train/grad_norm"), rel=1e-4)
-    assert largest_difference(one.weights(), two.weights()) < 1e-5
+    single_run, ddp_run = run_job(*sgd), run_job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
+    assert ddp_run.column("train/grad_norm") == pytest.approx(
+        single_run.column("train/grad_norm"), rel=1e-4
+    )
+    assert largest_difference(single_run.weights(), ddp_run.weights()) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "slots"),
     [
-        pytest.param("single", "sgd", 1, marks=LONG),
-        pytest.param("single", "adamw", 2, marks=LONG),
+        pytest.param("single", "sgd", 1, marks=EXHAUSTIVE),
+        pytest.param("single", "adamw", 2, marks=EXHAUSTIVE),
         ("ddp", "adamw", 2),
     ],
 )
 def test_state_memory_metrics_are_exact(
     strategy: str, optimizer: str, slots: int, run_job: JobRunner
 ) -> None:
-    parts = (f"parallelism={strategy}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
-    metrics = run_job(*parts).summary["metrics"]
+    overrides = (f"parallelism={strategy}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
+    metrics = run_job(*overrides).summary["metrics"]
     model = compose(UNTRACKED).model
     module = build_model(model, 1)
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
@@ -80,24 +82,27 @@ def test_state_memory_metrics_are_exact(
     assert metrics["memory/gradients_bytes"] == weights
     steps = tensors * FP32_BYTES if optimizer == "adamw" else 0  # AdamW counts per tensor
     assert metrics["memory/optimizer_bytes"] == slots * weights + steps
-    alive = weights + buffers + weights + slots * weights
-    assert metrics["memory/peak_bytes"] >= alive
-    assert metrics["memory/peak_bytes"] >= alive - weights + metrics["memory/activations_bytes"]
+    expected_bytes = weights + buffers + weights + slots * weights
+    assert metrics["memory/peak_bytes"] >= expected_bytes
+    assert (
+        metrics["memory/peak_bytes"]
+        >= expected_bytes - weights + metrics["memory/activations_bytes"]
+    )
     assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
+    ("strategy", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=EXHAUSTIVE)]
 )
 def test_sharded_rank_stores_its_shards_only(strategy: str, ranks: int, run_job: JobRunner) -> None:
-    small = (
+    overrides = (
         *TINY_DECODER,
         "trainer.max_steps=3",
         "trainer.global_batch=8",
         "trainer.micro_batch=2",
     )
-    full_run = run_job.without_defaults(*small).summary["metrics"]
-    shard = run_job.without_defaults(*small, *STRATEGIES[strategy]).summary["metrics"]
+    full_run = run_job.without_defaults(*overrides).summary["metrics"]
+    shard = run_job.without_defaults(*overrides, *STRATEGIES[strategy]).summary["metrics"]
     for name in ("parameters", "gradients", "optimizer"):
         key = f"memory/{name}_bytes"
         assert shard[key] == pytest.approx(full_run[key] / ranks, rel=0.04), key  # norms, positions
@@ -105,24 +110,24 @@ def test_sharded_rank_stores_its_shards_only(strategy: str, ranks: int, run_job:
 
 
 def test_activation_memory_grows_with_the_micro_batch(run_job: JobRunner) -> None:
-    small, large = (
-        run_job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
-        for rows in (2, 8)
+    small_batch, large_batch = (
+        run_job(f"trainer.micro_batch={micro_batch}").summary["metrics"]["memory/activations_bytes"]
+        for micro_batch in (2, 8)
     )
-    assert large == pytest.approx(4 * small, rel=0.1)
+    assert large_batch == pytest.approx(4 * small_batch, rel=0.1)
 
 
 def test_step_time_is_the_sum_of_its_phases(run_job: JobRunner) -> None:
     run = run_job("trainer.max_steps=30")
     for row in run.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert float(row["time/step_s"]) == pytest.approx(parts), row
+        phases_s = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
+        assert float(row["time/step_s"]) == pytest.approx(phases_s), row
         rate = float(row["throughput/tokens_per_s"]) * float(row["time/step_s"])
         assert rate == pytest.approx(8 * 32), row
     assert sum(run.column("time/step_s")) < run.status["seconds"]
 
 
-TURNS = (
+DELAYED_RANKS = (
     *TINY_DECODER,
     "callbacks=[none]",
     "trusted_packages=[fixtures]",
@@ -136,51 +141,55 @@ TURNS = (
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rows"),
+    ("strategy", "micro_batch"),
     [
         ("pipeline_replicate", 4),
         *(
-            pytest.param(*rest, marks=LONG)
-            for rest in [("ddp", 4), ("fsdp_4", 2), ("pipeline_one_f_one_b", 8)]
+            pytest.param(*case, marks=EXHAUSTIVE)
+            for case in [("ddp", 4), ("fsdp_4", 2), ("pipeline_one_f_one_b", 8)]
         ),
     ],
 )
 def test_step_phases_of_several_ranks_sum_to_the_wall_time(
-    strategy: str, rows: int, run_job: JobRunner
+    strategy: str, micro_batch: int, run_job: JobRunner
 ) -> None:
     """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
-    run = run_job.without_defaults(*TURNS, *STRATEGIES[strategy], f"trainer.micro_batch={rows}")
-    ranks = compose([*TURNS, *STRATEGIES[strategy]]).world_size
-    ended = [run.json(f"turns-{rank}.json")["ended"] for rank in range(ranks)]
+    run = run_job.without_defaults(
+        *DELAYED_RANKS, *STRATEGIES[strategy], f"trainer.micro_batch={micro_batch}"
+    )
+    ranks = compose([*DELAYED_RANKS, *STRATEGIES[strategy]]).world_size
+    end_times = [run.json(f"turns-{rank}.json")["ended"] for rank in range(ranks)]
     seconds = run.column("time/step_s")
     for first in (0, 10, 20):  # logging, after every tenth, is no part of a step
-        told = sum(seconds[first + 1 : first + 9])
-        walls = [times[first + 8] - times[first] for times in ended]
-        nearest = min(walls, key=lambda wall: abs(wall - told))
-        assert told == pytest.approx(nearest, rel=0.02), walls
+        recorded_s = sum(seconds[first + 1 : first + 9])
+        wall_s = [times[first + 8] - times[first] for times in end_times]
+        nearest_s = min(wall_s, key=lambda candidate_s: abs(candidate_s - recorded_s))
+        assert recorded_s == pytest.approx(nearest_s, rel=0.02), wall_s
     for row in run.metrics:
-        parts = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
-        assert float(row["time/step_s"]) == pytest.approx(parts), row
+        phases_s = sum(float(row[f"time/{name}_s"] or 0) for name in STEP_PHASES)
+        assert float(row["time/step_s"]) == pytest.approx(phases_s), row
 
 
 def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRunner) -> None:
     run = run_job.without_defaults(
-        *TURNS, *STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=8"
+        *DELAYED_RANKS, *STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=8"
     )
     for row in run.metrics:
         assert (row["time/forward_s"], row["time/backward_s"]) == ("", ""), row
     for key in ("time/forward_backward_s", "time/optimizer_s"):
         seconds = run.column(key)
         for first in (0, 10, 20):  # one rank's window: every other step of it is its own turn
-            own = [each for each in seconds[first : first + 10] if each >= DELAY_S]
-            assert len(own) >= 5, key  # one that comes late waits less than another dawdles
+            own_s = [delay for delay in seconds[first : first + 10] if delay >= DELAY_S]
+            assert len(own_s) >= 5, key  # one that comes late waits less than another dawdles
     metrics = run.summary["metrics"]
     assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
 
 
 def test_memory_metrics_are_those_of_the_fullest_rank(run_job: JobRunner) -> None:
     """The last stage holds the logits."""
-    run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
+    run = run_job.without_defaults(
+        *DELAYED_RANKS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8"
+    )
     first, last = (run.json(f"turns-{rank}.json")["memory"] for rank in range(2))
     assert first["memory/peak_bytes"] < last["memory/peak_bytes"]
     metrics = run.summary["metrics"]
@@ -189,12 +198,16 @@ def test_memory_metrics_are_those_of_the_fullest_rank(run_job: JobRunner) -> Non
 
 def test_pipeline_stages_store_what_one_rank_stores(run_job: JobRunner) -> None:
     """GPipe takes every piece forward before it takes one backward, and keeps the logits too."""
-    run = run_job.without_defaults(*TURNS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8")
-    alone = run_job.without_defaults(*TURNS, "trainer.micro_batch=8").summary["metrics"]
+    run = run_job.without_defaults(
+        *DELAYED_RANKS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8"
+    )
+    single_rank_metrics = run_job.without_defaults(*DELAYED_RANKS, "trainer.micro_batch=8").summary[
+        "metrics"
+    ]
     key = "memory/activations_bytes"
-    kept = sum(run.json(f"turns-{rank}.json")["memory"][key] for rank in range(2))
+    stored_bytes = sum(run.json(f"turns-{rank}.json")["memory"][key] for rank in range(2))
     logits = 8 * 32 * 256 * FP32_BYTES
-    assert kept == pytest.approx(alone[key] + logits, rel=0.02)
+    assert stored_bytes == pytest.approx(single_rank_metrics[key] + logits, rel=0.02)
 
 
 def test_token_counts_and_learning_rates_follow_the_schedule(run_job: JobRunner) -> None:

@@ -17,9 +17,9 @@ from scalewise.errors import ConfigError
 from scalewise.run_files import write_json
 from scalewise.tracing import user_module_trace
 
-LONG = pytest.mark.exhaustive
-STEPS, ROWS = 12, 8
-YOURS = (
+EXHAUSTIVE = pytest.mark.exhaustive
+STEPS, BATCH_SIZE = 12, 8
+USER_MODULE = (
     "objective=module",
     "objective.target=fixtures.user_module.MyModule",
     "data.target=fixtures.user_module.MyData",
@@ -32,7 +32,7 @@ YOURS = (
     "launch.timeout=120",
 )
 
-SHUFFLED = ("+data.arguments.shuffle=true",)
+SHUFFLE = ("+data.arguments.shuffle=true",)
 FSDP = ("parallelism=fsdp",)
 
 
@@ -45,7 +45,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
     """One device, all rows of a step in one batch."""
     return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache).without_defaults(
-        *YOURS, *SHUFFLED
+        *USER_MODULE, *SHUFFLE
     )
 
 
@@ -54,9 +54,9 @@ def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path)
 def test_user_module_is_bitwise_equal_to_plain_lightning(
     run_job: JobRunner, tmp_path: Path
 ) -> None:
-    drawn = (*SHUFFLED, "+objective.arguments.dropout=0.3")
+    random_overrides = (*SHUFFLE, "+objective.arguments.dropout=0.3")
     actual = run_job.without_defaults(
-        *YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null"
+        *USER_MODULE, *random_overrides, "trainer.max_epochs=2", "trainer.max_steps=null"
     )
     seed_everything(1, workers=True, verbose=False)
     module, data = MyModule(dropout=0.3), MyData(shuffle=True)
@@ -84,14 +84,16 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        pytest.param(("parallelism=ddp",), 2, marks=LONG),
+        pytest.param(("parallelism=ddp",), 2, marks=EXHAUSTIVE),
         (FSDP, 2),
         pytest.param(
-            ("parallelism=fsdp", "parallelism.reshard_after_forward=false"), 2, marks=LONG
+            ("parallelism=fsdp", "parallelism.reshard_after_forward=false"), 2, marks=EXHAUSTIVE
         ),
-        pytest.param(("parallelism=hsdp",), 4, marks=LONG),
+        pytest.param(("parallelism=hsdp",), 4, marks=EXHAUSTIVE),
         *(
-            pytest.param((f"parallelism=deepspeed_zero{stage}",), 2, marks=(LONG, needs_deepspeed))
+            pytest.param(
+                (f"parallelism=deepspeed_zero{stage}",), 2, marks=(EXHAUSTIVE, needs_deepspeed)
+            )
             for stage in (1, 2, 3)
         ),
     ],
@@ -101,7 +103,7 @@ def test_user_module_under_each_strategy_equals_one_device(
 ) -> None:
     """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
     run = run_job.without_defaults(
-        *YOURS, *SHUFFLED, *strategy, f"+data.arguments.batch_size={ROWS // ranks}"
+        *USER_MODULE, *SHUFFLE, *strategy, f"+data.arguments.batch_size={BATCH_SIZE // ranks}"
     )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/lr", "train/tokens"):
         assert run.column(key) == pytest.approx(one_device_run.column(key), rel=1e-5), key
@@ -113,10 +115,12 @@ def test_user_module_under_each_strategy_equals_one_device(
     ("strategy", "ranks", "shuffle"),
     [
         (("parallelism=ddp",), 2, True),
-        pytest.param(("parallelism=ddp", "parallelism.replicas=4"), 4, False, marks=LONG),
-        pytest.param(FSDP, 2, True, marks=LONG),
-        pytest.param(("parallelism=hsdp",), 4, True, marks=LONG),
-        pytest.param(("parallelism=deepspeed_zero2",), 2, False, marks=(LONG, needs_deepspeed)),
+        pytest.param(("parallelism=ddp", "parallelism.replicas=4"), 4, False, marks=EXHAUSTIVE),
+        pytest.param(FSDP, 2, True, marks=EXHAUSTIVE),
+        pytest.param(("parallelism=hsdp",), 4, True, marks=EXHAUSTIVE),
+        pytest.param(
+            ("parallelism=deepspeed_zero2",), 2, False, marks=(EXHAUSTIVE, needs_deepspeed)
+        ),
     ],
 )
 def test_user_module_ranks_share_an_iterable_dataset(
@@ -125,55 +129,57 @@ def test_user_module_ranks_share_an_iterable_dataset(
     """Shuffled again each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
     stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
-    alone = run_job.without_defaults(*YOURS, *stream)
+    single_run = run_job.without_defaults(*USER_MODULE, *stream)
     run = run_job.without_defaults(
-        *YOURS, *stream, *strategy, f"+data.arguments.batch_size={ROWS // ranks}"
+        *USER_MODULE, *stream, *strategy, f"+data.arguments.batch_size={BATCH_SIZE // ranks}"
     )
     for key in ("train/loss", "train/grad_norm", "val/loss", "train/tokens"):
-        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
-    for name, weight in alone.weights().items():
+        assert run.column(key) == pytest.approx(single_run.column(key), rel=1e-5), key
+    for name, weight in single_run.weights().items():
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
+@pytest.mark.parametrize("strategy", [("parallelism=ddp",), pytest.param(FSDP, marks=EXHAUSTIVE)])
 def test_user_module_uneven_validation_samples_count_once(
     strategy: tuple[str, ...], run_job: JobRunner
 ) -> None:
     """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
-    overrides = (*YOURS, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
-    alone, run = (
+    overrides = (*USER_MODULE, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
+    single_run, run = (
         run_job.without_defaults(*overrides),
         run_job.without_defaults(*overrides, *strategy, "+data.arguments.batch_size=4"),
     )
-    assert run.column("val/loss") == pytest.approx(alone.column("val/loss"), rel=1e-6)
+    assert run.column("val/loss") == pytest.approx(single_run.column("val/loss"), rel=1e-6)
     (note,) = run.summary["notes"]
     assert note.startswith("each epoch: 65 samples padded to 66 (1 repeated, 1.5%)")
-    assert alone.summary["notes"] == []
-
-
-@pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
-def test_user_module_resume_is_bitwise_equal(step: int, run_job: JobRunner) -> None:
-    """In the first epoch, at its end (8 batches), and in the second."""
-    overrides = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
-    full_run = run_job.without_defaults(*overrides, f"checkpoint.every={step}", "checkpoint.keep=0")
-    rest = run_job.without_defaults(*overrides, resume=full_run.checkpoint(step))
-    assert rest.column("train/loss") == full_run.column("train/loss")
-    for name, weight in full_run.weights().items():
-        assert torch.equal(rest.weights()[name], weight), name
-
-
-def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner) -> None:
-    full_run = run_job.without_defaults(*YOURS)
-    write_json(full_run.path / "status.json", {**full_run.status, "status": "running"})
-    ended = run_job.without_defaults(*YOURS, "resume=auto")
-    assert ended.status["resumed_from"] == str(full_run.checkpoint(STEPS))
-    assert ended.column("train/loss") == full_run.column("train/loss")
-    assert ended.summary["metrics"]["val/loss"] == full_run.summary["metrics"]["val/loss"]
-    assert same_weights(ended.weights(), full_run.weights())
+    assert single_run.summary["notes"] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "reason"),
+    "step", [3, pytest.param(8, marks=EXHAUSTIVE), pytest.param(11, marks=EXHAUSTIVE)]
+)
+def test_user_module_resume_is_bitwise_equal(step: int, run_job: JobRunner) -> None:
+    """In the first epoch, at its end (8 batches), and in the second."""
+    overrides = (*USER_MODULE, *SHUFFLE, "+objective.arguments.dropout=0.3")
+    full_run = run_job.without_defaults(*overrides, f"checkpoint.every={step}", "checkpoint.keep=0")
+    resumed_run = run_job.without_defaults(*overrides, resume=full_run.checkpoint(step))
+    assert resumed_run.column("train/loss") == full_run.column("train/loss")
+    for name, weight in full_run.weights().items():
+        assert torch.equal(resumed_run.weights()[name], weight), name
+
+
+def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner) -> None:
+    full_run = run_job.without_defaults(*USER_MODULE)
+    write_json(full_run.path / "status.json", {**full_run.status, "status": "running"})
+    resumed_run = run_job.without_defaults(*USER_MODULE, "resume=auto")
+    assert resumed_run.status["resumed_from"] == str(full_run.checkpoint(STEPS))
+    assert resumed_run.column("train/loss") == full_run.column("train/loss")
+    assert resumed_run.summary["metrics"]["val/loss"] == full_run.summary["metrics"]["val/loss"]
+    assert same_weights(resumed_run.weights(), full_run.weights())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
     [
         ("WithoutLoss", (), "returns no loss"),
         ("TwoOptimizers", (), "has 2 optimizers"),
@@ -182,19 +188,25 @@ def test_user_module_resumed_after_its_last_step_repeats_none(run_job: JobRunner
     ],
 )
 def test_user_module_that_cannot_be_trained_is_rejected(
-    name: str, lines: tuple[str, ...], reason: str, run_job: JobRunner
+    name: str, changes: tuple[str, ...], reason: str, run_job: JobRunner
 ) -> None:
     more = (f"objective.target=fixtures.user_module.{name}", "trainer.clip_norm=null")
-    given = [line for line in YOURS if not line.startswith("objective.target")]
-    run = run_job.without_defaults(*given, *more, *lines, status="refused")
+    base_overrides = [
+        override for override in USER_MODULE if not override.startswith("objective.target")
+    ]
+    run = run_job.without_defaults(*base_overrides, *more, *changes, status="refused")
     assert reason in run.status["reason"]
     assert run.status["exit_code"] == 2
 
 
 def test_user_module_with_manual_optimization_trains(run_job: JobRunner) -> None:
-    given = [line for line in YOURS if not line.startswith("objective.target")]
+    base_overrides = [
+        override for override in USER_MODULE if not override.startswith("objective.target")
+    ]
     run = run_job.without_defaults(
-        *given, "objective.target=fixtures.user_module.ManualOptimization", "trainer.clip_norm=null"
+        *base_overrides,
+        "objective.target=fixtures.user_module.ManualOptimization",
+        "trainer.clip_norm=null",
     )
     losses = run.column("train/loss")
     assert len(losses) == STEPS
@@ -205,31 +217,31 @@ def test_user_module_with_manual_optimization_trains(run_job: JobRunner) -> None
     "strategy",
     [
         ("parallelism=single",),
-        pytest.param(("parallelism=ddp",), marks=LONG),
-        pytest.param(FSDP, marks=LONG),
-        pytest.param(("parallelism=hsdp",), marks=LONG),
+        pytest.param(("parallelism=ddp",), marks=EXHAUSTIVE),
+        pytest.param(FSDP, marks=EXHAUSTIVE),
+        pytest.param(("parallelism=hsdp",), marks=EXHAUSTIVE),
     ],
 )
 def test_user_module_trace_predicts_memory(strategy: tuple[str, ...], run_job: JobRunner) -> None:
     overrides = (
-        *YOURS,
+        *USER_MODULE,
         *strategy,
         "+objective.arguments.width=256",
         "+data.arguments.batch_size=16",
     )
-    measured = run_job.without_defaults(*overrides).summary["metrics"]
+    metrics = run_job.without_defaults(*overrides).summary["metrics"]
     predicted = user_module_trace.trace_user_module(compose(overrides))
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         key = f"memory/{name}_bytes"
-        print(f"{key}: {predicted[key]:,} traced, {measured[key]:,} measured")
+        print(f"{key}: {predicted[key]:,} traced, {metrics[key]:,} measured")
     for name in ("parameters", "gradients", "optimizer"):
-        assert predicted[f"memory/{name}_bytes"] == measured[f"memory/{name}_bytes"], name
-    assert predicted["memory/peak_bytes"] == pytest.approx(measured["memory/peak_bytes"], rel=0.05)
+        assert predicted[f"memory/{name}_bytes"] == metrics[f"memory/{name}_bytes"], name
+    assert predicted["memory/peak_bytes"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.05)
     assert predicted["rows"] == 16
 
 
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("changes", "reason"),
     [
         (("objective.target=fixtures.user_module.ManualOptimization",), "automatic optimization"),
         (
@@ -239,8 +251,14 @@ def test_user_module_trace_predicts_memory(strategy: tuple[str, ...], run_job: J
         (("parallelism=deepspeed_zero1",), "requires real memory"),
     ],
 )
-def test_user_module_that_cannot_be_traced_is_rejected(lines: tuple[str, ...], reason: str) -> None:
-    replaced = {line.partition("=")[0] for line in lines}
-    kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
+def test_user_module_that_cannot_be_traced_is_rejected(
+    changes: tuple[str, ...], reason: str
+) -> None:
+    replaced = {override.partition("=")[0] for override in changes}
+    base_overrides = [
+        override for override in USER_MODULE if override.partition("=")[0] not in replaced
+    ]
     with pytest.raises(ConfigError, match=reason):
-        user_module_trace.trace_user_module(compose([*kept, *lines], check_machine=False))
+        user_module_trace.trace_user_module(
+            compose([*base_overrides, *changes], check_machine=False)
+        )

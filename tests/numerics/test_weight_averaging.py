@@ -17,19 +17,19 @@ from scalewise.checkpoints import store
 from scalewise.commands.run_arguments import load_trained
 
 DECAY, STEPS = 0.6, 4
-STEPPED = (
-    *(part for part in SGD if not part.startswith("+callbacks")),
+AVERAGED_TRAINING = (
+    *(override for override in SGD if not override.startswith("+callbacks")),
     f"trainer.max_steps={STEPS}",
     "trainer.global_batch=12",
     "trainer.validate_every=1",
     "checkpoint.every=1",
     "checkpoint.keep=0",
 )
-RUN = (*TINY_DECODER, *LLAMA, *STEPPED)
+RUN_OVERRIDES = (*TINY_DECODER, *LLAMA, *AVERAGED_TRAINING)
 EMA = ("callbacks=[ema]", f"callbacks.ema.decay={DECAY}")
-TIED = ("model.tied=true",)
-USUAL = ("fsdp", "pipeline_one_f_one_b")
-SELDOM = (
+TIED_WEIGHTS = ("model.tied=true",)
+CI_STRATEGIES = ("fsdp", "pipeline_one_f_one_b")
+EXHAUSTIVE_STRATEGIES = (
     *("ddp", "fsdp_zero2", "fsdp_offload", "fsdp_4", "hsdp", "tensor", "shard_tensor", "context"),
     *("pipeline_zbv_zero_bubble", "pipeline_shard", "pipeline_shard_zbv_zero_bubble"),
     *("shard_context", "context_tensor"),
@@ -44,12 +44,12 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 @pytest.fixture(scope="module")
 def plain_run(run_job: JobRunner) -> RunDir:
     """A run on one device that averages nothing, and keeps the weights of each step."""
-    return run_job.without_defaults(*RUN, "trainer.micro_batch=12")
+    return run_job.without_defaults(*RUN_OVERRIDES, "trainer.micro_batch=12")
 
 
 @pytest.fixture(scope="module")
 def averaged_run(run_job: JobRunner) -> RunDir:
-    return run_job.without_defaults(*RUN, *EMA, "trainer.micro_batch=12")
+    return run_job.without_defaults(*RUN_OVERRIDES, *EMA, "trainer.micro_batch=12")
 
 
 def average(run: RunDir, step: int) -> dict[str, torch.Tensor]:
@@ -76,37 +76,43 @@ def test_ema_equals_torch_on_one_device(plain_run: RunDir, averaged_run: RunDir)
 
 
 def test_ema_weights_are_loaded_from_a_run(averaged_run: RunDir) -> None:
-    trained = load_trained(averaged_run.path)
-    assert trained.is_averaged
-    given = {f"model.{name}": tensor for name, tensor in trained.read_state_dict().items()}
-    held = average(averaged_run, STEPS)
-    assert same_weights({name: given[name] for name in held}, held)
-    assert not same_weights(given, averaged_run.weights())
+    trained_run = load_trained(averaged_run.path)
+    assert trained_run.is_averaged
+    loaded_weights = {
+        f"model.{name}": tensor for name, tensor in trained_run.read_state_dict().items()
+    }
+    expected_weights = average(averaged_run, STEPS)
+    assert same_weights({name: loaded_weights[name] for name in expected_weights}, expected_weights)
+    assert not same_weights(loaded_weights, averaged_run.weights())
 
 
-def layout(name: str) -> tuple[str, ...]:
-    parts = STRATEGIES[name]
-    spec = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism
-    rows = 12 // spec.data_parallel_size
-    chunks = [f"parallelism.pipeline_micro_batches={rows}"] * name.startswith("pipeline")
-    return (*parts, f"trainer.micro_batch={rows}", *chunks)
+def strategy_overrides(name: str) -> tuple[str, ...]:
+    strategy = STRATEGIES[name]
+    spec = compose([*RUN_OVERRIDES, *strategy, "trainer.micro_batch=12"]).parallelism
+    micro_batch = 12 // spec.data_parallel_size
+    chunks = [f"parallelism.pipeline_micro_batches={micro_batch}"] * name.startswith("pipeline")
+    return (*strategy, f"trainer.micro_batch={micro_batch}", *chunks)
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SELDOM)]
+    "name",
+    [
+        *CI_STRATEGIES,
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in EXHAUSTIVE_STRATEGIES),
+    ],
 )
 def test_ema_under_each_strategy_equals_one_device(
     name: str, tied: bool, run_job: JobRunner, averaged_run: RunDir
 ) -> None:
     """Each step trains from the weights, after the average has been validated."""
-    further = TIED * tied
+    tied_overrides = TIED_WEIGHTS * tied
     reference = (
-        run_job.without_defaults(*RUN, *EMA, *further, "trainer.micro_batch=12")
+        run_job.without_defaults(*RUN_OVERRIDES, *EMA, *tied_overrides, "trainer.micro_batch=12")
         if tied
         else averaged_run
     )
-    run = run_job.without_defaults(*RUN, *EMA, *further, *layout(name))
+    run = run_job.without_defaults(*RUN_OVERRIDES, *EMA, *tied_overrides, *strategy_overrides(name))
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key
     assert_tensors_close(run.weights(), reference.weights(), "weights")
@@ -125,10 +131,12 @@ def test_ema_under_each_strategy_equals_one_device(
 def test_ema_run_resumed_after_its_end_trains_from_the_weights(
     before: str | None, after: str | None, run_job: JobRunner, averaged_run: RunDir
 ) -> None:
-    first = layout(before) if before else ("trainer.micro_batch=12",)
-    then = layout(after) if after else ("trainer.micro_batch=12",)
-    half = run_job.without_defaults(*RUN, *EMA, *first, "trainer.max_steps=2")
-    resumed = run_job.without_defaults(*RUN, *EMA, *then, resume=half.checkpoint(2))
+    first = strategy_overrides(before) if before else ("trainer.micro_batch=12",)
+    resumed_overrides = strategy_overrides(after) if after else ("trainer.micro_batch=12",)
+    half = run_job.without_defaults(*RUN_OVERRIDES, *EMA, *first, "trainer.max_steps=2")
+    resumed = run_job.without_defaults(
+        *RUN_OVERRIDES, *EMA, *resumed_overrides, resume=half.checkpoint(2)
+    )
     if before is None:
         assert same_weights(resumed.weights(), averaged_run.weights())
         assert same_weights(average(resumed, STEPS), average(averaged_run, STEPS))
@@ -140,9 +148,12 @@ def test_ema_run_resumed_after_its_end_trains_from_the_weights(
 
 
 def test_ema_starts_at_the_configured_step(run_job: JobRunner, plain_run: RunDir) -> None:
-    late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
-    run = run_job.without_defaults(*RUN, *EMA, *late, "trainer.micro_batch=12")
-    has = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
-    assert has == [False, False, True]
+    delayed_ema = (
+        "+callbacks.ema.update_starting_at_step=1",
+        "+callbacks.ema.update_every_n_steps=2",
+    )
+    run = run_job.without_defaults(*RUN_OVERRIDES, *EMA, *delayed_ema, "trainer.micro_batch=12")
+    has_average = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
+    assert has_average == [False, False, True]
     assert same_weights(average(run, 3), plain_run.weights(3))
     assert run.column("val/loss")[:2] == plain_run.column("val/loss")[:2]

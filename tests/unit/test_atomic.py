@@ -49,8 +49,8 @@ def test_atomic_write_follows_no_link(tmp_path: Path) -> None:
     victim.write_text("theirs")
     folder = tmp_path / "run"
     folder.mkdir()
-    planted = ("x", f".x.{os.getpid()}", ".x.tmp", "x.tmp", ".x.reserve", "metrics.csv", "copy")
-    for name in planted:
+    link_names = ("x", f".x.{os.getpid()}", ".x.tmp", "x.tmp", ".x.reserve", "metrics.csv", "copy")
+    for name in link_names:
         (folder / name).symlink_to(victim)
     atomic.write_atomic(folder / "x", b"ours")
     atomic.reserve_space(folder / "x", 100)
@@ -85,9 +85,9 @@ def test_atomic_write_respects_the_umask(tmp_path: Path) -> None:
 def test_atomic_write_on_a_full_disk_keeps_the_old_file(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     fill(disk)
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(OSError, match="No space left") as excinfo:
         atomic.write_atomic(disk / "x", bytes(2 * BLOCK))
-    assert caught.value.errno == errno.ENOSPC
+    assert excinfo.value.errno == errno.ENOSPC
     assert (disk / "x").read_bytes() == b"old"
     assert names(disk) == {"x"}
 
@@ -129,10 +129,10 @@ def test_reserve_is_used_if_new_blocks_are_rejected(
     """As above, without a file system of its own."""
     atomic.reserve_space(tmp_path / "x", BLOCK)
 
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(atomic, "_write_new", full)
+    monkeypatch.setattr(atomic, "_write_new", raise_disk_full)
     write_json(tmp_path / "x", {"status": "failed"})
     assert read_json(tmp_path / "x") == {"status": "failed"}
     assert names(tmp_path) == {"x"}
@@ -167,10 +167,10 @@ def test_exit_report_is_written_on_a_full_disk(disk: Path) -> None:
     ],
 )
 def test_full_disk_error_has_a_fix(error: Exception, fix: str | None) -> None:
-    lacking = atomic.disk_full_reason(error)
-    assert (lacking is None) == (fix is None)
-    if fix is not None and lacking is not None:
-        assert fix in lacking[1]
+    reason = atomic.disk_full_reason(error)
+    assert (reason is None) == (fix is None)
+    if fix is not None and reason is not None:
+        assert fix in reason[1]
         assert fix in failures.exception_message(error)
         assert str(error) in failures.exception_message(error)
 
@@ -189,12 +189,12 @@ def test_file_size_limit_error_names_the_file(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (tmp_path / "large").write_bytes(b"x" * 100_000)
-    held = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, held[1]))
+    file_size_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, file_size_limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large") as caught:
+        with pytest.raises(OSError, match="File too large") as excinfo:
             write(tmp_path / "file")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, held)
-    assert caught.value.filename == str(tmp_path / "file")
-    assert "ulimit -f" in failures.exception_message(caught.value)
+        resource.setrlimit(resource.RLIMIT_FSIZE, file_size_limits)
+    assert excinfo.value.filename == str(tmp_path / "file")
+    assert "ulimit -f" in failures.exception_message(excinfo.value)

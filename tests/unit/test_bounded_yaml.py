@@ -12,19 +12,19 @@ from scalewise import bounded_yaml, cli
 from scalewise.bounded_yaml import YamlLimitError
 from scalewise.run_files import read_yaml
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+LIST_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
 )
-MAPPED = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+MAPPING_BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}\n" for n in range(1, 40)
 )
-MERGED = "a0: &a0 {x: 1}\n" + "".join(
+MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(
     f"a{n}: &a{n} [{{<<: *a0}}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
 )
-BAD = {
-    "lists": BOMB,
-    "mappings": MAPPED,
-    "merge keys": MERGED,
+REJECTED_TEXTS = {
+    "lists": LIST_BOMB,
+    "mappings": MAPPING_BOMB,
+    "merge keys": MERGE_BOMB,
     "deep flow": "question: " + "[" * 100_000 + "]" * 100_000,
     "deep and cut off": "question: " + "[" * 100_000,
     "deep blocks": "".join(f"{' ' * n}k:\n" for n in range(700)),
@@ -33,7 +33,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("text", REJECTED_TEXTS.values(), ids=REJECTED_TEXTS)
 def test_bounded_yaml_rejects_unbounded_documents(text: str) -> None:
     with pytest.raises(yaml.YAMLError if text.endswith("nowhere") else YamlLimitError):
         bounded_yaml.load_yaml(text)
@@ -53,7 +53,7 @@ def test_bounded_yaml_equals_safe_load(text: str) -> None:
     assert bounded_yaml.load_yaml(text) == yaml.safe_load(text)
 
 
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("text", REJECTED_TEXTS.values(), ids=REJECTED_TEXTS)
 @pytest.mark.parametrize(
     ("file", "choice"),
     [
@@ -72,7 +72,7 @@ def test_bounded_yaml_checks_user_config_folders(
     assert "scalewise: config rejected" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("text", REJECTED_TEXTS.values(), ids=REJECTED_TEXTS)
 def test_bounded_yaml_checks_resolved_configs(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,23 +39,23 @@ def closed() -> TextIO:
 def test_console_drops_text_of_a_closed_stream(
     stream: Callable[[], TextIO | None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = stream()
-    monkeypatch.setattr(sys, name, given)
+    closed_stream = stream()
+    monkeypatch.setattr(sys, name, closed_stream)
     with console.shield_streams(), console.shield_streams():
         for _ in range(2):
             print("a line", file=getattr(sys, name), flush=True)
         print("not flushed", file=getattr(sys, name))
-    assert getattr(sys, name) is given
-    if given is not None:
-        given.close()
+    assert getattr(sys, name) is closed_stream
+    if closed_stream is not None:
+        closed_stream.close()
 
 
 def test_console_replaces_unencodable_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
     with console.shield_streams():
         print("a ━ b")
-    assert held.getvalue() == b"a ? b\n"
+    assert buffer.getvalue() == b"a ? b\n"
 
 
 def test_log_messages_are_printed_once_as_plain_lines(
@@ -76,7 +76,7 @@ def test_log_messages_are_printed_once_as_plain_lines(
 
 
 SOURCE = Path(__file__).parents[2] / "src"
-PRINTING = (
+PRINTING_MODULES = (
     "scalewise/bench/",  # tables of `scalewise bench`, row by row
     "scalewise/cli.py",
     "scalewise/commands/",
@@ -107,11 +107,13 @@ def printing_calls(path: Path) -> list[str]:
 
 def test_only_the_command_line_and_progress_displays_print() -> None:
     files = {str(path.relative_to(SOURCE)): path for path in SOURCE.rglob("*.py")}
-    assert all(any(name.startswith(entry) for name in files) for entry in PRINTING)
+    assert all(any(name.startswith(entry) for name in files) for entry in PRINTING_MODULES)
     calls = {
-        name: printing_calls(path) for name, path in files.items() if not name.startswith(PRINTING)
+        name: printing_calls(path)
+        for name, path in files.items()
+        if not name.startswith(PRINTING_MODULES)
     }
-    assert {name: found for name, found in calls.items() if found} == {}
+    assert {name: call_lines for name, call_lines in calls.items() if call_lines} == {}
 
 
 def test_printing_calls_are_detected(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_printing_calls_are_detected(tmp_path: Path) -> None:
     assert sorted(printing_calls(file)) == names
 
 
-CLOSED = """
+CLOSED_STREAMS_SCRIPT = """
 import os, sys
 from scalewise import console
 console.open_standard_streams()
@@ -134,6 +136,6 @@ os.write(opened, b"only this")
 def test_console_does_not_reuse_closed_descriptors(tmp_path: Path) -> None:
     file = tmp_path / "file"
     shell = 'exec "$@" <&- >&- 2>&-'
-    overrides = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(file)]
+    overrides = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED_STREAMS_SCRIPT, str(file)]
     assert subprocess.run(overrides, check=False).returncode == 0
     assert file.read_bytes() == b"only this"

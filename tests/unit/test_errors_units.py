@@ -24,9 +24,9 @@ def test_issue_values_are_printed_as_typed(value: object, text: str) -> None:
 
 
 def test_config_error_counts_its_issues() -> None:
-    one = ConfigIssue("a.b", None, "is wrong", "fix it")
-    assert str(ConfigError([one])) == "config rejected, 1 issue:\n  - a.b=null: is wrong; fix it"
-    assert str(ConfigError([one, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
+    issue = ConfigIssue("a.b", None, "is wrong", "fix it")
+    assert str(ConfigError([issue])) == "config rejected, 1 issue:\n  - a.b=null: is wrong; fix it"
+    assert str(ConfigError([issue, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
     assert isinstance(DataError.for_key("k", 1, "r"), DataError)
 
 

@@ -44,13 +44,13 @@ class TestOneLine:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        with pytest.raises(ValueError, match="property name") as caught:
+        with pytest.raises(ValueError, match="property name") as excinfo:
             module.happen()
-        assert describe_exception(caught.value).startswith(
+        assert describe_exception(excinfo.value).startswith(
             "JSONDecodeError: Expecting property name"
         )
-        assert describe_exception(caught.value).endswith(f" ({file}:4 in happen)")
-        assert outcome_of_exception(caught.value, 1).reason == describe_exception(caught.value)
+        assert describe_exception(excinfo.value).endswith(f" ({file}:4 in happen)")
+        assert outcome_of_exception(excinfo.value, 1).reason == describe_exception(excinfo.value)
 
     def test_error_line_omits_installed_packages(self) -> None:
         error = ZeroDivisionError("by\nzero")
@@ -76,7 +76,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero"),
         (Panic("index out of bounds"), 1, "Panic: index out of bounds"),
@@ -88,7 +88,7 @@ class Panic(BaseException):
 def test_unexpected_error_of_a_command_is_one_line(
     error: BaseException,
     code: int,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -99,7 +99,7 @@ def test_unexpected_error_of_a_command_is_one_line(
     monkeypatch.delenv(cli.TRACEBACK, raising=False)
     assert cli.main(["plan"]) == code
     err = capsys.readouterr().err
-    assert err.startswith(f"scalewise: {said}")
+    assert err.startswith(f"scalewise: {message}")
     assert "Traceback" not in err
     if code != 2:
         monkeypatch.setenv(cli.TRACEBACK, "1")
@@ -122,18 +122,18 @@ def test_failed_launcher_ends_the_status(
     assert status["status"] == "failed"
     assert str(status["reason"]).startswith(REASON)
     assert status["ended"] is not None
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    made = {"overrides.txt", "resolved.yaml", "inputs.json", "status.json", "checkpoints"}
-    assert left == made
+    remaining_files = {path.name for path in (tmp_path / "run").iterdir()}
+    expected_files = {"overrides.txt", "resolved.yaml", "inputs.json", "status.json", "checkpoints"}
+    assert remaining_files == expected_files
 
 
 def test_full_disk_at_start_is_rejected_and_leaves_nothing(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(job.Status, "reserve", full)
+    monkeypatch.setattr(job.Status, "reserve", raise_disk_full)
     folder = tmp_path / "runs" / "name" / "run"
     (tmp_path / "kept").touch()
     task = SweepTask(0, order, folder)
@@ -190,10 +190,10 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
     assert [result.status for result in results] == ["ok", "failed", "failed"]
     record = read_json(tmp_path / "sweep.json")
     assert record["ended"] is not None
-    rows = record["jobs"]
-    assert isinstance(rows, list)
-    assert [row["status"] for row in rows] == ["ok", "failed", "failed"]
-    assert rows[2]["reason"].startswith(REASON)
+    jobs = record["jobs"]
+    assert isinstance(jobs, list)
+    assert [job["status"] for job in jobs] == ["ok", "failed", "failed"]
+    assert jobs[2]["reason"].startswith(REASON)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 
@@ -209,7 +209,7 @@ class Supervisors:
     def is_busy(self) -> bool:
         return bool(self.is_active)
 
-    def start(self, task: SweepTask, seat: object) -> None:
+    def start(self, task: SweepTask, affinity: object) -> None:
         if task.number == 0:
             raise_too_many()
         self.is_active.append(task)
@@ -220,19 +220,23 @@ class Supervisors:
 
 
 def test_packed_job_without_process_does_not_stop_others(order: JobSpec, tmp_path: Path) -> None:
-    waiting = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
-    room = SlotCapacity((0,), 1)
-    found = packed_executor._run_jobs(waiting, room, False, Supervisors(), lambda _: None)  # type: ignore[arg-type]
-    assert {task.number: result.status for task, result in found} == {0: "failed", 1: "ok", 2: "ok"}
+    jobs = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
+    capacity = SlotCapacity((0,), 1)
+    results = packed_executor._run_jobs(jobs, capacity, False, Supervisors(), lambda _: None)  # type: ignore[arg-type]
+    assert {task.number: result.status for task, result in results} == {
+        0: "failed",
+        1: "ok",
+        2: "ok",
+    }
 
 
 class TestRenderer:
     @pytest.fixture(autouse=True)
     def chart_renderer(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.ChartRenderer]:
-        own = renderer.ChartRenderer()
-        monkeypatch.setattr(renderer, "svg", own.svg)
-        yield own
-        own.close()
+        local_renderer = renderer.ChartRenderer()
+        monkeypatch.setattr(renderer, "svg", local_renderer.svg)
+        yield local_renderer
+        local_renderer.close()
 
     def test_chart_renderer_restarts_once(
         self,
@@ -240,25 +244,25 @@ class TestRenderer:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
     ) -> None:
-        tries = tmp_path / "tries"
-        dying = tmp_path / "dying"
-        dying.write_text(f"#!/bin/sh\necho x >> {tries}\nkill -ABRT $$\n")
-        dying.chmod(0o755)
-        monkeypatch.setattr("sys.executable", str(dying))
+        attempts_file = tmp_path / "tries"
+        failing_chrome = tmp_path / "dying"
+        failing_chrome.write_text(f"#!/bin/sh\necho x >> {attempts_file}\nkill -ABRT $$\n")
+        failing_chrome.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(failing_chrome))
         for reason in (*2 * ["crashed: SIGABRT"], *2 * ["crashed 2 times"]):
             with pytest.raises(renderer.RenderError, match=reason):
                 chart_renderer.svg({}, "6.1")
-        assert tries.read_text().split() == ["x", "x"]
+        assert attempts_file.read_text().split() == ["x", "x"]
 
     def test_missing_chart_renderer_omits_charts_only(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
 
-        def draw(_: int) -> None:
+        def render_chart(_: int) -> None:
             renderer.svg({}, "6.1")
 
-        text = ChartPicture(draw, "ident", "sentence").desktop_svg  # type: ignore[arg-type]
+        text = ChartPicture(render_chart, "ident", "sentence").desktop_svg  # type: ignore[arg-type]
         assert text.startswith(f"<p>{NO_CHART}: RenderError: cannot start")
 
     def test_chart_renderer_reports_a_failed_chart_and_continues(

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 PACKAGES = ("scalewise", "hydra_plugins")
-OWN = ("scalewise.", "hydra_plugins.scalewise_")
+OWN_PREFIXES = ("scalewise.", "hydra_plugins.scalewise_")
 FILES = sorted(SOURCE.rglob("*.py"))
 LOCAL_IMPORTS = ("scalewise/__init__.py", "scalewise/cli.py", "scalewise/commands/")
 """Modules that import their command, or the API, when it is used."""
@@ -34,16 +34,16 @@ def local_imports(path: Path) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    found: set[str] = set()
+    imports: set[str] = set()
     for node in (child for function in functions for child in ast.walk(function)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module)]
-        own = (name for name in names if f"{name}.".startswith(OWN))
-        found |= {f"line {node.lineno}: {name}" for name in own}
-    return sorted(found)
+        own_imports = (name for name in names if f"{name}.".startswith(OWN_PREFIXES))
+        imports |= {f"line {node.lineno}: {name}" for name in own_imports}
+    return sorted(imports)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -62,9 +62,9 @@ def test_imports_have_no_cycles() -> None:
     """Local and ``TYPE_CHECKING`` imports count."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = nx.DiGraph(
-        (module, imported)
+        (module, imported_module)
         for module in graph.modules
-        for imported in graph.find_modules_directly_imported_by(module)
+        for imported_module in graph.find_modules_directly_imported_by(module)
     )
     assert len(imports) > len(FILES) / 2
     cycles = [sorted(cycle) for cycle in nx.strongly_connected_components(imports)]
@@ -84,9 +84,9 @@ def test_every_option_module_is_in_the_contract_of_configs() -> None:
         module_name(path) for path in FILES if "\n@register_option(" in path.read_text("utf-8")
     }
     assert len(options) > 20
-    uncovered = {
+    modules_without_contract = {
         module
         for module in options
         if not any(module == source or module.startswith(f"{source}.") for source in sources)
     }
-    assert uncovered == set()
+    assert modules_without_contract == set()

@@ -16,7 +16,7 @@ from scalewise.data.prepare import prepare_splits
 from scalewise.data.text import PretokenizedData, TextData
 from scalewise.errors import ConfigError, DataError
 
-SMALL = {"vocabulary": 300, "sequence": 8}
+DATA_OPTIONS = {"vocabulary": 300, "sequence": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,16 @@ def _cache(tmp_path, monkeypatch):
 
 def write_texts(folder, count=12):
     folder.mkdir(parents=True)
-    for number in range(count):
-        (folder / f"{number}.txt").write_text(f"file number {number}\n" * 40)
+    for index in range(count):
+        (folder / f"{index}.txt").write_text(f"file number {index}\n" * 40)
 
 
 def both_splits(data):
     splits = prepare_splits(data, 300, 0)
-    return [rows.gather(range(len(rows))).tolist() for rows in (splits.train, splits.validation)]
+    return [
+        dataset.gather(range(len(dataset))).tolist()
+        for dataset in (splits.train, splits.validation)
+    ]
 
 
 def values(**data):
@@ -51,9 +54,9 @@ def project(tmp_path, monkeypatch):
     return tmp_path / "project"
 
 
-def paths_found(run, **given):
-    found = inputs.relocate_inputs(values(paths=["texts/*.txt"]), run, given)
-    return found["data"]["paths"]
+def paths_found(run, **options):
+    relocated = inputs.relocate_inputs(values(paths=["texts/*.txt"]), run, options)
+    return relocated["data"]["paths"]
 
 
 def test_validation_files_depend_on_content_only(tmp_path, monkeypatch):
@@ -65,28 +68,30 @@ def test_validation_files_depend_on_content_only(tmp_path, monkeypatch):
     os.rename(tmp_path / "a" / "b" / "3.txt", tmp_path / "a" / "3.txt")
     (tmp_path / "link").symlink_to(tmp_path / "one")
     monkeypatch.chdir(tmp_path)
-    spellings = (
+    path_patterns = (
         ("one/*.txt",),
         (f"{tmp_path}/one/*.txt",),
         ("./one/../one/*",),
         ("link/*.txt",),
         ("two/*.txt",),
         ("a/**/*.txt",),
-        tuple(f"one/{number}.txt" for number in range(11, -1, -1)),
+        tuple(f"one/{index}.txt" for index in range(11, -1, -1)),
     )
     expected = None
-    for number, paths in enumerate(spellings):
-        monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / f"cache-{number % 2}"))
-        found = both_splits(TextData(paths=paths, validation_fraction=0.3, **SMALL))
-        expected = expected or found
-        assert found == expected, paths
+    for index, paths in enumerate(path_patterns):
+        monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / f"cache-{index % 2}"))
+        split_texts = both_splits(TextData(paths=paths, validation_fraction=0.3, **DATA_OPTIONS))
+        expected = expected or split_texts
+        assert split_texts == expected, paths
 
 
 def test_moved_files_share_a_cache(tmp_path):
     write_texts(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     tokenizers = {
-        prepare_splits(TextData(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL), 300, 0).tokenizer
+        prepare_splits(
+            TextData(paths=(f"{tmp_path}/{name}/*.txt",), **DATA_OPTIONS), 300, 0
+        ).tokenizer
         for name in ("one", "two")
     }
     assert len(tokenizers) == 1
@@ -94,25 +99,25 @@ def test_moved_files_share_a_cache(tmp_path):
 
 def test_copies_of_one_file_are_in_one_split(tmp_path):
     write_texts(tmp_path / "one")
-    for number in range(12):
-        copy = tmp_path / "one" / f"{number}-copy.txt"
-        shutil.copy(tmp_path / "one" / f"{number}.txt", copy)
-    data = TextData(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **SMALL)
+    for index in range(12):
+        copy = tmp_path / "one" / f"{index}-copy.txt"
+        shutil.copy(tmp_path / "one" / f"{index}.txt", copy)
+    data = TextData(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **DATA_OPTIONS)
     splits = prepare_splits(data, 300, 0)
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    train, held = (tokenizer.decode([*chain(*rows)]) for rows in both_splits(data))
-    for number in range(12):
-        line = f"number {number}\nfile number {number}\n"
-        assert (line in train) != (line in held), number
+    train, validation_text = (tokenizer.decode([*chain(*dataset)]) for dataset in both_splits(data))
+    for index in range(12):
+        line = f"number {index}\nfile number {index}\n"
+        assert (line in train) != (line in validation_text), index
 
 
 def test_identical_files_are_split_within(tmp_path):
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("".join(f"line {number}\n" for number in range(300)))
-    train, held = both_splits(
-        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.2, **SMALL)
+        (tmp_path / name).write_text("".join(f"line {index}\n" for index in range(300)))
+    train, validation_samples = both_splits(
+        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.2, **DATA_OPTIONS)
     )
-    assert 0 < len(held) < len(train) / 3
+    assert 0 < len(validation_samples) < len(train) / 3
 
 
 def test_relative_paths_resolve_from_the_launch_folder(project):
@@ -138,12 +143,12 @@ def test_inputs_are_found_by_content(project, tmp_path, monkeypatch):
 
 def test_absolute_paths_move_with_the_project(project, tmp_path, monkeypatch):
     monkeypatch.chdir(project)
-    told = values(paths=[f"{project}/texts/*.txt"])
-    inputs.write_inputs(told, project / "runs" / "a")
+    recorded_values = values(paths=[f"{project}/texts/*.txt"])
+    inputs.write_inputs(recorded_values, project / "runs" / "a")
     monkeypatch.chdir(tmp_path)
     project.rename(tmp_path / "moved")
-    found = inputs.relocate_inputs(told, tmp_path / "moved" / "runs" / "a", {})
-    assert found["data"]["paths"] == [f"{tmp_path}/moved/texts/*.txt"]
+    relocated = inputs.relocate_inputs(recorded_values, tmp_path / "moved" / "runs" / "a", {})
+    assert relocated["data"]["paths"] == [f"{tmp_path}/moved/texts/*.txt"]
 
 
 def test_given_paths_are_checked_by_content(project, tmp_path):
@@ -180,19 +185,23 @@ def test_inputs_of_earlier_versions_are_searched_in_the_current_folder(
 
 def test_hub_names_are_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = {"model": {"path": "gpt2"}, "data": {"path": "roneneldan/TinyStories"}}
-    inputs.write_inputs(told, tmp_path)
+    recorded_values = {"model": {"path": "gpt2"}, "data": {"path": "roneneldan/TinyStories"}}
+    inputs.write_inputs(recorded_values, tmp_path)
     assert inputs.recorded_digests(tmp_path) == {}
-    assert inputs.relocate_inputs(told, tmp_path, {}) == told
+    assert inputs.relocate_inputs(recorded_values, tmp_path, {}) == recorded_values
 
 
 def test_shard_order_distinguishes_inputs(tmp_path):
     for name, first in (("a.bin", 0), ("b.bin", 100)):
         np.arange(first, first + 50, dtype="<u2").tofile(tmp_path / name)
-    one = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
+    first_digests = inputs.content_digests(
+        {"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}}
+    )
     (tmp_path / "a.bin").rename(tmp_path / "c.bin")
-    two = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
-    assert one != two
+    second_digests = inputs.content_digests(
+        {"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}}
+    )
+    assert first_digests != second_digests
     assert prepare_splits(PretokenizedData(paths=(f"{tmp_path}/*.bin",), sequence=8), 200, 0).train
 
 
@@ -200,38 +209,44 @@ def test_model_weights_are_identified_by_content(tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "SAMPLED_BYTES", 1000)
     monkeypatch.setattr(input_files, "SAMPLE_BYTES", 16)
     weights = np.random.default_rng(0).bytes(5000)
-    found = []
+    digests = []
     for name, data in (("a", weights), ("b", weights), ("c", weights[:-1] + b"x"), ("d", b"y" * 9)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(data)
         (tmp_path / name / "config.json").write_text("{}")
-        found.append(
+        digests.append(
             inputs.content_digests({"model": {"path": str(tmp_path / name)}})["model.path"]
         )
-    assert found[0] == found[1]
-    assert len({*found}) == 3
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
     (tmp_path / "a" / "README.md").write_text("says nothing of the weights")
     assert (
-        inputs.content_digests({"model": {"path": str(tmp_path / "a")}})["model.path"] == found[0]
+        inputs.content_digests({"model": {"path": str(tmp_path / "a")}})["model.path"] == digests[0]
     )
 
 
 def test_command_options_are_read_as_overrides():
     options = {"data.paths": "['a b.txt',c.txt]", "data.tokenizer": "x/tokenizer.json", "step": "1"}
-    found = run_arguments._path_options(options)
-    assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
+    path_options = run_arguments._path_options(options)
+    assert path_options == {
+        "data.paths": ["a b.txt", "c.txt"],
+        "data.tokenizer": "x/tokenizer.json",
+    }
     assert run_arguments._path_options({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
     with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be parsed"):
         run_arguments._path_options({"data.paths": "[a"})
 
 
 def test_documents_of_earlier_versions_have_no_special_tokens():
-    told = values(paths=["x"], tokenizer="t.json")
-    inputs.add_missing(told)
-    assert told["data"]["special_tokens"] is False
-    trained_one, now = values(paths=["x"], tokenizer=None), values(special_tokens=True)
-    inputs.add_missing(trained_one, now)
-    assert trained_one["data"]["special_tokens"] is True
+    recorded_values = values(paths=["x"], tokenizer="t.json")
+    inputs.add_missing(recorded_values)
+    assert recorded_values["data"]["special_tokens"] is False
+    earlier_values, current_values = (
+        values(paths=["x"], tokenizer=None),
+        values(special_tokens=True),
+    )
+    inputs.add_missing(earlier_values, current_values)
+    assert earlier_values["data"]["special_tokens"] is True
     tokens = {"data": {"_target_": registry.target_name(PretokenizedData)}}
     inputs.add_missing(tokens)
     assert set(tokens["data"]) == {"_target_"}

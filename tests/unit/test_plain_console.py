@@ -26,7 +26,14 @@ HOSTILE = (
     "[/data/a.txt] [bold]b[/] [/] 'callbacks=[]' :smile: \N{PARTY POPPER} \x1b[31mred\x1b[0m "
     "\x1b]0;title\x07 \r\n\t\x00\x9b1m \N{RIGHT-TO-LEFT OVERRIDE}\u2028 \ud800 <img src=x>"
 )
-SEEN = ("[/data/a.txt]", "[bold]b[/]", "callbacks=[]", ":smile:", "\N{PARTY POPPER}", "\\x1b[31m")
+SHOWN_PARTS = (
+    "[/data/a.txt]",
+    "[bold]b[/]",
+    "callbacks=[]",
+    ":smile:",
+    "\N{PARTY POPPER}",
+    "\\x1b[31m",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +51,9 @@ def assert_plain(printed: str) -> None:
 def assert_shown(printed: str) -> None:
     """Assert that it is plain and that the hostile text can be read in it, markup and all."""
     assert_plain(printed)
-    together = "".join(printed.split())
-    for part in SEEN:
-        assert part.replace(" ", "") in together, printed
+    printed_text = "".join(printed.split())
+    for part in SHOWN_PARTS:
+        assert part.replace(" ", "") in printed_text, printed
 
 
 def test_only_one_module_prints() -> None:
@@ -92,8 +99,10 @@ def test_rich_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_printed_scripts_and_emoji_are_kept() -> None:
-    kept = "naïve Ωμέγα 漢字 हिन्दी \u200c \N{MAN}\u200d\N{PERSONAL COMPUTER} \u00a0\u3000 e\u0301"
-    assert console.printable(kept) == kept
+    allowed_text = (
+        "naïve Ωμέγα 漢字 हिन्दी \u200c \N{MAN}\u200d\N{PERSONAL COMPUTER} \u00a0\u3000 e\u0301"
+    )
+    assert console.printable(allowed_text) == allowed_text
 
 
 def test_error_prints_one_line_per_issue(
@@ -123,51 +132,53 @@ def test_unknown_command_is_rejected_in_plain_text(capsys: pytest.CaptureFixture
     assert_plain(capsys.readouterr().err)
 
 
-def _with_hostile_strings(value: Any, kept: frozenset[str], key: str = "") -> Any:
+def _with_hostile_strings(value: Any, kept_keys: frozenset[str], key: str = "") -> Any:
     """Returns JSON content in which every string is hostile, but for those of some keys."""
     if isinstance(value, dict):
-        return {name: _with_hostile_strings(entry, kept, name) for name, entry in value.items()}
+        return {
+            name: _with_hostile_strings(entry, kept_keys, name) for name, entry in value.items()
+        }
     if isinstance(value, list):
-        return [_with_hostile_strings(entry, kept, key) for entry in value]
-    return HOSTILE if isinstance(value, str) and key not in kept else value
+        return [_with_hostile_strings(entry, kept_keys, key) for entry in value]
+    return HOSTILE if isinstance(value, str) and key not in kept_keys else value
 
 
-def _damage(folder: Path, kept: frozenset[str]) -> None:
+def _damage(folder: Path, kept_keys: frozenset[str]) -> None:
     for file in folder.rglob("*.json"):
-        content = _with_hostile_strings(json.loads(file.read_text("utf-8")), kept)
+        content = _with_hostile_strings(json.loads(file.read_text("utf-8")), kept_keys)
         file.write_text(json.dumps(content), "utf-8")
 
 
-KEPT = frozenset({"folder", "planned_folder", "started", "ended", "key", "host"})
+KEPT_KEYS = frozenset({"folder", "planned_folder", "started", "ended", "key", "host"})
 
 
-@pytest.mark.parametrize("kept", [KEPT, KEPT | {"status", "verb"}])
+@pytest.mark.parametrize("kept_keys", [KEPT_KEYS, KEPT_KEYS | {"status", "verb"}])
 def test_commands_print_hostile_run_folders_in_plain_text(
-    kept: frozenset[str],
+    kept_keys: frozenset[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     breakdown = {"ledger": {"weights": 2.0**30}, "step_parts": {"products": 0.1}}
-    one, other = (
+    first_run, second_run = (
         make_run(tmp_path / name, steps=4, plan=breakdown, reason="r", log_tail=["line"], seed=seed)
         for seed, name in enumerate(("one", "other"), start=1)
     )
     sweep = make_sweep(tmp_path / "sweep", {"seed": ["1", "2"]}, lambda n, v: {"steps": 4})
-    for folder in (one, other, sweep):
-        _damage(folder, kept)
+    for folder in (first_run, second_run, sweep):
+        _damage(folder, kept_keys)
     jobs = [str(path.parent) for path in sweep.rglob("status.json")]
-    for line in (
-        ["status", str(one)],
+    for arguments in (
+        ["status", str(first_run)],
         ["status", str(sweep)],
         ["status", *jobs],
-        ["report", str(one)],
+        ["report", str(first_run)],
         ["report", str(sweep)],
-        ["plan", "explain", str(one), str(other)],
-        ["evaluate", str(one)],
-        ["export", str(one)],
-        ["publish", str(one)],
+        ["plan", "explain", str(first_run), str(second_run)],
+        ["evaluate", str(first_run)],
+        ["export", str(first_run)],
+        ["publish", str(first_run)],
     ):
-        assert cli.main(line) in (0, 1, 2), line
+        assert cli.main(arguments) in (0, 1, 2), arguments
         captured = capsys.readouterr()
         assert_plain(captured.out + captured.err)
     for page in tmp_path.rglob("report.html"):
@@ -177,8 +188,8 @@ def test_commands_print_hostile_run_folders_in_plain_text(
 def test_status_shows_what_a_sweep_varies_as_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    varying = {"data.paths": ["[/data/a.txt]", "[/data/b.txt]"]}
-    sweep = make_sweep(tmp_path / "sweep", varying, lambda n, v: {"steps": 4})
+    axes = {"data.paths": ["[/data/a.txt]", "[/data/b.txt]"]}
+    sweep = make_sweep(tmp_path / "sweep", axes, lambda n, v: {"steps": 4})
     assert cli.main(["status", str(sweep)]) == 0
     assert "[/data/a.txt]" in capsys.readouterr().out
 
@@ -232,17 +243,17 @@ def test_plan_shows_lists_as_typed(
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text("some text\n" * 100)
-    lists = ("data=text", f"data.paths=[{file}]", "data.vocabulary=512", "callbacks=[]")
-    small = ("trainer.micro_batch=32", "data.sequence=512")
-    large = compose(
-        *small,
+    list_overrides = ("data=text", f"data.paths=[{file}]", "data.vocabulary=512", "callbacks=[]")
+    small_overrides = ("trainer.micro_batch=32", "data.sequence=512")
+    large_run = compose(
+        *small_overrides,
         "model=llama_160m",
         "hardware=rtx4090",
         "hardware.memory_gib=4",
-        *lists,
+        *list_overrides,
         check_machine=False,
     )
-    plan = build_plan(large)
+    plan = build_plan(large_run)
     show_plan.print_plan(plan)
     show_plan.print_plan_table([({"data.paths": f"[{file}]", HOSTILE: HOSTILE}, plan)])
     printed = capsys.readouterr().out

@@ -139,24 +139,24 @@ def test_source_uses_the_terms_of_the_field(file: Path) -> None:
     frozen = next(
         (names for end, names in FROZEN_NAMES.items() if ident(file).endswith(end)), set()
     )
-    found = [
+    violations = [
         f"{ident(file)}:{line}: {word!r} in {text[:100]!r}"
         for line, text, is_name in names_and_texts(file)
         for word in private_words(text, is_name)
         if not (is_name and word in frozen)
     ]
-    assert not found, "\n".join(found)
+    assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=ident)
 def test_text_uses_the_terms_of_the_field(file: Path) -> None:
     lines = file.read_text("utf-8").splitlines()
-    found = [
+    violations = [
         f"{ident(file)}:{number}: {word!r} in {line[:100]!r}"
         for number, line in enumerate(lines, 1)
         for word in private_words(re.sub(r"`[^`]*`", "", line), is_name=False)
     ]
-    assert not found, "\n".join(found)
+    assert not violations, "\n".join(violations)
 
 
 def test_private_words_are_found() -> None:

@@ -20,7 +20,7 @@ from scalewise.run_config import RunConfig
 from scalewise.run_files import write_json, write_text
 from scalewise.tracking import connection
 
-HEX = "0123456789abcdef0123456789abcdef01234567"
+HEX_DIGITS = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "secrets"),
     [
-        ("WANDB_API_KEY", HEX, [HEX]),
+        ("WANDB_API_KEY", HEX_DIGITS, [HEX_DIGITS]),
         ("DB_PASS", "hunter2", ["hunter2"]),
         ("DB_PASS", "correct-horse-battery-staple", ["correct-horse-battery-staple"]),
         ("GH_AUTH", "Bearer abCD1234efGH5678", ["abCD1234efGH5678"]),
@@ -52,12 +52,12 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("DB_PASSWORD1", "hunter2!!x", ["hunter2!!x"]),
         ("DB_TOKEN_1", "tok-Aq7781xx", ["tok-Aq7781xx"]),
         ("SIGNATURE", "Zq7XsecretVAL9kQw82", ["Zq7XsecretVAL9kQw82"]),
-        ("ENCRYPTION", HEX[:32], [HEX[:32]]),
+        ("ENCRYPTION", HEX_DIGITS[:32], [HEX_DIGITS[:32]]),
         ("WALLET_SEED_PHRASE", "zoo ice abandon ability able about",
          ["zoo ice abandon ability able about"]),
-        ("S3_URL", f"https://b.s3/x?a=1&X-Amz-Signature={HEX}", [HEX]),
+        ("S3_URL", f"https://b.s3/x?a=1&X-Amz-Signature={HEX_DIGITS}", [HEX_DIGITS]),
         ("STORAGE", "AccountName=x;AccountKey=ab12+cd34/ef56==;", ["ab12+cd34/ef56=="]),
-        ("SENTRY_DSN", f"https://{HEX}@o1.ingest.example/5", [HEX]),
+        ("SENTRY_DSN", f"https://{HEX_DIGITS}@o1.ingest.example/5", [HEX_DIGITS]),
         ("SERVER", "https://host/x?access_token=ab12cd34&page=2", ["ab12cd34"]),
         ("CHAT_WEBHOOK", "https://chat.example/services/T0A1/cCdDeEfF3344", ["cCdDeEfF3344"]),
         ("NOTIFY", "https://hooks.slack.com/services/T0A1B2/cCdDeEfF3344", ["cCdDeEfF3344"]),
@@ -81,82 +81,91 @@ def test_redaction_replaces_secrets_in_every_form(
             assert HIDDEN in redact(form), form
 
 
-B62 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC2eF4hJ6kL8nP0rS2uV4xY6zA8cD1fG3iJ5lM7oQ9tU"
+BASE62 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC2eF4hJ6kL8nP0rS2uV4xY6zA8cD1fG3iJ5lM7oQ9tU"
 
-KEYS_OF_SERVICES = {
-    "1Password": [f"ops_eyJ{B62}"],
+SERVICE_KEYS = {
+    "1Password": [f"ops_eyJ{BASE62}"],
     "age": ["AGE-SECRET-KEY-1QQPQ9V7X3K5M2N8R4T6W0Y1Z3"],
-    "Airtable": [f"patAbCdEfGhIjKlMn.{HEX}"],
-    "Alibaba": [f"LTAI{B62[:20]}"],
-    "Anthropic, OpenAI, OpenRouter": [f"sk-ant-api03-{B62}", f"sk-or-v1-{HEX}", f"sk-proj-{HEX}"],
-    "Atlassian": [f"ATATT3xFfGF0{B62}=1A2B3C4D", f"ATBB{B62[:32]}"],
+    "Airtable": [f"patAbCdEfGhIjKlMn.{HEX_DIGITS}"],
+    "Alibaba": [f"LTAI{BASE62[:20]}"],
+    "Anthropic, OpenAI, OpenRouter": [
+        f"sk-ant-api03-{BASE62}",
+        f"sk-or-v1-{HEX_DIGITS}",
+        f"sk-proj-{HEX_DIGITS}",
+    ],
+    "Atlassian": [f"ATATT3xFfGF0{BASE62}=1A2B3C4D", f"ATBB{BASE62[:32]}"],
     "AWS": ["AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE"],
-    "AWS Bedrock": [f"ABSK{B62}="],
+    "AWS Bedrock": [f"ABSK{BASE62}="],
     "base64": ["base64:3q2+7wAAbcd/EFGHijklmnop0123456789QRSTuvwxY="],
-    "Brevo": [f"xkeysib-{HEX}-AbCd1234"],
-    "Buildkite": [f"bkua_{HEX}"],
-    "Cerebras": [f"csk-{HEX}"],
-    "CircleCI": [f"CCIPAT_{B62}"],
-    "Databricks": [f"dapi{HEX[:32]}", f"dapi{HEX[:32]}-2"],
-    "DeepSeek and others": [f"sk-{HEX[:32]}"],
-    "DigitalOcean": [f"dop_v1_{HEX}", f"doo_v1_{HEX}"],
-    "Discord": [f"MTA{B62[:23]}.G7hJkL.{B62[:38]}"],
-    "Docker Hub": [f"dckr_pat_{B62[:27]}"],
-    "Doppler": [f"dp.pt.{B62[:43]}"],
+    "Brevo": [f"xkeysib-{HEX_DIGITS}-AbCd1234"],
+    "Buildkite": [f"bkua_{HEX_DIGITS}"],
+    "Cerebras": [f"csk-{HEX_DIGITS}"],
+    "CircleCI": [f"CCIPAT_{BASE62}"],
+    "Databricks": [f"dapi{HEX_DIGITS[:32]}", f"dapi{HEX_DIGITS[:32]}-2"],
+    "DeepSeek and others": [f"sk-{HEX_DIGITS[:32]}"],
+    "DigitalOcean": [f"dop_v1_{HEX_DIGITS}", f"doo_v1_{HEX_DIGITS}"],
+    "Discord": [f"MTA{BASE62[:23]}.G7hJkL.{BASE62[:38]}"],
+    "Docker Hub": [f"dckr_pat_{BASE62[:27]}"],
+    "Doppler": [f"dp.pt.{BASE62[:43]}"],
     "Dynatrace": [f"dt0c01.{'AB12' * 6}.{'CD34' * 16}"],
-    "Facebook": [f"EAAM{B62}"],
-    "Figma": [f"figd_{B62[:40]}"],
-    "Fireworks": [f"fw_{B62[:24]}"],
-    "Fly.io": [f"fm2_{B62}"],
-    "GitHub": [*(f"gh{kind}_{B62[:36]}" for kind in "pousr"), f"github_pat_{B62}"],
-    "GitLab": [f"glpat-{B62[:20]}", f"gldt-{B62[:20]}", f"glrt-{B62[:20]}"],
-    "Google": [f"AIza{B62[:35]}", f"ya29.{B62}", f"GOCSPX-{B62[:28]}", f"1//0{B62[:40]}"],
-    "Grafana": [f"glsa_{B62[:32]}_1a2b3c4d", f"glc_{B62}"],
-    "Groq": [f"gsk_{B62[:52]}"],
+    "Facebook": [f"EAAM{BASE62}"],
+    "Figma": [f"figd_{BASE62[:40]}"],
+    "Fireworks": [f"fw_{BASE62[:24]}"],
+    "Fly.io": [f"fm2_{BASE62}"],
+    "GitHub": [*(f"gh{kind}_{BASE62[:36]}" for kind in "pousr"), f"github_pat_{BASE62}"],
+    "GitLab": [f"glpat-{BASE62[:20]}", f"gldt-{BASE62[:20]}", f"glrt-{BASE62[:20]}"],
+    "Google": [
+        f"AIza{BASE62[:35]}",
+        f"ya29.{BASE62}",
+        f"GOCSPX-{BASE62[:28]}",
+        f"1//0{BASE62[:40]}",
+    ],
+    "Grafana": [f"glsa_{BASE62[:32]}_1a2b3c4d", f"glc_{BASE62}"],
+    "Groq": [f"gsk_{BASE62[:52]}"],
     "Heroku": ["HRKU-01234567-89ab-cdef-0123-456789abcdef"],
-    "Hugging Face": [f"hf_{B62[:34]}", f"api_org_{B62[:34]}"],
-    "JFrog": [f"AKCp{B62}"],
-    "Jina": [f"jina_{HEX}{B62[:28]}"],
-    "JSON Web Token": [f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{B62[:43]}"],
-    "LangSmith": [f"lsv2_pt_{HEX[:32]}_0123456789"],
-    "Linear": [f"lin_api_{B62[:40]}"],
-    "Mailchimp": [f"{HEX[:32]}-us12"],
-    "Mailgun": [f"key-{HEX[:32]}"],
+    "Hugging Face": [f"hf_{BASE62[:34]}", f"api_org_{BASE62[:34]}"],
+    "JFrog": [f"AKCp{BASE62}"],
+    "Jina": [f"jina_{HEX_DIGITS}{BASE62[:28]}"],
+    "JSON Web Token": [f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{BASE62[:43]}"],
+    "LangSmith": [f"lsv2_pt_{HEX_DIGITS[:32]}_0123456789"],
+    "Linear": [f"lin_api_{BASE62[:40]}"],
+    "Mailchimp": [f"{HEX_DIGITS[:32]}-us12"],
+    "Mailgun": [f"key-{HEX_DIGITS[:32]}"],
     "New Relic": [f"NRAK-{'A1B2C3D4E' * 3}"],
-    "Notion": [f"secret_{B62[:43]}", f"ntn_{B62[:46]}"],
-    "npm": [f"npm_{B62[:36]}"],
-    "NVIDIA": [f"nvapi-{B62[:64]}"],
+    "Notion": [f"secret_{BASE62[:43]}", f"ntn_{BASE62[:46]}"],
+    "npm": [f"npm_{BASE62[:36]}"],
+    "NVIDIA": [f"nvapi-{BASE62[:64]}"],
     "OpenAI": ["sk-a1B2c3D4e5F6g7H8i9J0"],
-    "Perplexity": [f"pplx-{B62[:48]}"],
-    "Pinecone": [f"pcsk_{B62[:60]}"],
-    "PlanetScale": [f"pscale_tkn_{B62[:43]}"],
-    "Postman": [f"PMAK-{HEX[:24]}-{HEX[:34]}"],
-    "PyPI": [f"pypi-AgEIcHlwaS5vcmc{B62}"],
-    "Replicate": [f"r8_{B62[:37]}"],
-    "RubyGems": [f"rubygems_{HEX}01234567"],
+    "Perplexity": [f"pplx-{BASE62[:48]}"],
+    "Pinecone": [f"pcsk_{BASE62[:60]}"],
+    "PlanetScale": [f"pscale_tkn_{BASE62[:43]}"],
+    "Postman": [f"PMAK-{HEX_DIGITS[:24]}-{HEX_DIGITS[:34]}"],
+    "PyPI": [f"pypi-AgEIcHlwaS5vcmc{BASE62}"],
+    "Replicate": [f"r8_{BASE62[:37]}"],
+    "RubyGems": [f"rubygems_{HEX_DIGITS}01234567"],
     "SendGrid": ["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"],
-    "Sentry": [f"sntrys_{B62}"],
-    "Shopify": [f"shpat_{HEX[:32]}"],
-    "Slack": ["xoxb-123456789012-abcDEF", "xoxe.xoxp-1-abcDEF123456", f"xapp-1-A01-{B62[:40]}"],
-    "Sourcegraph": [f"sgp_{HEX}"],
-    "Square": [f"sq0csp-{B62[:43]}", f"EAAA{B62[:60]}"],
-    "Stripe": ["sk_live_51HabcDEFGHIJKLMNOPqrs", f"rk_live_{B62[:24]}", f"whsec_{B62[:32]}"],
-    "Supabase": [f"sbp_{HEX}", f"sb_secret_{B62[:31]}"],
-    "Tailscale": [f"tskey-auth-{B62[:32]}"],
-    "Tavily": [f"tvly-dev-{B62[:32]}"],
-    "Telegram": [f"123456789:AAH{B62[:32]}"],
-    "Together": [f"tgp_v1_{B62[:43]}"],
-    "Trello": [f"ATTA{HEX}{HEX}"],
-    "Twilio": [f"SK{HEX[:32]}"],
-    "Vault": [f"hvs.{B62}"],
-    "W&B": [f"wandb_v1_{B62}", f"local-{HEX}"],
-    "xAI": [f"xai-{B62}"],
+    "Sentry": [f"sntrys_{BASE62}"],
+    "Shopify": [f"shpat_{HEX_DIGITS[:32]}"],
+    "Slack": ["xoxb-123456789012-abcDEF", "xoxe.xoxp-1-abcDEF123456", f"xapp-1-A01-{BASE62[:40]}"],
+    "Sourcegraph": [f"sgp_{HEX_DIGITS}"],
+    "Square": [f"sq0csp-{BASE62[:43]}", f"EAAA{BASE62[:60]}"],
+    "Stripe": ["sk_live_51HabcDEFGHIJKLMNOPqrs", f"rk_live_{BASE62[:24]}", f"whsec_{BASE62[:32]}"],
+    "Supabase": [f"sbp_{HEX_DIGITS}", f"sb_secret_{BASE62[:31]}"],
+    "Tailscale": [f"tskey-auth-{BASE62[:32]}"],
+    "Tavily": [f"tvly-dev-{BASE62[:32]}"],
+    "Telegram": [f"123456789:AAH{BASE62[:32]}"],
+    "Together": [f"tgp_v1_{BASE62[:43]}"],
+    "Trello": [f"ATTA{HEX_DIGITS}{HEX_DIGITS}"],
+    "Twilio": [f"SK{HEX_DIGITS[:32]}"],
+    "Vault": [f"hvs.{BASE62}"],
+    "W&B": [f"wandb_v1_{BASE62}", f"local-{HEX_DIGITS}"],
+    "xAI": [f"xai-{BASE62}"],
 }
 
 
 @pytest.mark.parametrize("service", redaction.API_KEY_PATTERNS)
 def test_redaction_replaces_service_keys(service: str) -> None:
-    for key in KEYS_OF_SERVICES[service]:
+    for key in SERVICE_KEYS[service]:
         for form in (key, f"x={key}", f"'{key}'", f"https://host/{key}?x", f'{{"a":"{key}"}}'):
             assert redact(form) == form.replace(key, HIDDEN), form
 
@@ -164,15 +173,18 @@ def test_redaction_replaces_service_keys(service: str) -> None:
 @pytest.mark.parametrize(
     ("text", "secret"),
     [
-        (f"https://b.s3/x?X-Amz-Signature={HEX}&x=1", HEX),
-        (f"https://b.s3/x?a=1&X-Amz-Security-Token={B62}", B62),
-        (f"https://storage/x?X-Goog-Signature={HEX}#x", HEX),
-        (f"https://blob/x?sv=2024&sig={B62}%3D", B62),
-        (f"https://host/x?access_token={HEX}", HEX),
-        (f"https://host/x?api_key={HEX}", HEX),
-        (f"https://api.telegram.org/bot123:{B62[:35]}/sendMessage", B62[:35]),
-        (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{B62}\n-----END PGP PRIVATE KEY BLOCK-----", B62),
-        (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{B62}\n", B62),
+        (f"https://b.s3/x?X-Amz-Signature={HEX_DIGITS}&x=1", HEX_DIGITS),
+        (f"https://b.s3/x?a=1&X-Amz-Security-Token={BASE62}", BASE62),
+        (f"https://storage/x?X-Goog-Signature={HEX_DIGITS}#x", HEX_DIGITS),
+        (f"https://blob/x?sv=2024&sig={BASE62}%3D", BASE62),
+        (f"https://host/x?access_token={HEX_DIGITS}", HEX_DIGITS),
+        (f"https://host/x?api_key={HEX_DIGITS}", HEX_DIGITS),
+        (f"https://api.telegram.org/bot123:{BASE62[:35]}/sendMessage", BASE62[:35]),
+        (
+            f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{BASE62}\n-----END PGP PRIVATE KEY BLOCK-----",
+            BASE62,
+        ),
+        (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BASE62}\n", BASE62),
     ],
 )
 def test_redaction_replaces_secret_parts_of_urls_and_blocks(text: str, secret: str) -> None:
@@ -183,10 +195,10 @@ def test_redaction_replaces_secret_parts_of_urls_and_blocks(text: str, secret: s
 @pytest.mark.parametrize(
     "text",
     [
-        HEX,
-        f"revision={HEX}",
-        f"sha256:{HEX}{HEX[:24]}",
-        HEX[:32],
+        HEX_DIGITS,
+        f"revision={HEX_DIGITS}",
+        f"sha256:{HEX_DIGITS}{HEX_DIGITS[:24]}",
+        HEX_DIGITS[:32],
         "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
         "meta-llama/Llama-3.1-8B-Instruct",
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
@@ -237,7 +249,7 @@ def test_redaction_keeps_ordinary_texts(text: str) -> None:
         ("GIT_AUTHOR_NAME", "Jane 2nd Doe"),
         ("EOS_TOKEN", "<|endoftext|>"),
         ("PWD", "/data/run-2026/x1"),
-        ("GIT_COMMIT", HEX),
+        ("GIT_COMMIT", HEX_DIGITS),
         ("MODEL", "Meta-Llama-3.1-8B-Instruct"),
         ("FOLDER", "/data/sk-learn-datasets-of-2024/hf-internal-testing"),
         ("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"),
@@ -268,11 +280,11 @@ def test_redaction_keeps_user_and_home_names(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("file", "content", "secret"),
     [
-        (".netrc", f"machine api.wandb.ai login user password {HEX}\n", HEX),
-        (".netrc", f"machine api.wandb.ai\n  login user\n  password {HEX}", HEX),
+        (".netrc", f"machine api.wandb.ai login user password {HEX_DIGITS}\n", HEX_DIGITS),
+        (".netrc", f"machine api.wandb.ai\n  login user\n  password {HEX_DIGITS}", HEX_DIGITS),
         ("huggingface/token", "hf0abcdefghijklmnopqrst\n", "hf0abcdefghijklmnopqrst"),
         (".config/wandb/settings", "[default]\nbase_url = https://u:s3cr3tPW99@h\n", "s3cr3tPW99"),
-        ("wandb/settings", f"[default]\napi_key = {HEX}\n", HEX),
+        ("wandb/settings", f"[default]\napi_key = {HEX_DIGITS}\n", HEX_DIGITS),
     ],
     ids=["netrc", "netrc-lines", "hub", "wandb-home", "wandb-here"],
 )
@@ -327,12 +339,14 @@ def test_captured_console_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None
     import sys
 
     monkeypatch.setenv("DB_PASS", "hunter2-prod-9931")
-    seen: list[str] = []
+    outputs: list[str] = []
     with console.shield_streams():
         write = sys.stdout.write
-        monkeypatch.setattr(sys.stdout, "write", lambda text: (seen.append(text), write(text))[1])
+        monkeypatch.setattr(
+            sys.stdout, "write", lambda text: (outputs.append(text), write(text))[1]
+        )
         print("is hunter2-prod-9931")
-    assert "".join(seen) == f"is {HIDDEN}\n"
+    assert "".join(outputs) == f"is {HIDDEN}\n"
 
 
 @pytest.mark.usefixtures("cpu_machine")
@@ -373,11 +387,11 @@ class TestConfig:
 
     @pytest.mark.parametrize("overrides", LINES)
     def test_override_with_a_secret_is_rejected(self, overrides: str) -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as excinfo:
             run_command(Command(), [overrides])
-        assert "secret" in str(caught.value)
-        for told in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
-            assert told not in str(caught.value), told
+        assert "secret" in str(excinfo.value)
+        for secret in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
+            assert secret not in str(excinfo.value), secret
         assert not Path("runs").exists()
 
     @pytest.mark.parametrize(
@@ -395,17 +409,19 @@ class TestConfig:
         Path("own/experiments").mkdir(parents=True)
         content = {"tracking": {"project": "env", "notes": "DB_PASS"}, "question": question}
         Path("own/experiments/x.yaml").write_text(yaml.safe_dump(content))
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as excinfo:
             run_command(Command(), ["-cd", "own", "experiment=x"])
-        assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in str(excinfo.value)
 
     def test_override_without_a_secret_is_accepted(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("CLUSTER", "north-2")
         monkeypatch.setenv("TOKEN_FOLDER", str(tmp_path))
-        lines = ["question='${oc.env:CLUSTER} ${oc.env:TOKEN_FOLDER} ${oc.env:ABSENT,none}'"]
-        assert compose_lines(lines).question == f"north-2 {tmp_path} none"
+        config_overrides = [
+            "question='${oc.env:CLUSTER} ${oc.env:TOKEN_FOLDER} ${oc.env:ABSENT,none}'"
+        ]
+        assert compose_lines(config_overrides).question == f"north-2 {tmp_path} none"
 
     def test_config_hash_does_not_depend_on_a_secret(
         self, compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "read",
+    "read_file",
     [
         regular_files.read_bytes,
         regular_files.check_regular,
@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 )
 def test_special_files_are_named(
     kind: str,
-    read: Callable[[Path], object],
+    read_file: Callable[[Path], object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,7 +57,7 @@ def test_special_files_are_named(
     path = tmp_path / "file"
     KINDS[kind](path)
     with pytest.raises(IrregularFileError, match=f"{path} is {kind}, not a regular file"):
-        read(path)
+        read_file(path)
 
 
 @pytest.mark.parametrize("name", ["status.json", "plan.json", "summary.json", "metrics.csv"])
@@ -79,9 +79,9 @@ def test_commands_name_special_files_in_a_run(
 
 def test_sweep_and_adapter_files_are_checked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "sweep.json")
-    for read in (records.read_record, job_progress.read_progress):
+    for read_file in (records.read_record, job_progress.read_progress):
         with pytest.raises(IrregularFileError, match=r"sweep\.json"):
-            read(tmp_path)
+            read_file(tmp_path)
     os.mkfifo(tmp_path / "resolved.yaml")
     with pytest.raises(IrregularFileError, match=r"resolved\.yaml"):
         initial_parameters.resolved_config(tmp_path / "checkpoints" / "step-1")

@@ -17,7 +17,7 @@ Compose = Callable[..., RunConfig]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world", "accumulation", "global_batch", "tokens"),
+    ("overrides", "world_size", "accumulation", "global_batch", "tokens"),
     [
         ([], 1, 1, 8, 8 * 256),
         (["trainer.global_batch=32"], 1, 4, 32, 32 * 256),
@@ -45,17 +45,17 @@ Compose = Callable[..., RunConfig]
 def test_run_config_step_arithmetic(
     compose: Compose,
     overrides: list[str],
-    world: int,
+    world_size: int,
     accumulation: int,
     global_batch: int,
     tokens: int,
 ) -> None:
     run = compose("hardware=cpu", *overrides)
-    assert run.world_size == world
+    assert run.world_size == world_size
     assert run.accumulation == accumulation
     assert run.global_batch == global_batch
-    rows_left = run.accumulation * run.samples_per_forward - global_batch
-    assert 0 <= rows_left < run.samples_per_forward
+    num_padding = run.accumulation * run.samples_per_forward - global_batch
+    assert 0 <= num_padding < run.samples_per_forward
     assert run.tokens_per_step == tokens
     assert run.flops_per_step == run.model.flops(run.data.sequence) * tokens
 
@@ -79,13 +79,13 @@ def test_run_config_length(compose: Compose, length: str, steps: int) -> None:
 
 def test_run_config_round_trips_through_yaml(compose: Compose) -> None:
     run = compose("experiment=smoke", "tracking.tags=[a,'null',\"1\"]", "data.sequence=64")
-    plain = run.as_dict()
-    again = yaml.safe_load(yaml.safe_dump(plain))
-    assert again == plain
-    assert again["trainer"]["micro_batch"] == 4
-    assert again["model"]["norm"] == "rmsnorm"
-    assert again["tracking"]["tags"] == ["a", "null", "1"]
-    assert again["callbacks"]["guard"]["_target_"].endswith("LossGuard")
+    config_dict = run.as_dict()
+    loaded_dict = yaml.safe_load(yaml.safe_dump(config_dict))
+    assert loaded_dict == config_dict
+    assert loaded_dict["trainer"]["micro_batch"] == 4
+    assert loaded_dict["model"]["norm"] == "rmsnorm"
+    assert loaded_dict["tracking"]["tags"] == ["a", "null", "1"]
+    assert loaded_dict["callbacks"]["guard"]["_target_"].endswith("LossGuard")
 
 
 def test_run_config_rebuilds_from_its_record(compose: Compose) -> None:

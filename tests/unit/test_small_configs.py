@@ -74,24 +74,24 @@ class TestHardware:
         ],
     )
     def test_hardware_peak_rate_of_a_cpu(self, flags: str, fp32: int, bf16: float) -> None:
-        found = processor_tflops({"flags": flags, "cpu MHz": "2500.0"}, cores=4)
+        resolved = processor_tflops({"flags": flags, "cpu MHz": "2500.0"}, cores=4)
         per_flop = 4 * 2.5e9 / 1e12
         expected = {"fp32_tflops": fp32 * per_flop, "bf16_tflops": bf16 * per_flop}
-        assert found == (pytest.approx(expected) if fp32 else {})
+        assert resolved == (pytest.approx(expected) if fp32 else {})
 
     @pytest.mark.skipif(
         "flags" not in hardware._cpu_info(), reason="the kernel names x86 instructions"
     )
     def test_hardware_bf16_emulation_agrees_with_torch(self) -> None:
-        found = resolve_for_machine(Hardware(device=DeviceKind.cpu))
-        assert found.emulates_bf16 != torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        resolved = resolve_for_machine(Hardware(device=DeviceKind.cpu))
+        assert resolved.emulates_bf16 != torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def test_hardware_of_an_unknown_cpu(self) -> None:
         assert processor_tflops({}, 4) == {}
         assert processor_tflops({"flags": "avx2 fma"}, 4) == {}
 
     @pytest.mark.parametrize(
-        ("visible", "expected"),
+        ("visible_devices", "expected"),
         [
             (None, ("A", "B", "C")),
             ("", ()),
@@ -106,23 +106,23 @@ class TestHardware:
         ],
     )
     def test_hardware_respects_visible_devices(
-        self, visible: str | None, expected: tuple[str, ...], tmp_path: Path
+        self, visible_devices: str | None, expected: tuple[str, ...], tmp_path: Path
     ) -> None:
-        for number, name in enumerate("ABC"):
-            folder = tmp_path / f"0000:0{number}:00.0"
+        for index, name in enumerate("ABC"):
+            folder = tmp_path / f"0000:0{index}:00.0"
             folder.mkdir()
             (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   1\nGPU UUID: x\n")
-        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        environment = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
         assert hardware._visible_gpus(environment, tmp_path) == expected
 
     def test_hardware_auto_takes_the_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 2, 8 * 1024**3)
         monkeypatch.setattr(hardware, "this_machine", lambda: machine)
-        found = hardware.resolve_for_machine(Hardware())
-        assert (found.device, found.memory_gib) == ("cpu", 8.0)
+        resolved = hardware.resolve_for_machine(Hardware())
+        assert (resolved.device, resolved.memory_gib) == ("cpu", 8.0)
         assert machine.max_cpu_ranks == 8
-        kept = hardware.resolve_for_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
-        assert (kept.memory_gib, kept.fp32_tflops) == (4, 1.0)
+        unchanged = hardware.resolve_for_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
+        assert (unchanged.memory_gib, unchanged.fp32_tflops) == (4, 1.0)
 
     def test_hardware_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hardware, "this_machine", lambda: Machine(("H100",), "", 2, 1))
@@ -134,7 +134,7 @@ class TestHardware:
 
 class TestPrecision:
     @pytest.mark.parametrize(
-        ("held", "used", "plugin", "peak"),
+        ("held", "compute", "plugin", "peak"),
         [
             ("fp32", "fp32", "32-true", "fp32"),
             ("fp32", "bf16", "bf16-mixed", "bf16"),
@@ -143,26 +143,26 @@ class TestPrecision:
         ],
     )
     def test_precision_device_pairs_that_run(
-        self, held: str, used: str, plugin: str, peak: str
+        self, held: str, compute: str, plugin: str, peak: str
     ) -> None:
-        spec = Precision(FloatFormat(held), FloatFormat(used))
+        spec = Precision(FloatFormat(held), FloatFormat(compute))
         assert list(spec.validate()) == []
         assert spec.lightning_precision() == plugin
         assert spec.peak_kind == peak
 
     def test_precision_device_pairs_that_are_rejected(self) -> None:
-        refused = [
-            (held, used)
+        rejected_pairs = [
+            (held, compute)
             for held in FloatFormat
-            for used in FloatFormat
-            if list(Precision(held, used).validate())
+            for compute in FloatFormat
+            if list(Precision(held, compute).validate())
         ]
-        assert len(refused) == len(FloatFormat) ** 2 - 4
+        assert len(rejected_pairs) == len(FloatFormat) ** 2 - 4
 
     def test_precision_bytes_equal_torch(self) -> None:
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        for number in FloatFormat:
-            assert number.bytes == kinds[number].itemsize, number
+        for number_format in FloatFormat:
+            assert number_format.bytes == kinds[number_format].itemsize, number_format
 
     def test_precision_tf32_requires_fp32(self) -> None:
         assert Precision(tf32=True).peak_kind == "tf32"
@@ -187,7 +187,7 @@ OPTIMIZERS: list[FixedStateOptimizerConfig] = [
 ]
 
 
-def held(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
+def storage(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
     named = module.named_parameters()
     return [(Weight(name, tuple(p.shape), "attention"), p) for name, p in named]
 
@@ -196,13 +196,15 @@ class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
     def test_optimizer_slots_equal_torch_state(self, spec: FixedStateOptimizerConfig) -> None:
         layer = torch.nn.Linear(5, 7)
-        optimizer = build_optimizer(spec, held(layer))
+        optimizer = build_optimizer(spec, storage(layer))
         layer(torch.ones(2, 5)).sum().backward()
         optimizer.step()
         for parameter in layer.parameters():
             state = optimizer.state[parameter].values()
-            alike = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
-            assert len(alike) == spec.state_slots
+            state_tensors = [
+                t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape
+            ]
+            assert len(state_tensors) == spec.state_slots
 
     @pytest.mark.parametrize(
         "spec", [AdamWConfig(weight_decay=0.3), SGDConfig(weight_decay=0.3)], ids=repr
@@ -210,25 +212,29 @@ class TestOptimizers:
     def test_optimizer_decays_matrices_only(self, spec: OptimizerConfig) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
-        groups = build_optimizer(spec, held(module)).param_groups
-        found = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups}
-        assert found == {0.3: [2], 0.0: [1, 1, 1]}
+        groups = build_optimizer(spec, storage(module)).param_groups
+        dims_by_decay = {
+            group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups
+        }
+        assert dims_by_decay == {0.3: [2], 0.0: [1, 1, 1]}
         assert all(group["lr"] == spec.lr for group in groups)
 
     def test_optimizer_omits_frozen_parameters(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
-        (group,) = build_optimizer(AdamWConfig(), held(layer)).param_groups
+        (group,) = build_optimizer(AdamWConfig(), storage(layer)).param_groups
         assert group["params"] == [layer.bias]
 
     def test_optimizer_fields_reach_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
         adamw = AdamWConfig(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
-        defaults = build_optimizer(adamw, held(layer)).defaults
+        defaults = build_optimizer(adamw, storage(layer)).defaults
         assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
-        sgd = build_optimizer(SGDConfig(lr=2.0, momentum=0.5, nesterov=True), held(layer)).defaults
+        sgd = build_optimizer(
+            SGDConfig(lr=2.0, momentum=0.5, nesterov=True), storage(layer)
+        ).defaults
         assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
-        assert build_optimizer(AdamWConfig(), held(layer)).defaults["fused"] is True
+        assert build_optimizer(AdamWConfig(), storage(layer)).defaults["fused"] is True
 
 
 SCHEDULES: list[ScheduleConfig] = [
@@ -246,22 +252,22 @@ def rates(spec: ScheduleConfig, steps: int) -> list[float]:
 class TestSchedules:
     @pytest.mark.parametrize("spec", SCHEDULES, ids=lambda spec: type(spec).__name__)
     def test_schedule_warms_up_to_the_peak(self, spec: ScheduleConfig) -> None:
-        found = rates(spec, 48)
-        assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
-        assert found[7] == max(found) == 1.0
-        assert all(a >= b for a, b in itertools.pairwise(found[7:]))
-        assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
-        assert spec.lr_factor(1000, 48) == found[-1]
+        rates_by_step = rates(spec, 48)
+        assert rates_by_step[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
+        assert rates_by_step[7] == max(rates_by_step) == 1.0
+        assert all(a >= b for a, b in itertools.pairwise(rates_by_step[7:]))
+        assert rates_by_step[-1] == pytest.approx(getattr(spec, "final", 1.0))
+        assert spec.lr_factor(1000, 48) == rates_by_step[-1]
 
     def test_schedule_wsd_is_constant_until_decay(self) -> None:
-        found = rates(WarmupStableDecayConfig(warmup_steps=0, decay=0.25, final=0.0), 41)
-        assert found[:31] == [1.0] * 31
-        assert found[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
+        rates_by_step = rates(WarmupStableDecayConfig(warmup_steps=0, decay=0.25, final=0.0), 41)
+        assert rates_by_step[:31] == [1.0] * 31
+        assert rates_by_step[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
         assert rates(WarmupStableDecayConfig(decay=0.0), 11) == [1.0] * 11
         assert rates(WarmupStableDecayConfig(decay=1.0), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
 
     @pytest.mark.parametrize(
-        ("spec", "usual"),
+        ("spec", "torch_schedule"),
         [
             (
                 CosineConfig(final=0.1),
@@ -274,21 +280,21 @@ class TestSchedules:
         ],
     )
     def test_schedule_shapes_equal_torch(
-        self, spec: ScheduleConfig, usual: Callable[..., object]
+        self, spec: ScheduleConfig, torch_schedule: Callable[..., object]
     ) -> None:
         assert self._walk(lambda o: build_lr_scheduler(spec, o, 31), 30) == pytest.approx(
-            self._walk(usual, 30)
+            self._walk(torch_schedule, 30)
         )
 
     def _walk(self, build: Callable[..., object], steps: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
         schedule = build(optimizer)
-        found = []
+        rates_by_step = []
         for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            rates_by_step.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return [*found, optimizer.param_groups[0]["lr"]]
+        return [*rates_by_step, optimizer.param_groups[0]["lr"]]
 
     def test_schedule_warmup_of_the_full_run(self) -> None:
         assert CosineConfig(warmup_steps=5).lr_factor(5, 5) == 1.0
@@ -305,9 +311,11 @@ class TestCausalLM:
         logits = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.arange(24).reshape(4, 6) % 5
         labels[1, 2:] = IGNORED
-        smooth = CausalLM(label_smoothing=0.1)
-        rows = sum(sum_over_tokens(smooth, logits[i : i + 1], labels[i : i + 1]) for i in range(4))
-        torch.testing.assert_close(rows, sum_over_tokens(smooth, logits, labels))
+        smoothed_loss = CausalLM(label_smoothing=0.1)
+        sum_of_samples = sum(
+            sum_over_tokens(smoothed_loss, logits[i : i + 1], labels[i : i + 1]) for i in range(4)
+        )
+        torch.testing.assert_close(sum_of_samples, sum_over_tokens(smoothed_loss, logits, labels))
 
     def test_causal_lm_loss_without_labels_is_zero(self) -> None:
         logits = torch.randn(1, 3, 5).requires_grad_()
@@ -333,7 +341,7 @@ class TestCausalLM:
     def test_causal_lm_smoothing_equals_torch(self) -> None:
         logits = torch.tensor([[[2.0, 0.0, 0.0]]])
         labels = torch.zeros(1, 1, dtype=torch.long)
-        smooth = sum_over_tokens(CausalLM(label_smoothing=0.3), logits, labels)
+        smoothed_loss = sum_over_tokens(CausalLM(label_smoothing=0.3), logits, labels)
         log = torch.log_softmax(logits[0, 0], 0)
         expected = -(0.7 * log[0] + 0.3 * log.mean())
-        torch.testing.assert_close(smooth, expected)
+        torch.testing.assert_close(smoothed_loss, expected)

@@ -21,7 +21,7 @@ from scalewise.run_files import json_text
 from scalewise.typed_override import format_override
 
 SOURCE = Path(__file__).parents[2] / "src"
-FIX = re.compile(
+FIX_VERBS = re.compile(
     r"(set|give|write|add|try|use|choose|have|leave|remove|put|if you trust|the default|to add)\b"
 )
 """How fixes begin."""
@@ -69,29 +69,31 @@ def test_fix_of_an_empty_end_of_text_can_be_typed() -> None:
 def texts(file: Path) -> Iterator[str]:
     """Yields the strings of a source file but for docstrings; what is put in is typed."""
     tree = ast.parse(file.read_text("utf-8"))
-    parts = {id(part) for node in ast.walk(tree) for part in _parts(node)}
+    inner_nodes = {id(inner_node) for node in ast.walk(tree) for inner_node in _parts(node)}
     for node in ast.walk(tree):
-        if id(node) in parts:
+        if id(node) in inner_nodes:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif isinstance(node, ast.JoinedStr):
             yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else _inserted(part)
-                for part in node.values
+                str(inner_node.value)
+                if isinstance(inner_node, ast.Constant)
+                else _inserted(inner_node)
+                for inner_node in node.values
             )
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
     """Parts of a node that are no text by themselves: constants of an f-string, a docstring."""
     if isinstance(node, ast.JoinedStr):
-        return [part for part in ast.walk(node) if part is not node]
+        return [inner_node for inner_node in ast.walk(node) if inner_node is not node]
     return [node.value] if isinstance(node, ast.Expr) else []
 
 
-def _inserted(part: ast.expr) -> str:
-    called = ast.unparse(part).lstrip("f'{\"").partition("(")[0]
-    return "key=value" if called in ("typed", "shell_word", "command_line") else "value"
+def _inserted(node: ast.expr) -> str:
+    function_name = ast.unparse(node).lstrip("f'{\"").partition("(")[0]
+    return "key=value" if function_name in ("typed", "shell_word", "command_line") else "value"
 
 
 def test_fixes_in_the_source_are_quoted_for_a_shell() -> None:
@@ -99,7 +101,7 @@ def test_fixes_in_the_source_are_quoted_for_a_shell() -> None:
         text
         for file in SOURCE.rglob("*.py")
         for text in texts(file)
-        if FIX.match(text) and "=" in text
+        if FIX_VERBS.match(text) and "=" in text
     ]
     assert len(fixes) > 200
     for fix in fixes:

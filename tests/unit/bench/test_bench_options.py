@@ -14,11 +14,11 @@ from scalewise.parallelism.collective import CollectiveKind
 
 
 def test_bench_separates_options_from_overrides() -> None:
-    chosen, rest = options.split_options(
+    bench_options, overrides = options.split_options(
         ["ranks=4", "hardware=cpu", "record=true", "seconds=0.5"], collectives.CollectivesOptions
     )
-    assert chosen == collectives.CollectivesOptions(ranks=4, record=True, seconds=0.5)
-    assert rest == ["hardware=cpu"]
+    assert bench_options == collectives.CollectivesOptions(ranks=4, record=True, seconds=0.5)
+    assert overrides == ["hardware=cpu"]
 
 
 def test_bench_suggests_a_similar_option() -> None:
@@ -28,16 +28,16 @@ def test_bench_suggests_a_similar_option() -> None:
 
 def test_bench_plots_times_without_a_fitted_link() -> None:
     samples = [CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in (1024, 4096)]
-    drawn = collectives.collectives_chart(samples, None).to_dict()
-    (rows,) = drawn["datasets"].values()
+    chart = collectives.collectives_chart(samples, None).to_dict()
+    (rows,) = chart["datasets"].values()
     assert {row["source"] for row in rows} == {"measured"}
-    assert "noise hides the link" in drawn["title"]["text"]
+    assert "noise hides the link" in chart["title"]["text"]
 
 
 def test_bench_reports_all_invalid_options() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         options.split_options(["ranks=x", "record=1"], collectives.CollectivesOptions)
-    assert [str(issue) for issue in refused.value.issues] == [
+    assert [str(issue) for issue in excinfo.value.issues] == [
         "ranks=x: is not an integer",
         "record=1: is not true or false",
     ]
@@ -49,7 +49,7 @@ def test_bench_sizes_end_at_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("", "no benchmark given; scalewise bench collectives"),
         ("colective", "unknown benchmark 'colective'"),
@@ -71,14 +71,14 @@ def test_bench_sizes_end_at_the_largest() -> None:
 )
 def test_bench_rejects_invalid_arguments(
     overrides: str,
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *overrides.split(), *(["hardware=cpu"] if "=" in overrides else [])]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 

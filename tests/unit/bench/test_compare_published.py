@@ -60,15 +60,19 @@ def test_published_row_becomes_a_run() -> None:
 
 
 def test_published_framework_is_identified_by_source() -> None:
-    kempner = published_runs.build_run(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
-    assert kempner.precision.parameters is FloatFormat.bf16  # whatever its rows call it
-    assert build_rank_memory(kempner.parallelism, kempner).forward_spec.loss_element_bytes == 2
-    mpt = published_runs.build_run(
+    kempner_run = published_runs.build_run(
+        ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"}
+    )
+    assert kempner_run.precision.parameters is FloatFormat.bf16  # whatever its rows call it
+    assert (
+        build_rank_memory(kempner_run.parallelism, kempner_run).forward_spec.loss_element_bytes == 2
+    )
+    foundry_run = published_runs.build_run(
         ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"}
     )
-    assert mpt.model.norm is NormKind.layernorm
-    other = published_runs.framework_of(ROW | {"source": "somebody/else"})
-    assert other.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
+    assert foundry_run.model.norm is NormKind.layernorm
+    framework = published_runs.framework_of(ROW | {"source": "somebody/else"})
+    assert framework.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
 
 
 def test_published_unknown_device_is_rejected() -> None:
@@ -115,18 +119,18 @@ def test_published_device_aliases_are_known(name: str, gib: float) -> None:
 def test_published_invalid_row_is_skipped_with_a_reason(
     cells: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
-    good, bad = (
+    valid_row, invalid_row = (
         {"world": "", "optimizer": "", **ROW},
         {"world": "", "optimizer": "", **ROW, **cells},
     )
     with (tmp_path / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
-        table = csv.DictWriter(file, list(good))
+        table = csv.DictWriter(file, list(valid_row))
         table.writeheader()
-        table.writerows([good, bad, dict.fromkeys(good, "")])
-    predictions, left = compare_published._predict_rows(tmp_path / "rows.csv")
+        table.writerows([valid_row, invalid_row, dict.fromkeys(valid_row, "")])
+    predictions, issues = compare_published._predict_rows(tmp_path / "rows.csv")
     assert len(predictions) == 1
-    (said,) = left
-    assert reason in said
+    (issue,) = issues
+    assert reason in issue
 
 
 @pytest.mark.parametrize(
@@ -157,14 +161,20 @@ def test_published_peak_includes_quantization_and_loading() -> None:
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     saved = 100 * 2**30 - published_runs.measured_peak(row | {"fsdp": "1"}, run, 100 * 2**30)
     assert saved == pytest.approx(linear * (2 - 0.5625))
-    kept = published_runs.build_run(plain := row | {"fsdp": "1", "act_ckpt": "none"})
-    tokens = kept.trainer.micro_batch * kept.data.sequence
+    published_run = published_runs.build_run(
+        single_gpu_row := row | {"fsdp": "1", "act_ckpt": "none"}
+    )
+    tokens = published_run.trainer.micro_batch * published_run.data.sequence
     inputs = tokens * (2 * 4096 + 14336) * 2 * 32
-    assert saved - (100 * 2**30 - published_runs.measured_peak(plain, kept, 100 * 2**30)) == inputs
-    whole = published_runs.measured_peak(
+    assert (
+        saved
+        - (100 * 2**30 - published_runs.measured_peak(single_gpu_row, published_run, 100 * 2**30))
+        == inputs
+    )
+    peak = published_runs.measured_peak(
         row | {"quant": "", "fsdp": "2"}, published_runs.build_run(row | {"fsdp": "2"}), 0
     )
-    assert whole == 8_030_261_248 * 2 * 3 // 2
+    assert peak == 8_030_261_248 * 2 * 3 // 2
 
 
 def predictions(ratios: list[float], stack: str) -> list[RowPrediction]:
@@ -179,11 +189,11 @@ def predictions(ratios: list[float], stack: str) -> list[RowPrediction]:
 def test_published_scale_per_framework_removes_common_bias() -> None:
     rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
     rates = compare_published._group_ratios(rows, lambda p: p.stack, lambda p: p.throughput)
-    plain, scaled = (
+    unscaled, scaled = (
         compare_published._group_errors(rates),
         compare_published._group_errors(rates, compare_published._scale_by_group(rates)),
     )
-    assert plain["a"]["median"] == pytest.approx(1.0)
+    assert unscaled["a"]["median"] == pytest.approx(1.0)
     assert (scaled["a"]["scale"], scaled["a"]["median"]) == (2.0, 0.0)
     assert scaled["a"]["worst"] == pytest.approx(0.1)
     assert (scaled["b"]["scale"], scaled["all"]["rows"]) == (0.5, 5)
@@ -210,12 +220,14 @@ def test_published_scale_is_used_for_unmeasured_devices() -> None:
     scale = json.loads((ROOT / "experiments/records/cpu/planner.json").read_text("utf-8"))[
         "step_scale"
     ]
-    learnt = {"step_scale": "median", "step_shortest": "low", "step_longest": "high"}
+    statistics = {"step_scale": "median", "step_shortest": "low", "step_longest": "high"}
     for file in (ROOT / "conf").glob("hardware/*.yaml"):
         profile = yaml.safe_load(file.read_text())
         if profile.get("device") == "cuda":
-            given = {key: profile.get(key) for key in learnt}
-            assert given == {key: round(scale[name], 2) for key, name in learnt.items()}, file
+            profile_scale = {key: profile.get(key) for key in statistics}
+            assert profile_scale == {
+                key: round(scale[name], 2) for key, name in statistics.items()
+            }, file
 
 
 def test_bench_planner_reads_a_file_and_writes_tables(

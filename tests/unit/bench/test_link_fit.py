@@ -24,26 +24,26 @@ LINK = RingLink(latency_s=20e-6, bytes_per_s=3e9)
 
 
 def samples(
-    link: RingLink, ranks: int, spread: float = 0.0, seed: int = 1
+    link: RingLink, ranks: int, noise: float = 0.0, seed: int = 1
 ) -> list[CollectiveSample]:
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     return [
         CollectiveSample(
-            kind, ranks, size, link.seconds(kind, ranks, size) * draw.lognormvariate(0, spread)
+            kind, ranks, size, link.seconds(kind, ranks, size) * rng.lognormvariate(0, noise)
         )
         for kind in KINDS
         for size in SIZES
     ]
 
 
-def link_of(measured: list[CollectiveSample]) -> RingLink:
-    link = fit_link(measured)
+def link_of(measurements: list[CollectiveSample]) -> RingLink:
+    link = fit_link(measurements)
     assert link is not None
     return link
 
 
 @pytest.mark.parametrize(
-    ("kind", "messages", "part"),
+    ("kind", "messages", "fraction"),
     [
         (CollectiveKind.all_reduce, 6, 1.5),
         (CollectiveKind.all_gather, 3, 0.75),
@@ -53,8 +53,8 @@ def link_of(measured: list[CollectiveSample]) -> RingLink:
         (CollectiveKind.broadcast, 3, 1.0),
     ],
 )
-def test_ring_model_of_four_ranks(kind: CollectiveKind, messages: int, part: float) -> None:
-    assert (num_hops(kind, 4), bytes_per_link_fraction(kind, 4)) == (messages, part)
+def test_ring_model_of_four_ranks(kind: CollectiveKind, messages: int, fraction: float) -> None:
+    assert (num_hops(kind, 4), bytes_per_link_fraction(kind, 4)) == (messages, fraction)
 
 
 def test_ring_model_of_all_reduce() -> None:
@@ -63,33 +63,33 @@ def test_ring_model_of_all_reduce() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_link_fit_recovers_exact_times(ranks: int) -> None:
-    found = link_of(samples(LINK, ranks))
-    assert found.latency_s == pytest.approx(LINK.latency_s, rel=1e-6)
-    assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-6)
-    assert link_error(found, samples(LINK, ranks)) < 1e-6
+    link = link_of(samples(LINK, ranks))
+    assert link.latency_s == pytest.approx(LINK.latency_s, rel=1e-6)
+    assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-6)
+    assert link_error(link, samples(LINK, ranks)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_link_fit_is_robust_to_noise(seed: int) -> None:
-    noisy = samples(LINK, 4, spread=0.1, seed=seed)
+    noisy = samples(LINK, 4, noise=0.1, seed=seed)
     # Three measurements in ten were disturbed by other work.
     noisy = [
-        CollectiveSample(s.kind, s.ranks, s.bytes, s.seconds * (4 if place % 10 < 3 else 1))
-        for place, s in enumerate(noisy)
+        CollectiveSample(s.kind, s.ranks, s.bytes, s.seconds * (4 if index % 10 < 3 else 1))
+        for index, s in enumerate(noisy)
     ]
-    found = link_of(noisy)
-    assert found.latency_s == pytest.approx(LINK.latency_s, rel=0.15)
-    assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.15)
+    link = link_of(noisy)
+    assert link.latency_s == pytest.approx(LINK.latency_s, rel=0.15)
+    assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.15)
 
 
 def test_link_fit_of_large_messages_has_no_latency() -> None:
-    large = [
+    large_samples = [
         CollectiveSample(CollectiveKind.send, 2, size, size / 1e9 * 0.999)
         for size in (2**24, 2**26)
     ]
-    found = link_of([*large, CollectiveSample(CollectiveKind.send, 2, 2**25, 2**25 / 1.1e9)])
-    assert found.latency_s >= 0
-    assert found.bytes_per_s == pytest.approx(1e9, rel=0.1)
+    link = link_of([*large_samples, CollectiveSample(CollectiveKind.send, 2, 2**25, 2**25 / 1.1e9)])
+    assert link.latency_s >= 0
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.1)
 
 
 def test_link_fit_rejects_constant_times() -> None:

@@ -18,7 +18,7 @@ GROUPS = (
     "precision",
     "quantization",
 )
-ELSEWHERE = {
+UNMEASURED_OPTIONS = {
     "memory=auto": "settles on one of the others",
     "objective=captioning": "known by trace, which is held against what is measured",
     "objective=module": "known by trace, which is held against what is measured",
@@ -31,15 +31,15 @@ ELSEWHERE = {
 }
 
 
-def chosen() -> set[str]:
+def chosen_options() -> set[str]:
     """The options of all lines, those that nobody names among them."""
-    usual = compose(SMALL).choices
-    named = {part for line in (*TRAINED, *TRAINED_SELDOM, *ZERO) for part in line}
-    return named | {f"{group}={usual[group]}" for group in GROUPS}
+    default_choices = compose(SMALL).choices
+    named = {override for overrides in (*TRAINED, *TRAINED_SELDOM, *ZERO) for override in overrides}
+    return named | {f"{group}={default_choices[group]}" for group in GROUPS}
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_memory_accuracy_runs_cover_every_option(group: str) -> None:
     options = {f"{group}={name}" for name in paths.option_names(group)}
-    elsewhere = {option for option in ELSEWHERE if option.startswith(f"{group}=")}
-    assert options - chosen() == elsewhere
+    unmeasured = {option for option in UNMEASURED_OPTIONS if option.startswith(f"{group}=")}
+    assert options - chosen_options() == unmeasured

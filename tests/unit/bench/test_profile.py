@@ -25,47 +25,57 @@ def file(tmp_path: Path) -> Path:
     )
 
 
-def finished(folder: Path, took: float, foreseen: float = 0.1, **other: Any) -> None:
+def write_finished_run(
+    folder: Path, measured_s: float, predicted_s: float = 0.1, **settings: Any
+) -> None:
     """Writes what ``learn`` reads of a run's folder."""
     folder.mkdir(parents=True)
-    used = {"launch_us": 3.0, "memory_gib": 8.0, "fp32_tflops": 1.0, "memory_gb_per_s": 10.0}
-    used |= {"device": "auto", "context_gib": 0.0, "product_share": 0.8, "attention_share": 0.45}
-    used |= {"bandwidth_share": 0.85, "nodes": 1, "step_scale": 1.0} | other.get("used", {})
-    status = {"status": other.get("status", "ok"), "versions": {"torch": other.get("torch", TORCH)}}
+    hardware = {"launch_us": 3.0, "memory_gib": 8.0, "fp32_tflops": 1.0, "memory_gb_per_s": 10.0}
+    hardware |= {
+        "device": "auto",
+        "context_gib": 0.0,
+        "product_share": 0.8,
+        "attention_share": 0.45,
+    }
+    hardware |= {"bandwidth_share": 0.85, "nodes": 1, "step_scale": 1.0} | settings.get("used", {})
+    status = {
+        "status": settings.get("status", "ok"),
+        "versions": {"torch": settings.get("torch", TORCH)},
+    }
     (folder / "status.json").write_text(json.dumps(status))
-    (folder / "plan.json").write_text(json.dumps({"plan/step_s": foreseen}))
-    (folder / "summary.json").write_text(json.dumps({"metrics": {"time/step_s": took}}))
-    (folder / "resolved.yaml").write_text(yaml.safe_dump({"hardware": used}))
+    (folder / "plan.json").write_text(json.dumps({"plan/step_s": predicted_s}))
+    (folder / "summary.json").write_text(json.dumps({"metrics": {"time/step_s": measured_s}}))
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"hardware": hardware}))
 
 
 def test_step_scale_is_the_median_with_its_spread(file: Path, tmp_path: Path) -> None:
-    for place, took in enumerate((0.12, 0.15, 0.30)):
-        finished(tmp_path / "runs" / "a" / str(place), took)
+    for index, measured_s in enumerate((0.12, 0.15, 0.30)):
+        write_finished_run(tmp_path / "runs" / "a" / str(index), measured_s)
     scale = profile.learn_step_scale(tmp_path / "runs", file)
     assert (scale.median, scale.runs) == (pytest.approx(1.5), 3)
     assert scale.low == pytest.approx((1.2 + 0.2 * 0.3) / 1.5)  # the decile lies between two
     assert scale.high == pytest.approx((3.0 - 0.2 * 1.5) / 1.5)
     text = file.read_text()
     assert text.startswith("# Measured by `scalewise calibrate` once.\n# Step scale fitted on ")
-    held = yaml.safe_load(text)
-    assert held["step_scale"] == 1.5
-    assert held["launch_us"] == 3.0
-    again = profile.learn_step_scale(
+    stored_profile = yaml.safe_load(text)
+    assert stored_profile["step_scale"] == 1.5
+    assert stored_profile["launch_us"] == 3.0
+    second_scale = profile.learn_step_scale(
         tmp_path / "runs", file
     )  # the figures that count are the others
-    assert again == scale
+    assert second_scale == scale
     assert file.read_text().count("Step scale fitted") == 1
 
 
 def test_step_scale_removes_the_recorded_scale(file: Path, tmp_path: Path) -> None:
-    for place in range(3):
-        finished(tmp_path / "runs" / str(place), 0.2, 0.1, used={"step_scale": 2.0})
+    for index in range(3):
+        write_finished_run(tmp_path / "runs" / str(index), 0.2, 0.1, used={"step_scale": 2.0})
     assert profile.learn_step_scale(tmp_path / "runs", file).median == pytest.approx(4.0)
 
 
 def test_step_scale_is_reset_by_calibration(file: Path, tmp_path: Path) -> None:
-    for place in range(3):
-        finished(tmp_path / "runs" / str(place), 0.2)
+    for index in range(3):
+        write_finished_run(tmp_path / "runs" / str(index), 0.2)
     profile.learn_step_scale(tmp_path / "runs", file)
     profile.write_profile(Hardware(step_scale=2.0), {"launch_us": 4.0}, ["calibrate` again."], file)
     assert "step_scale" not in yaml.safe_load(file.read_text())
@@ -74,7 +84,7 @@ def test_step_scale_is_reset_by_calibration(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    "settings",
     [
         {"status": "failed"},
         {"torch": "1.0"},
@@ -84,11 +94,13 @@ def test_step_scale_is_reset_by_calibration(file: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_step_scale_ignores_other_runs(other: dict[str, Any], file: Path, tmp_path: Path) -> None:
+def test_step_scale_ignores_other_runs(
+    settings: dict[str, Any], file: Path, tmp_path: Path
+) -> None:
     before = file.read_text()
-    for place in range(2):
-        finished(tmp_path / "runs" / str(place), 0.2)
-    finished(tmp_path / "runs" / "other", **({"took": 0.2} | other))
+    for index in range(2):
+        write_finished_run(tmp_path / "runs" / str(index), 0.2)
+    write_finished_run(tmp_path / "runs" / "other", **({"took": 0.2} | settings))
     (tmp_path / "runs" / "torn").mkdir()
     (tmp_path / "runs" / "torn" / "plan.json").write_text("{")
     with pytest.raises(ConfigError, match=r"2 runs in .* at least 3 are required"):

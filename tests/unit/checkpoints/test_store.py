@@ -37,13 +37,13 @@ def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def rest(step: int = 3) -> dict[str, Any]:
+def trainer_state(step: int = 3) -> dict[str, Any]:
     """Training state that Lightning passes next to the tensors."""
     return {"global_step": step, "epoch": 0, "callbacks": {"ema": {"decay": 0.9}}}
 
 
 def save(path: Path, step: int = 3, **more: Any) -> None:
-    store.save_checkpoint(path, tensors(step), store.pack_state(rest(step) | more))
+    store.save_checkpoint(path, tensors(step), store.pack_state(trainer_state(step) | more))
 
 
 @pytest.fixture
@@ -60,17 +60,17 @@ def tensors_file(path: Path, part: str = "model") -> str:
 
 
 FILES = ["model", "optimizer", manifest.TRAINING]
-every_file = pytest.mark.parametrize("kind", FILES)
+for_each_file = pytest.mark.parametrize("kind", FILES)
 
 
 def file_of(path: Path, kind: str) -> str:
     return kind if kind == manifest.TRAINING else tensors_file(path, kind)
 
 
-def refused(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
+def rejection_message(path: Path) -> str:
+    with pytest.raises(CheckpointError) as excinfo:
         store.load_state(path)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == "resume"
     assert issue.value == path
     return issue.reason
@@ -84,7 +84,7 @@ def sign(path: Path) -> None:
 
 
 def test_checkpoint_round_trips(saved: Path) -> None:
-    assert store.load_state(saved) == rest()
+    assert store.load_state(saved) == trainer_state()
     for part, expected in tensors().items():
         loaded = store.full_tensors(saved, part)
         assert loaded.keys() == expected.keys(), part
@@ -104,7 +104,7 @@ def test_checkpoint_reader_fills_requested_tensors(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("into", "reason"),
+    ("target", "reason"),
     [
         ({"gone": torch.zeros(1)}, "lacks gone"),
         ({"gone": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}, "lacks b and 2 more"),
@@ -112,15 +112,15 @@ def test_checkpoint_reader_fills_requested_tensors(saved: Path) -> None:
     ],
 )
 def test_checkpoint_of_another_model_is_rejected(
-    saved: Path, into: dict[str, torch.Tensor], reason: str
+    saved: Path, target: dict[str, torch.Tensor], reason: str
 ) -> None:
-    before = {name: tensor.clone() for name, tensor in into.items()}
-    with pytest.raises(CheckpointError) as caught:
-        store.read_into(saved, "model", into)
-    (issue,) = caught.value.issues
+    before = {name: tensor.clone() for name, tensor in target.items()}
+    with pytest.raises(CheckpointError) as excinfo:
+        store.read_into(saved, "model", target)
+    (issue,) = excinfo.value.issues
     assert (issue.key, issue.value, issue.reason) == ("resume", saved, reason)
     assert "the model config of the run that saved it" in issue.fix
-    assert all(torch.equal(into[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(target[name], tensor) for name, tensor in before.items())
 
 
 def test_checkpoint_saved_again_is_replaced(saved: Path) -> None:
@@ -128,28 +128,28 @@ def test_checkpoint_saved_again_is_replaced(saved: Path) -> None:
     assert store.load_state(saved)["epoch"] == 9
 
 
-@every_file
+@for_each_file
 def test_checkpoint_with_a_truncated_file_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     size = (saved / name).stat().st_size
     os.truncate(saved / name, size - 1)
-    assert refused(saved) == f"is damaged ({name}: has {size - 1} of {size} bytes)"
+    assert rejection_message(saved) == f"is damaged ({name}: has {size - 1} of {size} bytes)"
 
 
-@every_file
+@for_each_file
 def test_checkpoint_with_a_flipped_bit_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
     (saved / name).write_bytes(content)
-    assert refused(saved) == f"is damaged ({name}: has another checksum)"
+    assert rejection_message(saved) == f"is damaged ({name}: has another checksum)"
 
 
-@every_file
+@for_each_file
 def test_checkpoint_with_a_missing_file_is_rejected(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     (saved / name).unlink()
-    assert refused(saved) == f"is damaged ({name}: is missing)"
+    assert rejection_message(saved) == f"is damaged ({name}: is missing)"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_folder_that_is_no_checkpoint_is_rejected(
     (saved / manifest.MANIFEST).unlink()
     if content is not None:
         (saved / manifest.MANIFEST).write_text(content)
-    assert reason in refused(saved)
+    assert reason in rejection_message(saved)
 
 
 def test_absent_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none") == "there is no such checkpoint folder"
+    assert rejection_message(tmp_path / "none") == "there is no such checkpoint folder"
     (tmp_path / "file.ckpt").write_text("")
-    assert refused(tmp_path / "file.ckpt") == "there is no such checkpoint folder"
+    assert rejection_message(tmp_path / "file.ckpt") == "there is no such checkpoint folder"
 
 
 class Payload:
@@ -192,13 +192,13 @@ def test_checkpoint_with_a_pickled_object_is_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content == "torch":
-        torch.save({**rest(), "evil": Payload()}, saved / manifest.TRAINING)
+        torch.save({**trainer_state(), "evil": Payload()}, saved / manifest.TRAINING)
     else:
         (saved / manifest.TRAINING).write_bytes(pickle.dumps(Payload(), protocol=2))
     sign(saved)
-    said = refused(saved)
-    assert said.startswith("cannot be read: training.pt is damaged or contains objects")
-    assert "weights_only" not in said
+    message = rejection_message(saved)
+    assert message.startswith("cannot be read: training.pt is damaged or contains objects")
+    assert "weights_only" not in message
     assert not (tmp_path / "ran-code").exists()
 
 
@@ -206,19 +206,19 @@ def test_checkpoint_with_a_pickled_object_is_rejected(
 def test_checkpoint_with_foreign_data_is_rejected(saved: Path, content: object) -> None:
     torch.save(content, saved / manifest.TRAINING)
     sign(saved)
-    assert refused(saved) == f"{manifest.TRAINING} was not written by scalewise"
+    assert rejection_message(saved) == f"{manifest.TRAINING} was not written by scalewise"
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
-@pytest.mark.parametrize("ask", [store.full_tensors, store.tensor_shapes])
+@pytest.mark.parametrize("read", [store.full_tensors, store.tensor_shapes])
 def test_checkpoint_with_invalid_safetensors_is_rejected(
-    saved: Path, part: str, ask: Callable[[Path, str], object]
+    saved: Path, part: str, read: Callable[[Path, str], object]
 ) -> None:
     (saved / tensors_file(saved, part)).write_bytes(b"\xff" * 64)
     sign(saved)
-    with pytest.raises(CheckpointError, match="cannot be read: ") as caught:
-        ask(saved, part)
-    assert [issue.key for issue in caught.value.issues] == ["resume"]
+    with pytest.raises(CheckpointError, match="cannot be read: ") as excinfo:
+        read(saved, part)
+    assert [issue.key for issue in excinfo.value.issues] == ["resume"]
 
 
 class PanicException(BaseException):
@@ -226,7 +226,7 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected", "said"),
+    ("exception", "expected", "message"),
     [
         (OSError(28, "No space left on device"), OSError, "No space left"),
         (MemoryError("no memory"), MemoryError, "no memory"),
@@ -235,17 +235,17 @@ class PanicException(BaseException):
     ],
 )
 def test_checkpoint_write_error_of_a_rank_is_reported(
-    raised: BaseException,
+    exception: BaseException,
     expected: type[Exception],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
-        raise raised
+        raise exception
 
     monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", fails)
-    with pytest.raises(expected, match=said):
+    with pytest.raises(expected, match=message):
         save(manifest.checkpoint_path(tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
 
@@ -273,13 +273,13 @@ def test_partial_checkpoint_is_ignored_and_removed(saved: Path) -> None:
 
 
 def test_latest_checkpoint_skips_damaged_ones(saved: Path) -> None:
-    later = [manifest.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
-    for path in later:
+    checkpoints = [manifest.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
+    for path in checkpoints:
         save(path)
-    os.truncate(later[2] / tensors_file(later[2]), 10)
-    (later[1] / manifest.MANIFEST).unlink()
+    os.truncate(checkpoints[2] / tensors_file(checkpoints[2]), 10)
+    (checkpoints[1] / manifest.MANIFEST).unlink()
     assert list(manifest.list_checkpoints(saved.parent)) == [3, 4, 123_456_789]
-    assert manifest.newest_checkpoint(saved.parent) == later[0]
+    assert manifest.newest_checkpoint(saved.parent) == checkpoints[0]
     assert manifest.newest_checkpoint(saved.parent / "none") is None
 
 
@@ -294,15 +294,15 @@ def test_copied_checkpoint_outlives_the_original(
         monkeypatch.setattr(os, "link", refuse)
     for _ in range(2):
         manifest.adopt_checkpoint(saved, tmp_path / "other")
-    kept = manifest.checkpoint_path(tmp_path / "other", 3)
-    assert (kept / manifest.MANIFEST).samefile(saved / manifest.MANIFEST) == links
+    copied_checkpoint = manifest.checkpoint_path(tmp_path / "other", 3)
+    assert (copied_checkpoint / manifest.MANIFEST).samefile(saved / manifest.MANIFEST) == links
     shutil.rmtree(saved)
-    assert manifest.verify_checkpoint(kept) == 3
-    assert list(kept.parent.iterdir()) == [kept]
+    assert manifest.verify_checkpoint(copied_checkpoint) == 3
+    assert list(copied_checkpoint.parent.iterdir()) == [copied_checkpoint]
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"),
+    ("max_kept", "best", "remaining_steps"),
     [
         (0, None, [1, 2, 3, 4]),
         (2, None, [3, 4]),
@@ -312,15 +312,15 @@ def test_copied_checkpoint_outlives_the_original(
     ],
 )
 def test_pruning_keeps_the_newest_and_best_checkpoints(
-    tmp_path: Path, keep: int, best: int | None, left: list[int]
+    tmp_path: Path, max_kept: int, best: int | None, remaining_steps: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
         save(manifest.checkpoint_path(tmp_path, step), step)
     if best is not None:
         manifest.mark_best(tmp_path, best, 0.5)
         assert manifest.best_checkpoint(tmp_path) == (best, 0.5)
-    manifest.prune_checkpoints(tmp_path, keep)
-    assert list(manifest.list_checkpoints(tmp_path)) == left
+    manifest.prune_checkpoints(tmp_path, max_kept)
+    assert list(manifest.list_checkpoints(tmp_path)) == remaining_steps
     assert not list(tmp_path.glob(".partial*"))
 
 
@@ -332,32 +332,34 @@ def empty(file: Path) -> None:
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("harm", [half, empty, Path.unlink])
-@pytest.mark.parametrize("reads", [("model", "average"), ("model", "average", "optimizer")])
+@pytest.mark.parametrize("damage", [half, empty, Path.unlink])
+@pytest.mark.parametrize("file_kinds", [("model", "average"), ("model", "average", "optimizer")])
 @pytest.mark.parametrize("kind", [*FILES, store.AVERAGE])
 @pytest.mark.parametrize("step", ["last", "3"])
 def test_weights_load_despite_a_damaged_training_state(
     tmp_path: Path,
     step: str,
     kind: str,
-    reads: tuple[str, ...],
-    harm: Callable[[Path], None],
+    file_kinds: tuple[str, ...],
+    damage: Callable[[Path], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = manifest.checkpoint_path(tmp_path / "checkpoints", 3)
     average = {"model.embedding": torch.ones(6, 4)}
-    store.save_checkpoint(path, tensors() | {store.AVERAGE: average}, store.pack_state(rest()))
+    store.save_checkpoint(
+        path, tensors() | {store.AVERAGE: average}, store.pack_state(trainer_state())
+    )
     name = file_of(path, kind)
-    harm(path / name)
-    assert f"is damaged ({name}: " in refused(path)
-    if kind not in reads:
-        assert trained_run.choose_checkpoint(tmp_path, step, reads) == path
+    damage(path / name)
+    assert f"is damaged ({name}: " in rejection_message(path)
+    if kind not in file_kinds:
+        assert trained_run.choose_checkpoint(tmp_path, step, file_kinds) == path
         (note,) = capsys.readouterr().out.splitlines()
         assert note.startswith(f"note: the training state of {path} is damaged ({name}: ")
         return
-    with pytest.raises(CheckpointError) as caught:
-        trained_run.choose_checkpoint(tmp_path, step, reads)
-    (issue,) = caught.value.issues
+    with pytest.raises(CheckpointError) as excinfo:
+        trained_run.choose_checkpoint(tmp_path, step, file_kinds)
+    (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == ("step", step)
     assert f": step 3 is damaged ({name}: " in issue.reason
     assert capsys.readouterr().out == ""
@@ -366,8 +368,8 @@ def test_weights_load_despite_a_damaged_training_state(
 def test_weights_of_an_earlier_step_replace_damaged_ones(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(later := manifest.checkpoint_path(saved.parent, 4), 4)
-    (later / (name := tensors_file(later))).unlink()
+    save(newer_checkpoint := manifest.checkpoint_path(saved.parent, 4), 4)
+    (newer_checkpoint / (name := tensors_file(newer_checkpoint))).unlink()
     assert trained_run.choose_checkpoint(tmp_path, "last", ["model"]) == saved
     stdout = capsys.readouterr().out
     assert stdout == f"step 4 is damaged ({name}: is missing); using step 3 instead\n"

@@ -17,14 +17,14 @@ from scalewise.units import format_count
 
 
 @pytest.fixture
-def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int], int]:
+def exit_code_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int], int]:
     """Function that returns the exit code of a command with a given outcome."""
 
-    def run(ending: BaseException | int) -> int:
+    def run(outcome: BaseException | int) -> int:
         def main(arguments: list[str]) -> int:
-            if isinstance(ending, BaseException):
-                raise ending
-            return ending
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
 
         monkeypatch.setattr(importlib.import_module("scalewise.commands.report"), "main", main)
         return cli.main(["report"])
@@ -42,16 +42,19 @@ def test_help_lists_commands_groups_and_examples(
     for command in cli.COMMANDS:
         assert f"{command} {cli.COMMANDS[command]}" in words, command
     for group, summary in option_docs.group_summaries().items():
-        plain = summary.replace("`", "")
-        assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words, (group, summary)
+        description = summary.replace("`", "")
+        assert f"{group} {description} {', '.join(paths.option_names(group))}" in words, (
+            group,
+            summary,
+        )
     assert max(map(len, stdout.splitlines())) <= 80
 
 
 def test_help_examples_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     stdout = capsys.readouterr().out.replace("\\\n", " ")
-    shown = [" ".join(line.split()) for line in stdout.splitlines()]
-    assert all(line in shown for _, line in usage.EXAMPLES)
+    help_lines = [" ".join(line.split()) for line in stdout.splitlines()]
+    assert all(line in help_lines for _, line in usage.EXAMPLES)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -62,10 +65,13 @@ def test_help_of_a_command_shows_its_usage(
     stdout = capsys.readouterr().out
     words = " ".join(stdout.split())
     assert words.startswith(f"scalewise {command}: {cli.COMMANDS[command]} ")
-    assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[command])
+    assert all(
+        f"{form} {meaning.replace('`', '')}" in words for form, meaning in usage.FORMS[command]
+    )
     assert ("  parallelism" in stdout) == (command in usage.COMPOSING)
     assert all(
-        (f"{flag} {does}" in words) == (command in usage.COMPOSING) for flag, does in usage.FLAGS
+        (f"{flag} {meaning}" in words) == (command in usage.COMPOSING)
+        for flag, meaning in usage.FLAGS
     )
     assert max(map(len, stdout.splitlines())) <= 80
 
@@ -76,13 +82,13 @@ def test_help_of_train_lists_groups_in_config_order(
     assert cli.main(["train", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("groups: choose an option by GROUP=OPTION, set a key by GROUP.KEY=VALUE")
-    shown = [line for line in lines[start:] if line.endswith(".")]
+    help_lines = [line for line in lines[start:] if line.endswith(".")]
     expected = option_docs.group_summaries().items()
-    assert [line.split(maxsplit=1) for line in shown] == [
+    assert [line.split(maxsplit=1) for line in help_lines] == [
         [group, summary.replace("`", "")] for group, summary in expected
     ]
     sections = [lines.index(title) for title in ("flags", "examples")]
-    assert lines.index(shown[-1]) < sections[0] < sections[1]
+    assert lines.index(help_lines[-1]) < sections[0] < sections[1]
 
 
 def test_help_lists_every_benchmark() -> None:
@@ -105,7 +111,7 @@ def test_unknown_command_is_rejected_with_a_suggestion(
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"),
+    ("outcome", "code", "message"),
     [
         (0, 0, ""),
         (4, 4, ""),
@@ -120,14 +126,14 @@ def test_unknown_command_is_rejected_with_a_suggestion(
     ],
 )
 def test_outcomes_map_to_exit_codes(
-    ending: BaseException | int,
+    outcome: BaseException | int,
     code: int,
-    said: str,
-    ends_with: Callable[[BaseException | int], int],
+    message: str,
+    exit_code_of: Callable[[BaseException | int], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert ends_with(ending) == code
-    assert capsys.readouterr().err == said
+    assert exit_code_of(outcome) == code
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -172,9 +178,9 @@ def test_completion_script_is_printed(
     monkeypatch.setenv("COMP_LINE", overrides)
     monkeypatch.setenv("COMP_POINT", str(len(overrides)))
     assert cli.main(["-sc", "query=bash"]) == 0
-    found = set(capsys.readouterr().out.split())
-    assert offered <= found
-    assert not not_offered & found
+    words = set(capsys.readouterr().out.split())
+    assert offered <= words
+    assert not not_offered & words
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,7 +228,9 @@ class TestDoctor:
         assert meaning.endswith("pip install 'scalewise[hf]'")
 
     def _rows(self, machine: Machine) -> dict[str, tuple[str, str]]:
-        return {what: (state, meaning) for what, state, meaning in doctor.finding_lines(machine)}
+        return {
+            subject: (state, meaning) for subject, state, meaning in doctor.finding_lines(machine)
+        }
 
 
 LONG = "x" * 5000

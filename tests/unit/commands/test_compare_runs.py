@@ -49,8 +49,8 @@ def read(path: str) -> RunRecord:
 
 
 def test_compare_shows_defaults_of_unset_settings(pair: tuple[str, str]) -> None:
-    found = compare_runs.setting_pairs(read(pair[0]), read(pair[1]))
-    assert [(it.name, it.first, it.second) for it in found] == [
+    pairs = compare_runs.setting_pairs(read(pair[0]), read(pair[1]))
+    assert [(it.name, it.first, it.second) for it in pairs] == [
         ("memory", "none", "checkpoint_full"),
         ("parallelism.shards", 2, 4),
     ]
@@ -58,9 +58,9 @@ def test_compare_shows_defaults_of_unset_settings(pair: tuple[str, str]) -> None
 
 
 def test_compare_sorts_by_difference(pair: tuple[str, str]) -> None:
-    found = compare_runs.predicted_pairs(read(pair[0]), read(pair[1]))
-    assert [it.name for it in found] == ["activations of blocks", "optimizer state"]
-    assert found[0].ratio == pytest.approx(1 / 3)
+    pairs = compare_runs.predicted_pairs(read(pair[0]), read(pair[1]))
+    assert [it.name for it in pairs] == ["activations of blocks", "optimizer state"]
+    assert pairs[0].ratio == pytest.approx(1 / 3)
     assert compare_runs.step_time_pairs(read(pair[0]), read(pair[1]))[0].name == "recompute"
 
 
@@ -107,9 +107,9 @@ def test_compare_rejects_other_folders(
 def test_compare_distinguishes_names_with_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
-    other = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
-    assert cli.main(["plan", "explain", one, other]) == 0
+    first_run = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
+    second_run = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
+    assert cli.main(["plan", "explain", first_run, second_run]) == 0
     stdout = capsys.readouterr().out
     assert "\x1b" not in stdout
     row = next(line.split() for line in stdout.splitlines() if line.startswith("memory "))

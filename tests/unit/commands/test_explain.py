@@ -55,8 +55,8 @@ def test_explain_defaults_are_composed(run_explain: Callable[..., str]) -> None:
     text = words(run_explain("optimizer.lr"))
     for name in ("adamw", "sgd", "muon"):
         lr = compose([f"optimizer={name}"], check_machine=False).optimizer.lr
-        listed = text.split(f"{lr} with optimizer=")[1].split("0.")[0]
-        assert name in listed.replace(",", " ").split(), name
+        option_values = text.split(f"{lr} with optimizer=")[1].split("0.")[0]
+        assert name in option_values.replace(",", " ").split(), name
 
 
 def test_explain_choice_lists_its_values(run_explain: Callable[..., str]) -> None:
@@ -130,7 +130,7 @@ def test_explain_example_composes(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("lr", "unknown key, group or option 'lr'; did you mean optimizer.lr?"),
         ("trainer.lr", "unknown key, group or option 'trainer.lr'; did you mean optimizer.lr?"),
@@ -150,10 +150,10 @@ def test_explain_example_composes(key: str) -> None:
     ],
 )
 def test_explain_unknown_argument_is_rejected_with_a_suggestion(
-    argument: str, said: str, capsys: pytest.CaptureFixture[str]
+    argument: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", argument]) == 2
-    assert f"  - {said}" in capsys.readouterr().err
+    assert f"  - {message}" in capsys.readouterr().err
 
 
 def test_explain_shared_name_suggests_every_key(capsys: pytest.CaptureFixture[str]) -> None:

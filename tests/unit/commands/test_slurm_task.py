@@ -18,8 +18,13 @@ WARNED, CANCELLED = 128 + 12, 128 + 15
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job that runs under Slurm, which takes it back where it is asked to."""
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    variables = {**ranks, **meeting, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
+    rendezvous_environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    variables = {
+        **ranks,
+        **rendezvous_environment,
+        "SLURM_ARRAY_JOB_ID": 7,
+        "SLURM_ARRAY_TASK_ID": 0,
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(executor, "read_task", lambda file: None)
@@ -54,11 +59,15 @@ def test_slurm_task_writes_a_page_at_the_final_outcome(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(slurm_task, "_run_rank", lambda given: Result(status, "why", code, job, {}))
+    monkeypatch.setattr(
+        slurm_task, "_run_rank", lambda _folder: Result(status, "why", code, job, {})
+    )
     assert slurm_task.main((str(job.parent), "0", str(timeouts))) == code
     assert (job / "report.html").exists() == page
-    said = capfd.readouterr().out
-    assert (f"report {job / 'report.html'}" in said) == page
-    assert ("Slurm requeued the job" in said) == (code == WARNED and timeouts > 0)
-    used_up = "max_num_timeout=0 is reached" in str(read_json(job / "status.json").get("reason"))
-    assert used_up == (code == WARNED and timeouts == 0)
+    output = capfd.readouterr().out
+    assert (f"report {job / 'report.html'}" in output) == page
+    assert ("Slurm requeued the job" in output) == (code == WARNED and timeouts > 0)
+    is_last_attempt = "max_num_timeout=0 is reached" in str(
+        read_json(job / "status.json").get("reason")
+    )
+    assert is_last_attempt == (code == WARNED and timeouts == 0)

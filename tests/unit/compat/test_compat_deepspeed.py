@@ -52,14 +52,14 @@ def test_stages_1_and_2_link_states_once() -> None:
 
 
 def test_link_states_links_again_and_skips_other_stages() -> None:
-    linked: list[bool] = []
+    link_calls: list[bool] = []
     zero = SimpleNamespace(_hp_optimizer_states_linked=True)
-    zero._lazy_init_hp_params_optimizer_state = lambda: linked.append(
+    zero._lazy_init_hp_params_optimizer_state = lambda: link_calls.append(
         zero._hp_optimizer_states_linked
     )
     deepspeed.link_states(zero)
     deepspeed.link_states(SimpleNamespace())
-    assert linked == [False]
+    assert link_calls == [False]
 
 
 def test_extensions_are_read_before_they_are_compiled() -> None:

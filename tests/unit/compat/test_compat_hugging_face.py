@@ -78,11 +78,11 @@ def test_causal_mask_check_depends_on_the_padding_mask() -> None:
 
 
 def test_replaced_mask_checks_are_called_by_a_model() -> None:
-    called: set[str] = set()
+    calls: set[str] = set()
 
     def record(name: str, result: Any) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            called.add(name)
+            calls.add(name)
             return result
 
         return recorded
@@ -97,12 +97,12 @@ def test_replaced_mask_checks_are_called_by_a_model() -> None:
         ),
     ):
         expected = model(input_ids=tokens, use_cache=False).logits
-    assert called == {"causal", "packed"}
+    assert calls == {"causal", "packed"}
     assert masking_utils._ignore_causal_mask_sdpa is original
     assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
     with hugging_face.replaced_mask_checks(ignore_bidirectional=record("bidirectional", True)):
         masking_utils.create_bidirectional_mask(TINY, torch.ones(1, 3, 8), None)
-    assert "bidirectional" in called
+    assert "bidirectional" in calls
 
 
 def test_disabled_lora_layer_is_its_base_layer() -> None:
@@ -111,10 +111,10 @@ def test_disabled_lora_layer_is_its_base_layer() -> None:
     assert isinstance(layer, LoraLayer)
     x = torch.ones(1, 4)
     assert not torch.equal(layer(x), layer.base_layer(x))
-    trained = [parameter.requires_grad for parameter in layer.parameters()]
+    requires_grad = [parameter.requires_grad for parameter in layer.parameters()]
     hugging_face.disable_lora(layer, True)
     assert torch.equal(layer(x), layer.base_layer(x))
-    assert [parameter.requires_grad for parameter in layer.parameters()] == trained
+    assert [parameter.requires_grad for parameter in layer.parameters()] == requires_grad
     hugging_face.disable_lora(layer, False)
     assert not torch.equal(layer(x), layer.base_layer(x))
 

@@ -146,28 +146,28 @@ def test_replaced_loading_sees_configs_search_paths_and_saved_files(
 ) -> None:
     load = compat_hydra.ConfigLoaderImpl.load_configuration
     append = compat_hydra.ConfigSearchPathImpl.append
-    seen: dict[str, list[Any]] = {"load": [], "append": [], "save": []}
+    calls: dict[str, list[Any]] = {"load": [], "append": [], "save": []}
 
     def load_recorded(*args: Any, **kwargs: Any) -> DictConfig:
-        seen["load"].append(config := load(*args, **kwargs))
+        calls["load"].append(config := load(*args, **kwargs))
         return config
 
     def append_recorded(self: Any, provider: str, path: str, *args: Any) -> None:
-        seen["append"].append((provider, path))
+        calls["append"].append((provider, path))
         append(self, provider, path, *args)
 
     def save_recorded(cfg: DictConfig, filename: str, output_dir: Path) -> None:
-        seen["save"].append(f"{output_dir.name}/{filename}")
+        calls["save"].append(f"{output_dir.name}/{filename}")
 
     with compat_hydra.replaced_loading(
         load_configuration=load_recorded, append=append_recorded, save_config=save_recorded
     ):
         (config,) = application()
     assert config == {"a": 1}
-    assert [loaded.a for loaded in seen["load"]] == [1, 1], "for the mode and for the run"
-    assert ("main", str(Path.cwd())) in seen["append"]
+    assert [loaded.a for loaded in calls["load"]] == [1, 1], "for the mode and for the run"
+    assert ("main", str(Path.cwd())) in calls["append"]
     names = ["config.yaml", "hydra.yaml", "overrides.yaml"]
-    assert seen["save"] == [f".hydra/{name}" for name in names]
+    assert calls["save"] == [f".hydra/{name}" for name in names]
     assert not Path("out/.hydra").exists()
     assert compat_hydra.ConfigLoaderImpl.load_configuration is load
 
@@ -206,13 +206,13 @@ def test_replaced_path_class_creates_the_run_folder(
 def test_run_job_hook_sees_the_config_before_the_folder_exists(
     application: Callable[..., list[DictConfig]],
 ) -> None:
-    existed: list[tuple[int, bool]] = []
+    folder_exists: list[tuple[int, bool]] = []
     hook = compat_hydra.run_job_hook(
-        lambda config: existed.append((config.a, Path("out").exists()))
+        lambda config: folder_exists.append((config.a, Path("out").exists()))
     )
     with hook:
         assert application() == [{"a": 1}]
-    assert existed == [(1, False)]
+    assert folder_exists == [(1, False)]
     assert Path("out").is_dir()
 
 
@@ -220,16 +220,16 @@ def test_without_mode_composition_composes_once(
     application: Callable[..., list[DictConfig]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = compat_hydra.ConfigLoaderImpl.load_configuration
-    loads: list[object] = []
+    load_calls: list[object] = []
 
     def counted(*args: Any, **kwargs: Any) -> DictConfig:
-        loads.append(args)
+        load_calls.append(args)
         return load(*args, **kwargs)
 
     monkeypatch.setattr(compat_hydra.ConfigLoaderImpl, "load_configuration", counted)
     with compat_hydra.without_mode_composition():
         assert application() == [{"a": 1}]
-    assert len(loads) == 1
+    assert len(load_calls) == 1
 
 
 def test_suspended_application_is_restored(loader: Any) -> None:
@@ -269,10 +269,10 @@ def test_nodes_move_between_configs() -> None:
     for node in nodes.values():
         compat_omegaconf.detach(node)
         assert node._get_parent() is None, node
-    copied = compat_omegaconf.build_config(compat_omegaconf.node_metadata(config), nodes)
-    assert copied.a.b == 2
-    assert OmegaConf.is_struct(copied)
-    copied.a.b = 3
+    copied_config = compat_omegaconf.build_config(compat_omegaconf.node_metadata(config), nodes)
+    assert copied_config.a.b == 2
+    assert OmegaConf.is_struct(copied_config)
+    copied_config.a.b = 3
     assert compat_omegaconf.child_nodes(nodes["a"])["b"]._value() == "${c}"  # type: ignore[arg-type]
 
 

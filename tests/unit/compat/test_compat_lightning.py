@@ -72,15 +72,15 @@ def loader(count: int) -> DataLoader[Any]:
 def test_hooked_ddp_registers_hooks_when_the_module_is_built() -> None:
     assert not hasattr(DDPStrategy, "register_hooks")
     assert "self._register_ddp_hooks()" in getsource(DDPStrategy.configure_ddp)
-    called: list[object] = []
+    calls: list[object] = []
 
     class Strategy(lightning.HookedDDPStrategy):
         def register_hooks(self) -> None:
-            called.append(self)
+            calls.append(self)
 
     strategy = Strategy()
     strategy._register_ddp_hooks()
-    assert called == [strategy]
+    assert calls == [strategy]
 
 
 def test_ddp_arguments_are_passed_to_the_ddp_module() -> None:
@@ -146,9 +146,9 @@ def test_data_fetcher_counts_the_batches_it_has_read(tmp_path: Path) -> None:
     module = Module()
     build_trainer(tmp_path).fit(module, loader(3))
     assert [batch for batch, _ in module.seen] == [[0.0], [1.0], [2.0]]
-    fetched = [count for _, count in module.seen]
-    assert fetched == sorted(fetched)
-    assert fetched[-1] == 3
+    batch_counts = [count for _, count in module.seen]
+    assert batch_counts == sorted(batch_counts)
+    assert batch_counts[-1] == 3
 
 
 def test_loaders_are_prepared_by_the_functions_given(

@@ -84,10 +84,10 @@ def test_muon_steps_equal_those_of_the_public_class() -> None:
     copy = nn.Parameter(weight.detach().clone())
     weight.grad = torch.randn(6, 4)
     optimizer = Muon([weight], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0)
-    copied = Muon([copy], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0)
+    public_optimizer = Muon([copy], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0)
     copy.grad = weight.grad.clone()
-    (group,) = copied.param_groups
-    ((parameter, gradient, momentum),) = compat_torch.matrices_of_group(copied, group)
+    (group,) = public_optimizer.param_groups
+    ((parameter, gradient, momentum),) = compat_torch.matrices_of_group(public_optimizer, group)
     assert parameter is copy
     with torch.no_grad():
         momentum.lerp_(gradient, 0.1)
@@ -111,8 +111,8 @@ def test_allocation_profiler_reports_allocations_and_frees() -> None:
     events = compat_torch.stop_allocation_profiler()
     sizes = [
         size
-        for _, _, place, size in sorted(compat_torch.iter_allocations(events))
-        if place == address
+        for _, _, data_ptr, size in sorted(compat_torch.iter_allocations(events))
+        if data_ptr == address
     ]
     assert sizes == [3001, -3001]
 
@@ -121,8 +121,8 @@ def test_attention_runs_one_of_the_attention_operators() -> None:
     query = torch.ones(1, 1, 4, 8, requires_grad=True)
     with RecordOps() as mode:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
-    used = {op.overloadpacket for op in mode.ops}
-    assert used & compat_torch.ATTENTION_OPS
+    operators = {op.overloadpacket for op in mode.ops}
+    assert operators & compat_torch.ATTENTION_OPS
     assert all(packet.default for packet in compat_torch.ATTENTION_OPS)
 
 
@@ -133,11 +133,11 @@ def test_storage_id_is_shared_by_views_and_ends_with_the_storage() -> None:
     assert compat_torch.storage_id(storage) != compat_torch.storage_id(
         torch.ones(4, device="meta").untyped_storage()
     )
-    died: list[int] = []
-    weakref.finalize(storage, died.append, 1)
+    ended_ids: list[int] = []
+    weakref.finalize(storage, ended_ids.append, 1)
     del tensor, storage
     gc.collect()
-    assert died == [1]
+    assert ended_ids == [1]
 
 
 def test_tensor_version_counts_changes_in_place() -> None:
@@ -159,11 +159,11 @@ def test_collective_operators_are_in_the_known_namespaces(one_rank: None) -> Non
     group = dist.group.WORLD
     with RecordOps() as mode:
         dist.all_reduce(torch.ones(2))
-        gathered = torch_distributed.all_gather(x, 0, group)
-        exchanged = torch_distributed.all_to_all(x, None, None, group)
-        assert torch.equal(gathered + 0, x)
-        assert torch.equal(exchanged + 0, x)
-        (gathered.sum() + exchanged.sum()).backward()
+        gathered_tensor = torch_distributed.all_gather(x, 0, group)
+        exchanged_tensor = torch_distributed.all_to_all(x, None, None, group)
+        assert torch.equal(gathered_tensor + 0, x)
+        assert torch.equal(exchanged_tensor + 0, x)
+        (gathered_tensor.sum() + exchanged_tensor.sum()).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
     collectives = [op for op in mode.ops if op.namespace in compat_torch.COLLECTIVE_NAMESPACES]
@@ -192,8 +192,8 @@ def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> 
     module.set_requires_gradient_sync(False)
     module(torch.ones(1, 4)).sum().backward()
     (parameter,) = torch_distributed.fsdp_parameters(module)
-    (gathered,) = parameter.all_gather_outputs
-    assert gathered.numel() == 16
+    (full_tensor,) = parameter.all_gather_outputs
+    assert full_tensor.numel() == 16
     (gradient,) = torch_distributed.unsharded_gradients(parameter)
     assert gradient.tolist() == torch.ones(4, 4).tolist()
     module.set_requires_gradient_sync(True)
@@ -240,8 +240,10 @@ def test_pipeline_stages_have_the_methods_that_are_extended() -> None:
 
 
 def test_tree_map_only_maps_values_of_a_type() -> None:
-    mapped = compat_torch.tree_map_only(int, lambda number: -number, {"a": [1, "b"], "c": (2,)})
-    assert mapped == {"a": [-1, "b"], "c": (-2,)}
+    mapped_tree = compat_torch.tree_map_only(
+        int, lambda number: -number, {"a": [1, "b"], "c": (2,)}
+    )
+    assert mapped_tree == {"a": [-1, "b"], "c": (-2,)}
 
 
 def test_fake_tensor_mode_has_no_data() -> None:

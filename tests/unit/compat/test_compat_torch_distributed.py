@@ -74,17 +74,17 @@ def test_modes_do_not_see_the_run_for_shapes(fake_group: None) -> None:
             sharded.exp()
         return mode.names.count("aten::exp")
 
-    seen = count(torch_distributed.uncounted_shape_propagation())
-    assert seen == 1
+    counted = count(torch_distributed.uncounted_shape_propagation())
+    assert counted == 1
 
 
 def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) -> None:
-    called: list[str] = []
+    calls: list[str] = []
 
     def record(name: str) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def recorded(*args: Any, **kwargs: Any) -> Any:
-                called.append(name)
+                calls.append(name)
                 return original(*args, **kwargs)
 
             return recorded
@@ -98,19 +98,19 @@ def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) ->
     ):
         assert init_device_mesh("cpu", (4,)).size() == 4
         nn.Linear(1, 1).to_empty(device="meta")
-    assert called == ["mesh", "empty"]
+    assert calls == ["mesh", "empty"]
     assert (DeviceMesh.__init__, nn.Module.to_empty) == before
 
 
 def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> None:
-    sent: list[Any] = []
+    sent_metadata: list[Any] = []
 
     def send(stage: PipelineStage, metadata: Any, to_stage: int) -> None:
-        sent.append((stage.stage_index, to_stage, metadata))
+        sent_metadata.append((stage.stage_index, to_stage, metadata))
 
     def receive(stage: PipelineStage, from_stage: int) -> Any:
         if from_stage < stage.stage_index:
-            return sent[0][2]
+            return sent_metadata[0][2]
         return torch_distributed.gradient_metadata(stage)
 
     def run(index: int) -> Any:
@@ -129,7 +129,7 @@ def test_stages_exchange_metadata_by_the_functions_given(fake_group: None) -> No
         assert all(parameter.grad is not None for parameter in stage.submod.parameters()), rank
         if rank == 0:
             dist.destroy_process_group()
-    assert sent[0][:2] == (0, 1)
+    assert sent_metadata[0][:2] == (0, 1)
 
 
 def test_stage_methods_have_the_expected_parameters() -> None:

@@ -35,6 +35,6 @@ def test_workspace_is_stored_under_the_name_that_was_set() -> None:
     view = compat_wandb.view_model(workspace)
     assert isinstance(view, internal.View)
     assert view.name == "nw-abc-v"
-    again = compat_wandb.workspace_of_view(view)
-    assert (again.entity, again.project) == ("entity", "project")
-    assert compat_wandb.view_model(again).name == "nw-abc-v"
+    loaded_workspace = compat_wandb.workspace_of_view(view)
+    assert (loaded_workspace.entity, loaded_workspace.project) == ("entity", "project")
+    assert compat_wandb.view_model(loaded_workspace).name == "nw-abc-v"

@@ -53,26 +53,30 @@ def library_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-def private_uses(text: str, inherited: set[str]) -> list[str]:
+def private_uses(text: str, inherited_names: set[str]) -> list[str]:
     """Uses of private names of libraries, with their lines.
 
     An attribute of ``self`` may be ``inherited`` from another file of scalewise. Other private
     attributes are defined in the file itself.
     """
     tree = ast.parse(text)
-    own, imported = defined_names(tree), dict(library_names(tree))
-    uses = [f"import {path}" for path in imported.values() if is_private(path)]
+    local_names, library_imports = defined_names(tree), dict(library_names(tree))
+    uses = [f"import {path}" for path in library_imports.values() if is_private(path)]
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=base, attr=name):
-                is_found = is_private(name) and is_foreign(name, base, own, inherited, imported)
+                is_found = is_private(name) and is_foreign(
+                    name, base, local_names, inherited_names, library_imports
+                )
             case ast.Assign(targets=targets):
                 is_found = any(
-                    isinstance(it, ast.Attribute) and root(it) in imported for it in targets
+                    isinstance(it, ast.Attribute) and root(it) in library_imports for it in targets
                 )
             case ast.Call(args=[owner, ast.Constant(value=str(name)), *_], func=function):
-                is_read = ast.unparse(function) in ("getattr", "hasattr")
-                is_found = is_private(name) if is_read else root(owner) in imported
+                is_attribute_lookup = ast.unparse(function) in ("getattr", "hasattr")
+                is_found = (
+                    is_private(name) if is_attribute_lookup else root(owner) in library_imports
+                )
             case ast.Constant(value=str(value)):
                 is_found = root_name(value) in LIBRARIES and " " not in value and is_private(value)
             case _:
@@ -83,13 +87,17 @@ def private_uses(text: str, inherited: set[str]) -> list[str]:
 
 
 def is_foreign(
-    name: str, base: ast.expr, own: set[str], inherited: set[str], imported: dict[str, str]
+    name: str,
+    base: ast.expr,
+    local_names: set[str],
+    inherited_names: set[str],
+    library_imports: dict[str, str],
 ) -> bool:
     """Whether a private attribute is defined by a library."""
-    if ast.unparse(base) in imported:
+    if ast.unparse(base) in library_imports:
         return True
     is_self = ast.unparse(base) in ("self", "cls", "super()")
-    return name not in own | STANDARD_LIBRARY | (inherited if is_self else set())
+    return name not in local_names | STANDARD_LIBRARY | (inherited_names if is_self else set())
 
 
 def root(node: ast.expr) -> str:
@@ -101,12 +109,14 @@ def root_name(text: str) -> str:
     return re.split(r"[^\w]", text)[0]
 
 
-INHERITED = {name for path in FILES for name in defined_names(ast.parse(path.read_text("utf-8")))}
+INHERITED_NAMES = {
+    name for path in FILES for name in defined_names(ast.parse(path.read_text("utf-8")))
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_private_names_are_used_in_compat_only(path: Path) -> None:
-    assert private_uses(path.read_text("utf-8"), INHERITED) == []
+    assert private_uses(path.read_text("utf-8"), INHERITED_NAMES) == []
 
 
 @pytest.mark.parametrize(

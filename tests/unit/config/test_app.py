@@ -91,9 +91,9 @@ def test_warnings_reach_stderr_if_hydra_disables_loggers(
 def test_rejected_command_runs_no_job_and_leaves_nothing(
     arguments: list[str], keys: list[str], compose: Callable[..., RunConfig], tmp_path: object
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Never(), arguments)
-    assert sorted({issue.key for issue in caught.value.issues}) == keys
+    assert sorted({issue.key for issue in excinfo.value.issues}) == keys
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,9 +102,9 @@ def test_rejected_command_runs_no_job_and_leaves_nothing(
     [(["--foo"], "unrecognized arguments: --foo"), (["--cfg"], "--cfg/-c: expected one argument")],
 )
 def test_unknown_flag_is_rejected(arguments: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Never(), arguments)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert reason in issue.reason
     assert "--cfg job" in issue.fix
 
@@ -135,17 +135,17 @@ def test_pickled_config_is_not_loaded(
             return os.mkdir, ("ran",)
 
     Path("config.pickle").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         command(arguments)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == "--experimental-rerun"
     assert issue.fix
     assert [path.name for path in tmp_path.iterdir()] == ["config.pickle"]
 
 
 def test_hydra_flags_are_all_accepted_or_rejected() -> None:
-    known = {action.dest for action in get_args_parser()._actions} - {"overrides"}
-    assert known == {*ACCEPTED} | {*REJECTED}
+    hydra_flags = {action.dest for action in get_args_parser()._actions} - {"overrides"}
+    assert hydra_flags == {*ACCEPTED} | {*REJECTED}
     assert not {*ACCEPTED} & {*REJECTED}
 
 
@@ -161,18 +161,18 @@ def test_hydra_flags_are_all_accepted_or_rejected() -> None:
     ids=str,
 )
 def test_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Never(), arguments)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == key
     assert fix in issue.fix
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
 def test_wandb_sweep_rejects_ignored_flags(flags: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         preview_search(["-m", "seed=1,2", *flags])
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key.startswith("--")
     assert issue.fix == "remove it"
 
@@ -181,20 +181,20 @@ def test_help_lists_accepted_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_command(Never(), ["--hydra-help"]) == 0
-    shown = capsys.readouterr().out
-    assert "--multirun,-m" in shown
-    assert "--experimental-rerun" not in shown
-    assert "--config-path" not in shown
+    output = capsys.readouterr().out
+    assert "--multirun,-m" in output
+    assert "--experimental-rerun" not in output
+    assert "--config-path" not in output
 
 
-SWEPT = ("experiment=smoke", "seed=1,2")
+SWEEP_OVERRIDES = ("experiment=smoke", "seed=1,2")
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["-m", *SWEPT],
-        [*SWEPT, "-m"],
+        ["-m", *SWEEP_OVERRIDES],
+        [*SWEEP_OVERRIDES, "-m"],
         ["experiment=smoke", "-m", "seed=1,2"],
         ["experiment=smoke", "--multirun", "seed=1,2", "question=-m"],
         ["experiment=smoke", "-cd", "seed=1,2", "seed=1,2", "-m"],
@@ -208,9 +208,9 @@ def test_flags_are_accepted_among_overrides(
     monkeypatch.chdir(tmp_path)
     for name in ("own", "seed=1,2"):
         (tmp_path / name).mkdir()
-    noted = RecordingCommand()
-    assert run_command(noted, overrides) == 0
-    assert [run.seed for run in noted.runs] == [1, 2]
+    command = RecordingCommand()
+    assert run_command(command, overrides) == 0
+    assert [run.seed for run in command.runs] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def test_flags_with_values_are_accepted_among_overrides(
     overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(RecordingCommand(), overrides) == 0
-    shown = capsys.readouterr().out
-    assert "seed: 7" in shown
-    assert "max_steps: 3" in shown
+    output = capsys.readouterr().out
+    assert "seed: 7" in output
+    assert "max_steps: 3" in output
 
 
 def test_info_flag_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,12 +298,12 @@ def test_rejected_command_leaves_folders_unchanged(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    work = tmp_path / "a" / "work"
+    work_folder = tmp_path / "a" / "work"
     for empty in ("there", "runs", "../x", "../../x"):
-        (work / empty).mkdir(parents=True)
-    (work / "a.txt").write_text("text")
+        (work_folder / empty).mkdir(parents=True)
+    (work_folder / "a.txt").write_text("text")
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(work)
+    monkeypatch.chdir(work_folder)
     assert (
         cli.main(
             [overrides[0], "experiment=smoke", *overrides[1:]]
@@ -315,7 +315,7 @@ def test_rejected_command_leaves_folders_unchanged(
     assert "scalewise: config rejected" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     for empty in ("there", "runs"):
-        (work / empty).rmdir()
+        (work_folder / empty).rmdir()
     assert (
         cli.main(
             [overrides[0], "experiment=smoke", *overrides[1:]]
@@ -324,7 +324,7 @@ def test_rejected_command_leaves_folders_unchanged(
         )
         == 2
     )
-    assert sorted(path.name for path in work.iterdir()) == ["a.txt"]
+    assert sorted(path.name for path in work_folder.iterdir()) == ["a.txt"]
 
 
 @pytest.mark.parametrize(
@@ -349,17 +349,21 @@ def test_rejected_name_creates_no_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    work = tmp_path / "a" / "work"
+    work_folder = tmp_path / "a" / "work"
     for empty in ("../x", "../../x"):
-        (work / empty).mkdir(parents=True)
-    monkeypatch.chdir(work)
-    made: list[str] = []
+        (work_folder / empty).mkdir(parents=True)
+    monkeypatch.chdir(work_folder)
+    created_folders: list[str] = []
     mkdir = os.mkdir
-    monkeypatch.setattr(os, "mkdir", lambda path, *rest: (made.append(path), mkdir(path, *rest)))
+    monkeypatch.setattr(
+        os,
+        "mkdir",
+        lambda path, *arguments: (created_folders.append(path), mkdir(path, *arguments)),
+    )
     before = sorted(tmp_path.rglob("*"))
     assert cli.main([*overrides, "experiment=smoke", f"name={name}"]) == 2
     assert "1 to 128 printable" in capsys.readouterr().err
-    assert made == []
+    assert created_folders == []
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -375,17 +379,19 @@ def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("subdir", ["../..", "..", ".", "a/../..", "/tmp/elsewhere", "a/.."])
 def test_job_folders_stay_in_the_sweep_folder(subdir: str, tmp_path: Path) -> None:
     overrides = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
-    with pytest.raises(ConfigError, match=r"is outside of the sweep folder.*job\.num") as caught:
+    with pytest.raises(ConfigError, match=r"is outside of the sweep folder.*job\.num") as excinfo:
         run_command(Never(), overrides)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == ("hydra.sweep.subdir", subdir)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_job_folders_may_be_nested() -> None:
-    noted = RecordingCommand()
-    assert run_command(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
-    assert [job.folder.name for job in noted.jobs] == ["0", "1"]
+    command = RecordingCommand()
+    assert (
+        run_command(command, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
+    )
+    assert [job.folder.name for job in command.jobs] == ["0", "1"]
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
@@ -406,9 +412,9 @@ def test_hydra_interpolation_is_named_by_its_key(
 ) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", "Zx8Kq2Lm5Vb9Tn4Rw7Yc")
     flags = ["-m"] * (key != "hydra.run.dir")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Never(), [*flags, "seed=1", f"{key}={value}"])
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == (key, value)
     assert reason in issue.reason
     assert list(tmp_path.iterdir()) == []

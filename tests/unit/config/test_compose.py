@@ -24,8 +24,8 @@ from scalewise.run_config import RunConfig
 ROOT = paths.project_root()
 OPTIONS = [(group, name) for group in paths.GROUPS for name in paths.option_names(group)]
 CLASSES = ("model.classes=2", "model.tied=false")
-BORING = "objective.target=lightning.pytorch.demos.boring_classes.BoringModel"
-INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
+BORING_MODULE = "objective.target=lightning.pytorch.demos.boring_classes.BoringModel"
+FAULTS = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "data=hf": [f"data.path={tmp_path}"],
         "model=hf": [*RANDOM_LLAMA],
         "schedule_free": ["schedule=constant"],
-        "objective=module": [BORING],
+        "objective=module": [BORING_MODULE],
         **{
-            f"{group}=module": ["objective=module", BORING]
+            f"{group}=module": ["objective=module", BORING_MODULE]
             for group in ("model", "data", "optimizer", "schedule")
         },
         **{virtual: ["model.context=1024"] for virtual in ("prompt", "prefix")},
@@ -82,7 +82,7 @@ def test_compose_accepts_every_option(group: str, name: str, inputs: dict[str, l
         assert parse_group(group, recorded) == getattr(run, group)
 
 
-@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize("name", FAULTS)
 def test_compose_accepts_every_fault(name: str) -> None:
     run = compose([f"+inject={name}"])
     assert ("inject" in run.callbacks) is (name != "none")
@@ -93,9 +93,9 @@ def test_compose_accepts_every_experiment_with_a_question(name: str) -> None:
     run = compose([f"experiment={name}"], check_machine=False)
     assert run.question.endswith("?")
     assert run.choices["experiment"] == name
-    first, second, *_ = (ROOT / "experiments" / f"{name}.yaml").read_text().splitlines()
+    first, question_line, *_ = (ROOT / "experiments" / f"{name}.yaml").read_text().splitlines()
     assert first.startswith("# ")
-    assert second.startswith(f"# scalewise train experiment={name}")
+    assert question_line.startswith(f"# scalewise train experiment={name}")
 
 
 SEARCHES = ("screen", "search_learning_rate")
@@ -104,9 +104,9 @@ SEARCHES = ("screen", "search_learning_rate")
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_compose_accepts_the_bounds_of_each_search(name: str) -> None:
-    found = preview_search([f"sweep={name}"])
-    jobs = [point_overrides(first_point(found.space))]
-    if factors := found.sweeper.get("factors"):
+    search = preview_search([f"sweep={name}"])
+    jobs = [point_overrides(first_point(search.space))]
+    if factors := search.sweeper.get("factors"):
         jobs = ScreeningDesign(factors).build_overrides()
     for job in jobs:
         assert compose([f"sweep={name}", *job], check_machine=False).choices["sweep"] == name, job
@@ -121,8 +121,12 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
     sweeper = content["hydra"]["sweeper"]
     assert set(sweeper) <= {"params", "zip"}
     with hydra_session() as loader:
-        filed = parsed_overrides.sweep_overrides(sweeper.get("params", {}), sweeper.get("zip", {}))
-        jobs = parsed_overrides.expand_jobs(filed, [], list(sweeper.get("zip", {})), loader)
+        sweep_overrides = parsed_overrides.sweep_overrides(
+            sweeper.get("params", {}), sweeper.get("zip", {})
+        )
+        jobs = parsed_overrides.expand_jobs(
+            sweep_overrides, [], list(sweeper.get("zip", {})), loader
+        )
     runs = [compose([f"sweep={name}", *job], check_machine=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
@@ -165,28 +169,28 @@ def test_run_name_lists_the_choices(overrides: list[str], name: str) -> None:
     ],
 )
 def test_run_name_of_a_model_folder_is_the_folder(path: str | None, name: str) -> None:
-    chosen = {"model": "hf", "parallelism": "ddp"}
+    choices = {"model": "hf", "parallelism": "ddp"}
     config = {"model": {"path": path}, "optimizer": {"lr": 1.0}}
-    root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": chosen}}})
+    root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": choices}}})
     assert run_folders.build_run_name(_root_=root) == f"{name}-ddp-lr1e0"
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("settings", "name"),
     [
         ({"name": "mine"}, "mine"),
         ({"name": "${scalewise.run_name:}"}, "decoder_nano-sweep"),
         ({"name": "${scalewise.run_name:}", "experiment": "a/b", "sweep": "c"}, "a-b-c"),
     ],
 )
-def test_sweep_name_is_composed(given: dict[str, str], name: str) -> None:
-    chosen = {"model": "decoder_nano", **{k: v for k, v in given.items() if k != "name"}}
-    config = {"name": given["name"], "hydra": {"runtime": {"choices": chosen}}}
+def test_sweep_name_is_composed(settings: dict[str, str], name: str) -> None:
+    choices = {"model": "decoder_nano", **{k: v for k, v in settings.items() if k != "name"}}
+    config = {"name": settings["name"], "hydra": {"runtime": {"choices": choices}}}
     assert run_folders.build_sweep_name(_root_=OmegaConf.create(config)) == name
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rows"),
+    ("overrides", "changes"),
     [
         ([], []),
         (["seed=1", "name=mine"], []),
@@ -205,36 +209,37 @@ def test_sweep_name_is_composed(given: dict[str, str], name: str) -> None:
     ],
 )
 def test_changed_lists_values_that_differ_from_options(
-    overrides: list[str], rows: list[tuple[str, object, object]], tmp_path: Path
+    overrides: list[str], changes: list[tuple[str, object, object]], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text("text\n")
-    run = compose([line.format(file) for line in overrides])
+    run = compose([override.format(file) for override in overrides])
     assert changed_from_defaults(run) == [
         {"key": key, "default": default, "value": [str(file)] if value == "{0}" else value}
-        for key, default, value in rows
+        for key, default, value in changes
     ]
 
 
 def test_changed_lists_options_alone_where_no_value_was_set() -> None:
     rng = random.Random(5)
     groups = [group for group in paths.CLOSED_GROUPS if len(group_choices([group])[group]) > 1]
-    usual = compose(check_machine=False).choices
+    defaults = compose(check_machine=False).choices
     valid = 0
     for _ in range(30):
-        chosen = {group: rng.choice(paths.option_names(group)) for group in rng.sample(groups, 3)}
+        choices = {group: rng.choice(paths.option_names(group)) for group in rng.sample(groups, 3)}
         try:
             run = compose(
-                [f"{group}={name}" for group, name in chosen.items()], check_machine=False
+                [f"{group}={name}" for group, name in choices.items()], check_machine=False
             )
         except ConfigError:  # not every option is compatible with every other
             continue
         valid += 1
-        found = {
-            str(row["key"]): (row["default"], row["value"]) for row in changed_from_defaults(run)
+        changes = {
+            str(change["key"]): (change["default"], change["value"])
+            for change in changed_from_defaults(run)
         }
-        differing = {group: name for group, name in chosen.items() if name != usual[group]}
-        assert found == {group: (usual[group], name) for group, name in differing.items()}
+        changed_groups = {group: name for group, name in choices.items() if name != defaults[group]}
+        assert changes == {group: (defaults[group], name) for group, name in changed_groups.items()}
     assert valid > 5
 
 
@@ -249,8 +254,8 @@ def test_choices_are_the_option_files() -> None:
 
 
 def test_compose_merges_callbacks() -> None:
-    own = "+callbacks.own._target_=lightning.pytorch.callbacks.Timer"
-    run = compose(["callbacks=[guard,early_stopping]", own])
+    user_callback = "+callbacks.own._target_=lightning.pytorch.callbacks.Timer"
+    run = compose(["callbacks=[guard,early_stopping]", user_callback])
     assert list(run.callbacks) == ["guard", "early_stopping", "own"]
     assert compose(["callbacks=none"]).callbacks == {}
 
@@ -308,7 +313,7 @@ def test_compose_does_not_affect_other_hydra_applications() -> None:
     from hydra.core.global_hydra import GlobalHydra
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        held = GlobalHydra.instance().hydra
+        hydra_instance = GlobalHydra.instance().hydra
         assert isinstance(compose(), RunConfig)
-        assert GlobalHydra.instance().hydra is held
+        assert GlobalHydra.instance().hydra is hydra_instance
     assert GlobalHydra.instance().hydra is None

@@ -14,9 +14,9 @@ from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
-TIMES = 8
+MAX_SLOWDOWN = 8
 """How often the defaults are composed in the processor time of any line, at the most."""
-ENOUGH = 0.5
+MAX_SECONDS = 0.5
 """Processor time, in seconds, that is looked at no further."""
 
 KEYS = [
@@ -32,9 +32,9 @@ OPTIONS = [
 def mistyped(draw: st.DrawFn) -> str:
     """Draws a real key with one character dropped, doubled or put in."""
     key = draw(st.sampled_from(KEYS + GROUPS))
-    place = draw(st.integers(0, len(key) - 1))
-    return key[:place] + draw(st.sampled_from(["", key[place] * 2, ".", "_", "é", "0"])) + (
-        key[place + 1 :]
+    position = draw(st.integers(0, len(key) - 1))
+    return key[:position] + draw(st.sampled_from(["", key[position] * 2, ".", "_", "é", "0"])) + (
+        key[position + 1 :]
     )  # fmt: skip
 
 
@@ -84,10 +84,10 @@ overrides = st.one_of(
     ),
     st.text(max_size=12),
 )
-lines = st.lists(overrides, min_size=1, max_size=3)
+override_lists = st.lists(overrides, min_size=1, max_size=3)
 
 
-def answered(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
+def timed_compose(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
     """Outcome of overrides, and its processor time."""
     started = time.process_time()
     answer: RunConfig | ConfigError
@@ -98,13 +98,15 @@ def answered(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
     return answer, time.process_time() - started
 
 
-def a_run_or_a_refusal(overrides: list[str]) -> None:
+def assert_composes_or_rejects(overrides: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answer, seconds = answered(overrides)
-        if seconds >= ENOUGH:  # a busy machine is slow once, a slow line always
-            plain = min(answered([])[1] for _ in range(3))
-            assert min(answered(overrides)[1] for _ in range(3)) < TIMES * plain
+        answer, seconds = timed_compose(overrides)
+        if seconds >= MAX_SECONDS:  # a busy machine is slow once, a slow line always
+            default_seconds = min(timed_compose([])[1] for _ in range(3))
+            assert (
+                min(timed_compose(overrides)[1] for _ in range(3)) < MAX_SLOWDOWN * default_seconds
+            )
     if isinstance(answer, ConfigError):
         assert answer.issues
         for issue in answer.issues:
@@ -114,7 +116,7 @@ def a_run_or_a_refusal(overrides: list[str]) -> None:
 
 
 @settings(max_examples=4)
-@given(lines)
+@given(override_lists)
 @example(["optimizer.lr=1" + "0" * 400])
 @example(["model.width=1" + "0" * 5000])
 @example(["question=" + "[" * 3000])
@@ -136,37 +138,37 @@ def a_run_or_a_refusal(overrides: list[str]) -> None:
 @example(["+callbacks.x._target_=[]"])
 @example(["model@x={}", "model@x={}", "é"])
 @example(["optimizer.lr=1\u2009e-3"])
-def test_random_overrides_compose_or_are_rejected(line: list[str]) -> None:
-    a_run_or_a_refusal(line)
+def test_random_overrides_compose_or_are_rejected(overrides: list[str]) -> None:
+    assert_composes_or_rejects(overrides)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @settings(max_examples=600, derandomize=False)
-@given(lines)
-def test_many_random_overrides_compose_or_are_rejected(line: list[str]) -> None:
-    a_run_or_a_refusal(line)
+@given(override_lists)
+def test_many_random_overrides_compose_or_are_rejected(overrides: list[str]) -> None:
+    assert_composes_or_rejects(overrides)
 
 
 @settings(max_examples=10)
 @given(st.sampled_from(KEYS), values)
 def test_rejected_value_is_reported_under_its_key(key: str, value: str) -> None:
-    line = f"{key}={value}"
+    override = f"{key}={value}"
     try:
-        compose([line], check_machine=False)
+        compose([override], check_machine=False)
     except ConfigError as error:
         group = key.split(".")[0]
         named = {issue.key.split(".")[0] for issue in error.issues}
         unreadable = any("override" in issue.reason for issue in error.issues)
-        across = {"data", "trainer", "schedule", "model", "name", "precision"}
-        assert unreadable or named & {group, *across}
+        related_keys = {"data", "trainer", "schedule", "model", "name", "precision"}
+        assert unreadable or named & {group, *related_keys}
 
 
 @settings(max_examples=10)
 @given(st.lists(overrides, max_size=3))
-def test_diagnosis_never_raises(line: list[str]) -> None:
+def test_diagnosis_never_raises(override_list: list[str]) -> None:
     registry.import_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for issue in diagnose_overrides(line):
+        for issue in diagnose_overrides(override_list):
             assert issue.reason, issue

@@ -30,7 +30,7 @@ from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("cpu_machine")
 
-LINES: tuple[tuple[str, ...], ...] = (
+OVERRIDE_LISTS: tuple[tuple[str, ...], ...] = (
     (),
     ("seed=2",),
     ("seed=3", "optimizer.lr=1e-3"),
@@ -90,11 +90,11 @@ def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) 
 
 
 def nodes(config: DictConfig) -> list[DictConfig]:
-    found = [config]
+    config_nodes = [config]
     for _, value in config.items_ex(resolve=False):
         if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
-            found += nodes(value)
-    return found
+            config_nodes += nodes(value)
+    return config_nodes
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -102,14 +102,19 @@ def nodes(config: DictConfig) -> list[DictConfig]:
 def test_shared_compositions_equal_those_of_each_alone(seed: int) -> None:
     with hydra_session() as loader:
         master = hydra_compose("config", ["seed=1"], return_hydra_config=True)
-        alone = [outcome(loader, master, line) for line in LINES]
-        order = [*range(len(LINES)), *range(len(LINES))]
+        separate_results = [outcome(loader, master, overrides) for overrides in OVERRIDE_LISTS]
+        order = [*range(len(OVERRIDE_LISTS)), *range(len(OVERRIDE_LISTS))]
         random.Random(seed).shuffle(order)
         with shared_composition_cache():
-            for place in order:
-                assert outcome(loader, master, LINES[place]) == alone[place], LINES[place]
-    assert any(isinstance(found, tuple) and len(found) == 2 for found in alone)
-    assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
+            for index in order:
+                assert outcome(loader, master, OVERRIDE_LISTS[index]) == separate_results[index], (
+                    OVERRIDE_LISTS[index]
+                )
+    assert any(isinstance(result, tuple) and len(result) == 2 for result in separate_results)
+    assert any(
+        isinstance(result, tuple) and isinstance(result[-1], RunConfig)
+        for result in separate_results
+    )
 
 
 FILES = {
@@ -151,11 +156,11 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
         file.parent.mkdir(exist_ok=True)
         file.write_text(dedent(text))
     rng = random.Random(seed)
-    lines = []
+    override_lists = []
     for _ in range(40):
-        line = [rng.choice(axis) for axis in CHOICES if rng.random() < 0.5]
-        rng.shuffle(line)
-        lines.append(line)
+        job_overrides = [rng.choice(axis) for axis in CHOICES if rng.random() < 0.5]
+        rng.shuffle(job_overrides)
+        override_lists.append(job_overrides)
 
     def composed(overrides: list[str]) -> tuple[object, ...]:
         try:
@@ -167,41 +172,48 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
         return repr(raw), types, OmegaConf.to_container(config.hydra.runtime)
 
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        alone = [composed(line) for line in lines]
+        separate_results = [composed(job_overrides) for job_overrides in override_lists]
         with shared_composition_cache():
-            for line, expected in zip(lines, alone, strict=True):
-                assert composed(line) == expected, line
-    assert sum(len(found) == 3 for found in alone) > 10, alone[:9]
+            for job_overrides, expected in zip(override_lists, separate_results, strict=True):
+                assert composed(job_overrides) == expected, job_overrides
+    assert sum(len(result) == 3 for result in separate_results) > 10, separate_results[:9]
 
 
 def test_shared_compositions_of_random_options_equal_each_alone() -> None:
     rng = random.Random(3)
     groups = [group for group in paths.GROUPS if len(paths.option_names(group)) > 1]
-    lines = []
+    override_lists = []
     for _ in range(25):
-        some = rng.sample(groups, 4)
-        overrides = [f"{group}={rng.choice(paths.option_names(group))}" for group in some]
+        sampled_groups = rng.sample(groups, 4)
+        overrides = [f"{group}={rng.choice(paths.option_names(group))}" for group in sampled_groups]
         if rng.random() < 0.3:
             overrides.append(f"experiment={rng.choice(paths.option_names('experiment'))}")
-        lines.append(overrides)
+        override_lists.append(overrides)
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
-        alone = [outcome(loader, master, line) for line in lines]
+        separate_results = [
+            outcome(loader, master, job_overrides) for job_overrides in override_lists
+        ]
         with shared_composition_cache():
-            for overrides, expected in zip(lines, alone, strict=True):
+            for overrides, expected in zip(override_lists, separate_results, strict=True):
                 assert outcome(loader, master, overrides) == expected, overrides
-    assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
+    assert any(
+        isinstance(result, tuple) and isinstance(result[-1], RunConfig)
+        for result in separate_results
+    )
 
 
 def test_composition_cache_evicts_old_compositions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition_cache, "MAX_CACHED_NODES", 2)
-    lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
+    override_lists = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
-        alone = [outcome(loader, master, line) for line in lines]
+        separate_results = [outcome(loader, master, overrides) for overrides in override_lists]
         with shared_composition_cache():
             for _ in range(2):
-                assert [outcome(loader, master, line) for line in lines] == alone
+                assert [
+                    outcome(loader, master, overrides) for overrides in override_lists
+                ] == separate_results
 
 
 def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RecordingCommand]:
@@ -209,27 +221,27 @@ def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Reco
     composed = []
     compose = composition_cache.compose_defaults
 
-    def counted(*given: object, **named: object) -> object:
-        composed.append(given)
-        return compose(*given, **named)
+    def counted(*args: object, **named: object) -> object:
+        composed.append(args)
+        return compose(*args, **named)
 
     monkeypatch.setattr(composition_cache, "compose_defaults", counted)
-    noted = RecordingCommand()
+    command = RecordingCommand()
     overrides = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
-    assert app.run_command(noted, overrides) == 0
+    assert app.run_command(command, overrides) == 0
     monkeypatch.undo()
-    return len(composed), noted
+    return len(composed), command
 
 
 def test_composition_cache_composes_once_for_different_values(
     compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    few, _ = compositions(2, monkeypatch)
-    many, noted = compositions(12, monkeypatch)
-    assert many == few, "the number of jobs costs no composition"
-    assert len(noted.runs) == 24
-    assert noted.runs[-1].seed == 11
-    for run in noted.runs[::7]:
+    few_compositions, _ = compositions(2, monkeypatch)
+    many_compositions, command = compositions(12, monkeypatch)
+    assert many_compositions == few_compositions, "the number of jobs costs no composition"
+    assert len(command.runs) == 24
+    assert command.runs[-1].seed == 11
+    for run in command.runs[::7]:
         assert run == compose(*run.overrides), run
 
 
@@ -237,9 +249,9 @@ def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyP
     composed: list[object] = []
     compose = composition_cache.compose_defaults
 
-    def counted(*given: object, **named: object) -> object:
-        composed.append(given)
-        return compose(*given, **named)
+    def counted(*args: object, **named: object) -> object:
+        composed.append(args)
+        return compose(*args, **named)
 
     monkeypatch.setattr(composition_cache, "compose_defaults", counted)
     optimizers, schedules = ("adamw", "sgd", "lion"), ("cosine", "linear", "wsd")
@@ -285,16 +297,16 @@ class Hashed(RecordingCommand):
 @pytest.mark.timed
 @pytest.mark.parametrize("axes", SWEEPS)
 def test_composition_of_a_sweep_job_takes_at_most_30_ms(axes: str) -> None:
-    least = float("inf")
+    min_seconds = float("inf")
     for _ in range(4):
-        noted = Hashed()
+        command = Hashed()
         start = time.process_time()
-        assert app.run_command(noted, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
-        least = min(least, (time.process_time() - start) / len(noted.runs))
-        if least <= 0.03:  # a busy machine only ever adds to it
+        assert app.run_command(command, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
+        min_seconds = min(min_seconds, (time.process_time() - start) / len(command.runs))
+        if min_seconds <= 0.03:  # a busy machine only ever adds to it
             break
-    print(f"{axes}: {1e3 * least:.1f} ms a job")
-    assert least <= 0.03
+    print(f"{axes}: {1e3 * min_seconds:.1f} ms a job")
+    assert min_seconds <= 0.03
 
 
 def test_composition_cache_reads_each_file_once(

@@ -13,14 +13,14 @@ from scalewise.config import app, paths
 from scalewise.config.hydra_policy import hydra_session
 
 GROUPS = [group for group in paths.CLOSED_GROUPS if group != "hardware"]
-MOST = max(len(paths.option_names(group)) for group in GROUPS)
-LINES = [
+MAX_OPTIONS = max(len(paths.option_names(group)) for group in GROUPS)
+OVERRIDE_LISTS = [
     [
-        f"{group}={names[turn % len(names)]}"
+        f"{group}={names[index % len(names)]}"
         for group in GROUPS
         for names in [paths.option_names(group)]
     ]
-    for turn in range(MOST)
+    for index in range(MAX_OPTIONS)
 ]
 """Every option at least once."""
 
@@ -31,23 +31,23 @@ def composed(overrides: list[str]) -> DictConfig:
         return hydra.compose("config", overrides=overrides)
 
 
-@pytest.mark.parametrize("overrides", LINES, ids=" ".join)
+@pytest.mark.parametrize("overrides", OVERRIDE_LISTS, ids=" ".join)
 def test_composed_config_equals_plain_hydra(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = composed(overrides)
+    actual = composed(overrides)
     monkeypatch.setattr(
         ConfFolderSearchPath, "manipulate_search_path", lambda self, search_path: None
     )
-    plain = composed(overrides)
-    assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(plain)
+    expected = composed(overrides)
+    assert OmegaConf.to_yaml(actual) == OmegaConf.to_yaml(expected)
     for group in GROUPS:
-        assert OmegaConf.get_type(found, group) is OmegaConf.get_type(plain, group), group
-        assert OmegaConf.is_struct(found[group]) is OmegaConf.is_struct(plain[group]), group
+        assert OmegaConf.get_type(actual, group) is OmegaConf.get_type(expected, group), group
+        assert OmegaConf.is_struct(actual[group]) is OmegaConf.is_struct(expected[group]), group
 
 
 @pytest.mark.parametrize(
-    ("text", "laid"),
+    ("text", "is_flat"),
     [
         ("lr: 0.5", True),
         ("lr: much", False),
@@ -56,15 +56,15 @@ def test_composed_config_equals_plain_hydra(
     ],
 )
 def test_file_with_a_schema_error_is_composed_by_hydra(
-    text: str, laid: bool, tmp_path: Path
+    text: str, is_flat: bool, tmp_path: Path
 ) -> None:
     app.prepare()
     (tmp_path / "mine.yaml").write_text(
         f"defaults:\n  - /schema/optimizer/adamw@_here_\n  - _self_\n\n{text}\n", "utf-8"
     )
     config = ConfFolderSource("main", str(tmp_path)).load_config("mine").config
-    assert ("defaults" not in config) is laid
-    assert ("_target_" in config) is laid
+    assert ("defaults" not in config) is is_flat
+    assert ("_target_" in config) is is_flat
 
 
 @pytest.mark.parametrize(

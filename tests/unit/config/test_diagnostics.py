@@ -134,16 +134,16 @@ TARGETS: list[RejectionCase] = [
         "",
     ),
 ]
-LACKS = "sets keys that {} lacks, such as {}"
-ANOTHER = "remove it, or choose another {}"
+LACKS_KEYS = "sets keys that {} lacks, such as {}"
+CHOOSE_ANOTHER = "remove it, or choose another {}"
 PRESETS: list[RejectionCase] = [
     (
-        [*line, f"{preset}={name}"][:: -1 if comes_first else 1],
+        [*line, f"{preset}={name}"][:: -1 if is_first else 1],
         preset,
-        LACKS.format(line[0], key),
-        ANOTHER.format(preset),
+        LACKS_KEYS.format(line[0], key),
+        CHOOSE_ANOTHER.format(preset),
     )
-    for comes_first in (False, True)
+    for is_first in (False, True)
     for line, preset, name, key in [
         (["model=hf"], "experiment", "smoke", "model.layers"),
         (["model=hf", "model.path=ll"], "experiment", "smoke", "model.layers"),
@@ -177,8 +177,8 @@ def test_issue_names_key_reason_and_fix(
 
 
 def test_issues_are_reported_at_once() -> None:
-    lines = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
-    keys = [issue.key for issue in rejection_issues([*lines, "data.vocabulary=9999"])]
+    overrides = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
+    keys = [issue.key for issue in rejection_issues([*overrides, "data.vocabulary=9999"])]
     assert sorted(keys) == [
         "",
         "data.vocabulary",
@@ -190,15 +190,21 @@ def test_issues_are_reported_at_once() -> None:
 
 
 def test_values_are_checked_next_to_an_invalid_preset() -> None:
-    lines = ["experiment=smoke", "model=hf", "model.path=ll", "model.widht=3", "data.sequence=a"]
-    keys = [issue.key for issue in rejection_issues(lines)]
+    overrides = [
+        "experiment=smoke",
+        "model=hf",
+        "model.path=ll",
+        "model.widht=3",
+        "data.sequence=a",
+    ]
+    keys = [issue.key for issue in rejection_issues(overrides)]
     assert sorted(keys) == ["data.sequence", "experiment", "model.widht"]
 
 
 def test_message_has_one_line_per_issue() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose(["modle=x", "optimizer.fused=null"])
-    assert str(caught.value) == (
+    assert str(excinfo.value) == (
         "config rejected, 2 issues:\n"
         "  - modle=x: no such key; did you mean model?\n"
         "  - optimizer.fused=null: cannot be null; the default is optimizer.fused=true"

@@ -14,20 +14,20 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.plan import build_plan
 from scalewise.units import GIB
 
-Here = Callable[..., Hardware]
+DetectHardware = Callable[..., Hardware]
 
 
 @pytest.fixture
-def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> Here:
+def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> DetectHardware:
     """The hardware of ``auto`` where these devices are."""
 
-    def on(*gpus: str, line: tuple[str, ...] = ()) -> Hardware:
+    def detect(*gpus: str, overrides: tuple[str, ...] = ()) -> Hardware:
         for module in ("hardware", "run_config", "validation.run_issues"):
             machine = Machine(gpus, "", 8, 512 * GIB)
             monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
-        return compose(["hardware=auto", *line]).hardware
+        return compose(["hardware=auto", *overrides]).hardware
 
-    return on
+    return detect
 
 
 @pytest.mark.parametrize(
@@ -44,44 +44,48 @@ def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> Here:
     ],
 )
 def test_profile_is_detected_by_device_name(
-    device: str, profile: str, memory: float | None, detect_hardware: Here
+    device: str, profile: str, memory: float | None, detect_hardware: DetectHardware
 ) -> None:
-    found = detect_hardware(device, device)
-    assert (found.device, found.memory_gib, found.host_memory_gib) == ("cuda", memory, 512)
-    assert (found.total_devices, found.nodes) == (None, 1)
-    assert found.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
+    hardware = detect_hardware(device, device)
+    assert (hardware.device, hardware.memory_gib, hardware.host_memory_gib) == ("cuda", memory, 512)
+    assert (hardware.total_devices, hardware.nodes) == (None, 1)
+    assert hardware.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
     if profile:
         named = compose([f"hardware={profile}"], check_machine=False).hardware
-        assert found.bf16_tflops == named.bf16_tflops
-        assert (found.match, found.step_scale) == (named.match, named.step_scale)
+        assert hardware.bf16_tflops == named.bf16_tflops
+        assert (hardware.match, hardware.step_scale) == (named.match, named.step_scale)
         assert (named.read_off, named.host_memory_gib) == ("", None)
 
 
 def test_profile_detection_takes_the_longest_match(
-    detect_hardware: Here, monkeypatch: pytest.MonkeyPatch
+    detect_hardware: DetectHardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"short": {"match": "H100"}, "long": {"match": "H100 NVL"}, "other": {"match": "NVL"}}
-    known = {name: {**told, "memory_gib": 94.0} for name, told in known.items()}
+    profiles = {
+        "short": {"match": "H100"},
+        "long": {"match": "H100 NVL"},
+        "other": {"match": "NVL"},
+    }
+    profiles = {name: {**profile, "memory_gib": 94.0} for name, profile in profiles.items()}
     monkeypatch.setattr(
-        "scalewise.config.hardware_detection._single_device_profiles", lambda: known
+        "scalewise.config.hardware_detection._single_device_profiles", lambda: profiles
     )
     assert detect_hardware("NVIDIA H100 NVL").match == "H100 NVL"
 
 
-def test_profile_detection_keeps_typed_values(detect_hardware: Here) -> None:
+def test_profile_detection_keeps_typed_values(detect_hardware: DetectHardware) -> None:
     overrides = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
-    found = detect_hardware("NVIDIA H100 PCIe", line=overrides)
-    assert (found.memory_gib, found.host_memory_gib, found.nodes) == (10, 64, 2)
-    assert found.bf16_tflops == 989.5
+    hardware = detect_hardware("NVIDIA H100 PCIe", line=overrides)
+    assert (hardware.memory_gib, hardware.host_memory_gib, hardware.nodes) == (10, 64, 2)
+    assert hardware.bf16_tflops == 989.5
 
 
-def test_cpu_has_no_profile(detect_hardware: Here) -> None:
-    found = detect_hardware()
-    assert (found.device, found.match, found.read_off) == ("cpu", "", "")
+def test_cpu_has_no_profile(detect_hardware: DetectHardware) -> None:
+    hardware = detect_hardware()
+    assert (hardware.device, hardware.match, hardware.read_off) == ("cpu", "", "")
 
 
 def test_plan_with_detected_hardware_has_a_fit_status(
-    detect_hardware: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    detect_hardware: DetectHardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     detect_hardware("NVIDIA H100 80GB HBM3")
     run = compose(["hardware=auto", "tracking=none"])
@@ -90,12 +94,12 @@ def test_plan_with_detected_hardware_has_a_fit_status(
     assert plan.step_time is not None
     show_plan.print_plan(plan)
     begin_job(JobSpec(run), tmp_path, None)
-    told = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"
+    message = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"
     stdout = capsys.readouterr().out
-    assert f"hardware=auto: {told}" in stdout
+    assert f"hardware=auto: {message}" in stdout
     assert "of 512.00 GiB (" in stdout
     resolved = yaml.safe_load((tmp_path / "resolved.yaml").read_text("utf-8"))
-    assert resolved["hardware"]["read_off"] == told
+    assert resolved["hardware"]["read_off"] == message
 
 
 def test_host_memory_of_another_machine_is_not_checked(capsys: pytest.CaptureFixture[str]) -> None:

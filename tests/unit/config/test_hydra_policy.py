@@ -38,29 +38,29 @@ class Quiet(Command):
         raise AssertionError(jobs)
 
 
-def called(target: str) -> dict[str, object]:
+def calls_of(target: str) -> dict[str, object]:
     """A config that makes the folder ``evil`` if anything calls it."""
     return {"_target_": target, "name": "evil"}
 
 
 NODES: dict[str, dict[str, object]] = {
-    **{f"callback-{target}": {"callbacks": {"x": called(target)}} for target in TARGETS},
+    **{f"callback-{target}": {"callbacks": {"x": calls_of(target)}} for target in TARGETS},
     "callback-own": {
-        "callbacks": {"x": called("hydra.experimental.callbacks.PickleJobInfoCallback")}
+        "callbacks": {"x": calls_of("hydra.experimental.callbacks.PickleJobInfoCallback")}
     },
     "callback-text": {"callbacks": "${oc.decode:'{x:{_target_:os.makedirs,name:evil}}'}"},
     "callback-entry": {"callbacks": {"x": "${data}"}},
-    "launcher": {"launcher": called("os.makedirs")},
+    "launcher": {"launcher": calls_of("os.makedirs")},
     "launcher-of-hydra": {
         "launcher": {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
     },
-    "launcher-option": {"launcher": {"engine": called("os.makedirs")}},
+    "launcher-option": {"launcher": {"engine": calls_of("os.makedirs")}},
     "launcher-recursive": {"launcher": {"_recursive_": True, "engine": "${data}"}},
-    "launcher-args": {"launcher": {"_args_": [called("os.makedirs")]}},
-    "sweeper": {"sweeper": called("os.makedirs")},
-    "sweeper-param": {"sweeper": {"params": {"seed": called("os.makedirs")}}},
-    "sweeper-list": {"sweeper": {"zip": {"seed": [[called("os.makedirs")]]}}},
-    "sweeper-optuna": {"sweeper": {"sampler": called("optuna.samplers.TPESampler")}},
+    "launcher-args": {"launcher": {"_args_": [calls_of("os.makedirs")]}},
+    "sweeper": {"sweeper": calls_of("os.makedirs")},
+    "sweeper-param": {"sweeper": {"params": {"seed": calls_of("os.makedirs")}}},
+    "sweeper-list": {"sweeper": {"zip": {"seed": [[calls_of("os.makedirs")]]}}},
+    "sweeper-optuna": {"sweeper": {"sampler": calls_of("optuna.samplers.TPESampler")}},
     "logging-factory": {"job_logging": {"handlers": {"x": {"()": "os.makedirs", "name": "evil"}}}},
     "logging-class": {"hydra_logging": {"handlers": {"x": {"class": "os.makedirs"}}}},
     "logging-external": {
@@ -84,7 +84,7 @@ NODES: dict[str, dict[str, object]] = {
     },
     "job-name": {"job": {"name": "../../evil"}},
     "environment": {"job": {"env_set": {"LD_PRELOAD": "evil.so"}}},
-    "elsewhere": {"runtime": {"choices": {"y": called("os.makedirs")}}},
+    "elsewhere": {"runtime": {"choices": {"y": calls_of("os.makedirs")}}},
 }
 
 
@@ -97,9 +97,9 @@ def test_experiment_file_cannot_run_code(
     Path("own/experiments").mkdir(parents=True)
     Path("own/experiments/x.yaml").write_text(yaml.safe_dump({"hydra": node}))
     before = list(logging.getLogger().handlers)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Quiet(), [*flags, "-cd", "own", "experiment=x"])
-    assert any(issue.key.startswith("hydra") for issue in caught.value.issues)
+    assert any(issue.key.startswith("hydra") for issue in excinfo.value.issues)
     assert logging.getLogger().handlers == before
     assert os.listdir() == ["own"]
 
@@ -111,16 +111,16 @@ def test_config_group_file_cannot_run_code(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(f"own/hydra/{group}").mkdir(parents=True)
-    config: dict[str, object] = called("os.makedirs")
+    config: dict[str, object] = calls_of("os.makedirs")
     if group == "callbacks":
         config = {"x": config}
     if group == "job_logging":
         config = {"version": 1, "root": {"handlers": []}, "handlers": {"x": {"()": "os.makedirs"}}}
     Path(f"own/hydra/{group}/x.yaml").write_text(yaml.safe_dump(config))
     added = "+" if group == "callbacks" else ""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
-    assert any(issue.key.startswith("hydra") for issue in caught.value.issues)
+    assert any(issue.key.startswith("hydra") for issue in excinfo.value.issues)
     assert os.listdir() == ["own"]
 
 
@@ -139,9 +139,9 @@ def test_config_group_file_cannot_run_code(
     ],
 )
 def test_override_cannot_run_code(overrides: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose([overrides])
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key.startswith("hydra")
     assert_fixes_work([overrides], issue, compose)
     with pytest.raises(ConfigError, match=issue.key.replace(".", r"\.")):
@@ -193,8 +193,8 @@ def test_policy_does_not_affect_other_applications() -> None:
 
 
 NAMES = st.sampled_from(["x", "params", "handlers", "root", "engine", "0", "class", "_args_"])
-LEAVES = st.sampled_from([1, None, True, "x", "${data}", "${oc.env:HOME}", "ext://sys.stdout"])
-TARGETED = st.sampled_from(
+SCALARS = st.sampled_from([1, None, True, "x", "${data}", "${oc.env:HOME}", "ext://sys.stdout"])
+TARGET_NODES = st.sampled_from(
     [
         {"_target_": "os.makedirs", "name": "evil"},
         {"_target_": "${oc.decode:os.makedirs}"},
@@ -203,11 +203,11 @@ TARGETED = st.sampled_from(
         {"_target_": ["os.makedirs"]},
     ]
 )
-WRAPPED = st.recursive(
-    TARGETED,
+NESTED_NODES = st.recursive(
+    TARGET_NODES,
     lambda inner: st.one_of(
-        st.builds(lambda name, value, leaf: {"y": leaf, name: value}, NAMES, inner, LEAVES),
-        st.builds(lambda value, leaf: [leaf, value], inner, LEAVES),
+        st.builds(lambda name, value, leaf: {"y": leaf, name: value}, NAMES, inner, SCALARS),
+        st.builds(lambda value, leaf: [leaf, value], inner, SCALARS),
     ),
     max_leaves=6,
 )
@@ -218,12 +218,12 @@ def hydra_node() -> DictConfig:
     """The ``hydra`` node of the defaults, open for anything."""
     app.prepare()
     with hydra_session():
-        found = hydra.compose("config", return_hydra_config=True).hydra
-    plain = OmegaConf.to_container(found, resolve=False)
-    return OmegaConf.create({"hydra": plain})
+        hydra_config = hydra.compose("config", return_hydra_config=True).hydra
+    container = OmegaConf.to_container(hydra_config, resolve=False)
+    return OmegaConf.create({"hydra": container})
 
 
-PLACES = (
+NODE_PATHS = (
     *("callbacks", "callbacks.x", "launcher.x", "sweeper.x", "sweeper.params.x", "job_logging.x"),
     *("hydra_logging.handlers.x.y", "help.x", "run.x", "runtime.choices.x", "env.x", "new"),
 )
@@ -231,12 +231,12 @@ PLACES = (
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    place=st.sampled_from(PLACES),
-    value=WRAPPED,
+    place=st.sampled_from(NODE_PATHS),
+    value=NESTED_NODES,
 )
-def test_policy_finds_nested_targets(hydra_node: DictConfig, place: str, value: object) -> None:
+def test_policy_finds_nested_targets(hydra_node: DictConfig, path: str, value: object) -> None:
     config = copy.deepcopy(hydra_node)
-    OmegaConf.update(config, f"hydra.{place}", value, merge=False, force_add=True)
+    OmegaConf.update(config, f"hydra.{path}", value, merge=False, force_add=True)
     assert list(hydra_policy.policy_issues(config))
 
 

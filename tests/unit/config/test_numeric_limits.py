@@ -20,9 +20,9 @@ from scalewise.validation.run_issues import iter_issues
 
 FLOATS = (1e23, -1e23, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e-300, 0.0, 1e10)
 INTEGERS = (2**63 - 1, -(2**63), -1, 0, 10**30, 2**40)
-NEGATIVE = {"optimizer.beta2_decay"}
+NEGATIVE_OPTIONS = {"optimizer.beta2_decay"}
 """Fields in which a negative number means something."""
-WITH = {
+REQUIRED_OVERRIDES = {
     "prefix": ("data.sequence=128",),
     "prompt": ("data.sequence=128",),
     "schedule_free": ("schedule=constant",),
@@ -42,21 +42,23 @@ def values_of(hint: Any) -> tuple[float, ...]:
 
 def runs(group: str, compose: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     """A run for each class of options of a group, where one composes without files."""
-    seen: set[type] = set()
+    config_types: set[type] = set()
     machine = () if group == "hardware" else ("hardware=h100",)
     for name in paths.option_names(group):
         try:
-            run = compose(f"{group}={name}", *machine, *WITH.get(name, ()), check_machine=False)
+            run = compose(
+                f"{group}={name}", *machine, *REQUIRED_OVERRIDES.get(name, ()), check_machine=False
+            )
         except ConfigError:
             continue
-        if type(getattr(run, group)) not in seen:
-            seen.add(type(getattr(run, group)))
+        if type(getattr(run, group)) not in config_types:
+            config_types.add(type(getattr(run, group)))
             yield run
 
 
 @pytest.mark.parametrize("group", paths.CLOSED_GROUPS)
 def test_numeric_options_are_all_bounded(group: str, compose: Callable[..., RunConfig]) -> None:
-    tried = 0
+    num_options = 0
     for run in runs(group, compose):
         spec = getattr(run, group)
         hints = typing.get_type_hints(type(spec))
@@ -65,24 +67,24 @@ def test_numeric_options_are_all_bounded(group: str, compose: Callable[..., RunC
                 key = f"{group}.{entry.name}"
                 changed = dataclasses.replace(spec, **{entry.name: value})
                 check(dataclasses.replace(run, **{group: changed}), key, value)
-                tried += 1
-    assert tried or group in UNNUMBERED, group
+                num_options += 1
+    assert num_options or group in GROUPS_WITHOUT_NUMBERS, group
 
 
-UNNUMBERED = {"precision", "compile", "tracking", "plan"}
+GROUPS_WITHOUT_NUMBERS = {"precision", "compile", "tracking", "plan"}
 """Groups without a number."""
 
 
 def check(run: RunConfig, key: str, value: float) -> None:
-    told = f"{key}={value}"
+    override = f"{key}={value}"
     run = run.resolve()
     issues = list(iter_issues(run))
     if issues:
-        assert all(issue.key for issue in issues), told
+        assert all(issue.key for issue in issues), override
         return
-    assert math.isfinite(value), told
-    assert value >= 0 or key in NEGATIVE, told
-    assert abs(value) < 2**63, told
+    assert math.isfinite(value), override
+    assert value >= 0 or key in NEGATIVE_OPTIONS, override
+    assert abs(value) < 2**63, override
     if run.objective.is_user_defined or run.objective.trace_only:
         return
     rejected = ""
@@ -90,7 +92,7 @@ def check(run: RunConfig, key: str, value: float) -> None:
         build_plan(run)
     except ConfigError as error:
         rejected = str(error)
-    assert not rejected or key in rejected, told
+    assert not rejected or key in rejected, override
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def check(run: RunConfig, key: str, value: float) -> None:
 def test_number_beyond_its_limit_is_rejected_under_its_key(
     override: str, compose: Callable[..., RunConfig]
 ) -> None:
-    lines = override.split()
-    with pytest.raises(ConfigError) as caught:
-        compose("experiment=smoke", *lines)
-    assert lines[-1].partition("=")[0] in [issue.key for issue in caught.value.issues]
+    overrides = override.split()
+    with pytest.raises(ConfigError) as excinfo:
+        compose("experiment=smoke", *overrides)
+    assert overrides[-1].partition("=")[0] in [issue.key for issue in excinfo.value.issues]
 
 
 def test_numeric_limit_cases_cover_every_config_class() -> None:

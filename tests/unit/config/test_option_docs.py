@@ -99,8 +99,8 @@ def test_option_fields_are_documented(cls: type) -> None:
         name = f"{cls.__name__}.{entry.key}"
         assert entry.text.endswith("."), f"{name} has no documentation below it: {entry.text!r}"
         assert entry.text[0].isupper() or entry.text.startswith("``"), name
-        words = re.sub(r"``.*?``", "", entry.text)
-        assert not PRIVATE_WORDS.findall(words), f"{name}: {entry.text}"
+        prose = re.sub(r"``.*?``", "", entry.text)
+        assert not PRIVATE_WORDS.findall(prose), f"{name}: {entry.text}"
 
 
 def test_option_sizes_and_times_name_their_unit() -> None:
@@ -129,8 +129,8 @@ def test_dimensionless_fields_all_exist() -> None:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}-{option.name}")
 def test_options_have_a_head_comment(option: OptionDoc) -> None:
     assert option.summary.rstrip("`")[-1:] in (".", "?", *"0123456789") or "`" in option.summary
-    words = re.sub(r"`.*?`", "", f"{option.summary} {option.details.replace('``', '`')}")
-    assert not PRIVATE_WORDS.findall(words), option.summary
+    prose = re.sub(r"`.*?`", "", f"{option.summary} {option.details.replace('``', '`')}")
+    assert not PRIVATE_WORDS.findall(prose), option.summary
 
 
 def test_option_choices_are_documented() -> None:

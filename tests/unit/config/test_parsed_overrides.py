@@ -23,7 +23,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """The jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
     monkeypatch.chdir(tmp_path)
 
-    def found(*typed: str, **sweeper: object) -> list[SweepJob]:
+    def expanded(*typed: str, **sweeper: object) -> list[SweepJob]:
         file = tmp_path / "own" / "sweeps" / "own.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
@@ -32,7 +32,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
         assert run_command(command, ["-cd", "own", "sweep=own", *typed]) == 0
         return command.jobs
 
-    return found
+    return expanded
 
 
 def varied(jobs: Sequence[SweepJob], *keys: str) -> list[tuple[str, ...]]:
@@ -43,48 +43,48 @@ ZIP = {"model.layers": "2,4", "optimizer.lr": "1e-3,5e-4"}
 
 
 def test_grid_varies_the_last_parameter_fastest(jobs: Jobs) -> None:
-    found = jobs(params={"seed": "choice(1,2)", "question": "same"})
-    assert varied(found, "seed") == [("1",), ("2",)]
-    found = jobs(params={"seed": "1,2", "model.layers": "range(2,7,2)"})
+    expanded = jobs(params={"seed": "choice(1,2)", "question": "same"})
+    assert varied(expanded, "seed") == [("1",), ("2",)]
+    expanded = jobs(params={"seed": "1,2", "model.layers": "range(2,7,2)"})
     crossed = list(itertools.product("12", "246"))
-    assert varied(found, "seed", "model.layers") == crossed
-    assert [(job.run.seed, job.run.model.layers) for job in found] == [
+    assert varied(expanded, "seed", "model.layers") == crossed
+    assert [(job.run.seed, job.run.model.layers) for job in expanded] == [
         (int(seed), int(layers)) for seed, layers in crossed
     ]
-    assert [job.number for job in found] == [*range(6)]
-    assert [job.folder.name for job in found] == [*"012345"]
+    assert [job.number for job in expanded] == [*range(6)]
+    assert [job.folder.name for job in expanded] == [*"012345"]
 
 
 def test_grid_pairs_zipped_parameters(jobs: Jobs) -> None:
-    found = jobs(zip=ZIP)
-    assert varied(found, *ZIP) == [("2", "0.001"), ("4", "0.0005")]
+    expanded = jobs(zip=ZIP)
+    assert varied(expanded, *ZIP) == [("2", "0.001"), ("4", "0.0005")]
 
 
 def test_grid_crosses_zipped_with_other_parameters(jobs: Jobs) -> None:
-    found = jobs("precision=fp32,bf16_mixed", zip=ZIP, params={"seed": "1,2,3"})
-    assert len(found) == 2 * 3 * 2
-    pairs = {(job.run.model.layers, job.run.optimizer.lr) for job in found}
+    expanded = jobs("precision=fp32,bf16_mixed", zip=ZIP, params={"seed": "1,2,3"})
+    assert len(expanded) == 2 * 3 * 2
+    pairs = {(job.run.model.layers, job.run.optimizer.lr) for job in expanded}
     assert pairs == {(2, 1e-3), (4, 5e-4)}
 
 
 def test_override_replaces_a_sweep_axis(jobs: Jobs) -> None:
-    (alone,) = jobs("seed=7", params={"seed": "1,2,3"})
-    assert alone.run.seed == 7
-    others = jobs("seed=7,8", params={"seed": "1,2,3"})
-    assert [job.run.seed for job in others] == [7, 8]
+    (only_job,) = jobs("seed=7", params={"seed": "1,2,3"})
+    assert only_job.run.seed == 7
+    seed_jobs = jobs("seed=7,8", params={"seed": "1,2,3"})
+    assert [job.run.seed for job in seed_jobs] == [7, 8]
 
 
 def test_override_removes_a_key_from_a_zip(jobs: Jobs) -> None:
-    found = jobs("optimizer.lr=1e-5,1e-4,1e-3", zip={**ZIP, "seed": "5,6"})
-    assert len(found) == 6
-    assert {(job.run.model.layers, job.run.seed) for job in found} == {(2, 5), (4, 6)}
+    expanded = jobs("optimizer.lr=1e-5,1e-4,1e-3", zip={**ZIP, "seed": "5,6"})
+    assert len(expanded) == 6
+    assert {(job.run.model.layers, job.run.seed) for job in expanded} == {(2, 5), (4, 6)}
 
 
 def test_grid_keeps_the_order_of_experiments(jobs: Jobs) -> None:
-    found = jobs(params={"experiment": "smoke,demo,communication/slow_link"})
-    names = [job.run.choices["experiment"] for job in found]
+    expanded = jobs(params={"experiment": "smoke,demo,communication/slow_link"})
+    names = [job.run.choices["experiment"] for job in expanded]
     assert names == ["smoke", "demo", "communication/slow_link"]
-    assert len({job.run.question for job in found}) == 3
+    assert len({job.run.question for job in expanded}) == 3
 
 
 @pytest.mark.parametrize("flags", [(), ("-m",)])
@@ -117,21 +117,21 @@ def test_grid_runs_with_and_without_the_multirun_flag(flags: tuple[str, ...], jo
 def test_invalid_sweep_is_rejected_and_leaves_nothing(
     sweeper: dict[str, object], issue: str, jobs: Jobs, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         jobs(**sweeper)
-    (found,) = caught.value.issues
-    assert issue in str(found)
+    (config_issue,) = excinfo.value.issues
+    assert issue in str(config_issue)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
-HUGE = "range(1,1000000000)"
+HUGE_RANGE = "range(1,1000000000)"
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
-        ([f"seed={HUGE}"], "seed", "results in 999,999,999 jobs, and the maximum is 10,000"),
-        ([f"seed=shuffle({HUGE})"], "seed", "results in 999,999,999 jobs"),
+        ([f"seed={HUGE_RANGE}"], "seed", "results in 999,999,999 jobs, and the maximum is 10,000"),
+        ([f"seed=shuffle({HUGE_RANGE})"], "seed", "results in 999,999,999 jobs"),
         (["seed=range(1000000000,1,-1)"], "seed", "results in 999,999,999 jobs"),
         (["optimizer.lr=range(0,1,1e-12)"], "optimizer.lr", "results in 1,000,000,000,001 jobs"),
         (
@@ -161,12 +161,12 @@ def test_sweep_of_too_many_jobs_is_rejected_without_listing(
             if "infinite range" in reason or "shuffle" in overrides[0]
             else "hydra.sweeper.sampler"
         )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         preview_search(["-m", *overrides]) if command == "wandb" else run_command(
             RecordingCommand(), ["-m", *overrides]
         )
-    found = {issue.key: issue for issue in caught.value.issues}
-    issue = found.get(key) or found[""]  # W&B has the grid by its size alone
+    issues = {issue.key: issue for issue in excinfo.value.issues}
+    issue = issues.get(key) or issues[""]  # W&B has the grid by its size alone
     assert reason in issue.reason
     assert issue.fix
 
@@ -181,22 +181,22 @@ def test_sweep_of_too_many_jobs_is_rejected_without_listing(
 def test_search_of_too_many_jobs_is_rejected(overrides: list[str], key: str) -> None:
     factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
     axis = "seed=1,2" if "hydra/sweeper=optuna" in overrides else factors
-    with pytest.raises(ConfigError, match="jobs, and the maximum is 10,000") as caught:
+    with pytest.raises(ConfigError, match="jobs, and the maximum is 10,000") as excinfo:
         run_command(RecordingCommand(), ["-m", axis, *overrides])
-    assert key in [issue.key for issue in caught.value.issues]
+    assert key in [issue.key for issue in excinfo.value.issues]
 
 
 def test_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
     with pytest.raises(ConfigError, match=r"seed=range.*maximum is 10,000"):
-        jobs(params={"seed": HUGE})
+        jobs(params={"seed": HUGE_RANGE})
     with pytest.raises(ConfigError, match="results in 1,000,000 jobs"):
         jobs(params=dict.fromkeys(("seed", "model.layers", "model.width"), "range(1,101)"))
     with pytest.raises(ConfigError, match=r"seed=range.*maximum is 10,000"):
-        jobs(zip={"seed": HUGE, "model.layers": "1,2"})
+        jobs(zip={"seed": HUGE_RANGE, "model.layers": "1,2"})
 
 
 def test_range_is_a_search_interval_without_listing() -> None:
-    found = preview_search(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
-    assert found.space == [IntervalAxis("seed", 1, 999_999_999, step=1)]
-    found = preview_search(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
-    assert found.space == [IntervalAxis("optimizer.lr", 0.1, 0.4, step=0.1)]
+    preview = preview_search(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
+    assert preview.space == [IntervalAxis("seed", 1, 999_999_999, step=1)]
+    preview = preview_search(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
+    assert preview.space == [IntervalAxis("optimizer.lr", 0.1, 0.4, step=0.1)]

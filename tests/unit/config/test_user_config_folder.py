@@ -14,15 +14,15 @@ from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
-SMOKE = (paths.project_root() / "experiments" / "smoke.yaml").read_text("utf-8")
+SMOKE_EXPERIMENT = (paths.project_root() / "experiments" / "smoke.yaml").read_text("utf-8")
 FILES = {
-    "experiment/copy.yaml": SMOKE,
-    "experiment/deep/copy.yaml": SMOKE,
-    "experiment/headed.yaml": f"# @package _global_\n{SMOKE}",
+    "experiment/copy.yaml": SMOKE_EXPERIMENT,
+    "experiment/deep/copy.yaml": SMOKE_EXPERIMENT,
+    "experiment/headed.yaml": f"# @package _global_\n{SMOKE_EXPERIMENT}",
     "experiment/model_only.yaml": "# @package model\nwidth: 64\n",
     "experiment/broken.yaml": "trainer: [1\n",
     "experiment/unknown_key.yaml": "optimizer: {speed: 3}\n",
-    "experiments/as_in_the_tree.yaml": SMOKE,
+    "experiments/as_in_the_tree.yaml": SMOKE_EXPERIMENT,
     "sweep/copy.yaml": (paths.project_root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
     "model/mine.yaml": (paths.project_root() / "conf" / "model" / "decoder_nano.yaml").read_text(
         "utf-8"
@@ -40,9 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own"
 
 
-def runs(folder: str, *lines: str) -> list[RunConfig]:
+def runs(folder: str, *overrides: str) -> list[RunConfig]:
     command = RecordingCommand()
-    assert run_command(command, ["-cd", folder, *lines]) == 0
+    assert run_command(command, ["-cd", folder, *overrides]) == 0
     return command.runs
 
 
@@ -63,7 +63,7 @@ def test_user_folder_package_is_imported(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "issue"),
+    ("overrides", "issue"),
     [
         (["model=mine", "optimizer.lrr=1"], "optimizer.lrr=1: no such key"),
         (["experiment=deep/copi"], "experiment=deep/copi: no such option; did you mean deep/copy"),
@@ -75,11 +75,11 @@ def test_user_folder_package_is_imported(folder: str) -> None:
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],
 )
-def test_user_folder_is_named_in_rejections(lines: list[str], issue: str, folder: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        runs(folder, *lines)
-    (found,) = caught.value.issues
-    assert issue in str(found)
+def test_user_folder_is_named_in_rejections(overrides: list[str], issue: str, folder: str) -> None:
+    with pytest.raises(ConfigError) as excinfo:
+        runs(folder, *overrides)
+    (config_issue,) = excinfo.value.issues
+    assert issue in str(config_issue)
 
 
 def test_user_folder_is_removed_after_the_command(folder: str) -> None:
@@ -118,7 +118,7 @@ def hydra_folder(folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("lines", "group", "choice"),
+    ("overrides", "group", "choice"),
     [
         ([], "launcher", "scalewise"),
         (["experiment=slurm"], "launcher", "slurm"),
@@ -133,17 +133,17 @@ def hydra_folder(folder: str) -> str:
     ],
 )
 def test_hydra_groups_follow_the_order_of_precedence(
-    lines: list[str], group: str, choice: str, hydra_folder: str
+    overrides: list[str], group: str, choice: str, hydra_folder: str
 ) -> None:
     app.prepare()
     paths.mount_configs(Path(hydra_folder).absolute())
     with hydra_session():
-        config = hydra_compose("config", lines, return_hydra_config=True)
+        config = hydra_compose("config", overrides, return_hydra_config=True)
     assert config.hydra.runtime.choices[f"hydra/{group}"] == choice
 
 
 @pytest.mark.parametrize(
-    ("lines", "options"),
+    ("overrides", "options"),
     [
         (["sweep=packed"], {"engine": "packed", "slots": 2}),
         (["experiment=packed", "sweep=copy"], {"engine": "packed", "slots": None}),
@@ -154,15 +154,15 @@ def test_hydra_groups_follow_the_order_of_precedence(
     ],
 )
 def test_launcher_of_a_file_gets_its_options(
-    lines: list[str], options: dict[str, object], hydra_folder: str
+    overrides: list[str], options: dict[str, object], hydra_folder: str
 ) -> None:
     command = RecordingCommand()
-    assert run_command(command, ["-cd", hydra_folder, *lines]) == 0
+    assert run_command(command, ["-cd", hydra_folder, *overrides]) == 0
     assert command.launcher_options == options
 
 
 @pytest.mark.parametrize(
-    ("lines", "issue"),
+    ("overrides", "issue"),
     [
         (
             ["sweep=packed", "hydra/launcher=scalewise"],
@@ -185,28 +185,28 @@ def test_launcher_of_a_file_gets_its_options(
     ],
 )
 def test_launcher_of_a_file_is_rejected_with_a_fix(
-    lines: list[str], issue: str, hydra_folder: str
+    overrides: list[str], issue: str, hydra_folder: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run_command(TrainCommand(()), ["-cd", hydra_folder, *lines])
-    (found,) = caught.value.issues
-    assert str(found).startswith(issue)
+    with pytest.raises(ConfigError) as excinfo:
+        run_command(TrainCommand(()), ["-cd", hydra_folder, *overrides])
+    (config_issue,) = excinfo.value.issues
+    assert str(config_issue).startswith(issue)
     assert [file.name for file in Path().iterdir()] == [hydra_folder]
 
 
 def test_option_that_a_file_misspells_is_named_with_a_fix(hydra_folder: str) -> None:
     text = "defaults: [override /model: decoder_nan]\n"
     Path(hydra_folder, "experiment", "misspelled.yaml").write_text(text, "utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         runs(hydra_folder, "experiment=misspelled")
-    (found,) = caught.value.issues
-    assert str(found) == (
+    (config_issue,) = excinfo.value.issues
+    assert str(config_issue) == (
         "model=decoder_nan: no such option, chosen by experiment=misspelled; "
         "did you mean decoder_nano?"
     )
 
 
-TRUSTING = {
+TRUSTING_FILES = {
     "experiment/trusting.yaml": "# @package _global_\ntrusted_packages: [foreign]\n",
     "experiment/recorded.yaml": """# @package _global_
 trusted_packages: [foreign]
@@ -224,7 +224,7 @@ tracking: {tags: [foreign]}
 
 @pytest.fixture
 def trusting_folder(folder: str) -> str:
-    for name, content in TRUSTING.items():
+    for name, content in TRUSTING_FILES.items():
         file = Path(folder) / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content, "utf-8")
@@ -232,7 +232,7 @@ def trusting_folder(folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "lines",
+    "overrides",
     [
         ["experiment=trusting"],
         ["experiment=recorded"],
@@ -243,24 +243,26 @@ def trusting_folder(folder: str) -> str:
         ["experiment=trusting", "seed=1", "hydra.mode=MULTIRUN"],
     ],
 )
-def test_user_folder_file_cannot_trust_a_package(lines: list[str], trusting_folder: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        runs(trusting_folder, *lines)
-    said = [str(it) for it in caught.value.issues if it.key == "trusted_packages"]
-    assert len(said) == 1, caught.value
-    assert "trusted_packages=[foreign]: is set by a file" in said[0]
-    assert "add 'trusted_packages=[foreign]'" in said[0]
+def test_user_folder_file_cannot_trust_a_package(
+    overrides: list[str], trusting_folder: str
+) -> None:
+    with pytest.raises(ConfigError) as excinfo:
+        runs(trusting_folder, *overrides)
+    messages = [str(it) for it in excinfo.value.issues if it.key == "trusted_packages"]
+    assert len(messages) == 1, excinfo.value
+    assert "trusted_packages=[foreign]: is set by a file" in messages[0]
+    assert "add 'trusted_packages=[foreign]'" in messages[0]
 
 
 def test_wandb_sweep_cannot_trust_a_package(trusting_folder: str) -> None:
     more = ",".join(map(str, range(300)))  # more jobs than are validated one by one
-    for line in ((), (f"seed={more}",)):
+    for overrides in ((), (f"seed={more}",)):
         with pytest.raises(ConfigError, match="is set by a file"):
-            preview_search(["-cd", trusting_folder, "sweep=trusting", *line])
+            preview_search(["-cd", trusting_folder, "sweep=trusting", *overrides])
 
 
 @pytest.mark.parametrize(
-    ("lines", "trusted"),
+    ("overrides", "trusted"),
     [
         (["experiment=trusting", "trusted_packages=[foreign,other]"], [("foreign", "other")]),
         (["experiment=trusting", "trusted_packages=[]"], [()]),
@@ -270,6 +272,6 @@ def test_wandb_sweep_cannot_trust_a_package(trusting_folder: str) -> None:
     ],
 )
 def test_command_line_trusts_packages(
-    lines: list[str], trusted: list[tuple[str, ...]], trusting_folder: str
+    overrides: list[str], trusted: list[tuple[str, ...]], trusting_folder: str
 ) -> None:
-    assert [run.trusted_packages for run in runs(trusting_folder, *lines)] == trusted
+    assert [run.trusted_packages for run in runs(trusting_folder, *overrides)] == trusted

@@ -22,7 +22,7 @@ corpus = StdlibCorpus(vocabulary=400, megabytes=0.3, sequence=16)
 print(prepare_splits(corpus, 400, 0).tokenizer.parent)
 """
 
-KILLED = """
+KILL_WHILE_ENCODING = """
 import os, signal
 import scalewise.data.tokenized_cache as tokenized
 
@@ -51,26 +51,26 @@ def digests(folder):
 
 
 def test_cache_is_built_once_by_two_processes():
-    together = [start(PREPARE), start(PREPARE)]
-    answers = [process.communicate(timeout=60) for process in together]
-    assert [process.returncode for process in together] == [0, 0]
+    processes = [start(PREPARE), start(PREPARE)]
+    answers = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
     assert answers[0][0] == answers[1][0]
     assert sorted(error for _, error in answers) == ["", "preparing corpus ...\n"]
 
 
 def test_killed_cache_build_leaves_nothing_readable(cache, tmp_path, monkeypatch):
-    killed = start(KILLED + PREPARE)
-    killed.communicate(timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    killed_process = start(KILL_WHILE_ENCODING + PREPARE)
+    killed_process.communicate(timeout=60)
+    assert killed_process.returncode == -signal.SIGKILL
     assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
-    again = start(PREPARE)
-    (folder, _) = again.communicate(timeout=60)
-    assert again.returncode == 0
+    second_process = start(PREPARE)
+    (folder, _) = second_process.communicate(timeout=60)
+    assert second_process.returncode == 0
     assert [path for path in cache.iterdir() if path.is_dir()] == [Path(folder.strip())]
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "elsewhere"))
-    clean, _ = start(PREPARE).communicate(timeout=60)
-    assert digests(folder.strip()) == digests(clean.strip())
-    assert set(digests(clean.strip())) == {
+    output, _ = start(PREPARE).communicate(timeout=60)
+    assert digests(folder.strip()) == digests(output.strip())
+    assert set(digests(output.strip())) == {
         "meta.json",
         "tokenizer.json",
         "train.bin",
@@ -89,10 +89,10 @@ def test_failed_cache_build_leaves_nothing(cache):
 
 
 def test_cache_is_reused_for_the_same_key():
-    built = []
+    build_calls = []
     for key in ({"a": 1}, {"a": 1}, {"a": 2}):
-        build_cached("thing", key, built.append)
-    assert len(built) == 2
+        build_cached("thing", key, build_calls.append)
+    assert len(build_calls) == 2
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -33,7 +33,7 @@ from scalewise.data.synthetic import (
 from scalewise.data.tokenizer import END_OF_TEXT as END
 from scalewise.errors import DataError
 
-SMALL: dict[str, Any] = {
+DATA_OPTIONS: dict[str, Any] = {
     "vocabulary": 300,
     "sequence": 24,
     "image_size": 4,
@@ -62,27 +62,27 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(folder: Path, *records: object, **more: Any) -> CaptionData:
+def metadata(folder: Path, *records: object, **more: Any) -> CaptionData:
     path = folder / "told.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-    return CaptionData(paths=(str(path),), **{**SMALL, **more})
+    return CaptionData(paths=(str(path),), **{**DATA_OPTIONS, **more})
 
 
-def caption(splits: DataSplits, row: int) -> str:
+def caption(splits: DataSplits, index: int) -> str:
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    (ids_T,) = splits.train.gather([row])
+    (ids_T,) = splits.train.gather([index])
     return str(tokenizer.decode(ids_T[ids_T >= 0].tolist(), skip_special_tokens=False))
 
 
-def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
+def gather_samples(splits: DataSplits, *indices: int) -> NDArray[np.uint8]:
     assert isinstance(splits.train, CaptionedTokenDataset)
-    return splits.train.gather_pixels(rows)
+    return splits.train.gather_pixels(indices)
 
 
 def test_image_formats_decode_equally(pictures: Path) -> None:
-    wanted_CHW = drawn().transpose(2, 0, 1)
+    expected_CHW = drawn().transpose(2, 0, 1)
     for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
-        assert np.array_equal(image_io.read_image(pictures / name), wanted_CHW), name
+        assert np.array_equal(image_io.read_image(pictures / name), expected_CHW), name
     grey_CHW = image_io.read_image(pictures / "grey.pgm")
     assert grey_CHW.shape == (3, 2, 4)
     assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
@@ -91,13 +91,13 @@ def test_image_formats_decode_equally(pictures: Path) -> None:
 def test_image_orientation_is_applied(tmp_path: Path) -> None:
     bright_HW3 = np.zeros((16, 32, 3), np.uint8)
     bright_HW3[:, :16] = 200  # the left half
-    turned = Image.Exif()
-    turned[ExifTags.Base.Orientation] = 6  # a quarter turn to the right
-    Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=turned, quality=95)
-    found_CHW = image_io.read_image(tmp_path / "a.JPG")
-    assert found_CHW.shape == (3, 32, 16)
-    assert found_CHW[:, :12].min() > 190
-    assert found_CHW[:, 20:].max() < 10
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # a quarter turn to the right
+    Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=exif, quality=95)
+    actual_CHW = image_io.read_image(tmp_path / "a.JPG")
+    assert actual_CHW.shape == (3, 32, 16)
+    assert actual_CHW[:, :12].min() > 190
+    assert actual_CHW[:, 20:].max() < 10
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
@@ -124,13 +124,13 @@ def test_image_formats_start_no_program(tmp_path: Path) -> None:
 
 
 def _png() -> bytes:
-    held = BytesIO()
-    Image.fromarray(drawn(16)).save(held, "PNG")
-    return held.getvalue()
+    buffer = BytesIO()
+    Image.fromarray(drawn(16)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 PNG = _png()
-BAD = {
+INVALID_IMAGES = {
     "empty.png": (b"", "cannot identify"),
     "none.png": (None, "cannot be read"),
     "cut.png": (PNG[: len(PNG) // 2], "cannot be read"),
@@ -145,13 +145,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", INVALID_IMAGES)
 def test_file_that_is_no_image_is_rejected(name: str, tmp_path: Path) -> None:
-    held, reason = BAD[name]
-    if isinstance(held, bytes):
-        (tmp_path / name).write_bytes(held)
-    elif held is not None:
-        np.save(tmp_path / name, held, allow_pickle=True)
+    content, reason = INVALID_IMAGES[name]
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        np.save(tmp_path / name, content, allow_pickle=True)
     with pytest.raises(ValueError, match=reason):
         image_io.read_image(tmp_path / name)
 
@@ -176,26 +176,26 @@ def test_array_archive_is_rejected_as_image(tmp_path: Path) -> None:
 
 def test_caption_sample_has_tokens_and_image(pictures: Path) -> None:
     records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
-    splits = prepare_splits(told(pictures, *records), 300, 0)
+    splits = prepare_splits(metadata(pictures, *records), 300, 0)
     assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
-    first_CHW, second_CHW = seen(splits, 0, 1)
+    first_CHW, second_CHW = gather_samples(splits, 0, 1)
     assert np.array_equal(first_CHW, drawn().transpose(2, 0, 1))
     assert second_CHW.shape == (3, 4, 4)
     assert splits.note == ""
 
 
 def test_caption_longer_than_the_sequence_is_truncated_with_a_note(pictures: Path) -> None:
-    splits = prepare_splits(told(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0)
+    splits = prepare_splits(metadata(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0)
     (ids_T,) = splits.train.gather([0])
     assert (ids_T >= 0).all()
     assert "of 1 captions, data.sequence=24: 1 truncated" in splits.note
 
 
 def test_caption_cache_detects_a_changed_image(pictures: Path) -> None:
-    spec = told(pictures, {"image": "a.npy", "caption": "it"})
-    before_BCHW = seen(prepare_splits(spec, 300, 0), 0).copy()
+    spec = metadata(pictures, {"image": "a.npy", "caption": "it"})
+    before_BCHW = gather_samples(prepare_splits(spec, 300, 0), 0).copy()
     np.save(pictures / "a.npy", drawn(5, 2))
-    assert not np.array_equal(seen(prepare_splits(spec, 300, 0), 0), before_BCHW)
+    assert not np.array_equal(gather_samples(prepare_splits(spec, 300, 0), 0), before_BCHW)
 
 
 def test_caption_bad_records_are_counted_and_named(
@@ -208,25 +208,27 @@ def test_caption_bad_records_are_counted_and_named(
         {"caption": "it"},
         ["a.npy"],
     )
-    with pytest.raises(DataError) as caught:
-        prepare_splits(told(pictures, *records, max_bad_rows=3), 300, 0)
-    said = str(caught.value)
-    assert "4 records that are not a valid image with a caption: told.jsonl:2 has an image" in said
-    assert "told.jsonl:3 has no text in 'caption'; its keys: image" in said
-    assert "data.max_bad_rows=4" in said
-    splits = prepare_splits(told(pictures, *records, max_bad_rows=4), 300, 0)
+    with pytest.raises(DataError) as excinfo:
+        prepare_splits(metadata(pictures, *records, max_bad_rows=3), 300, 0)
+    message = str(excinfo.value)
+    assert (
+        "4 records that are not a valid image with a caption: told.jsonl:2 has an image" in message
+    )
+    assert "told.jsonl:3 has no text in 'caption'; its keys: image" in message
+    assert "data.max_bad_rows=4" in message
+    splits = prepare_splits(metadata(pictures, *records, max_bad_rows=4), 300, 0)
     assert len(splits.train) == 1
     assert "skipped 4 records" in capsys.readouterr().err
 
 
 def test_caption_validation_split_is_by_image(pictures: Path) -> None:
-    for number in range(8):
-        np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
+    for index in range(8):
+        np.save(pictures / f"{index}.npy", np.full((4, 4), index, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
-    splits = prepare_splits(told(pictures, *records, validation_fraction=0.25), 300, 0)
+    splits = prepare_splits(metadata(pictures, *records, validation_fraction=0.25), 300, 0)
     assert isinstance(splits.validation, CaptionedTokenDataset)
     assert splits.validation.gather_pixels([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
-    assert seen(splits, 3)[0, 0, 0, 0] == 4
+    assert gather_samples(splits, 3)[0, 0, 0, 0] == 4
     assert caption(splits, 3) == f"4{END}"
 
 
@@ -245,30 +247,39 @@ def test_caption_batches_have_images_and_labels() -> None:
 
 def test_synthetic_shapes_depend_on_the_seed() -> None:
     spec = SyntheticShapes(rows=300)
-    one, again, other = (prepare_splits(spec, len(WORDS), seed) for seed in (1, 1, 2))
-    rows = range(5)
-    assert np.array_equal(seen(one, *rows), seen(again, *rows))
-    assert not np.array_equal(seen(one, *rows), seen(other, *rows))
-    words = caption(one, 0).split()
+    first_splits, repeated_splits, other_seed_splits = (
+        prepare_splits(spec, len(WORDS), seed) for seed in (1, 1, 2)
+    )
+    indices = range(5)
+    assert np.array_equal(
+        gather_samples(first_splits, *indices), gather_samples(repeated_splits, *indices)
+    )
+    assert not np.array_equal(
+        gather_samples(first_splits, *indices), gather_samples(other_seed_splits, *indices)
+    )
+    words = caption(first_splits, 0).split()
     assert (words[0], words[-1], len(words)) == ("a", END, CAPTION_TOKENS)
-    assert one.validation is not None
-    shown, held = ({*map(tuple, s.gather(range(len(s))))} for s in (one.train, one.validation))
-    assert not shown & held
-    assert len(held) <= len(CAPTIONS) // 10
+    assert first_splits.validation is not None
+    train_samples, validation_samples = (
+        {*map(tuple, s.gather(range(len(s))))}
+        for s in (first_splits.train, first_splits.validation)
+    )
+    assert not train_samples & validation_samples
+    assert len(validation_samples) <= len(CAPTIONS) // 10
 
 
 def test_synthetic_shapes_match_their_captions() -> None:
     splits = prepare_splits(SyntheticShapes(rows=200), len(WORDS), 1)
-    for row in range(20):
-        *_, vertical, horizontal, _ = caption(splits, row).split()
-        bright_HW = seen(splits, row)[0].max(0) >= 160
-        ninths = bright_HW[:30, :30].reshape(3, 10, 3, 10).sum((1, 3))
-        row_of, column_of = np.unravel_index(ninths.argmax(), (3, 3))
-        assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal), row
+    for index in range(20):
+        *_, vertical, horizontal, _ = caption(splits, index).split()
+        bright_HW = gather_samples(splits, index)[0].max(0) >= 160
+        cell_sums = bright_HW[:30, :30].reshape(3, 10, 3, 10).sum((1, 3))
+        row_of, column_of = np.unravel_index(cell_sums.argmax(), (3, 3))
+        assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal), index
 
 
 def test_caption_data_rejects_invalid_settings(pictures: Path) -> None:
-    spec = told(pictures, image_size=0, packing=True)
+    spec = metadata(pictures, image_size=0, packing=True)
     first, second = map(str, spec.validate())
     assert first == "data.image_size=0: must be positive; set data.image_size=224"
     assert second.startswith(
@@ -277,12 +288,12 @@ def test_caption_data_rejects_invalid_settings(pictures: Path) -> None:
 
 
 SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")
-TOKENS_ALONE = ("data=synthetic", "data.sequence=32")
+TOKEN_DATA = ("data=synthetic", "data.sequence=32")
 BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
 IN_BACKWARD = ("trainer.clip_norm=null", "trainer.global_batch=null")
-WITH: list[RejectionCase] = [
-    ([*BLIP2, *TOKENS_ALONE], "data", "contains no images", "data=captions"),
-    ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads images (blip-2)", "captioning"),
+REJECTED_CAPTION_OPTIONS: list[RejectionCase] = [
+    ([*BLIP2, *TOKEN_DATA], "data", "contains no images", "data=captions"),
+    ([*RANDOM_BLIP2, *TOKEN_DATA], "model.path", "reads images (blip-2)", "captioning"),
     ([*SHAPES], "data", "contains images", "objective=captioning"),
     (["objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
     ([*RANDOM_LLAMA, "objective=captioning", *SHAPES], "model", "does not accept images", "BLIP-2"),
@@ -333,8 +344,8 @@ WITH: list[RejectionCase] = [
         "set optimizer.in_backward=false",
     ),
     *(
-        ([*BLIP2, *SHAPES, given], key, reason, fix)
-        for given, key, reason, fix in (
+        ([*BLIP2, *SHAPES, override], key, reason, fix)
+        for override, key, reason, fix in (
             (
                 "parallelism=context",
                 "parallelism.context",
@@ -401,7 +412,7 @@ WITH: list[RejectionCase] = [
 ]
 
 
-@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
+@pytest.mark.parametrize(REJECTION_FIELDS, REJECTED_CAPTION_OPTIONS, ids=overrides_id)
 def test_caption_data_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:

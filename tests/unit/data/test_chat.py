@@ -44,7 +44,7 @@ CHATML = (
     "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
+DATA_OPTIONS: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -57,21 +57,21 @@ def lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str]:
+def read(splits: DataSplits, dataset: TokenDataset, index: int = 0) -> tuple[str, str]:
     """The text of a row, and that of its labels alone."""
     assert splits.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    (ids_S,) = rows.gather([row])
-    whole = np.where(ids_S < 0, ~ids_S, ids_S)
+    (ids_S,) = dataset.gather([index])
+    token_ids = np.where(ids_S < 0, ~ids_S, ids_S)
     labels = ids_S[1:][ids_S[1:] >= 0]
-    said, learnt = (
-        tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (whole, labels)
+    decoded_text, label_text = (
+        tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (token_ids, labels)
     )
-    return said, learnt
+    return decoded_text, label_text
 
 
 @pytest.mark.parametrize(
-    ("record", "whole", "answers"),
+    ("record", "expected_text", "answers"),
     [
         (ALPACA, "### User:\nAdd.\n\n2 and 2\n\n### Assistant:\n4", "4"),
         (MESSAGES, "### User:\nAdd 2 and 2.\n\n### Assistant:\n4", "4"),
@@ -86,28 +86,32 @@ def read(splits: DataSplits, rows: TokenDataset, row: int = 0) -> tuple[str, str
     ids=["alpaca", "messages", "sharegpt"],
 )
 def test_chat_formats_are_detected_and_only_answers_are_labels(
-    record: object, whole: str, answers: str, tmp_path: Path
+    record: object, expected_text: str, answers: str, tmp_path: Path
 ) -> None:
-    splits = prepare_splits(ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL), 300, 0)
+    splits = prepare_splits(
+        ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **DATA_OPTIONS), 300, 0
+    )
     assert splits.train.masked
-    said, learnt = read(splits, splits.train)
-    assert said.rstrip(END_OF_TEXT) == whole or said.startswith(whole + END_OF_TEXT)
-    assert set(said.removeprefix(whole).replace(END_OF_TEXT, "")) == set()
-    assert learnt == answers + END_OF_TEXT
+    decoded_text, label_text = read(splits, splits.train)
+    assert decoded_text.rstrip(END_OF_TEXT) == expected_text or decoded_text.startswith(
+        expected_text + END_OF_TEXT
+    )
+    assert set(decoded_text.removeprefix(expected_text).replace(END_OF_TEXT, "")) == set()
+    assert label_text == answers + END_OF_TEXT
 
 
 def test_chat_truncated_tokens_are_counted(tmp_path: Path) -> None:
-    asked, said = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
-    path = lines(tmp_path / "a.jsonl", ALPACA, asked, said, ALPACA)
-    small = {**SMALL, "sequence": 64}
-    splits = prepare_splits(ChatData(paths=(path,), **small), 300, 0)
+    long_question, long_answer = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
+    path = lines(tmp_path / "a.jsonl", ALPACA, long_question, long_answer, ALPACA)
+    short_options = {**DATA_OPTIONS, "sequence": 64}
+    splits = prepare_splits(ChatData(paths=(path,), **short_options), 300, 0)
     assert len(splits.train) == 3
     assert splits.note == (
         "of 4 conversations, data.sequence=64: 1 dropped (answers start after the sequence), "
         "1 truncated (longer than the sequence)"
     )
-    large = {**SMALL, "sequence": 1024}
-    assert prepare_splits(ChatData(paths=(path,), **large), 300, 0).note == ""
+    long_options = {**DATA_OPTIONS, "sequence": 1024}
+    assert prepare_splits(ChatData(paths=(path,), **long_options), 300, 0).note == ""
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
@@ -120,15 +124,16 @@ def test_chat_reads_every_file_type(suffix: str, tmp_path: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
     else:
         lines(path, *records)
-    splits = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
-    assert [read(splits, splits.train, row)[1] for row in (0, 1)] == [
+    splits = prepare_splits(ChatData(paths=(str(path),), **DATA_OPTIONS), 300, 0)
+    assert [read(splits, splits.train, index)[1] for index in (0, 1)] == [
         f"4{END_OF_TEXT}",
         f"4{END_OF_TEXT}7{END_OF_TEXT}",
     ]
 
 
 SHAREGPT_AS_MESSAGES = [
-    {"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT["conversations"]
+    {"role": ROLES[message["from"]], "content": message["value"]}
+    for message in SHAREGPT["conversations"]
 ]
 
 
@@ -164,7 +169,7 @@ def test_chat_template_equals_transformers(
     )
     (ids_S,) = splits.train.gather([0])
     assert np.where(ids_S < 0, ~ids_S, ids_S)[: len(expected)].tolist() == expected
-    answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
     assert read(splits, splits.train)[1] == "".join(f"{it}<|im_end|>\n" for it in answers)
 
 
@@ -177,8 +182,10 @@ def test_chat_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> Non
 
 
 def test_chat_template_exception_marks_bad_records(tokenizer: Path, tmp_path: Path) -> None:
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    config = {"chat_template": refuses + CHATML}
+    raising_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    config = {"chat_template": raising_template + CHATML}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT)
     chat = ChatData(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
@@ -218,11 +225,13 @@ def test_chat_default_template_is_exported() -> None:
     expected = environment.from_string(PLAIN_TEMPLATE)
     developer = [{"role": "developer", "content": "Be brief."}, *MESSAGES["messages"]]
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES, developer):
-        told = tuple(Message(**turn) for turn in messages)
-        actual = "".join(chunk.text for chunk in PlainTemplate(END_OF_TEXT)(Conversation(told)))
+        conversation = tuple(Message(**message) for message in messages)
+        actual = "".join(
+            chunk.text for chunk in PlainTemplate(END_OF_TEXT)(Conversation(conversation))
+        )
         assert expected.render(messages=messages, eos_token=END_OF_TEXT) == actual, messages
-    asked = expected.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
-    assert prompt_text(PlainTemplate(END_OF_TEXT), "Add 2 and 2.") == asked
+    expected_prompt = expected.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
+    assert prompt_text(PlainTemplate(END_OF_TEXT), "Add 2 and 2.") == expected_prompt
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(9999999) | list }}", "hello"])
@@ -235,17 +244,17 @@ def test_chat_template_error_is_reported(source: str, tokenizer: Path, tmp_path:
 
 
 def test_chat_reads_bom_parts_and_empty_columns(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": " and 2."}]
+    content_parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": " and 2."}]
     union = {"messages": None, "instruction": "Add 2 and 2.", "output": "4"}
-    record = {"messages": [{"role": "user", "content": parts}, MESSAGES["messages"][1]]}
+    record = {"messages": [{"role": "user", "content": content_parts}, MESSAGES["messages"][1]]}
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff" + "".join(f"{json.dumps(it)}\n" for it in (record, union, MESSAGES)))
-    rows = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0).train
-    assert (rows.gather([0]) == rows.gather([1])).all()
-    assert (rows.gather([0]) == rows.gather([2])).all()
+    dataset = prepare_splits(ChatData(paths=(str(path),), **DATA_OPTIONS), 300, 0).train
+    assert (dataset.gather([0]) == dataset.gather([1])).all()
+    assert (dataset.gather([0]) == dataset.gather([2])).all()
 
 
-BAD = {
+INVALID_RECORDS = {
     r'{"instruction": "\ud83d x", "output": "y"}': "has a lone surrogate",
     "{": "is not JSON",
     "[1]": "is not an object",
@@ -258,19 +267,19 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("overrides", BAD)
+@pytest.mark.parametrize("overrides", INVALID_RECORDS)
 def test_chat_bad_records_are_named_and_counted(
     overrides: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps(MESSAGES)}\n\n{overrides}\n{json.dumps(ALPACA)}\n")
-    chat = ChatData(paths=(str(path),), **SMALL)
+    chat = ChatData(paths=(str(path),), **DATA_OPTIONS)
     with pytest.raises(DataError) as error:
         prepare_splits(chat, 300, 0)
     assert "1 record that is not a valid conversation: a.jsonl:3 " in str(error.value)
-    assert BAD[overrides] in str(error.value)
+    assert INVALID_RECORDS[overrides] in str(error.value)
     assert "data.max_bad_rows=1" in str(error.value)
-    allowed = prepare_splits(ChatData(paths=(str(path),), max_bad_rows=1, **SMALL), 300, 0)
+    allowed = prepare_splits(ChatData(paths=(str(path),), max_bad_rows=1, **DATA_OPTIONS), 300, 0)
     assert len(allowed.train) == 2
     assert "skipped 1 record, first: a.jsonl:3" in capsys.readouterr().err
 
@@ -300,15 +309,15 @@ def test_chat_sequence_too_short_for_answers_is_rejected(tmp_path: Path) -> None
         prepare_splits(
             ChatData(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0), 300, 0
         )
-    both = lines(tmp_path / "b.jsonl", record, MESSAGES)
-    kept = prepare_splits(ChatData(paths=(both,), **SMALL), 300, 0)
-    assert len(kept.train) == 1
+    longer_path = lines(tmp_path / "b.jsonl", record, MESSAGES)
+    splits = prepare_splits(ChatData(paths=(longer_path,), **DATA_OPTIONS), 300, 0)
+    assert len(splits.train) == 1
 
 
 def test_chat_cache_detects_changed_files(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", MESSAGES)
-    first = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)
-    again = prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0)
-    assert first.tokenizer == again.tokenizer
+    first = prepare_splits(ChatData(paths=(path,), **DATA_OPTIONS), 300, 0)
+    second_splits = prepare_splits(ChatData(paths=(path,), **DATA_OPTIONS), 300, 0)
+    assert first.tokenizer == second_splits.tokenizer
     lines(tmp_path / "a.jsonl", MESSAGES, ALPACA)
-    assert len(prepare_splits(ChatData(paths=(path,), **SMALL), 300, 0).train) == 2
+    assert len(prepare_splits(ChatData(paths=(path,), **DATA_OPTIONS), 300, 0).train) == 2

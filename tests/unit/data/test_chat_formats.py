@@ -12,10 +12,10 @@ from fixtures.chat_records import (
     ANSWER,
     CALL,
     FUNCTION,
-    TALK,
+    SHAREGPT_TURNS,
     TOOL,
     USER,
-    WRAPPED,
+    WRAPPED_TOOL,
     read_record,
     system,
 )
@@ -28,9 +28,12 @@ def tables(record: dict[str, Any], *ignored: str) -> list[dict[str, Any]]:
     return [message.to_dict() for message in read_record(record, *ignored).messages]
 
 
-READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "sharegpt system": ({"conversations": TALK, "system": "Arr."}, [system("Arr."), USER, ANSWER]),
-    "sharegpt empty system": ({"conversations": TALK, "system": ""}, [USER, ANSWER]),
+RECORDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "sharegpt system": (
+        {"conversations": SHAREGPT_TURNS, "system": "Arr."},
+        [system("Arr."), USER, ANSWER],
+    ),
+    "sharegpt empty system": ({"conversations": SHAREGPT_TURNS, "system": ""}, [USER, ANSWER]),
     "openai system": (
         {"messages": [USER, ANSWER], "system": "Arr."},
         [system("Arr."), USER, ANSWER],
@@ -77,10 +80,10 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "sharegpt function call": (
         {
             "conversations": [
-                TALK[0],
+                SHAREGPT_TURNS[0],
                 {"from": "function_call", "value": json.dumps(FUNCTION)},
                 {"from": "observation", "value": "4"},
-                TALK[1],
+                SHAREGPT_TURNS[1],
             ]
         },
         [
@@ -124,7 +127,7 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [USER, ANSWER],
     ),
     "system prompt": (
-        {"conversations": TALK, "system_prompt": "Arr."},
+        {"conversations": SHAREGPT_TURNS, "system_prompt": "Arr."},
         [system("Arr."), USER, ANSWER],
     ),
     "conversation": ({"conversation": [USER, ANSWER]}, [USER, ANSWER]),
@@ -132,27 +135,29 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", RECORDS)
 def test_chat_records_are_read(name: str) -> None:
-    record, expected = READ[name]
+    record, expected = RECORDS[name]
     assert tables(record) == expected
 
 
-@pytest.mark.parametrize("tools", [[WRAPPED], [TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
-@pytest.mark.parametrize("said", [{"messages": [USER, ANSWER]}, {"conversations": TALK}])
-def test_chat_tools_are_read_in_every_form(tools: object, said: dict[str, Any]) -> None:
-    assert read_record(said | {"tools": tools}).tools == [WRAPPED]
+@pytest.mark.parametrize("tools", [[WRAPPED_TOOL], [TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+@pytest.mark.parametrize(
+    "record", [{"messages": [USER, ANSWER]}, {"conversations": SHAREGPT_TURNS}]
+)
+def test_chat_tools_are_read_in_every_form(tools: object, record: dict[str, Any]) -> None:
+    assert read_record(record | {"tools": tools}).tools == [WRAPPED_TOOL]
 
 
 def test_chat_functions_are_read_as_tools() -> None:
-    assert read_record({"messages": [USER, ANSWER], "functions": [TOOL]}).tools == [WRAPPED]
+    assert read_record({"messages": [USER, ANSWER], "functions": [TOOL]}).tools == [WRAPPED_TOOL]
 
 
 def test_chat_documents_and_template_variables_are_read() -> None:
     more = {"documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"thinking": True}}
-    found = read_record({"messages": [USER, ANSWER]} | more)
-    assert found.documents == more["documents"]
-    assert found.variables == {"thinking": True}
+    parsed = read_record({"messages": [USER, ANSWER]} | more)
+    assert parsed.documents == more["documents"]
+    assert parsed.variables == {"thinking": True}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_chat_answer_flags_are_read(switch: dict[str, Any], train: bool) -> None
     assert [message.train for message in messages if message.role == "assistant"] == [train, True]
 
 
-REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": (
         {"messages": [USER, ANSWER], "persona": "pirate"},
         "has persona, which is not supported",
@@ -221,11 +226,11 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         "a tool call without a function name",
     ),
     "a call that is no JSON": (
-        {"conversations": [TALK[0], {"from": "function_call", "value": "weather()"}]},
+        {"conversations": [SHAREGPT_TURNS[0], {"from": "function_call", "value": "weather()"}]},
         "has a function_call that is not JSON",
     ),
     "tools that are no JSON": (
-        {"conversations": TALK, "tools": "weather"},
+        {"conversations": SHAREGPT_TURNS, "tools": "weather"},
         "has tools that is not JSON",
     ),
     "calls of a user": (
@@ -241,7 +246,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         "different values in content and value",
     ),
     "two lists": (
-        {"messages": [USER, ANSWER], "conversations": TALK[:1]},
+        {"messages": [USER, ANSWER], "conversations": SHAREGPT_TURNS[:1]},
         "has conversations, which",
     ),
     "surrogate in tools": (
@@ -255,9 +260,9 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REJECTED)
+@pytest.mark.parametrize("name", REJECTED_RECORDS)
 def test_chat_records_with_unknown_keys_are_rejected(name: str) -> None:
-    record, reason = REJECTED[name]
+    record, reason = REJECTED_RECORDS[name]
     with pytest.raises(ValueError, match=reason):
         read_record(record)
 
@@ -265,8 +270,8 @@ def test_chat_records_with_unknown_keys_are_rejected(name: str) -> None:
 def test_chat_metadata_is_counted_and_ignored_on_request() -> None:
     notes: Counter[str] = Counter()
     keys = RecordKeys(["persona", "history"], notes)
-    told = {"messages": [USER | {"id": 7}, ANSWER], "source": "web", "toxic": False, "id": "x"}
-    parse_conversation(told | {"persona": "pirate"}, keys)
+    record = {"messages": [USER | {"id": 7}, ANSWER], "source": "web", "toxic": False, "id": "x"}
+    parse_conversation(record | {"persona": "pirate"}, keys)
     alpaca = {"instruction": "a", "output": "b", "history": [["c", "d"]]}
     assert [message.text for message in parse_conversation(alpaca, keys).messages] == ["a", "b"]
     assert notes == {
@@ -277,11 +282,11 @@ def test_chat_metadata_is_counted_and_ignored_on_request() -> None:
 
 def test_chat_text_that_repeats_the_messages_is_ignored() -> None:
     assert tables({"messages": [USER, ANSWER], "prompt": "hello"}) == [USER, ANSWER]
-    whole = (
+    alpaca_text = (
         "Below is an instruction that describes a task. Write a response that appropriately "
         "completes the request.\n\n### Instruction:\nhello\n\n### Response:\nfine"
     )
-    alpaca = {"instruction": "hello", "input": "", "output": "fine", "text": whole}
+    alpaca = {"instruction": "hello", "input": "", "output": "fine", "text": alpaca_text}
     assert tables(alpaca) == [USER, ANSWER]
 
 
@@ -360,5 +365,7 @@ def test_chat_numeric_metadata_is_noted(key: str) -> None:
 @pytest.mark.parametrize("name", ROLES)
 def test_chat_role_aliases_are_read(name: str) -> None:
     text = json.dumps(FUNCTION) if name == "function_call" else "text"
-    messages = read_record({"conversations": [{"from": name, "value": text}, *TALK]}).messages
+    messages = read_record(
+        {"conversations": [{"from": name, "value": text}, *SHAREGPT_TURNS]}
+    ).messages
     assert messages[0].role == ROLES[name]

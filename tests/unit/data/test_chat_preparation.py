@@ -11,11 +11,11 @@ import pytest
 from fixtures.chat_records import (
     ANSWER,
     CALL,
-    SMALL,
-    TALK,
+    DATA_OPTIONS,
+    SHAREGPT_TURNS,
     TOOL,
     USER,
-    WRAPPED,
+    WRAPPED_TOOL,
     lines,
     read_record,
     text_of,
@@ -39,7 +39,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chat_history_is_trained_on(tmp_path: Path) -> None:
     record = {"instruction": "And Malta?", "output": "Second.", "history": [["Sicily?", "First."]]}
     splits = prepare_splits(
-        ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL), 300, 0
+        ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **DATA_OPTIONS), 300, 0
     )
     assert text_of(splits).startswith(
         "### System:\nBe brief.\n\n### User:\nSicily?\n\n### Assistant:\nFirst.<|endoftext|>"
@@ -47,7 +47,7 @@ def test_chat_history_is_trained_on(tmp_path: Path) -> None:
     )
 
 
-OF_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED_CONTENT: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
     "tool calls": (
         {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
@@ -65,13 +65,13 @@ OF_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "chatml"])
-def test_chat_content_that_the_template_omits_is_rejected(plain: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "chatml"])
+def test_chat_content_that_the_template_omits_is_rejected(is_plain: bool, tmp_path: Path) -> None:
     template = PlainTemplate("</s>")
-    if not plain:
+    if not is_plain:
         file = write_tokenizer(tmp_path, TOKENIZERS["byte_level"](), CHATML)
         template = chat_templates.load_template(file)
-    for name, (record, reason) in OF_TEMPLATES.items():
+    for name, (record, reason) in REJECTED_CONTENT.items():
         with pytest.raises(ValueError, match=reason):
             pytest.fail(f"{name} is written: {template(read_record(record))}")
     assert template(read_record({"messages": [USER, ANSWER]}))
@@ -82,8 +82,8 @@ def test_chat_system_text_that_the_template_omits_is_rejected(tmp_path: Path) ->
     silent = CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
     )
-    record = {"conversations": TALK, "system": "Talk like a sailor."}
-    options = {**SMALL, **with_template(tmp_path, silent)}
+    record = {"conversations": SHAREGPT_TURNS, "system": "Talk like a sailor."}
+    options = {**DATA_OPTIONS, **with_template(tmp_path, silent)}
     chat = ChatData(paths=lines(tmp_path, record), **options)
     with pytest.raises(DataError, match=r"a\.jsonl:1 has a turn of 'system', which the chat templ"):
         prepare_splits(chat, 1000, 0)
@@ -93,7 +93,7 @@ def test_chat_system_text_that_the_template_omits_is_rejected(tmp_path: Path) ->
 
 
 def test_chat_contents_are_parts_if_the_template_requires_it(tmp_path: Path) -> None:
-    options = {**SMALL, **with_template(tmp_path, PARTS)}
+    options = {**DATA_OPTIONS, **with_template(tmp_path, PARTS)}
     splits = prepare_splits(
         ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options), 1000, 0
     )
@@ -108,12 +108,12 @@ def test_chat_parquet_nulls_are_absent_keys(tmp_path: Path) -> None:
     ]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    splits = prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
+    splits = prepare_splits(ChatData(paths=(str(path),), **DATA_OPTIONS), 300, 0)
     assert len(splits.train) == 2
 
 
 def test_chat_notes_are_printed_at_every_start(tmp_path: Path) -> None:
-    chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
+    chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **DATA_OPTIONS)
     assert (
         prepare_splits(chat, 300, 0).note
         == prepare_splits(chat, 300, 0).note
@@ -123,7 +123,7 @@ def test_chat_notes_are_printed_at_every_start(tmp_path: Path) -> None:
 
 def test_chat_ignored_keys_are_an_option(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "persona": "pirate"}
-    chat = ChatData(paths=lines(tmp_path, record), **SMALL)
+    chat = ChatData(paths=lines(tmp_path, record), **DATA_OPTIONS)
     with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
         prepare_splits(chat, 300, 0)
     allowed = ChatData(**{**vars(chat), "ignore_keys": ("persona",)})
@@ -131,12 +131,12 @@ def test_chat_ignored_keys_are_an_option(tmp_path: Path) -> None:
 
 
 def test_chat_deeply_nested_records_are_rejected(tmp_path: Path) -> None:
-    deep: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for _ in range(600):
-        deep = {"a": deep}
-    record = {"messages": [USER, ANSWER], "tools": [WRAPPED | {"deep": deep}]}
-    for options in (SMALL, with_template(tmp_path, CHATML)):
-        chat = ChatData(paths=lines(tmp_path, record), **{**SMALL, **options})
+        nested = {"a": nested}
+    record = {"messages": [USER, ANSWER], "tools": [WRAPPED_TOOL | {"deep": nested}]}
+    for options in (DATA_OPTIONS, with_template(tmp_path, CHATML)):
+        chat = ChatData(paths=lines(tmp_path, record), **{**DATA_OPTIONS, **options})
         with pytest.raises(DataError, match=r"a\.jsonl:1 "):
             prepare_splits(chat, 1000, 0)
 
@@ -146,7 +146,7 @@ def test_chat_deeply_nested_records_are_rejected(tmp_path: Path) -> None:
 
 # Chat templates that do not end.
 
-ENDLESS = {
+ENDLESS_TEMPLATES = {
     "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "power": "{{ (messages | length + 9) ** (10 ** 9) }}",
     "text": "{{ 'a' * (messages | length * 10 ** 12) }}",
@@ -157,12 +157,12 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
 def test_endless_chat_template_is_named_with_its_record(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_templates, "CPU_SECONDS", 0.5)
-    options = {**SMALL, **with_template(tmp_path, ENDLESS[name])}
+    options = {**DATA_OPTIONS, **with_template(tmp_path, ENDLESS_TEMPLATES[name])}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
         prepare_splits(chat, 1000, 0)
@@ -174,7 +174,7 @@ def test_endless_chat_template_is_named_with_its_record(
 
 
 def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
-    options = {**SMALL, **with_template(tmp_path, "{% for %}")}
+    options = {**DATA_OPTIONS, **with_template(tmp_path, "{% for %}")}
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
         prepare_splits(chat, 1000, 0)
@@ -189,14 +189,14 @@ def test_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path) 
     else:
         path.write_text(json.dumps([record] if suffix == ".json" else record))
     with pytest.raises(DataError, match=f"a{suffix}:1 has a NUL character"):
-        prepare_splits(ChatData(paths=(str(path),), **SMALL), 300, 0)
+        prepare_splits(ChatData(paths=(str(path),), **DATA_OPTIONS), 300, 0)
 
 
 def test_json_list_is_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
     record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
     (tmp_path / "a.json").write_text(f"[{record}]")
     with pytest.raises(DataError, match="NaN is not a JSON value"):
-        prepare_splits(ChatData(paths=(str(tmp_path / "a.json"),), **SMALL), 300, 0)
+        prepare_splits(ChatData(paths=(str(tmp_path / "a.json"),), **DATA_OPTIONS), 300, 0)
 
 
 def test_duplicate_columns_are_rejected(tmp_path: Path) -> None:
@@ -204,4 +204,4 @@ def test_duplicate_columns_are_rejected(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([column, column], ["messages", "messages"])
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has more than one column messages"):
-        prepare_splits(ChatData(paths=(str(tmp_path / "a.parquet"),), **SMALL), 300, 0)
+        prepare_splits(ChatData(paths=(str(tmp_path / "a.parquet"),), **DATA_OPTIONS), 300, 0)

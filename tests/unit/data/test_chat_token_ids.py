@@ -64,14 +64,14 @@ def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, An
     return prepare_splits(chat, 1000, 0)
 
 
-def ids_of(splits: DataSplits, row: int, count: int) -> tuple[list[int], list[int]]:
+def ids_of(splits: DataSplits, index: int, count: int) -> tuple[list[int], list[int]]:
     """The first token ids of a row, and which of them are labels."""
-    (ids_S,) = splits.train.gather([row])
+    (ids_S,) = splits.train.gather([index])
     return np.where(ids_S < 0, ~ids_S, ids_S)[:count].tolist(), (ids_S >= 0)[:count].tolist()
 
 
-def learnt(splits: DataSplits, row: int = 0) -> str:
-    (ids_S,) = splits.train.gather([row])
+def label_text_of(splits: DataSplits, index: int = 0) -> str:
+    (ids_S,) = splits.train.gather([index])
     loaded = AutoTokenizer.from_pretrained(splits.tokenizer.parent)
     return loaded.decode(ids_S[ids_S >= 0].tolist(), clean_up_tokenization_spaces=False)
 
@@ -87,9 +87,9 @@ def test_token_ids_equal_apply_chat_template(tokenizer: str, tmp_path: Path) -> 
         records = [{"messages": messages} for messages in conversations]
         splits = prepared(tmp_path / name, template, tokenizer, *records)
         hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / name / "tokenizer")
-        for row, messages in enumerate(conversations):
+        for index, messages in enumerate(conversations):
             expected = hf_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-            assert ids_of(splits, row, len(expected))[0] == expected, (name, row)
+            assert ids_of(splits, index, len(expected))[0] == expected, (name, index)
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer"])
@@ -117,7 +117,7 @@ TOKEN = {
     "special": True,
 }
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
-BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+TOKENIZER_FILES: dict[str, dict[str, dict[str, Any]]] = {
     "additional": {"tokenizer_config.json": {"additional_special_tokens": CHATML_TOKENS}},
     "extra_list": {"tokenizer_config.json": {"extra_special_tokens": CHATML_TOKENS}},
     "extra_table": {"tokenizer_config.json": {"extra_special_tokens": {"end": "<|im_end|>"}}},
@@ -137,14 +137,14 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("configured", [True, False], ids=["configured", "alone"])
-@pytest.mark.parametrize("files", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("files", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
 def test_token_ids_of_declared_tokens_equal_transformers(
     files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
 ) -> None:
-    own = train_tokenizer(
+    tokenizer_path = train_tokenizer(
         TokenizerSource(300, end_of_text="</s>"), lambda: iter(["hello how are you"])
     )
-    file = write_tokenizer(tmp_path / "tokenizer", own, CHATML)
+    file = write_tokenizer(tmp_path / "tokenizer", tokenizer_path, CHATML)
     if not configured:
         config = file.with_name("tokenizer_config.json")
         file.with_name("chat_template.jinja").write_text(CHATML)
@@ -159,13 +159,13 @@ def test_token_ids_of_declared_tokens_equal_transformers(
         paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0
     )
     hf_tokenizer = AutoTokenizer.from_pretrained(file.parent)
-    assert len(hf_tokenizer) > own.get_vocab_size()
+    assert len(hf_tokenizer) > tokenizer_path.get_vocab_size()
     expected = hf_tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert ids_of(prepare_splits(chat, len(hf_tokenizer), 0), 0, len(expected))[0] == expected
-    with pytest.raises(DataError, match="beyond the model's embedding: <") as caught:
+    with pytest.raises(DataError, match="beyond the model's embedding: <") as excinfo:
         prepare_splits(chat, len(hf_tokenizer) - 1, 0)
-    assert f"model.vocabulary={len(hf_tokenizer)} " in caught.value.issues[0].fix
-    assert "cp " in caught.value.issues[0].fix
+    assert f"model.vocabulary={len(hf_tokenizer)} " in excinfo.value.issues[0].fix
+    assert "cp " in excinfo.value.issues[0].fix
 
 
 END_MARKED = CHATML_MARKED.replace(
@@ -206,32 +206,32 @@ def test_labels_end_as_the_template_ends_answers() -> None:
     for name, template in TEMPLATES.items():
         renderer = TemplateRenderer(RenderSetup({"default": template}, SPECIAL_TOKENS, 10))
         rendered = renderer.render_chat(RenderRequest(TURNS, [True] * 4))
-        found = "".join(rendered.text[start:stop] for start, stop in rendered.spans)
-        assert found == expected[name], name
+        answer_text = "".join(rendered.text[start:stop] for start, stop in rendered.spans)
+        assert answer_text == expected[name], name
 
 
 def test_rewriting_template_trains_on_the_last_answer_with_a_note(
     tmp_path: Path,
 ) -> None:
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
-    assert "4 degrees" in learnt(splits)
-    assert "fine" not in learnt(splits)
+    assert "4 degrees" in label_text_of(splits)
+    assert "fine" not in label_text_of(splits)
     assert "answers not trained on, since the chat template changes them" in splits.note
     assert splits.note.endswith(": 1")
-    again = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
-    assert again.note == splits.note  # of the cache
+    cached_splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
+    assert cached_splits.note == splits.note  # of the cache
 
 
 def test_messages_that_rewrite_the_last_answer_are_left_out(tmp_path: Path) -> None:
     splits = prepared(tmp_path, THINKING, "byte_level", {"messages": [*TURNS, TURNS[0]]})
-    assert learnt(splits).endswith("4 degrees, naïve 🙂<|im_end|>\n")
+    assert label_text_of(splits).endswith("4 degrees, naïve 🙂<|im_end|>\n")
     assert "messages after the last answer omitted: 1" in splits.note
 
 
 def test_shortened_answers_are_counted(tmp_path: Path) -> None:
-    thought = {"role": "assistant", "content": "<think>hm</think>fine"}
-    splits = prepared(tmp_path, STRIPPING, "byte_level", {"messages": [TURNS[0], thought]})
-    assert learnt(splits) == "fine</s>"
+    thinking_answer = {"role": "assistant", "content": "<think>hm</think>fine"}
+    splits = prepared(tmp_path, STRIPPING, "byte_level", {"messages": [TURNS[0], thinking_answer]})
+    assert label_text_of(splits) == "fine</s>"
     assert "answers trained on without a part that the chat template omits: 1" in splits.note
 
 
@@ -243,34 +243,34 @@ def test_labels_include_tool_calls(template: str, arguments: object, tmp_path: P
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     splits = prepared(tmp_path, template, "byte_level", {"messages": messages, "tools": TOOLS})
-    assert '{"city": "Oslo"}' in learnt(splits)
-    assert "\\" not in learnt(splits)
+    assert '{"city": "Oslo"}' in label_text_of(splits)
+    assert "\\" not in label_text_of(splits)
 
 
 def test_token_ids_of_tools_equal_transformers(tmp_path: Path) -> None:
-    thought = {**CALLS[3], "reasoning_content": "cold"}
-    messages = [*CALLS[:3], thought]
+    thinking_answer = {**CALLS[3], "reasoning_content": "cold"}
+    messages = [*CALLS[:3], thinking_answer]
     splits = prepared(tmp_path, THINKING, "prepending", {"messages": messages, "tools": TOOLS})
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     expected = hf_tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=True)[
         "input_ids"
     ]
     assert ids_of(splits, 0, len(expected))[0] == expected
-    assert '{"city": "Oslo"}' in learnt(splits)
-    assert "cold" in learnt(splits)
+    assert '{"city": "Oslo"}' in label_text_of(splits)
+    assert "cold" in label_text_of(splits)
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
-@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize("disabling_keys", [{"weight": 0}, {"train": False}, {"training": False}])
 def test_labels_exclude_disabled_answers(
-    template: str, off: dict[str, object], tmp_path: Path
+    template: str, disabling_keys: dict[str, object], tmp_path: Path
 ) -> None:
-    messages = [TURNS[0], TURNS[1] | off, TURNS[2], TURNS[3] | {"weight": 1}]
+    messages = [TURNS[0], TURNS[1] | disabling_keys, TURNS[2], TURNS[3] | {"weight": 1}]
     splits = prepared(tmp_path, template, "byte_level", {"messages": messages})
-    assert learnt(splits).strip() == "4 degrees, naïve 🙂<|im_end|>"
-    messages = [TURNS[0], TURNS[1], TURNS[2], TURNS[3] | off]
+    assert label_text_of(splits).strip() == "4 degrees, naïve 🙂<|im_end|>"
+    messages = [TURNS[0], TURNS[1], TURNS[2], TURNS[3] | disabling_keys]
     splits = prepared(tmp_path / "last", template, "byte_level", {"messages": messages})
-    assert learnt(splits).strip() == "fine thanks<|im_end|>"
+    assert label_text_of(splits).strip() == "fine thanks<|im_end|>"
 
 
 def test_tool_template_is_selected_for_tools(tmp_path: Path) -> None:

@@ -131,20 +131,20 @@ def test_windows_have_the_ids_of_the_full_document(
 
 
 LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-THREE = pre_tokenizers.Split(Regex(r"\d{3}"), "isolated")
+THREE_DIGITS = pre_tokenizers.Split(Regex(r"\d{3}"), "isolated")
 PRE_TOKENIZERS = {
     "gpt2": [GPT2],
     "prefix_space": [pre_tokenizers.ByteLevel()],
-    "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES],
+    "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTE_LEVEL],
     "digits_alone": [pre_tokenizers.Digits(individual_digits=True), GPT2],
     "digits_grouped": [pre_tokenizers.Digits(), GPT2],
-    "falcon": [pre_tokenizers.Punctuation(), GPT2, THREE],
-    "fixed_7": [pre_tokenizers.FixedLength(7), BYTES],
+    "falcon": [pre_tokenizers.Punctuation(), GPT2, THREE_DIGITS],
+    "fixed_7": [pre_tokenizers.FixedLength(7), BYTE_LEVEL],
     "fixed_7_of_words": [pre_tokenizers.FixedLength(7), GPT2],
     "words_of_fixed_7": [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.FixedLength(7)],
-    "anchored": [pre_tokenizers.Split(Regex("^.{0,10}|.{4}"), "isolated"), BYTES],
+    "anchored": [pre_tokenizers.Split(Regex("^.{0,10}|.{4}"), "isolated"), BYTE_LEVEL],
     "scripts": [pre_tokenizers.UnicodeScripts(), pre_tokenizers.Whitespace()],
     "bert": [pre_tokenizers.BertPreTokenizer()],
     "delimiter": [pre_tokenizers.CharDelimiterSplit("7")],
@@ -152,7 +152,7 @@ PRE_TOKENIZERS = {
     "whole": [pre_tokenizers.Metaspace(split=False)],
     "none": [],
 } | {
-    f"three_{behavior}": [pre_tokenizers.Split(Regex(r"\d{3}"), behavior), BYTES]
+    f"three_{behavior}": [pre_tokenizers.Split(Regex(r"\d{3}"), behavior), BYTE_LEVEL]
     for behavior in (
         "removed", "isolated", "merged_with_previous", "merged_with_next", "contiguous"
     )
@@ -164,16 +164,16 @@ MODELS = {
 }
 
 
-def mixed(parts: list[str], characters: int, seed: int) -> str:
+def mixed(pieces: list[str], characters: int, seed: int) -> str:
     generator = random.Random(seed)
-    found = ""
-    while len(found) < characters:
-        found += generator.choice(parts)
-    return found
+    mixture = ""
+    while len(mixture) < characters:
+        mixture += generator.choice(pieces)
+    return mixture
 
 
 DIGITS = [*"0123456789"]
-LONG = {
+LONG_DOCUMENTS = {
     "digits": mixed(DIGITS, 9_000, 1),
     "lines_of_digits": mixed([f"{10**n}\n" for n in range(2, 40)], 9_000, 2),
     "periods_of_7": "123456\n" * 700 + mixed(["12 ", "x\n", "345"], 4_000, 3),
@@ -192,28 +192,28 @@ LONG = {
 def test_windows_align_with_pre_tokenization(
     model: str, stages: list[pre_tokenizers.PreTokenizer]
 ) -> None:
-    made, trainer = MODELS[model]
-    tokenizer = Tokenizer(made())
+    make_tokenizer, trainer = MODELS[model]
+    tokenizer = Tokenizer(make_tokenizer())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(stages)
     special = ["<unk>", END_OF_TEXT, "</s>"]
     more = {"unk_token": "<unk>"} if model == "unigram" else {}
     corpus = [
-        LONG["everything"][:3_000],
-        LONG["digits"][:2_000],
+        LONG_DOCUMENTS["everything"][:3_000],
+        LONG_DOCUMENTS["digits"][:2_000],
         "123456\n" * 50,
-        LONG["emoji"][:900],
+        LONG_DOCUMENTS["emoji"][:900],
     ]
     tokenizer.train_from_iterator(
         corpus, trainer(vocab_size=400, special_tokens=special, show_progress=False, **more)
     )
-    for name, document in LONG.items():
-        whole = tokenizer.encode(document, add_special_tokens=False).ids
-        found = [
+    for name, document in LONG_DOCUMENTS.items():
+        document_ids = tokenizer.encode(document, add_special_tokens=False).ids
+        window_ids = [
             token
             for ids, _ in chunked_encoding.encode_windows(tokenizer, [document])
             for token in ids
         ]
-        assert found == whole, name
+        assert window_ids == document_ids, name
 
 
 @pytest.mark.usefixtures("_small_windows")
@@ -228,14 +228,14 @@ def test_windows_join_without_a_second_encoding(
     make: Callable[[], Tokenizer], document: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of grouped digits are encoded twice, in step with those before."""
-    given = tokenizer = make()
+    tokenizer_of = tokenizer = make()
     calls: list[int] = []
     encode_batch = chunked_encoding._encode_batch
 
     def counted(
         tokenizer: Tokenizer, batch: list[chunked_encoding.Window], path: str | None
     ) -> list[Encoding]:
-        calls.append(sum(len(window.text) for window in batch) * (tokenizer is given))
+        calls.append(sum(len(window.text) for window in batch) * (tokenizer is tokenizer_of))
         return encode_batch(tokenizer, batch, path)
 
     monkeypatch.setattr(chunked_encoding, "_encode_batch", counted)
@@ -261,8 +261,8 @@ def test_document_too_long_to_encode_is_named(
     document = Document(iter(["1" * 9_000]), "digits.txt")
     ids = [
         token
-        for part, _ in chunked_encoding.encode_windows(tokenizer, [document])
-        for token in part
+        for window, _ in chunked_encoding.encode_windows(tokenizer, [document])
+        for token in window
     ]
     assert tokenizer.decode(ids) == "1" * 9_000
     assert "digits.txt is encoded in parts of up to 5,000 characters" in capsys.readouterr().err

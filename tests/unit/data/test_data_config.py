@@ -43,7 +43,7 @@ SPECS = {
 }
 
 
-def said(data):
+def messages_of(data):
     return [str(issue) for issue in data.validate()]
 
 
@@ -138,25 +138,25 @@ def test_data_preparation_imports_no_torch(tmp_path):
     ],
 )
 def test_data_issues_name_key_value_and_fix(data, overrides):
-    assert said(data) == [overrides]
+    assert messages_of(data) == [overrides]
 
 
 def test_data_validation_shards_are_checked(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = PretokenizedData(paths=(f"{tmp_path}/*.bin",), validation_paths=("nowhere.bin",))
     expected = "data.validation_paths=nowhere.bin: no such file; "
-    assert said(data) == [expected + "set 'data.validation_paths=[held/*.bin]'"]
+    assert messages_of(data) == [expected + "set 'data.validation_paths=[held/*.bin]'"]
 
 
 def test_valid_data_configs_have_no_issues(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
-    good = (
+    configs = (
         StdlibCorpus(),
         TextData(paths=(__file__,)),
         PretokenizedData(paths=(str(tmp_path / "a.bin"),)),
     )
-    for data in (*good, HFDatasetData(path="a/b"), RandomTokens()):
-        assert said(data) == [], data
+    for data in (*configs, HFDatasetData(path="a/b"), RandomTokens()):
+        assert messages_of(data) == [], data
 
 
 def test_data_requires_a_vocabulary():
@@ -175,9 +175,9 @@ def test_data_requires_a_vocabulary():
 
 def test_validation_split_is_stable_when_files_are_added():
     names = [f"file{index}" for index in range(1000)]
-    held = held_out_names(names, 0.05)
-    assert 30 < len(held) < 70
-    assert held_out_names([*names, "another"], 0.05) - {"another"} == held
+    validation_names = held_out_names(names, 0.05)
+    assert 30 < len(validation_names) < 70
+    assert held_out_names([*names, "another"], 0.05) - {"another"} == validation_names
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
@@ -186,42 +186,48 @@ def test_validation_split_has_files_on_both_sides(fraction):
 
 
 def test_token_sequences_do_not_cross_shards():
-    rows = PackedDataset([np.arange(9), np.arange(3), np.arange(100, 109)], 4)
-    assert len(rows) == 4
-    gathered = rows.gather([3, 0, 2])
-    assert gathered.dtype == np.int64
-    assert gathered[:, 0].tolist() == [104, 0, 100]
-    assert gathered[0].tolist() == [104, 105, 106, 107, 108]
+    dataset = PackedDataset([np.arange(9), np.arange(3), np.arange(100, 109)], 4)
+    assert len(dataset) == 4
+    gathered_BS = dataset.gather([3, 0, 2])
+    assert gathered_BS.dtype == np.int64
+    assert gathered_BS[:, 0].tolist() == [104, 0, 100]
+    assert gathered_BS[0].tolist() == [104, 105, 106, 107, 108]
 
 
 def test_random_tokens_depend_on_seed_and_index():
     splits = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 3)
     assert (len(splits.train), len(splits.validation)) == (40, 2)
-    rows = splits.train.gather([5, 0, 5])
-    assert rows.shape == (3, 9)
-    np.testing.assert_array_equal(rows[0], rows[2])
-    np.testing.assert_array_equal(splits.train.gather([5])[0], rows[0])
-    assert (rows[0] != rows[1]).any()
-    other = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 4)
-    assert (other.train.gather([5])[0] != rows[0]).any()
-    drawn = np.bincount(splits.train.gather(range(40)).ravel(), minlength=50)
-    assert len(drawn) == 50
-    assert drawn.min() > 0
+    dataset = splits.train.gather([5, 0, 5])
+    assert dataset.shape == (3, 9)
+    np.testing.assert_array_equal(dataset[0], dataset[2])
+    np.testing.assert_array_equal(splits.train.gather([5])[0], dataset[0])
+    assert (dataset[0] != dataset[1]).any()
+    other_seed_splits = prepare_splits(RandomTokens(sequence=8, rows=40, vocabulary=50), 64, 4)
+    assert (other_seed_splits.train.gather([5])[0] != dataset[0]).any()
+    counts_V = np.bincount(splits.train.gather(range(40)).ravel(), minlength=50)
+    assert len(counts_V) == 50
+    assert counts_V.min() > 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
-def test_random_tokens_mask_the_configured_fraction(share):
-    whole = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50), 50, 3)
-    masked = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50, masked=share), 50, 3)
-    for plain, some in ((whole.train, masked.train), (whole.validation, masked.validation)):
-        assert some.masked == (share > 0), some
-        assert not plain.masked, some
-        tokens = some.gather(range(len(some)))
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9])
+def test_random_tokens_mask_the_configured_fraction(fraction):
+    unmasked = prepare_splits(RandomTokens(sequence=64, rows=200, vocabulary=50), 50, 3)
+    masked = prepare_splits(
+        RandomTokens(sequence=64, rows=200, vocabulary=50, masked=fraction), 50, 3
+    )
+    for unmasked_dataset, masked_dataset in (
+        (unmasked.train, masked.train),
+        (unmasked.validation, masked.validation),
+    ):
+        assert masked_dataset.masked == (fraction > 0), masked_dataset
+        assert not unmasked_dataset.masked, masked_dataset
+        tokens = masked_dataset.gather(range(len(masked_dataset)))
         np.testing.assert_array_equal(
-            np.where(tokens < 0, ~tokens, tokens), plain.gather(range(len(plain)))
+            np.where(tokens < 0, ~tokens, tokens),
+            unmasked_dataset.gather(range(len(unmasked_dataset))),
         )
-        if some is masked.train:
-            assert (tokens < 0).mean() == pytest.approx(share, abs=0.02), some
+        if masked_dataset is masked.train:
+            assert (tokens < 0).mean() == pytest.approx(fraction, abs=0.02), masked_dataset
 
 
 def test_random_tokens_reject_a_larger_vocabulary_than_the_model():

@@ -42,8 +42,8 @@ class SaveAfter(lightning.Callback):
 
 
 def fit(folder, callbacks=(), checkpoint=None):
-    rows = PackedDataset([np.arange(401, dtype=np.uint16)], 4)
-    loader, module = TrainLoader(rows, BatchShare(8, 4), seed=0, steps=6), Witness()
+    dataset = PackedDataset([np.arange(401, dtype=np.uint16)], 4)
+    loader, module = TrainLoader(dataset, BatchShare(8, 4), seed=0, steps=6), Witness()
     with silence_lightning():
         trainer = lightning.Trainer(
             accelerator="cpu",
@@ -64,11 +64,11 @@ def fit(folder, callbacks=(), checkpoint=None):
 
 def test_dataloader_state_resumes_under_lightning(tmp_path):
     path = tmp_path / "stopped.ckpt"
-    whole = fit(tmp_path, [SaveAfter(path, 4)])
+    uninterrupted_batches = fit(tmp_path, [SaveAfter(path, 4)])
     state = torch.load(path, weights_only=False)
     assert state["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"micro_steps": 4}]
-    assert len(whole) == 12
-    assert fit(tmp_path, checkpoint=path) == whole[4:]
+    assert len(uninterrupted_batches) == 12
+    assert fit(tmp_path, checkpoint=path) == uninterrupted_batches[4:]
 
 
 class Mapped(Dataset):
@@ -82,8 +82,8 @@ class Mapped(Dataset):
 
     def __getitem__(self, index):
         start = index * self.sequence
-        row = torch.from_numpy(self.tokens[start : start + self.sequence + 1].astype(np.int64))
-        return {"inputs": row[:-1], "labels": row[1:]}
+        window = torch.from_numpy(self.tokens[start : start + self.sequence + 1].astype(np.int64))
+        return {"inputs": window[:-1], "labels": window[1:]}
 
 
 def seconds(batches, count):
@@ -105,11 +105,11 @@ def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
         actual = iter(
             TrainLoader(PackedDataset([tokens], sequence), BatchShare(8, 8), seed=0, steps=steps)
         )
-        mapped = DataLoader(Mapped(tokens, sequence), batch_size=micro_batch, shuffle=True)
+        map_loader = DataLoader(Mapped(tokens, sequence), batch_size=micro_batch, shuffle=True)
         ratios = []
         for _ in range(pairs + 1):
-            usual = seconds(iter(mapped), count)
-            ratios.append(usual / seconds(actual, count))
+            map_seconds = seconds(iter(map_loader), count)
+            ratios.append(map_seconds / seconds(actual, count))
     finally:
         torch.set_num_threads(threads)
     # The first pair pays for the pages that are not mapped yet.
@@ -125,6 +125,6 @@ def test_validation_dataloader_has_no_state():
 
 @pytest.mark.gpu
 def test_dataloader_pins_complete_batches():
-    rows = PackedDataset([np.arange(41, dtype=np.uint16)], 4)
-    for batch in ValidationLoader(rows, BatchShare(2, 2), pin_memory=True):
+    dataset = PackedDataset([np.arange(41, dtype=np.uint16)], 4)
+    for batch in ValidationLoader(dataset, BatchShare(2, 2), pin_memory=True):
         assert all(x_BT.is_pinned() and x_BT.is_contiguous() for x_BT in batch.values())

@@ -16,7 +16,7 @@ from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import DataError
 
 WORDS = ["<s>", "</s>", "<unk>", "[CLS]", "[SEP]", *"abcdefgh"]
-ID = {word: number for number, word in enumerate(WORDS)}
+ID = {word: index for index, word in enumerate(WORDS)}
 
 
 def words(post_processor=None, *, unknown="<unk>"):
@@ -29,13 +29,13 @@ def words(post_processor=None, *, unknown="<unk>"):
 
 
 def template(single):
-    used = [(word, ID[word]) for word in WORDS[:5] if word in single]
-    return processors.TemplateProcessing(single=single, special_tokens=used)
+    special_tokens = [(word, ID[word]) for word in WORDS[:5] if word in single]
+    return processors.TemplateProcessing(single=single, special_tokens=special_tokens)
 
 
 def ids(tokenizer, documents, end="</s>", **options):
-    parts = encode_documents(tokenizer, TokenizerSource(0, "own.json", end, **options), documents)
-    return [WORDS[token] for part in parts for token in part]
+    encoded = encode_documents(tokenizer, TokenizerSource(0, "own.json", end, **options), documents)
+    return [WORDS[token] for token_ids in encoded for token in token_ids]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def ids(tokenizer, documents, end="</s>", **options):
 def test_encoding_adds_special_tokens_of_the_post_processor(post_processor, end, expected):
     tokenizer = words(post_processor)
     assert ids(tokenizer, ["a b", "", "c"], end) == expected.split()
-    bare = f"a b {end} c {end}".split()
-    assert ids(tokenizer, ["a b", "", "c"], end, special_tokens=False) == bare
+    unmarked_ids = f"a b {end} c {end}".split()
+    assert ids(tokenizer, ["a b", "", "c"], end, special_tokens=False) == unmarked_ids
 
 
 def test_encoding_does_not_repeat_end_of_text():
@@ -105,10 +105,10 @@ def no_unknown_unigram():
 
 
 @pytest.mark.parametrize("make", [bad_regex, no_unknown, no_unknown_unigram])
-@pytest.mark.parametrize("others", [0, 5])
-def test_encoding_names_an_unencodable_document(make, others, capfd):
+@pytest.mark.parametrize("num_others", [0, 5])
+def test_encoding_names_an_unencodable_document(make, num_others, capfd):
     tokenizer, text, reason = make()
-    documents = [Document(("a",), f"a.jsonl line {number}") for number in range(others)]
+    documents = [Document(("a",), f"a.jsonl line {index}") for index in range(num_others)]
     documents.append(Document((text,), "b.jsonl line 7"))
     match = f"data.tokenizer=own.json: cannot encode b.jsonl line 7: .*{reason}"
     with pytest.raises(DataError, match=match):
@@ -117,22 +117,22 @@ def test_encoding_names_an_unencodable_document(make, others, capfd):
 
 
 def story(seed, words=4000):
-    pick = random.Random(seed)
-    spaces = [" ", "  ", "\n", "\n\n", " \n", "\t", "   "]
+    rng = random.Random(seed)
+    separators = [" ", "  ", "\n", "\n\n", " \n", "\t", "   "]
     strings = ["the", "it isn", "naïve", "123", "--", "日本", "end."]
-    return "".join(pick.choice(strings) + pick.choice(spaces) for _ in range(words))
+    return "".join(rng.choice(strings) + rng.choice(separators) for _ in range(words))
 
 
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
 def test_tokenizer_training_in_chunks_gives_the_same_tokenizer(monkeypatch, chunk):
-    whole = train_tokenizer(TokenizerSource(400), lambda: iter([story(1), story(2)]))
+    whole_tokenizer = train_tokenizer(TokenizerSource(400), lambda: iter([story(1), story(2)]))
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
 
     def documents():
         for text in (story(1), story(2)):
             yield Document((text[at : at + chunk] for at in range(0, len(text), chunk)), "a.txt")
 
-    assert train_tokenizer(TokenizerSource(400), documents).to_str() == whole.to_str()
+    assert train_tokenizer(TokenizerSource(400), documents).to_str() == whole_tokenizer.to_str()
 
 
 def test_tokenizer_training_chunks_are_bounded(monkeypatch):
@@ -147,6 +147,6 @@ def test_tokenizer_training_chunks_are_bounded(monkeypatch):
 
 def test_encoding_batches_are_bounded(monkeypatch):
     monkeypatch.setattr(chunked, "PART_TOKENS", 10)
-    parts = [*encode_documents(words(), TokenizerSource(0, None, "</s>"), ["a b c d"] * 20)]
-    assert len(parts) == 10
-    assert np.concatenate(parts).size == 100
+    encoded = [*encode_documents(words(), TokenizerSource(0, None, "</s>"), ["a b c d"] * 20)]
+    assert len(encoded) == 10
+    assert np.concatenate(encoded).size == 100

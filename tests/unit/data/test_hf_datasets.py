@@ -20,8 +20,8 @@ from scalewise.data.text import HFDatasetData
 from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import ConfigError, DataError
 
-TEXTS = [f"{number} bottles of milk stand on the wall.\n" for number in range(80)]
-SMALL = {"vocabulary": 300, "sequence": 8}
+TEXTS = [f"{index} bottles of milk stand on the wall.\n" for index in range(80)]
+DATA_OPTIONS = {"vocabulary": 300, "sequence": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ def folder(tmp_path):
     return path
 
 
-def everything(rows):
-    return rows.gather(range(len(rows)))
+def everything(dataset):
+    return dataset.gather(range(len(dataset)))
 
 
 def test_hf_streamed_and_cached_sequences_are_equal(folder):
-    options = {"path": str(folder), "validation_split": "test", **SMALL}
+    options = {"path": str(folder), "validation_split": "test", **DATA_OPTIONS}
     cached = prepare_splits(HFDatasetData(**options), 300, 0)
     streamed = prepare_splits(HFDatasetData(**options, streaming=True), 300, 0)
     assert not cached.train.streamed
@@ -61,45 +61,49 @@ def test_hf_streamed_and_cached_sequences_are_equal(folder):
 
 def test_hf_reads_parquet_folders_and_slices(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
-    whole = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **SMALL), 300, 0)
-    jsonl = prepare_splits(HFDatasetData(path=str(folder), **SMALL), 300, 0)
-    np.testing.assert_array_equal(everything(whole.train), everything(jsonl.train))
-    sliced = prepare_splits(
+    splits = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **DATA_OPTIONS), 300, 0)
+    jsonl = prepare_splits(HFDatasetData(path=str(folder), **DATA_OPTIONS), 300, 0)
+    np.testing.assert_array_equal(everything(splits.train), everything(jsonl.train))
+    sliced_splits = prepare_splits(
         HFDatasetData(
-            path=str(folder), split="train[:75%]", validation_split="train[75%:]", **SMALL
+            path=str(folder), split="train[:75%]", validation_split="train[75%:]", **DATA_OPTIONS
         ),
         300,
         0,
     )
-    assert len(sliced.validation) < len(sliced.train) < len(whole.train)
+    assert len(sliced_splits.validation) < len(sliced_splits.train) < len(splits.train)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hf_reads_saved_datasets(folder, tmp_path, streaming):
-    one = datasets.Dataset.from_dict({"text": TEXTS})
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "held": one}).save_to_disk(tmp_path / "both")
-    options = {"streaming": streaming, **SMALL}
-    rows = prepare_splits(HFDatasetData(path=str(tmp_path / "one"), **options), 300, 0).train
-    both = HFDatasetData(path=str(tmp_path / "both"), validation_split="held", **options)
-    splits = prepare_splits(both, 300, 0)
-    np.testing.assert_array_equal(rows.gather(range(40)), splits.train.gather(range(40)))
+    saved_dataset = datasets.Dataset.from_dict({"text": TEXTS})
+    saved_dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved_dataset, "held": saved_dataset}).save_to_disk(
+        tmp_path / "both"
+    )
+    options = {"streaming": streaming, **DATA_OPTIONS}
+    dataset = prepare_splits(HFDatasetData(path=str(tmp_path / "one"), **options), 300, 0).train
+    data = HFDatasetData(path=str(tmp_path / "both"), validation_split="held", **options)
+    splits = prepare_splits(data, 300, 0)
+    np.testing.assert_array_equal(dataset.gather(range(40)), splits.train.gather(range(40)))
     np.testing.assert_array_equal(splits.validation.gather([3]), splits.train.gather([0, 3])[1:])
 
 
 def test_hf_stream_resumes_and_is_split_by_rank(folder):
-    def batches(**share):
-        rows = prepare_splits(
-            HFDatasetData(path=str(folder), streaming=True, **SMALL), 300, 0
+    def batches(**split_options):
+        dataset = prepare_splits(
+            HFDatasetData(path=str(folder), streaming=True, **DATA_OPTIONS), 300, 0
         ).train
-        start = share.pop("start", 0)
-        loader = TrainLoader(rows, BatchShare(4, 2, **share), seed=0, steps=6, start=start)
+        start = split_options.pop("start", 0)
+        loader = TrainLoader(
+            dataset, BatchShare(4, 2, **split_options), seed=0, steps=6, start=start
+        )
         return [batch["inputs"].numpy() for batch in loader]
 
-    whole = batches()
-    np.testing.assert_array_equal(batches(start=5), whole[5:])
+    splits = batches()
+    np.testing.assert_array_equal(batches(start=5), splits[5:])
     ranks = [batches(rank=rank, ranks=2) for rank in range(2)]
-    np.testing.assert_array_equal(list(itertools.chain(*zip(*ranks, strict=True))), whole)
+    np.testing.assert_array_equal(list(itertools.chain(*zip(*ranks, strict=True))), splits)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -110,10 +114,12 @@ def test_hf_reads_arrow_string_types_and_nulls(tmp_path, streaming, kind, capfd)
     column = pyarrow.array([*TEXTS, None]).cast(types.get(kind) or getattr(pyarrow, kind)())
     (tmp_path / "pq").mkdir()
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "pq" / "train.parquet")
-    data = HFDatasetData(path=str(tmp_path / "pq"), streaming=streaming, **SMALL)
-    expected = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **SMALL), 300, 0).train
-    rows = prepare_splits(data, 300, 0).train
-    np.testing.assert_array_equal(rows.gather(range(9)), expected.gather(range(9)))
+    data = HFDatasetData(path=str(tmp_path / "pq"), streaming=streaming, **DATA_OPTIONS)
+    expected = prepare_splits(
+        HFDatasetData(path=str(tmp_path / "pq"), **DATA_OPTIONS), 300, 0
+    ).train
+    dataset = prepare_splits(data, 300, 0).train
+    np.testing.assert_array_equal(dataset.gather(range(9)), expected.gather(range(9)))
     note = f"skipped 1 record of {tmp_path / 'pq'} without text (null), first: "
     assert note + f"{tmp_path / 'pq'} train row {len(TEXTS) + 1}\n" in capfd.readouterr().err
 
@@ -127,30 +133,32 @@ def test_hf_column_of_another_type_is_rejected(tmp_path):
             rf"data\.field={field}: row 1 of .* has {kind} in it, not text; its columns: id, parts"
         )
         with pytest.raises(DataError, match=match):
-            prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL), 300, 0)
+            prepare_splits(
+                HFDatasetData(path=str(tmp_path / "pq"), field=field, **DATA_OPTIONS), 300, 0
+            )
 
 
 def test_hf_stream_repeats_and_rewinds():
-    starts = []
+    epoch_starts = []
 
     def start():
-        starts.append(1)
+        epoch_starts.append(1)
         yield from (np.arange(3), np.arange(3, 12))
 
-    rows = StreamedDataset(start, 4)
-    assert rows.gather([0, 1, 1])[:, 0].tolist() == [0, 4, 4]
-    assert len(starts) == 1
-    assert rows.gather([2, 5])[:, 0].tolist() == [0, 4]
-    assert rows.gather([0])[0].tolist() == [0, 1, 2, 3, 4]
-    assert len(starts) == 3
+    dataset = StreamedDataset(start, 4)
+    assert dataset.gather([0, 1, 1])[:, 0].tolist() == [0, 4, 4]
+    assert len(epoch_starts) == 1
+    assert dataset.gather([2, 5])[:, 0].tolist() == [0, 4]
+    assert dataset.gather([0])[0].tolist() == [0, 1, 2, 3, 4]
+    assert len(epoch_starts) == 3
 
 
 def test_hf_uses_a_given_tokenizer(folder, tmp_path):
     tokenizer = train_tokenizer(TokenizerSource(320), lambda: iter(TEXTS))
     tokenizer.save(str(tmp_path / "own.json"))
     data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
-    row = prepare_splits(data, 400, 0).train.gather([0])[0]
-    assert row.tolist() == [*tokenizer.encode(TEXTS[0]).ids, 0][:9]
+    sequence = prepare_splits(data, 400, 0).train.gather([0])[0]
+    assert sequence.tolist() == [*tokenizer.encode(TEXTS[0]).ids, 0][:9]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -168,7 +176,7 @@ def test_hf_uses_a_given_tokenizer(folder, tmp_path):
     ],
 )
 def test_hf_rejects_invalid_settings(folder, match, options, streaming):
-    data = HFDatasetData(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
+    data = HFDatasetData(**{"path": str(folder), "streaming": streaming, **DATA_OPTIONS, **options})
     with pytest.raises(DataError, match=match):
         prepare_splits(data, 300, 0)
 

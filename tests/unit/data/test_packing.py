@@ -17,11 +17,11 @@ from scalewise.data.prepare import FIRST_TOKEN_OFFSET, prepare_splits
 from scalewise.data.synthetic_datasets import RandomDataset
 from scalewise.objectives import IGNORED
 
-SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction": 0.2}
+DATA_OPTIONS: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rows"),
+    ("lengths", "expected"),
     [
         ([10, 10], [[0], [1]]),
         ([4, 6, 3, 7], [[0, 1], [2, 3]]),
@@ -30,20 +30,20 @@ SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction
         ([], []),
     ],
 )
-def test_packing_is_best_fit(lengths: list[int], rows: list[list[int]]) -> None:
-    assert best_fit_pack(np.array(lengths, dtype=np.int64), 10) == rows
+def test_packing_is_best_fit(lengths: list[int], expected: list[list[int]]) -> None:
+    assert best_fit_pack(np.array(lengths, dtype=np.int64), 10) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_fills_few_sequences(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    lengths = draw.integers(1, 101, 500)
-    rows = best_fit_pack(lengths, 100)
-    assert sorted(text for row in rows for text in row) == list(range(500))
-    assert max(int(lengths[row].sum()) for row in rows) <= 100
-    least = -(-int(lengths.sum()) // 100)
-    assert len(rows) <= 11 / 9 * least + 4  # Johnson, 1973, of any decreasing fit
-    assert rows == best_fit_pack(lengths, 100)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 101, 500)
+    bins = best_fit_pack(lengths, 100)
+    assert sorted(text for bin_lengths in bins for text in bin_lengths) == list(range(500))
+    assert max(int(lengths[bin_lengths].sum()) for bin_lengths in bins) <= 100
+    lower_bound = -(-int(lengths.sum()) // 100)
+    assert len(bins) <= 11 / 9 * lower_bound + 4  # Johnson, 1973, of any decreasing fit
+    assert bins == best_fit_pack(lengths, 100)
 
 
 def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,45 +52,50 @@ def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_packed_texts_are_complete_without_first_labels() -> None:
-    rows = PackedTextDataset(
+    dataset = PackedTextDataset(
         *stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end_token=0
     )
-    assert rows.gather([1]).tolist() == [[~(6 + FIRST_TOKEN_OFFSET), ~7, 8, 9, 10, 11]]
-    assert rows.gather(np.array([0])).tolist() == [
+    assert dataset.gather([1]).tolist() == [[~(6 + FIRST_TOKEN_OFFSET), ~7, 8, 9, 10, 11]]
+    assert dataset.gather(np.array([0])).tolist() == [
         [~(1 + FIRST_TOKEN_OFFSET), 2, 3, ~(4 + FIRST_TOKEN_OFFSET), 5, ~0]
     ]
-    assert rows.gather([0, 1]).tolist() == [*rows.gather([0]).tolist(), *rows.gather([1]).tolist()]
+    assert dataset.gather([0, 1]).tolist() == [
+        *dataset.gather([0]).tolist(),
+        *dataset.gather([1]).tolist(),
+    ]
 
 
 def test_packing_truncates_only_longer_texts() -> None:
     texts = [list(range(1, length + 1)) for length in (9, 6, 5, 1)]
-    rows = PackedTextDataset(*stored(*texts), sequence=5, end_token=0)
-    assert (len(rows), rows.truncated_texts) == (3, 1)
-    batch = as_batch(rows.gather(range(3)), False, masked=True, packing=True)
+    dataset = PackedTextDataset(*stored(*texts), sequence=5, end_token=0)
+    assert (len(dataset), dataset.truncated_texts) == (3, 1)
+    batch = as_batch(dataset.gather(range(3)), False, masked=True, packing=True)
     assert batch["inputs"].tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
     assert batch["labels"].tolist()[2] == [2, 3, 4, 5, IGNORED]
 
 
 def test_packed_positions_restart_with_each_text() -> None:
-    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end_token=0)
-    (batch,) = ValidationLoader(rows, BatchShare(1, 2))
+    dataset = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end_token=0)
+    (batch,) = ValidationLoader(dataset, BatchShare(1, 2))
     assert batch["inputs"].tolist()[0] == [1, 2, 3, 4, 5, 6, 0]
     assert batch["labels"].tolist()[0] == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED]
     assert batch["positions"].tolist()[0] == [0, 1, 2, 0, 1, 0, 1]
 
 
 def test_padding_sequence_is_one_text() -> None:
-    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end_token=0)
-    share = BatchShare(2, 2, ranks=2)
-    batches = [next(iter(ValidationLoader(rows, BatchShare(1, 1, rank, 2)))) for rank in range(2)]
-    assert share.has_masked_labels(rows)
+    dataset = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end_token=0)
+    batch_share = BatchShare(2, 2, ranks=2)
+    batches = [
+        next(iter(ValidationLoader(dataset, BatchShare(1, 1, rank, 2)))) for rank in range(2)
+    ]
+    assert batch_share.has_masked_labels(dataset)
     assert batches[1]["positions"].tolist() == [[0, 1, 2, 3]]
     assert (batches[1]["labels"] == IGNORED).all()
 
 
 def test_sequences_of_one_text_have_no_positions() -> None:
-    rows = PaddedDataset(*stored([1, 2, 3]), sequence=4, end_token=0)
-    (batch,) = ValidationLoader(rows, BatchShare(1, 1))
+    dataset = PaddedDataset(*stored([1, 2, 3]), sequence=4, end_token=0)
+    (batch,) = ValidationLoader(dataset, BatchShare(1, 1))
     assert batch.keys() == {"inputs", "labels"}
 
 
@@ -99,17 +104,24 @@ def test_packing_reports_the_fraction_without_padding() -> None:
     assert PaddedDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 15)
     assert PackedTextDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 10)
     ids_N = np.array([~1, ~2, 3, ~4, 5, 6, 7], np.int32)
-    starts, rows = np.array([0, 3, 7]), np.array([0, 1])
-    answered = Seq2SeqDataset(ids_N, starts, rows, sequence=4, end_token=0, target_length=2)
-    assert answered.fill_ratio == pytest.approx((2 + 1 + 1 + 2) / 8)
+    starts, sequence_indices = np.array([0, 3, 7]), np.array([0, 1])
+    dataset = Seq2SeqDataset(
+        ids_N, starts, sequence_indices, sequence=4, end_token=0, target_length=2
+    )
+    assert dataset.fill_ratio == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
 def test_random_tokens_pack_several_texts() -> None:
-    rows = RandomDataset(3, 50, 0, 20, 128, masked_fraction=0.3, packing=True)
-    plain = RandomDataset(3, 50, 0, 20, 128)
+    dataset = RandomDataset(3, 50, 0, 20, 128, masked_fraction=0.3, packing=True)
+    unpacked = RandomDataset(3, 50, 0, 20, 128)
     batch, expected = (
-        as_batch(each.gather(range(20)), False, masked=each.masked, packing=each.packing)
-        for each in (rows, plain)
+        as_batch(
+            tokens_dataset.gather(range(20)),
+            False,
+            masked=tokens_dataset.masked,
+            packing=tokens_dataset.packing,
+        )
+        for tokens_dataset in (dataset, unpacked)
     )
     assert (batch["inputs"] == expected["inputs"]).all()
     assert 40 < int((batch["positions"] == 0).sum()) < 160
@@ -123,27 +135,37 @@ def test_packing_note_reports_the_gain(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "a.jsonl"
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9)} for n in range(1, 40)]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records if record["output"]))
-    padded, packed = (
-        prepare_splits(ChatData(paths=(str(path),), packing=packing, **SMALL), 300, 0)
+    padded_splits, packed_splits = (
+        prepare_splits(ChatData(paths=(str(path),), packing=packing, **DATA_OPTIONS), 300, 0)
         for packing in (False, True)
     )
-    assert padded.note == ""
-    assert padded.validation is not None
-    assert packed.validation is not None
-    for before, after in ((padded.train, packed.train), (padded.validation, packed.validation)):
+    assert padded_splits.note == ""
+    assert padded_splits.validation is not None
+    assert packed_splits.validation is not None
+    for before, after in (
+        (padded_splits.train, packed_splits.train),
+        (padded_splits.validation, packed_splits.validation),
+    ):
         assert len(after) < len(before)
-        ids, laid = (rows.gather(range(len(rows))) for rows in (before, after))
-        said, told = (as_batch(it, False, masked=True)["labels"] for it in (ids, laid))
-        for labels in (said, told):
+        ids, packed_ids = (dataset.gather(range(len(dataset))) for dataset in (before, after))
+        note_match, packed_labels = (
+            as_batch(it, False, masked=True)["labels"] for it in (ids, packed_ids)
+        )
+        for labels in (note_match, packed_labels):
             assert (labels != IGNORED).any()
-        assert sorted(said[said >= 0].tolist()) == sorted(told[told >= 0].tolist())
-    said = re.fullmatch(
+        assert sorted(note_match[note_match >= 0].tolist()) == sorted(
+            packed_labels[packed_labels >= 0].tolist()
+        )
+    note_match = re.fullmatch(
         r"of (\d+) conversations, data.sequence=64: "
         r"packed into (\d+) sequences, ([\d.]+)% full \(one text each: ([\d.]+)%\)",
-        packed.note,
+        packed_splits.note,
     )
-    assert said is not None
-    assert (int(said[1]), int(said[2])) == (len(padded.train), len(packed.train))
-    gained = len(padded.train) / len(packed.train)
-    assert float(said[3]) / float(said[4]) == pytest.approx(gained, rel=0.01)
-    assert float(said[3]) <= 100
+    assert note_match is not None
+    assert (int(note_match[1]), int(note_match[2])) == (
+        len(padded_splits.train),
+        len(packed_splits.train),
+    )
+    gain = len(padded_splits.train) / len(packed_splits.train)
+    assert float(note_match[3]) / float(note_match[4]) == pytest.approx(gain, rel=0.01)
+    assert float(note_match[3]) <= 100

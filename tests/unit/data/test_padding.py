@@ -18,12 +18,14 @@ from scalewise.run_config import RunConfig
 
 SEQUENCE = 2
 BASE = compose(["experiment=smoke", "parallelism=ddp"])
-NUMBERS = re.compile(r"([\d,]+) samples? padded to ([\d,]+) \(([\d,]+) (empty|repeated), (.*?)\)")
+PADDING_NOTE = re.compile(
+    r"([\d,]+) samples? padded to ([\d,]+) \(([\d,]+) (empty|repeated), (.*?)\)"
+)
 
 
-def numbered(rows: int) -> PackedDataset:
+def numbered(num_samples: int) -> PackedDataset:
     """The first token of each sample is its index."""
-    return PackedDataset([np.arange(rows * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
+    return PackedDataset([np.arange(num_samples * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
 
 
 def of(
@@ -42,13 +44,13 @@ def of(
 
 def amounts(run: RunConfig, splits: DataSplits | None) -> dict[str, tuple[int, int, int, str]]:
     """Samples, what they are padded to, the difference and its share, by what is padded."""
-    found = {}
+    counts = {}
     for note in padding_notes(run, splits):
-        match = NUMBERS.search(note)
+        match = PADDING_NOTE.search(note)
         assert match, note
-        samples, read, more = (int(number.replace(",", "")) for number in match.groups()[:3])
-        found[note.partition(":")[0]] = (samples, read, more, match[5])
-    return found
+        samples, num_read, more = (int(number.replace(",", "")) for number in match.groups()[:3])
+        counts[note.partition(":")[0]] = (samples, num_read, more, match[5])
+    return counts
 
 
 def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
@@ -69,7 +71,7 @@ def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
     epochs=st.sampled_from([0.5, 1.0, 2.0, 2.5]),
 )
 def test_padding_notes_equal_loader_counts(
-    rows: int,
+    num_samples: int,
     held_out: int,
     ranks: int,
     micro_batch: int,
@@ -78,22 +80,31 @@ def test_padding_notes_equal_loader_counts(
     epochs: float,
 ) -> None:
     run = of(ranks, micro_batch, global_batch, validation, epochs)
-    splits = DataSplits(numbered(rows), numbered(held_out))
-    steps = run.num_steps(rows)
-    shares = [BatchShare(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
-    validated = [replace(share, global_batch=validation) for share in shares]
-    step = [labelled(TrainLoader(splits.train, it, seed=1, steps=1)) for it in shares]
-    checks = [labelled(ValidationLoader(numbered(held_out), it)) for it in validated]
+    splits = DataSplits(numbered(num_samples), numbered(held_out))
+    steps = run.num_steps(num_samples)
+    batch_shares = [BatchShare(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
+    validation_shares = [
+        replace(batch_share, global_batch=validation) for batch_share in batch_shares
+    ]
+    step = [labelled(TrainLoader(splits.train, it, seed=1, steps=1)) for it in batch_shares]
+    checks = [labelled(ValidationLoader(numbered(held_out), it)) for it in validation_shares]
     expected = {}
-    for what, counts in (("each step", step), ("each validation", checks)):
-        read, real = (sum(column) for column in zip(*counts, strict=True))
-        if read > real:
-            expected[what] = (real, read, read - real, f"{(read - real) / read:.1%}")
-    all_read = sum(labelled(TrainLoader(splits.train, it, seed=1, steps=steps))[1] for it in shares)
-    samples = int(np.ceil(epochs * rows))
-    if all_read > samples:
-        more = all_read - samples
-        expected["all epochs"] = (samples, all_read, more, f"{more / all_read:.1%}")
+    for interval, counts in (("each step", step), ("each validation", checks)):
+        num_read, real = (sum(column) for column in zip(*counts, strict=True))
+        if num_read > real:
+            expected[interval] = (
+                real,
+                num_read,
+                num_read - real,
+                f"{(num_read - real) / num_read:.1%}",
+            )
+    num_epoch_read = sum(
+        labelled(TrainLoader(splits.train, it, seed=1, steps=steps))[1] for it in batch_shares
+    )
+    samples = int(np.ceil(epochs * num_samples))
+    if num_epoch_read > samples:
+        more = num_epoch_read - samples
+        expected["all epochs"] = (samples, num_epoch_read, more, f"{more / num_epoch_read:.1%}")
     assert amounts(run, splits) == expected
 
 
@@ -112,12 +123,12 @@ def test_padding_notes_of_a_plan_cover_steps_and_validation() -> None:
 def test_padding_note_suggests_a_batch_without_padding() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=10, validation=6, epochs=1)
     (note,) = padding_notes(run)
-    better = int(note.partition("trainer.global_batch=")[2].split()[0])
-    assert list(padding_notes(of(2, 3, better, 6, 1))) == []
+    suggested_batch = int(note.partition("trainer.global_batch=")[2].split()[0])
+    assert list(padding_notes(of(2, 3, suggested_batch, 6, 1))) == []
 
 
 def test_padding_note_omits_absent_validation() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=6, validation=16, epochs=1)
-    never = replace(run, trainer=replace(run.trainer, validate_every=None))
-    assert list(padding_notes(never)) == []
+    run_without_validation = replace(run, trainer=replace(run.trainer, validate_every=None))
+    assert list(padding_notes(run_without_validation)) == []
     assert list(padding_notes(run, DataSplits(numbered(6)))) == []

@@ -18,18 +18,22 @@ from scalewise.data.stdlib_corpus import StdlibCorpusPairs
 from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import DataError
 
-SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
+DATA_OPTIONS: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
 TEXTS = {"prompt": "Add 2 and 2.", "chosen": "4", "rejected": "five"}
-ASKED, GOOD, BAD = (
+QUESTION, CHOSEN, REJECTED = (
     {"role": role, "content": text}
     for role, text in (("user", "Add 2 and 2."), ("assistant", "4"), ("assistant", "five"))
 )
-MORE = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+FOLLOW_UP = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
 SHAPES = {
     "texts": TEXTS,
-    "messages": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
-    "whole": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-    "ultrafeedback": {"prompt": "Add 2 and 2.", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "messages": {"prompt": [QUESTION], "chosen": [CHOSEN], "rejected": [REJECTED]},
+    "whole": {"chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]},
+    "ultrafeedback": {
+        "prompt": "Add 2 and 2.",
+        "chosen": [QUESTION, CHOSEN],
+        "rejected": [QUESTION, REJECTED],
+    },
 }
 
 
@@ -43,18 +47,18 @@ def lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def read(splits: DataSplits, row: int = 0) -> list[tuple[str, str]]:
+def read(splits: DataSplits, index: int = 0) -> list[tuple[str, str]]:
     """The text of both sequences of a row, and that of their labels alone."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    found = []
-    for ids_S in splits.train.gather([row])[0]:
-        whole = np.where(ids_S < 0, ~ids_S, ids_S)
+    pairs = []
+    for ids_S in splits.train.gather([index])[0]:
+        token_ids = np.where(ids_S < 0, ~ids_S, ids_S)
         labels = ids_S[1:][ids_S[1:] >= 0]
-        said, learnt = (
-            tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (whole, labels)
+        decoded_text, label_text = (
+            tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (token_ids, labels)
         )
-        found.append((said.replace(END_OF_TEXT, ""), learnt.removesuffix(END_OF_TEXT)))
-    return found
+        pairs.append((decoded_text.replace(END_OF_TEXT, ""), label_text.removesuffix(END_OF_TEXT)))
+    return pairs
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,17 +66,20 @@ def test_preference_formats_are_detected_and_only_answers_are_labels(
     shape: str, tmp_path: Path
 ) -> None:
     path = lines(tmp_path / "a.jsonl", SHAPES[shape])
-    splits = prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
-    asked = "### User:\nAdd 2 and 2.\n\n### Assistant:\n"
-    assert read(splits) == [(f"{asked}4", "4"), (f"{asked}five", "five")]
+    splits = prepare_splits(PreferenceData(paths=(path,), **DATA_OPTIONS), 300, 0)
+    expected_prompt = "### User:\nAdd 2 and 2.\n\n### Assistant:\n"
+    assert read(splits) == [(f"{expected_prompt}4", "4"), (f"{expected_prompt}five", "five")]
 
 
 def test_preference_common_prefix_is_the_prompt(tmp_path: Path) -> None:
     last = {"role": "assistant", "content": "No."}
-    record = {"chosen": [ASKED, GOOD, *MORE], "rejected": [ASKED, GOOD, MORE[0], last]}
+    record = {
+        "chosen": [QUESTION, CHOSEN, *FOLLOW_UP],
+        "rejected": [QUESTION, CHOSEN, FOLLOW_UP[0], last],
+    }
     path = lines(tmp_path / "a.jsonl", record)
-    splits = prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
-    assert [learnt for _, learnt in read(splits)] == ["Yes.", "No."]
+    splits = prepare_splits(PreferenceData(paths=(path,), **DATA_OPTIONS), 300, 0)
+    assert [label_text for _, label_text in read(splits)] == ["Yes.", "No."]
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet"])
@@ -83,9 +90,9 @@ def test_preference_reads_every_file_type(suffix: str, tmp_path: Path) -> None:
         path.write_text(json.dumps(records))
     else:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    splits = prepare_splits(PreferenceData(paths=(str(path),), **SMALL), 300, 0)
+    splits = prepare_splits(PreferenceData(paths=(str(path),), **DATA_OPTIONS), 300, 0)
     assert len(splits.train) == 2
-    assert [learnt for _, learnt in read(splits, 1)] == ["4", "five"]
+    assert [label_text for _, label_text in read(splits, 1)] == ["4", "five"]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +102,10 @@ def test_preference_reads_every_file_type(suffix: str, tmp_path: Path) -> None:
         ({"chosen": "4", "rejected": "5"}, "has an answer that is a text, and no prompt"),
         ({**TEXTS, "rejected": "4"}, "does not have two different answers to one prompt"),
         (
-            {"chosen": [ASKED, GOOD], "rejected": [MORE[0], BAD]},
+            {"chosen": [QUESTION, CHOSEN], "rejected": [FOLLOW_UP[0], REJECTED]},
             "does not have two different answers to one prompt",
         ),
-        ({**TEXTS, "chosen": [ASKED]}, "has no answer"),
+        ({**TEXTS, "chosen": [QUESTION]}, "has no answer"),
         ({**TEXTS, "chosen": 4}, "has no list of turns"),
         ({**TEXTS, "prompt": 4}, "has no list of turns"),
         ({**TEXTS, "chosen": " "}, "has no answer"),
@@ -109,10 +116,10 @@ def test_preference_bad_records_are_named_or_skipped(
     record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS, record)
-    with pytest.raises(DataError, match="1 record that is not a valid pair of answers") as refused:
-        prepare_splits(PreferenceData(paths=(path,), **SMALL), 300, 0)
-    assert f"a.jsonl:2 {reason}" in str(refused.value)
-    splits = prepare_splits(PreferenceData(paths=(path,), max_bad_rows=1, **SMALL), 300, 0)
+    with pytest.raises(DataError, match="1 record that is not a valid pair of answers") as excinfo:
+        prepare_splits(PreferenceData(paths=(path,), **DATA_OPTIONS), 300, 0)
+    assert f"a.jsonl:2 {reason}" in str(excinfo.value)
+    splits = prepare_splits(PreferenceData(paths=(path,), max_bad_rows=1, **DATA_OPTIONS), 300, 0)
     assert len(splits.train) == 1
     assert "skipped 1 record" in capsys.readouterr().err
 
@@ -120,7 +127,9 @@ def test_preference_bad_records_are_named_or_skipped(
 def test_preference_answers_must_begin_within_the_sequence(tmp_path: Path) -> None:
     long = " ".join(map(str, range(100)))
     path = lines(tmp_path / "a.jsonl", TEXTS, {**TEXTS, "prompt": long}, {**TEXTS, "chosen": long})
-    splits = prepare_splits(PreferenceData(paths=(path,), **{**SMALL, "sequence": 40}), 300, 0)
+    splits = prepare_splits(
+        PreferenceData(paths=(path,), **{**DATA_OPTIONS, "sequence": 40}), 300, 0
+    )
     assert len(splits.train) == 2
     assert long.startswith(read(splits, 1)[0][1])
 
@@ -133,9 +142,9 @@ def test_preference_requires_enough_embedded_text() -> None:
 def test_embedded_pairs_have_the_same_words() -> None:
     splits = prepare_splits(StdlibCorpusPairs(vocabulary=300, megabytes=1.0, sequence=1000), 300, 0)
     assert splits.validation is not None
-    for row in range(20):
-        (chosen, learnt), (rejected, other) = read(splits, row)
-        assert chosen.split("### Assistant:")[0] == rejected.split("### Assistant:")[0], row
-        assert sorted(learnt.split()) == sorted(other.split()), row
-        assert learnt != other, row
+    for index in range(20):
+        (chosen, label_text), (rejected, other) = read(splits, index)
+        assert chosen.split("### Assistant:")[0] == rejected.split("### Assistant:")[0], index
+        assert sorted(label_text.split()) == sorted(other.split()), index
+        assert label_text != other, index
     assert len(splits.train) > 5 * len(splits.validation) > 0

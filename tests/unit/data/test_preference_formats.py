@@ -9,8 +9,8 @@ import pytest
 from fixtures.chat_records import (
     ANSWER,
     CALL,
-    SMALL,
-    TALK,
+    DATA_OPTIONS,
+    SHAREGPT_TURNS,
     TOOL,
     USER,
     lines,
@@ -44,7 +44,7 @@ PREFERENCES = {
         "rejected": [ANSWER | {"content": "bad"}],
     },
     "turns": {
-        "conversations": TALK[:1],
+        "conversations": SHAREGPT_TURNS[:1],
         "system": "Arr.",
         "chosen": {"from": "gpt", "value": "fine"},
         "rejected": {"from": "gpt", "value": "bad"},
@@ -64,22 +64,22 @@ ULTRAFEEDBACK = {
 
 
 def test_preference_may_repeat_the_chosen_answer() -> None:
-    asked = "### User:\nhello\n\n### Assistant:\n"
-    assert sides(ULTRAFEEDBACK) == [f"{asked}fine.", f"{asked}bad."]
+    expected_prompt = "### User:\nhello\n\n### Assistant:\n"
+    assert sides(ULTRAFEEDBACK) == [f"{expected_prompt}fine.", f"{expected_prompt}bad."]
     assert sides({**ULTRAFEEDBACK, "prompt": None}) == sides(ULTRAFEEDBACK)
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_preference_is_read_with_its_prompt(name: str) -> None:
-    asked = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
-    assert sides(PREFERENCES[name]) == [f"{asked}fine.", f"{asked}bad."]
+    expected_prompt = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
+    assert sides(PREFERENCES[name]) == [f"{expected_prompt}fine.", f"{expected_prompt}bad."]
 
 
 def test_preference_has_its_history() -> None:
-    begin = "### User:\na\n\n### Assistant:\nb.### User:\nhello"
+    expected_prefix = "### User:\na\n\n### Assistant:\nb.### User:\nhello"
     for name in ("alpaca", "system"):
         record = PREFERENCES[name] | {"history": [["a", "b"]]}
-        assert all(begin in side for side in sides(record)), name
+        assert all(expected_prefix in side for side in sides(record)), name
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_preference_with_unread_keys_is_rejected(more: dict[str, Any], reason: s
 
 def test_preference_metadata_is_noted(tmp_path: Path) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
-    splits = prepare_splits(PreferenceData(paths=lines(tmp_path, record), **SMALL), 300, 0)
+    splits = prepare_splits(PreferenceData(paths=lines(tmp_path, record), **DATA_OPTIONS), 300, 0)
     assert splits.note == "ignored key score_chosen, occurrences: 1"
 
 
@@ -129,14 +129,14 @@ def test_preference_metadata_is_noted(tmp_path: Path) -> None:
 def test_seq2seq_record_with_unread_keys_is_rejected(
     record: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    data = Seq2SeqData(paths=lines(tmp_path, record), **SMALL)
+    data = Seq2SeqData(paths=lines(tmp_path, record), **DATA_OPTIONS)
     with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
         prepare_splits(data, 300, 0)
 
 
 def test_seq2seq_system_text_is_part_of_the_question(tmp_path: Path) -> None:
     record = {"instruction": "hello", "output": "fine", "system": "Arr."}
-    splits = prepare_splits(Seq2SeqData(paths=lines(tmp_path, record), **SMALL), 300, 0)
+    splits = prepare_splits(Seq2SeqData(paths=lines(tmp_path, record), **DATA_OPTIONS), 300, 0)
     ids = [~token for token in splits.train.gather([0])[0].tolist() if token < 0]
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     assert "Arr." in tokenizer.decode([token for token in ids if token < 300])

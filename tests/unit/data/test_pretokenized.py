@@ -45,21 +45,21 @@ def test_token_ids_are_checked_once(tmp_path, monkeypatch):
     assert scanned == [99]
 
 
-def refused(path, match, **options):
-    with pytest.raises(DataError, match=match) as caught:
+def rejection_message(path, match, **options):
+    with pytest.raises(DataError, match=match) as excinfo:
         prepare_splits(PretokenizedData(4, (str(path),), **options), 64, 0)
-    assert len(caught.value.issues) == 1
+    assert len(excinfo.value.issues) == 1
 
 
 def test_token_id_outside_the_vocabulary_is_rejected(tmp_path):
     np.array([1, 2, 3, 64, 5], dtype="<u2").tofile(tmp_path / "a.bin")
     match = r"data\.paths=.*a\.bin: has token id 64, outside the model's vocabulary of 64; set "
-    refused(tmp_path / "a.bin", match + r"model\.vocabulary=65, or the right data\.dtype")
+    rejection_message(tmp_path / "a.bin", match + r"model\.vocabulary=65, or the right data\.dtype")
 
 
 def test_negative_token_id_is_rejected(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, -7, 3, 4, 5]))
-    refused(tmp_path / "a.npy", "has token id -7, outside")
+    rejection_message(tmp_path / "a.npy", "has token id -7, outside")
 
 
 def test_shard_truncated_within_an_id_is_rejected(tmp_path):
@@ -67,26 +67,26 @@ def test_shard_truncated_within_an_id_is_rejected(tmp_path):
     match = (
         r"data\.paths=.*a\.bin: has 21 bytes, not a multiple of 2 .uint16.: the file is truncated"
     )
-    refused(tmp_path / "a.bin", match)
+    rejection_message(tmp_path / "a.bin", match)
 
 
 def test_truncated_npy_is_rejected(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.arange(50))
     path.write_bytes(path.read_bytes()[:-1])
-    refused(path, r"a\.npy: is not a complete \.npy file .*; copy the file again")
+    rejection_message(path, r"a\.npy: is not a complete \.npy file .*; copy the file again")
 
 
 @pytest.mark.parametrize("content", [b"", b"not numpy at all"])
 def test_invalid_npy_is_rejected(tmp_path, content):
     (tmp_path / "a.npy").write_bytes(content)
-    refused(tmp_path / "a.npy", r"a\.npy: is not a complete \.npy file")
+    rejection_message(tmp_path / "a.npy", r"a\.npy: is not a complete \.npy file")
 
 
 @pytest.mark.parametrize("array", [np.zeros((3, 3), dtype=np.int64), np.zeros(9)])
 def test_npy_of_another_dtype_is_rejected(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
-    refused(tmp_path / "a.npy", "not a 1-D array of integers; save the flat ids")
+    rejection_message(tmp_path / "a.npy", "not a 1-D array of integers; save the flat ids")
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
@@ -95,14 +95,14 @@ def test_empty_shard_is_rejected(tmp_path, name):
         np.save(tmp_path / name, np.zeros(0, dtype=np.int64))
     else:
         (tmp_path / name).touch()
-    refused(tmp_path / name, r"data\.paths=.*: has no tokens; omit the file")
+    rejection_message(tmp_path / name, r"data\.paths=.*: has no tokens; omit the file")
 
 
 def test_shard_shorter_than_a_sequence_is_rejected(tmp_path):
     np.zeros(4, dtype="<u2").tofile(tmp_path / "a.bin")
     match = r"data\.sequence=4: the train split has 4 tokens, fewer than the 5 of one sequence"
-    refused(tmp_path / "a.bin", match)
+    rejection_message(tmp_path / "a.bin", match)
 
 
 def test_missing_shard_is_rejected(tmp_path):
-    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; set 'data\.paths")
+    rejection_message(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; set 'data\.paths")

@@ -19,8 +19,8 @@ from scalewise.data.tokenizer import TokenizerSource
 
 pytestmark = pytest.mark.usefixtures("cpu_machine")
 
-END = "</s>"
-LINES = {
+END_TOKEN = "</s>"
+TEXT_DATA = {
     "corpus": ["data=corpus"],
     "corpus_classes": ["data=corpus_classes", "objective=classification", "model.classes=2"],
     "corpus_pairs": ["data=corpus_pairs", "objective=dpo"],
@@ -31,7 +31,7 @@ LINES = {
                  "objective=classification", "model.classes=2"],
     "preference": ["data=preference", "data.paths=[RECORDS]", "objective=dpo"],
 }  # fmt: skip
-READY = {
+TOKEN_DATA = {
     "synthetic": ["data=synthetic"],
     "tokens": ["data=tokens", "data.paths=[IDS]"],
     "reversal": ["data=reversal", "objective=grpo"],
@@ -54,10 +54,10 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder.mkdir()
     shutil.copy(LLAMA_CONFIG_DIR / "config.json", folder)
     shutil.copy(weights, folder)
-    train_tokenizer(TokenizerSource(300, end_of_text=END), lambda: iter(["some text"])).save(
+    train_tokenizer(TokenizerSource(300, end_of_text=END_TOKEN), lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
     )
-    end = {"__type": "AddedToken", "content": END}
+    end = {"__type": "AddedToken", "content": END_TOKEN}
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     (tmp_path / "RECORDS.jsonl").touch()
     np.zeros(99, dtype="<u2").tofile(tmp_path / "IDS.bin")
@@ -65,76 +65,92 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def named(parts: list[str]) -> list[str]:
-    found = [part.replace("RECORDS", "RECORDS.jsonl").replace("IDS", "IDS.bin") for part in parts]
-    return [*found, *(["model.tied=false"] if "model.classes=2" in parts else [])]
+def with_file_names(overrides: list[str]) -> list[str]:
+    file_overrides = [
+        override.replace("RECORDS", "RECORDS.jsonl").replace("IDS", "IDS.bin")
+        for override in overrides
+    ]
+    return [*file_overrides, *(["model.tied=false"] if "model.classes=2" in overrides else [])]
 
 
-OF_WEIGHTS = [
+WEIGHTS_SHAPE = [
     "model.width=32",
     "model.kv_heads=2",
     "model.norm_epsilon=1e-6",
     "model.feedforward=64",
 ]
-DECODER = ["model=decoder_nano", "model.vocabulary=4096", *OF_WEIGHTS]
-BEGUN = [*DECODER, "model.weights=weights"]
-OF_TRANSFORMERS = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
-GIVEN = ["data.tokenizer=weights/tokenizer.json", f"data.end_of_text='{END}'"]
+DECODER = ["model=decoder_nano", "model.vocabulary=4096", *WEIGHTS_SHAPE]
+PRETRAINED_DECODER = [*DECODER, "model.weights=weights"]
+PRETRAINED_HF = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
+TOKENIZER_OVERRIDES = ["data.tokenizer=weights/tokenizer.json", f"data.end_of_text='{END_TOKEN}'"]
 REASON = "trains a new tokenizer, which does not match the weights of weights"
 
 
-@pytest.mark.parametrize("data", LINES)
+@pytest.mark.parametrize("data", TEXT_DATA)
 def test_pretrained_weights_reject_a_trained_tokenizer(data: str, files: Path) -> None:
-    line = named(LINES[data])
-    assert_rejected([*BEGUN, *line], "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
-    compose([*BEGUN, *line, *GIVEN])
-    compose([*DECODER, *line])
+    data_overrides = with_file_names(TEXT_DATA[data])
+    assert_rejected(
+        [*PRETRAINED_DECODER, *data_overrides],
+        "data.tokenizer",
+        REASON,
+        f'set {TOKENIZER_OVERRIDES[0]} "{TOKENIZER_OVERRIDES[1]}"',
+    )
+    compose([*PRETRAINED_DECODER, *data_overrides, *TOKENIZER_OVERRIDES])
+    compose([*DECODER, *data_overrides])
 
 
-@pytest.mark.parametrize("data", READY)
+@pytest.mark.parametrize("data", TOKEN_DATA)
 def test_pretrained_weights_accept_token_ids(data: str, files: Path) -> None:
-    compose([*BEGUN, *named(READY[data])])
+    compose([*PRETRAINED_DECODER, *with_file_names(TOKEN_DATA[data])])
 
 
 @pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
 def test_hf_model_keeps_its_tokenizer(data: str, files: Path) -> None:
-    overrides = [*OF_TRANSFORMERS, *named(LINES[data])]
-    assert_rejected(overrides, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
+    overrides = [*PRETRAINED_HF, *with_file_names(TEXT_DATA[data])]
+    assert_rejected(
+        overrides,
+        "data.tokenizer",
+        REASON,
+        f'set {TOKENIZER_OVERRIDES[0]} "{TOKENIZER_OVERRIDES[1]}"',
+    )
     compose([*overrides, "model.init=random"])
 
 
 @pytest.mark.parametrize(
-    ("gone", "fix"),
+    ("removed_files", "fix"),
     [
         (["tokenizer_config.json"], "set data.tokenizer=weights/tokenizer.json"),
         (["tokenizer.json"], "set data.tokenizer=PATH to the tokenizer.json"),
     ],
 )
 @pytest.mark.parametrize(
-    "begun", [BEGUN, [*DECODER, "model.weights=weights/model.safetensors"], OF_TRANSFORMERS]
+    "model_overrides",
+    [PRETRAINED_DECODER, [*DECODER, "model.weights=weights/model.safetensors"], PRETRAINED_HF],
 )
 def test_tokenizer_fix_names_the_files_of_the_weights(
-    begun: list[str], gone: list[str], fix: str, files: Path
+    model_overrides: list[str], removed_files: list[str], fix: str, files: Path
 ) -> None:
-    for name in gone:
+    for name in removed_files:
         (files / "weights" / name).unlink()
-    assert_rejected([*begun, "data=corpus"], "data.tokenizer", "trains a new tokenizer", fix)
+    assert_rejected(
+        [*model_overrides, "data=corpus"], "data.tokenizer", "trains a new tokenizer", fix
+    )
 
 
 def test_tokenizer_fix_of_a_hub_name_is_its_cache(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = files / "models--somebody--taught"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text("0" * 40)
-    snapshot = kept / "snapshots" / ("0" * 40)
+    cache_folder = files / "models--somebody--taught"
+    (cache_folder / "refs").mkdir(parents=True)
+    (cache_folder / "refs" / "main").write_text("0" * 40)
+    snapshot = cache_folder / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir()
     snapshot.symlink_to(files / "weights")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(files))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    overrides = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
-    found = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
-    assert_rejected(overrides, "data.tokenizer", "trains a new tokenizer", found)
+    overrides = [*PRETRAINED_HF, "model.path=somebody/taught", "data=corpus"]
+    fix_start = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
+    assert_rejected(overrides, "data.tokenizer", "trains a new tokenizer", fix_start)
     (files / "weights" / "tokenizer.json").unlink()
     assert_rejected(
         overrides, "data.tokenizer", "trains a new tokenizer", "set data.tokenizer=PATH"
@@ -144,10 +160,10 @@ def test_tokenizer_fix_of_a_hub_name_is_its_cache(
 @pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])
 def test_embedded_text_uses_a_given_tokenizer(kind: type[StdlibCorpus], files: Path) -> None:
     path = files / "weights" / "tokenizer.json"
-    spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)
+    spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END_TOKEN)
     assert spec.required_vocabulary is None
     splits = prepare_splits(spec, 300, 0)
     assert splits.tokenizer is not None
-    kept = Tokenizer.from_file(str(splits.tokenizer))
-    assert kept.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
+    saved_tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    assert saved_tokenizer.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
     assert len(splits.train) > 0

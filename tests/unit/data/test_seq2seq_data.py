@@ -19,7 +19,7 @@ from scalewise.data.synthetic import RandomTokens
 from scalewise.data.tokenizer import END_OF_TEXT as END
 from scalewise.errors import DataError
 
-SMALL: dict[str, Any] = {
+DATA_OPTIONS: dict[str, Any] = {
     "vocabulary": 300,
     "sequence": 48,
     "target_length": 16,
@@ -32,24 +32,26 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def asked(path: Path, *records: object, **more: Any) -> Seq2SeqData:
+def prompt_of(path: Path, *records: object, **more: Any) -> Seq2SeqData:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-    return Seq2SeqData(paths=(str(path),), **{**SMALL, **more})
+    return Seq2SeqData(paths=(str(path),), **{**DATA_OPTIONS, **more})
 
 
-def read(splits: DataSplits, row: int) -> tuple[str, str]:
+def read(splits: DataSplits, index: int) -> tuple[str, str]:
     """A question and its answer, ends and all."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    (ids_S,) = splits.train.gather([row])
-    (question_S, answer_T) = ids_S[:-16], ids_S[-16:]
-    question = (~question_S[question_S != NO_TOKEN]).tolist()
+    (ids_S,) = splits.train.gather([index])
+    (input_S, answer_T) = ids_S[:-16], ids_S[-16:]
+    input_ids = (~input_S[input_S != NO_TOKEN]).tolist()
     answer = answer_T[answer_T >= 0].tolist()
-    return tuple(tokenizer.decode(ids, skip_special_tokens=False) for ids in (question, answer))
+    return tuple(tokenizer.decode(ids, skip_special_tokens=False) for ids in (input_ids, answer))
 
 
 ALPACA = {"instruction": "Reverse.", "input": "abc", "output": "cba"}
-SHORT = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
-LONG = {
+SHORT_RECORD = {
+    "messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+}
+LONG_RECORD = {
     "messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -60,7 +62,9 @@ LONG = {
 
 
 def test_seq2seq_question_and_answer_are_separate(tmp_path: Path) -> None:
-    splits = prepare_splits(asked(tmp_path / "a.jsonl", ALPACA, SHORT, LONG, sequence=96), 300, 0)
+    splits = prepare_splits(
+        prompt_of(tmp_path / "a.jsonl", ALPACA, SHORT_RECORD, LONG_RECORD, sequence=96), 300, 0
+    )
     assert splits.note == ""
     assert read(splits, 0) == ("Reverse.\n\nabc" + END, "cba" + END)
     assert read(splits, 1) == ("1+1" + END, "2" + END)
@@ -70,7 +74,7 @@ def test_seq2seq_question_and_answer_are_separate(tmp_path: Path) -> None:
 
 def test_seq2seq_question_and_answer_are_truncated(tmp_path: Path) -> None:
     long = {"instruction": "why " * 90, "output": "so " * 90}
-    splits = prepare_splits(asked(tmp_path / "a.jsonl", long, SHORT), 300, 0)
+    splits = prepare_splits(prompt_of(tmp_path / "a.jsonl", long, SHORT_RECORD), 300, 0)
     (ids_S,) = splits.train.gather([0])
     assert len(ids_S) == 48
     assert (ids_S[:32] < 0).all()
@@ -80,11 +84,11 @@ def test_seq2seq_question_and_answer_are_truncated(tmp_path: Path) -> None:
 
 
 def test_seq2seq_records_without_question_are_named(tmp_path: Path) -> None:
-    alone = {"messages": [{"role": "assistant", "content": "2"}]}
+    answer_only_record = {"messages": [{"role": "assistant", "content": "2"}]}
     with pytest.raises(
         DataError, match=r"not a valid question with an answer: a.jsonl:2 has no question"
     ):
-        prepare_splits(asked(tmp_path / "a.jsonl", SHORT, alone), 300, 0)
+        prepare_splits(prompt_of(tmp_path / "a.jsonl", SHORT_RECORD, answer_only_record), 300, 0)
 
 
 def test_seq2seq_batches_mark_padding() -> None:
@@ -103,48 +107,58 @@ def test_seq2seq_batches_mark_padding() -> None:
     assert torch.equal(first["inputs"].clamp(min=0), first["inputs"] * (first["inputs"] >= 0))
 
 
-SYNTHETIC = ("data=synthetic", "data.sequence=32", "data.target_length=8")
+SYNTHETIC_DATA = ("data=synthetic", "data.sequence=32", "data.target_length=8")
 T5 = (*RANDOM_T5, "objective=seq2seq")
-WITH: list[RejectionCase] = [
+REJECTED_SEQ2SEQ_OPTIONS: list[RejectionCase] = [
     ([*T5], "data", "contains no encoder inputs", "data=seq2seq"),
     ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder-decoder model (t5)", "seq2seq"),
-    ([*SYNTHETIC], "data", "contains encoder inputs", "objective=seq2seq"),
-    ([*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "such as T5"),
-    (["objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "model=hf"),
+    ([*SYNTHETIC_DATA], "data", "contains encoder inputs", "objective=seq2seq"),
     (
-        [*T5, *SYNTHETIC[:2], "data.target_length=32"],
+        [*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC_DATA],
+        "model",
+        "has no encoder",
+        "such as T5",
+    ),
+    (["objective=seq2seq", *SYNTHETIC_DATA], "model", "has no encoder", "model=hf"),
+    (
+        [*T5, *SYNTHETIC_DATA[:2], "data.target_length=32"],
         "data.target_length",
         "must be positive and below",
         "data.target_length=8",
     ),
     (
-        [*T5, *SYNTHETIC[:2], "data.target_length=0"],
+        [*T5, *SYNTHETIC_DATA[:2], "data.target_length=0"],
         "data",
         "contains no encoder inputs",
         "data=seq2seq",
     ),
-    ([*T5, *SYNTHETIC, "objective.loss_chunk=8"], "objective.loss_chunk", "not supported", "null"),
     (
-        [*T5, *SYNTHETIC, "parallelism=tensor", NO_SEQUENCE_PARALLEL],
+        [*T5, *SYNTHETIC_DATA, "objective.loss_chunk=8"],
+        "objective.loss_chunk",
+        "not supported",
+        "null",
+    ),
+    (
+        [*T5, *SYNTHETIC_DATA, "parallelism=tensor", NO_SEQUENCE_PARALLEL],
         "parallelism.tensor",
         "transformers does not have for t5",
         "parallelism=fsdp",
     ),
     (
-        [*T5, *SYNTHETIC, "trainer.micro_batch=auto", "trainer.global_batch=8"],
+        [*T5, *SYNTHETIC_DATA, "trainer.micro_batch=auto", "trainer.global_batch=8"],
         "trainer.micro_batch",
         "requires the analytic memory model",
         "trainer.micro_batch=1",
     ),
     (
-        [*T5, *SYNTHETIC, "adapter=lora", "quantization=nf4"],
+        [*T5, *SYNTHETIC_DATA, "adapter=lora", "quantization=nf4"],
         "quantization",
         "is not supported for encoder-decoder models",
         "quantization=none",
     ),
     *(
-        ([*T5, *SYNTHETIC, given], key, reason, fix)
-        for given, key, reason, fix in (
+        ([*T5, *SYNTHETIC_DATA, override], key, reason, fix)
+        for override, key, reason, fix in (
             (
                 "parallelism=context",
                 "parallelism.context",
@@ -200,7 +214,7 @@ WITH: list[RejectionCase] = [
 ]
 
 
-@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
+@pytest.mark.parametrize(REJECTION_FIELDS, REJECTED_SEQ2SEQ_OPTIONS, ids=overrides_id)
 def test_seq2seq_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:

@@ -18,8 +18,8 @@ from scalewise.data.text import TextData
 from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
-STORY = "".join(f"{number} sheep jumped over the fence.\n" for number in range(400))
-SMALL = {"vocabulary": 300, "sequence": 8}
+STORY = "".join(f"{index} sheep jumped over the fence.\n" for index in range(400))
+DATA_OPTIONS = {"vocabulary": 300, "sequence": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def read(splits, rows):
+def read(splits, dataset):
     """The text of all rows, end to end."""
-    tokens = rows.gather(range(len(rows)))
+    tokens = dataset.gather(range(len(dataset)))
     ids = [*tokens[:, :-1].ravel(), tokens[-1, -1]]
     return Tokenizer.from_file(str(splits.tokenizer)).decode(ids, skip_special_tokens=False)
 
@@ -44,12 +44,15 @@ def test_corpus_is_python_source_with_validation_files():
     assert "def " in train
     assert END_OF_TEXT in train
     assert 0 < len(validation) < len(train) / 3
-    assert all(part not in train for part in validation.split(END_OF_TEXT) if len(part) > 400)
+    assert all(
+        document not in train for document in validation.split(END_OF_TEXT) if len(document) > 400
+    )
 
 
 def test_corpus_is_truncated_to_its_size():
     sizes = [
-        len(prepare_splits(StdlibCorpus(megabytes=mb, **SMALL), 300, 0).train) for mb in (0.1, 0.3)
+        len(prepare_splits(StdlibCorpus(megabytes=mb, **DATA_OPTIONS), 300, 0).train)
+        for mb in (0.1, 0.3)
     ]
     assert 2 < sizes[1] / sizes[0] < 4.5
 
@@ -64,56 +67,58 @@ def test_corpus_without_files_is_rejected():
 def test_text_sequences_are_contiguous(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
     splits = prepare_splits(
-        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL), 300, 0
+        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **DATA_OPTIONS), 300, 0
     )
     assert splits.validation is None
     assert (STORY + END_OF_TEXT).startswith(read(splits, splits.train))
-    rows = splits.train.gather([0, 1])
-    assert rows[0, -1] == rows[1, 0]
+    dataset = splits.train.gather([0, 1])
+    assert dataset[0, -1] == dataset[1, 0]
 
 
 def test_text_single_file_validates_on_its_end(tmp_path):
     (tmp_path / "a.md").write_text(STORY)
     splits = prepare_splits(
-        TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL), 300, 0
+        TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **DATA_OPTIONS), 300, 0
     )
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert STORY.startswith(train[:9000])
-    held = STORY.index(validation[:60])
-    assert held == pytest.approx(0.75 * len(STORY), abs=60)
-    assert STORY[held - 1] == "\n"
+    start = STORY.index(validation[:60])
+    assert start == pytest.approx(0.75 * len(STORY), abs=60)
+    assert STORY[start - 1] == "\n"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_text_single_record_file_validates_on_records(tmp_path, suffix):
-    texts = [f"record {number:03d} says nothing at all" for number in range(100)]
+    texts = [f"record {index:03d} says nothing at all" for index in range(100)]
     if suffix == "jsonl":
         lines = "\n\n".join(json.dumps({"body": text}) for text in texts)
         (tmp_path / "a.jsonl").write_text(lines)
     else:
         write_parquet(tmp_path / "a.parquet", body=texts, id=list(range(100)))
-    data = TextData(paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **SMALL)
+    data = TextData(
+        paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **DATA_OPTIONS
+    )
     splits = prepare_splits(data, 300, 0)
-    held = read(splits, splits.validation).split(END_OF_TEXT)
-    assert held[:3] == [texts[4], texts[9], texts[14]]
+    validation_texts = read(splits, splits.validation).split(END_OF_TEXT)
+    assert validation_texts[:3] == [texts[4], texts[9], texts[14]]
     assert texts[4] not in read(splits, splits.train)
 
 
 def test_text_files_are_held_out_entirely(tmp_path):
-    for number in range(30):
-        (tmp_path / f"{number}.py").write_text(f"# file {number:02d}\n" * 30)
-    data = TextData(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
+    for index in range(30):
+        (tmp_path / f"{index}.py").write_text(f"# file {index:02d}\n" * 30)
+    data = TextData(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **DATA_OPTIONS)
     splits = prepare_splits(data, 300, 0)
-    train, held = read(splits, splits.train), read(splits, splits.validation)
-    for number in range(30):
-        line = f"# file {number:02d}\n# file {number:02d}"
-        assert (line in train) != (line in held), number
+    train, validation_text = read(splits, splits.train), read(splits, splits.validation)
+    for index in range(30):
+        line = f"# file {index:02d}\n# file {index:02d}"
+        assert (line in train) != (line in validation_text), index
 
 
 def test_text_cache_detects_changed_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(STORY)
-    data = TextData(paths=(str(path),), **SMALL)
+    data = TextData(paths=(str(path),), **DATA_OPTIONS)
     first = prepare_splits(data, 300, 0).tokenizer
     assert prepare_splits(data, 300, 1).tokenizer == first
     path.write_text(STORY.replace("sheep", "goats"))
@@ -138,29 +143,38 @@ def test_text_notes_special_tokens_of_a_given_tokenizer(tmp_path, kind):
         single="<bos> $A", special_tokens=[("<bos>", 0)]
     )
     tokenizer.save(str(tmp_path / "own.json"))
-    own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "</s>", "sequence": 8}
+    tokenizer_options = {
+        "tokenizer": str(tmp_path / "own.json"),
+        "end_of_text": "</s>",
+        "sequence": 8,
+    }
     note = "documents begin with <bos>, as the tokenizer adds it"
     if kind == "corpus":
-        assert prepare_splits(StdlibCorpus(megabytes=0.3, **own), 400, 0).note == note
+        assert prepare_splits(StdlibCorpus(megabytes=0.3, **tokenizer_options), 400, 0).note == note
         return
-    splits = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), **own), 400, 0)
+    splits = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), **tokenizer_options), 400, 0)
     assert splits.note == f"{note}; set data.special_tokens=false to omit it"
     assert splits.train.gather([0])[0].tolist() == tokenizer.encode(STORY).ids[:9]
-    plain = prepare_splits(
-        TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own), 400, 0
+    splits_without_special_tokens = prepare_splits(
+        TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **tokenizer_options), 400, 0
     )
-    assert plain.note == ""
-    assert plain.train.gather([0])[0].tolist() == tokenizer.encode(STORY).ids[1:10]
+    assert splits_without_special_tokens.note == ""
+    assert (
+        splits_without_special_tokens.train.gather([0])[0].tolist()
+        == tokenizer.encode(STORY).ids[1:10]
+    )
 
 
 def test_text_stores_large_vocabularies_in_four_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(STORY + "rare")
     tokenizer = train_tokenizer(TokenizerSource(300), lambda: iter([STORY]))
-    tokenizer.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
+    tokenizer.add_tokens([f"unused{index}" for index in range(2**16)] + ["rare"])
     tokenizer.save(str(tmp_path / "own.json"))
-    own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
-    rows = prepare_splits(TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **own), 2**17, 0).train
-    assert rows.gather([len(rows) - 1])[0, 0] == tokenizer.token_to_id("rare") >= 2**16
+    tokenizer_options = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
+    dataset = prepare_splits(
+        TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **tokenizer_options), 2**17, 0
+    ).train
+    assert dataset.gather([len(dataset) - 1])[0, 0] == tokenizer.token_to_id("rare") >= 2**16
 
 
 def test_text_trained_tokenizer_ends_texts_as_configured():
@@ -171,15 +185,15 @@ def test_text_trained_tokenizer_ends_texts_as_configured():
 
 def test_tokenizer_training_reads_a_bounded_part(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_CHARACTERS", 100)
-    read = []
+    read_sizes = []
 
     def documents():
-        for number in range(9):
-            read.append(number)
+        for index in range(9):
+            read_sizes.append(index)
             yield "a" * 60
 
     train_tokenizer(TokenizerSource(300), documents)
-    assert read == [0, 1]
+    assert read_sizes == [0, 1]
 
 
 def test_fork_after_tokenization_prints_no_warning(capfd):
@@ -192,9 +206,9 @@ def test_fork_after_tokenization_prints_no_warning(capfd):
     assert capfd.readouterr().err == ""
 
 
-def refused(tmp_path, match, content=STORY, name="a.txt", **options):
+def rejection_message(tmp_path, match, content=STORY, name="a.txt", **options):
     (tmp_path / name).write_text(content)
-    data = TextData(paths=(f"{tmp_path}/a.*",), **{**SMALL, **options})
+    data = TextData(paths=(f"{tmp_path}/a.*",), **{**DATA_OPTIONS, **options})
     with pytest.raises(DataError, match=match):
         prepare_splits(data, 300, 0)
     assert not list((tmp_path / "cache" / "data").glob(".*"))
@@ -202,39 +216,45 @@ def refused(tmp_path, match, content=STORY, name="a.txt", **options):
 
 def test_tokenizer_larger_than_the_model_is_rejected(tmp_path):
     match = r"data\.vocabulary=301: has ids up to 300, but the model's vocabulary is 300; set "
-    refused(tmp_path, match + r"model\.vocabulary=301", vocabulary=301)
+    rejection_message(tmp_path, match + r"model\.vocabulary=301", vocabulary=301)
 
 
 def test_given_tokenizer_larger_than_the_model_is_rejected(tmp_path):
-    own = tmp_path / "own.json"
-    train_tokenizer(TokenizerSource(320), lambda: iter([STORY])).save(str(own))
-    refused(tmp_path, r"data\.tokenizer=.*: has ids up to 319, but", tokenizer=str(own))
+    tokenizer_path = tmp_path / "own.json"
+    train_tokenizer(TokenizerSource(320), lambda: iter([STORY])).save(str(tokenizer_path))
+    rejection_message(
+        tmp_path, r"data\.tokenizer=.*: has ids up to 319, but", tokenizer=str(tokenizer_path)
+    )
 
 
 def test_file_that_is_no_tokenizer_is_rejected(tmp_path):
-    own = tmp_path / "own.json"
-    own.write_text("{}")
-    refused(tmp_path, r"data\.tokenizer=.* is not a tokenizer\.json", tokenizer=str(own))
+    tokenizer_path = tmp_path / "own.json"
+    tokenizer_path.write_text("{}")
+    rejection_message(
+        tmp_path, r"data\.tokenizer=.* is not a tokenizer\.json", tokenizer=str(tokenizer_path)
+    )
 
 
 def test_unknown_end_of_text_is_rejected(tmp_path):
-    own = tmp_path / "own.json"
-    train_tokenizer(TokenizerSource(300), lambda: iter([STORY])).save(str(own))
+    tokenizer_path = tmp_path / "own.json"
+    train_tokenizer(TokenizerSource(300), lambda: iter([STORY])).save(str(tokenizer_path))
     match = (
         r"data\.end_of_text=</s>: is not a token of .*, which has to separate documents; set \"data"
     )
-    refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
+    rejection_message(tmp_path, match, tokenizer=str(tokenizer_path), end_of_text="</s>")
 
 
 def test_empty_text_is_rejected(tmp_path):
-    refused(tmp_path, r"data\.paths=.*: the train split has no text; add files", content="")
+    rejection_message(
+        tmp_path, r"data\.paths=.*: the train split has no text; add files", content=""
+    )
 
 
 def test_text_shorter_than_a_sequence_is_rejected(tmp_path):
     match = (
         r"data\.sequence=99: the train split has 2 tokens, fewer than the 100 of one sequence; add"
     )
-    refused(tmp_path, match, content="ab", sequence=99, validation_fraction=0)
+    rejection_message(tmp_path, match, content="ab", sequence=99, validation_fraction=0)
 
 
 def test_missing_text_file_is_rejected(tmp_path):
@@ -243,24 +263,30 @@ def test_missing_text_file_is_rejected(tmp_path):
 
 
 def test_unknown_suffix_is_rejected(tmp_path):
-    refused(tmp_path, r"data\.paths=.*: unknown suffix '\.zip'; use one of \.c ", name="a.zip")
+    rejection_message(
+        tmp_path, r"data\.paths=.*: unknown suffix '\.zip'; use one of \.c ", name="a.zip"
+    )
 
 
 def test_text_records_require_a_field(tmp_path):
     match = r"data\.field=null: .* contains records, whose text field .*; set data\.field=text"
-    refused(tmp_path, match, name="a.jsonl")
+    rejection_message(tmp_path, match, name="a.jsonl")
 
 
 def test_text_record_without_the_field_is_rejected(tmp_path):
     match = r"data\.field=text: line 2 of .* has no text in this field; its fields: body"
     lines = '{"text": "one"}\n{"body": "two"}'
-    refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
+    rejection_message(
+        tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0
+    )
 
 
 def test_text_line_that_is_not_json_is_rejected(tmp_path):
     match = r"data\.paths=.*a\.jsonl: line 2 is not JSON"
     lines = '{"text": "one"}\n{"text": "tw'
-    refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
+    rejection_message(
+        tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0
+    )
 
 
 def test_text_column_without_text_is_rejected(tmp_path):

@@ -21,7 +21,7 @@ from scalewise.data.text_files import PLAIN_SUFFIXES, iter_json_lines, parse_jso
 from scalewise.errors import DataError
 
 TEXT = "naïve café\nzwei Zeilen €\n"
-MARKS = {
+BYTE_ORDER_MARKS = {
     "utf-8": codecs.BOM_UTF8,
     "utf-16-le": codecs.BOM_UTF16_LE,
     "utf-16-be": codecs.BOM_UTF16_BE,
@@ -50,14 +50,14 @@ def names(folder, pattern):
     return [str(path.relative_to(folder)) for path in match_paths([f"{folder}/{pattern}"])]
 
 
-@pytest.mark.parametrize("encoding", MARKS)
+@pytest.mark.parametrize("encoding", BYTE_ORDER_MARKS)
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
 def test_byte_order_mark_decides_the_encoding(tmp_path, monkeypatch, encoding, chunk):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
-    (tmp_path / "a.txt").write_bytes(MARKS[encoding] + TEXT.encode(encoding))
+    (tmp_path / "a.txt").write_bytes(BYTE_ORDER_MARKS[encoding] + TEXT.encode(encoding))
     assert texts(tmp_path / "a.txt") == [TEXT]
     lines = "".join(json.dumps({"x": line}, ensure_ascii=False) + "\n" for line in TEXT.split())
-    (tmp_path / "a.jsonl").write_bytes(MARKS[encoding] + lines.encode(encoding))
+    (tmp_path / "a.jsonl").write_bytes(BYTE_ORDER_MARKS[encoding] + lines.encode(encoding))
     assert texts(tmp_path / "a.jsonl", "x") == TEXT.split()
 
 
@@ -89,10 +89,10 @@ def test_undecodable_text_is_rejected_with_its_line(tmp_path, monkeypatch, conte
     monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     path = tmp_path / "a b.txt"
     path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(path)
-    assert caught.value.issues[0].reason == reason
-    assert caught.value.issues[0].value == path
+    assert excinfo.value.issues[0].reason == reason
+    assert excinfo.value.issues[0].value == path
 
 
 RUSSIAN = "Привет, мир. Как дела?\n" * 40
@@ -125,9 +125,9 @@ def test_encoding_fix_works_as_printed(tmp_path, name):
     text, encoding = CONVERTED[name]
     path = tmp_path / "it's.txt"
     path.write_bytes(text.encode(encoding))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(path)
-    command = caught.value.issues[0].fix.partition(" with: ")[2]
+    command = excinfo.value.issues[0].fix.partition(" with: ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert texts(tmp_path / "it's-utf8.txt") == [text]
 
@@ -146,9 +146,9 @@ def test_encoding_fix_works_as_printed(tmp_path, name):
 )
 def test_ambiguous_encoding_is_among_the_suggestions(tmp_path, text, encoding, named):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(tmp_path / "a.txt")
-    fix = caught.value.issues[0].fix
+    fix = excinfo.value.issues[0].fix
     assert named in fix.partition("may be ")[2].partition(", and convert")[0].split(" or ")
     assert "iconv -f ENCODING -t UTF-8 " in fix
 
@@ -174,31 +174,31 @@ def test_ambiguous_encoding_is_among_the_suggestions(tmp_path, text, encoding, n
 )
 def test_binary_files_are_named_with_a_fix(tmp_path, content, reason, fix):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(tmp_path / "a.txt")
-    assert caught.value.issues[0].reason.startswith(reason)
-    assert fix in caught.value.issues[0].fix
+    assert excinfo.value.issues[0].reason.startswith(reason)
+    assert fix in excinfo.value.issues[0].fix
 
 
 def test_control_character_fix_works_as_printed(tmp_path):
     path = tmp_path / "a b.txt"
     path.write_bytes(bytes(range(128)))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(path)
-    subprocess.run(["sh", "-c", caught.value.issues[0].fix.partition(": ")[2]], check=True)
-    left = "\t\n\v\f\n\x1b" + "".join(map(chr, range(32, 128)))
-    assert texts(tmp_path / "a b-utf8.txt") == [left]
+    subprocess.run(["sh", "-c", excinfo.value.issues[0].fix.partition(": ")[2]], check=True)
+    allowed_characters = "\t\n\v\f\n\x1b" + "".join(map(chr, range(32, 128)))
+    assert texts(tmp_path / "a b-utf8.txt") == [allowed_characters]
 
 
 @pytest.mark.parametrize("text", [TEXT, RUSSIAN, CHINESE])
 @pytest.mark.parametrize(("mark", "actual"), [("le", "be"), ("be", "le")])
 def test_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
     path = tmp_path / "it's.txt"
-    path.write_bytes(MARKS[f"utf-16-{mark}"] + text.encode(f"utf-16-{actual}"))
-    for read in (texts, lambda path: [*iter_json_lines(path)]):
-        with pytest.raises(DataError, match="has the byte order mark of UTF-16") as caught:
-            read(path)
-    command = caught.value.issues[0].fix.partition(": ")[2]
+    path.write_bytes(BYTE_ORDER_MARKS[f"utf-16-{mark}"] + text.encode(f"utf-16-{actual}"))
+    for read_file in (texts, lambda path: [*iter_json_lines(path)]):
+        with pytest.raises(DataError, match="has the byte order mark of UTF-16") as excinfo:
+            read_file(path)
+    command = excinfo.value.issues[0].fix.partition(": ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert texts(tmp_path / "it's-utf8.txt") == [text]
 
@@ -206,9 +206,9 @@ def test_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
 @pytest.mark.parametrize(
     "text", [RUSSIAN, CHINESE, "привет" * 300, "中文文本没有空格" * 90, "a", "", "\n", "日"]
 )
-@pytest.mark.parametrize("encoding", MARKS)
+@pytest.mark.parametrize("encoding", BYTE_ORDER_MARKS)
 def test_correct_byte_order_mark_is_accepted(tmp_path, encoding, text):
-    (tmp_path / "a.txt").write_bytes(MARKS[encoding] + text.encode(encoding))
+    (tmp_path / "a.txt").write_bytes(BYTE_ORDER_MARKS[encoding] + text.encode(encoding))
     assert texts(tmp_path / "a.txt") == [text]
 
 
@@ -226,9 +226,9 @@ def test_compressed_file_fix_works_as_printed(tmp_path, pack, name, program, suf
         pytest.skip(f"{program} is not installed")
     path = tmp_path / f"it's{suffix}"
     path.write_bytes(pack(b'{"x": "one"}\n'))
-    with pytest.raises(DataError, match=f"is {name} data") as caught:
+    with pytest.raises(DataError, match=f"is {name} data") as excinfo:
         texts(path, "x")
-    subprocess.run(["sh", "-c", caught.value.issues[0].fix.partition(": ")[2]], check=True)
+    subprocess.run(["sh", "-c", excinfo.value.issues[0].fix.partition(": ")[2]], check=True)
     assert texts(tmp_path / f"it's-unpacked{suffix}", "x")
 
 
@@ -257,8 +257,8 @@ def test_many_replacement_characters_are_noted(tmp_path, capsys):
 def test_nul_in_a_record_is_rejected(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": "one"}\n{"x": "t\\u0000wo"}\n')
     parquet.write_table(pyarrow.table({"x": ["one", "t\0wo"]}), tmp_path / "a.parquet")
-    for name, place in (("a.jsonl", "line 2"), ("a.parquet", "row 2")):
-        with pytest.raises(DataError, match=f"{name} {place} has a NUL character"):
+    for name, location in (("a.jsonl", "line 2"), ("a.parquet", "row 2")):
+        with pytest.raises(DataError, match=f"{name} {location} has a NUL character"):
             texts(tmp_path / name, "x")
 
 
@@ -289,11 +289,11 @@ def test_duplicate_columns_are_rejected(tmp_path):
 def test_bad_records_are_rejected_with_their_line(tmp_path, overrides, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"x": "one"}\n\n' + overrides + b'\n{"x": "two"}\n')
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as excinfo:
         texts(path, "x")
-    assert caught.value.issues[0].reason.startswith(f"line 3 {reason}")
-    others = [record for number, record in iter_json_lines(path) if number != 3]
-    assert others == [{"x": "one"}, {"x": "two"}]
+    assert excinfo.value.issues[0].reason.startswith(f"line 3 {reason}")
+    valid_records = [record for number, record in iter_json_lines(path) if number != 3]
+    assert valid_records == [{"x": "one"}, {"x": "two"}]
 
 
 def test_surrogate_pair_is_one_character():
@@ -370,8 +370,8 @@ def test_patterns_match_as_in_glob(tmp_path, monkeypatch):
     )
     for pattern in (*patterns, "**/e/*", "d/*/a.txt", "none/*", "./d/*.txt", f"{tmp_path}/d/*.txt"):
         expected = {os.path.abspath(it) for it in glob.glob(pattern, recursive=True)}
-        found = {str(path.absolute()) for path in match_paths([pattern])}
-        assert found == {it for it in expected if os.path.isfile(it)}, pattern
+        matches = {str(path.absolute()) for path in match_paths([pattern])}
+        assert matches == {it for it in expected if os.path.isfile(it)}, pattern
 
 
 def test_broken_links_are_skipped(tmp_path, monkeypatch):
@@ -398,9 +398,9 @@ def test_linked_files_are_read_once(tmp_path):
         (tmp_path / "d" / f"loop{number}").symlink_to(tmp_path / "d")
     (tmp_path / "d" / "real" / "up").symlink_to("..")
     (tmp_path / "d" / "root").symlink_to("/")
-    found = match_paths([f"{tmp_path}/d/**/*.txt"])
-    assert len(found) == 2
-    assert {path.resolve() for path in found} == {
+    matches = match_paths([f"{tmp_path}/d/**/*.txt"])
+    assert len(matches) == 2
+    assert {path.resolve() for path in matches} == {
         tmp_path / "d" / "real" / "x.txt",
         tmp_path / "outside" / "y.txt",
     }
@@ -447,10 +447,10 @@ def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
     (issue,) = rejection_lines(tmp_path / folder)
     assert issue.reason == "is a folder"
     typed = issue.fix.removeprefix("set ")
-    ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
-    pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
-    found = match_paths([pattern.replace("\\'", "'")])
-    assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+    completed = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
+    pattern = completed.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
+    matches = match_paths([pattern.replace("\\'", "'")])
+    assert [path.name for path in matches] == ["a.jsonl", "b.jsonl"]
 
 
 def test_large_file_is_read_in_chunks(tmp_path, monkeypatch):

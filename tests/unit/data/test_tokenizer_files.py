@@ -28,25 +28,25 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def trained():
+def train_tokenizer_model():
     return train_tokenizer(TokenizerSource(300, end_of_text="</s>"), lambda: iter([TEXT]))
 
 
 def write_vocabulary(folder):
     """Writes vocab.json and merges.txt of a byte-level BPE."""
     folder.mkdir()
-    trained().model.save(str(folder))
+    train_tokenizer_model().model.save(str(folder))
 
 
-def loaded(path):
+def load_vocabulary(path):
     return TokenizerSource(0, str(path), "</s>").load()
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_tokenizer_folder_is_read(tmp_path, name):
-    trained().save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer_model().save(str(tmp_path / "tokenizer.json"))
     assert not [*TokenizerSource(0, str(tmp_path / name)).validate()]
-    assert loaded(tmp_path / name).to_str() == trained().to_str()
+    assert load_vocabulary(tmp_path / name).to_str() == train_tokenizer_model().to_str()
     assert tokenizer_files.tokenizer_path(str(tmp_path / name)) == tmp_path / "tokenizer.json"
 
 
@@ -59,7 +59,7 @@ def test_tokenizer_vocabulary_and_merges_are_converted(tmp_path, name):
     (tmp_path / "bpe" / "tokenizer_config.json").write_text(json.dumps(config))
     assert not [*TokenizerSource(0, str(tmp_path / "bpe" / name)).validate()]
     expected = AutoTokenizer.from_pretrained(tmp_path / "bpe")(TEXT)["input_ids"]
-    assert loaded(tmp_path / "bpe" / name).encode(TEXT).ids == expected
+    assert load_vocabulary(tmp_path / "bpe" / name).encode(TEXT).ids == expected
 
 
 def test_tokenizer_conversion_is_cached_by_content(tmp_path, monkeypatch):
@@ -68,9 +68,9 @@ def test_tokenizer_conversion_is_cached_by_content(tmp_path, monkeypatch):
         (tmp_path / name / "tokenizer_config.json").write_text(
             '{"tokenizer_class": "GPT2Tokenizer"}'
         )
-    first = loaded(tmp_path / "one").to_str()
+    first = load_vocabulary(tmp_path / "one").to_str()
     monkeypatch.setattr(tokenizer_files, "load_with_transformers", None)
-    assert loaded(tmp_path / "two").to_str() == first
+    assert load_vocabulary(tmp_path / "two").to_str() == first
     digests = {tokenizer_files.content_digest(str(tmp_path / name)) for name in ("one", "two")}
     assert len(digests) == 1
 
@@ -79,11 +79,14 @@ def test_tokenizer_class_fix_works_as_printed(tmp_path):
     write_vocabulary(tmp_path / "it's")
     with pytest.raises(
         DataError, match=r"transformers cannot convert .* to a tokenizer\.json"
-    ) as caught:
-        loaded(tmp_path / "it's")
-    command = caught.value.issues[0].fix.removeprefix("name its class: ")
+    ) as excinfo:
+        load_vocabulary(tmp_path / "it's")
+    command = excinfo.value.issues[0].fix.removeprefix("name its class: ")
     subprocess.run(["sh", "-c", command], check=True)
-    assert loaded(tmp_path / "it's").encode(TEXT).ids == trained().encode(TEXT).ids
+    assert (
+        load_vocabulary(tmp_path / "it's").encode(TEXT).ids
+        == train_tokenizer_model().encode(TEXT).ids
+    )
 
 
 def test_sentencepiece_model_requires_sentencepiece(tmp_path, monkeypatch):
@@ -95,12 +98,12 @@ def test_sentencepiece_model_requires_sentencepiece(tmp_path, monkeypatch):
     )
     real_import = builtins.__import__
 
-    def without(name, *more, **named):
+    def find_spec_without(name, *more, **named):
         if name.partition(".")[0] == "sentencepiece":
             raise ImportError(name)
         return real_import(name, *more, **named)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", find_spec_without)
     monkeypatch.delitem(sys.modules, "sentencepiece", raising=False)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
@@ -108,7 +111,7 @@ def test_sentencepiece_model_requires_sentencepiece(tmp_path, monkeypatch):
         with pytest.raises(
             DataError, match=r"requires sentencepiece.*; pip install 'scalewise\[hf\]'"
         ):
-            loaded(path)
+            load_vocabulary(path)
 
 
 def test_extra_installs_sentencepiece_requirements():
@@ -132,21 +135,21 @@ def test_sentencepiece_ids_equal_the_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     expected = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode(TEXT)
-    assert loaded(tmp_path).encode(TEXT).ids == expected
+    assert load_vocabulary(tmp_path).encode(TEXT).ids == expected
 
 
 def test_broken_sentencepiece_model_is_rejected(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(DataError, match=r"data\.tokenizer="):
-        loaded(tmp_path)
+        load_vocabulary(tmp_path)
 
 
 def test_tokenizer_special_tokens_equal_transformers(tmp_path):
     from transformers import AutoTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
-    ids = {word: number for number, word in enumerate(words)}
+    ids = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -157,7 +160,7 @@ def test_tokenizer_special_tokens_equal_transformers(tmp_path):
 
 
 def test_declared_tokens_are_added_to_the_tokenizer(tmp_path):
-    tokenizer = trained()
+    tokenizer = train_tokenizer_model()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 0)]
     )
@@ -168,24 +171,24 @@ def test_declared_tokens_are_added_to_the_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert tokenizer_files.declared_tokens(path) == {"<pad>"}
     size = tokenizer.get_vocab_size()
-    assert loaded(tmp_path).encode("<pad>").ids == [0, size]
+    assert load_vocabulary(tmp_path).encode("<pad>").ids == [0, size]
     TokenizerSource(0, path, "</s>").check_vocabulary(size + 1)
-    with pytest.raises(DataError, match="beyond the model's embedding: <pad>") as caught:
+    with pytest.raises(DataError, match="beyond the model's embedding: <pad>") as excinfo:
         TokenizerSource(0, path, "</s>").check_vocabulary(size)
-    copied, _, override = caught.value.issues[0].fix.rpartition("; ")[2].partition(", then ")
-    subprocess.run(["sh", "-c", copied.partition(": ")[2]], check=True)
+    command, _, override = excinfo.value.issues[0].fix.rpartition("; ")[2].partition(", then ")
+    subprocess.run(["sh", "-c", command.partition(": ")[2]], check=True)
     TokenizerSource(0, shlex.split(override)[0].partition("=")[2], "</s>").check_vocabulary(size)
 
 
 def test_split_special_tokens_is_rejected(tmp_path):
-    trained().save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer_model().save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert loaded(tmp_path).encode("</s>").ids == [0]
+    assert load_vocabulary(tmp_path).encode("</s>").ids == [0]
     config["split_special_tokens"] = True
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"split_special_tokens=true in .*; remove it from"):
-        loaded(tmp_path)
+        load_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +202,10 @@ def test_path_without_a_tokenizer_is_rejected(tmp_path, name, reason):
 
 
 def test_truncated_tokenizer_is_rejected(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(trained().to_str()[:-9])
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer_model().to_str()[:-9])
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
-        loaded(tmp_path)
+        load_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -218,19 +221,22 @@ def test_unloadable_tokenizer_class_is_rejected(tmp_path, config):
     """The ids of tokenizer.json alone may be others: they are taken only as the fix says."""
     folder = tmp_path / "it's"
     folder.mkdir()
-    trained().save(str(folder / "tokenizer.json"))
+    train_tokenizer_model().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json") as caught:
-        loaded(folder)
-    copied, _, override = caught.value.issues[0].fix.partition(": ")[2].partition(", then ")
-    subprocess.run(["sh", "-c", copied], check=True)
-    (plain,) = shlex.split(override)
-    assert OverridesParser.create().parse_override(plain).value() == str(folder / "plain.json")
-    assert loaded(folder / "plain.json").encode(TEXT).ids == trained().encode(TEXT).ids
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json") as excinfo:
+        load_vocabulary(folder)
+    command, _, override = excinfo.value.issues[0].fix.partition(": ")[2].partition(", then ")
+    subprocess.run(["sh", "-c", command], check=True)
+    (argument,) = shlex.split(override)
+    assert OverridesParser.create().parse_override(argument).value() == str(folder / "plain.json")
+    assert (
+        load_vocabulary(folder / "plain.json").encode(TEXT).ids
+        == train_tokenizer_model().encode(TEXT).ids
+    )
 
 
 def test_template_of_an_unloadable_tokenizer_class_is_rejected(tmp_path):
-    trained().save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer_model().save(str(tmp_path / "tokenizer.json"))
     config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "chat_template": "{{ bos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"cannot load the class that tokenizer_config\.json"):

@@ -26,8 +26,8 @@ def test_matrix_page_equals_the_record() -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=() if number % 5 == 0 else pytest.mark.exhaustive)
-        for number, cell in enumerate(compatibility_matrix.cells())
+        pytest.param(cell, marks=() if index % 5 == 0 else pytest.mark.exhaustive)
+        for index, cell in enumerate(compatibility_matrix.cells())
     ],
     ids=lambda cell: f"{cell.strategy}-{cell.option}",
 )
@@ -41,10 +41,10 @@ def test_matrix_record_equals_current_rejections(
 
 
 def test_matrix_rejections_have_fixes() -> None:
-    refusals = {
-        said
-        for said in compatibility_matrix.load_record().values()
-        if said != compatibility_matrix.RUNS
+    rejections = {
+        rejection
+        for rejection in compatibility_matrix.load_record().values()
+        if rejection != compatibility_matrix.RUNS
     }
-    assert refusals
-    assert all(": set " in said or ": pip " in said for said in refusals)
+    assert rejections
+    assert all(": set " in rejection or ": pip " in rejection for rejection in rejections)

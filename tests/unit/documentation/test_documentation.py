@@ -23,8 +23,8 @@ from scalewise.launch import sweep_resume
 from scalewise.planner.plan import plan_record
 
 README = ROOT / "README.md"
-INLINE = re.compile(r"`(scalewise [a-z][^`]*)`")
-OTHER = {
+INLINE_COMMAND = re.compile(r"`(scalewise [a-z][^`]*)`")
+OTHER_COMMANDS = {
     "make": lambda line: re.search(rf"^{line.split()[1]}:", MAKEFILE, re.MULTILINE) is not None,
     "source": lambda line: line == "source .venv/bin/activate",
     "pip": lambda line: line == "pip install -e .",  # run by an integration test
@@ -46,7 +46,7 @@ def table() -> dict[str, tuple[list[str], str]]:
 
 def commands() -> list[str]:
     """Every command of README, CONTRIBUTING and docs, and the examples of ``--help``."""
-    shown = [
+    documented_commands = [
         command
         for block in blocks()
         if block.language == "sh" and not block.reason
@@ -55,8 +55,8 @@ def commands() -> list[str]:
     ]
     for document in DOCUMENTS:
         text = FENCE.sub("", document.read_text("utf-8"))
-        shown += [" ".join(line.split()) for line in INLINE.findall(text)]
-    return list(dict.fromkeys([*shown, *(line for _, line in EXAMPLES)]))
+        documented_commands += [" ".join(line.split()) for line in INLINE_COMMAND.findall(text)]
+    return list(dict.fromkeys([*documented_commands, *(line for _, line in EXAMPLES)]))
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.name)
@@ -66,16 +66,16 @@ def test_documentation_blocks_are_tested_or_give_a_reason(block: Block) -> None:
         return
     if block.language == "sh":
         for line in block.lines:
-            known = COMMAND.search(line) or line.split("#")[0].strip() == "scalewise"
-            other = OTHER.get(line.split()[0])
-            assert known or (other and other(line.split("#")[0].strip())), line
+            is_command = COMMAND.search(line) or line.split("#")[0].strip() == "scalewise"
+            check_command = OTHER_COMMANDS.get(line.split()[0])
+            assert is_command or (check_command and check_command(line.split("#")[0].strip())), line
         return
     if block.title and block.document == README:  # GitHub does not include files
         assert block.text == (ROOT / block.title).read_text("utf-8")
         return
-    included = block.text.startswith('--8<-- "docs/examples/')
-    followed = block.title and block.document.parent.name == "extend"
-    assert included or followed, "say why it is not tested"
+    is_included_file = block.text.startswith('--8<-- "docs/examples/')
+    is_extension_file = block.title and block.document.parent.name == "extend"
+    assert is_included_file or is_extension_file, "say why it is not tested"
 
 
 def test_documentation_table_has_every_group_and_option() -> None:
@@ -105,8 +105,8 @@ def test_documented_commands_compose(
         )
         return
     if command in ("evaluate", "export"):
-        known = import_module(f"scalewise.commands.{command}").DEFAULTS
-        assert {word.partition("=")[0] for word in words if "=" in word} <= {*known}
+        defaults = import_module(f"scalewise.commands.{command}").DEFAULTS
+        assert {word.partition("=")[0] for word in words if "=" in word} <= {*defaults}
         return
     if command == "explain":
         assert all(map(explain.explain_lines, words))
@@ -133,9 +133,9 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
 
 
 def test_readme_picture_exists() -> None:
-    picture = re.search(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
-    assert picture is not None
-    assert (README.parent / picture[1]).is_file()
+    picture_match = re.search(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert picture_match is not None
+    assert (README.parent / picture_match[1]).is_file()
 
 
 def test_readme_is_short() -> None:
@@ -168,10 +168,13 @@ def test_documented_activation_formula_equals_the_plan() -> None:
     run = compose(shlex.split(first)[2:], check_machine=False)
     model, tokens = run.model, run.sequences_per_forward * run.data.sequence
     w, k, h, f = model.width, model.kv_width, model.heads, model.feedforward
-    each = 2 * (6 * w + 2 * k + 4 * f) + 4 * h + 8
+    token_bytes = 2 * (6 * w + 2 * k + 4 * f) + 4 * h + 8
     entries = plan_record(run)["ledger"]
-    assert entries["activations of blocks"] == model.layers * tokens * each
-    assert f"{each:,} bytes per token: {tokens * each:,} bytes for {tokens} tokens" in page
+    assert entries["activations of blocks"] == model.layers * tokens * token_bytes
+    assert (
+        f"{token_bytes:,} bytes per token: {tokens * token_bytes:,} bytes for {tokens} tokens"
+        in page
+    )
 
 
 def test_makefile_python_imports_existing_names() -> None:

@@ -31,13 +31,13 @@ PAGES: dict[str, str] = reference.pages()
 
 def tables(page: str) -> list[list[list[str]]]:
     """The tables of a page as rows of cells, split as Markdown splits them."""
-    found: list[list[list[str]]] = [[]]
+    rows_by_table: list[list[list[str]]] = [[]]
     for line in page.splitlines():
         if line.startswith("|"):
-            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
-        elif found[-1]:
-            found.append([])
-    return [table for table in found if table]
+            rows_by_table[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif rows_by_table[-1]:
+            rows_by_table.append([])
+    return [table for table in rows_by_table if table]
 
 
 def option_names(group: str) -> list[str]:
@@ -56,9 +56,9 @@ def test_reference_has_a_page_per_group_run_cli_and_api() -> None:
 
 @pytest.mark.parametrize("path", PAGES)
 def test_reference_cells_do_not_break_tables(path: str) -> None:
-    found = tables(PAGES[path])
-    assert found
-    for table in found:
+    page_tables = tables(PAGES[path])
+    assert page_tables
+    for table in page_tables:
         head, rule, *rows = table
         assert set(rule) == {"---"}, head
         assert rows, head
@@ -71,11 +71,11 @@ def test_reference_cells_do_not_break_tables(path: str) -> None:
 def test_reference_lists_every_option_and_key(group: str) -> None:
     page = html.unescape(PAGES[reference.group_path(group)])
     options, *fields = tables(PAGES[reference.group_path(group)])
-    listed = [html.unescape(row[0]) for row in options[2:]]
-    assert listed == [f"<code>{name}</code>" for name in option_names(group)]
-    shown = {html.unescape(row[0]) for table in fields for row in table[2:]}
+    listed_options = [html.unescape(row[0]) for row in options[2:]]
+    assert listed_options == [f"<code>{name}</code>" for name in option_names(group)]
+    listed_keys = {html.unescape(row[0]) for table in fields for row in table[2:]}
     for option in option_docs.group_doc(group).options:
-        assert {f"<code>{entry.key}</code>" for entry in option.fields} <= shown, option
+        assert {f"<code>{entry.key}</code>" for entry in option.fields} <= listed_keys, option
         for entry in option.fields:
             assert entry.text.split("``")[0] in page, entry.key
 
@@ -104,18 +104,21 @@ def test_reference_api_page_lists_every_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "made"),
+    ("text", "expected"),
     [
         ("a | b\nc", "a &#124; b c"),
         ("see ``a|b`` or `x_y`.", "see <code>a&#124;b</code> or <code>x&#95;y</code>."),
         ("<bos> *all* [1]", "&#60;bos&#62; &#42;all&#42; &#91;1&#93;"),
     ],
 )
-def test_reference_prose_keeps_inline_code_only(text: str, made: str) -> None:
-    assert reference.prose(text) == made
+def test_reference_prose_keeps_inline_code_only(text: str, expected: str) -> None:
+    assert reference.prose(text) == expected
 
 
 def test_reference_navigation_has_every_page() -> None:
     config = SimpleNamespace(nav=[{"Home": "index.md"}, {"Reference": ["reference/index.md"]}])
-    nav = reference.on_config(config).nav
-    assert set(re.findall(r"reference/[\w-]+\.md", str(nav))) == {*PAGES, "reference/index.md"}
+    navigation = reference.on_config(config).nav
+    assert set(re.findall(r"reference/[\w-]+\.md", str(navigation))) == {
+        *PAGES,
+        "reference/index.md",
+    }

@@ -29,7 +29,7 @@ from scalewise.run_files import copy_file, read_json, write_json
 
 Compose = Callable[..., RunConfig]
 
-SPECIAL = ["<|begin|>", "<|end_of_text|>", "<|eot|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+SPECIAL_TOKENS = ["<|begin|>", "<|end_of_text|>", "<|eot|>", "<|pad|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -43,7 +43,10 @@ def tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["hello how are you fine thanks"], trainer)
     return tokenizer
@@ -69,7 +72,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = GenerationConfig(**SETTINGS, do_sample=True, temperature=0.6)
     model.save_pretrained(at)
     tokenizer().save(str(at / "tokenizer.json"))
-    said = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
         "eos_token": "<|eot|>",
@@ -78,13 +81,13 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model_max_length": 256,
         "additional_special_tokens": ["<|user|>", "<|assistant|>"],
     }
-    write_json(at / "tokenizer_config.json", said)
+    write_json(at / "tokenizer_config.json", tokenizer_config)
     (at / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     write_json(at / "special_tokens_map.json", {"eos_token": {"content": "<|eot|>"}})
     return at
 
 
-def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
+def train_run(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
     """A run that has just begun."""
     run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", check_machine=False)
     at.mkdir(exist_ok=True)
@@ -92,20 +95,20 @@ def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
     return TrainedRun(folder=at, checkpoint=None, seed=1, **specs)
 
 
-def of_text(model: Path, *more: str) -> tuple[str, ...]:
+def text_overrides(model: Path, *more: str) -> tuple[str, ...]:
     paths = f"data.paths=[{model.parent}/text.txt]"
     (model.parent / "text.txt").write_text("hello how are you\n" * 100, "utf-8")
-    given = f"data.tokenizer={model}/tokenizer.json"
-    return ("data=text", paths, given, "data.end_of_text='<|end_of_text|>'", *more)
+    tokenizer_override = f"data.tokenizer={model}/tokenizer.json"
+    return ("data=text", paths, tokenizer_override, "data.end_of_text='<|end_of_text|>'", *more)
 
 
-def of_chat(model: Path, *more: str) -> tuple[str, ...]:
+def chat_overrides(model: Path, *more: str) -> tuple[str, ...]:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
     row = json.dumps({"messages": messages}) + "\n"
     (model.parent / "chat.jsonl").write_text(row * 40, "utf-8")
     paths = f"data.paths=[{model.parent}/chat.jsonl]"
-    given = f"data.tokenizer={model}/tokenizer.json"
-    return ("data=chat", paths, given, "data.end_of_text='<|end_of_text|>'", *more)
+    tokenizer_override = f"data.tokenizer={model}/tokenizer.json"
+    return ("data=chat", paths, tokenizer_override, "data.end_of_text='<|end_of_text|>'", *more)
 
 
 def hf(model: Path) -> tuple[str, ...]:
@@ -123,7 +126,7 @@ def decoder(model: Path) -> tuple[str, ...]:
     return (*DECODER, f"model.weights={model}")
 
 
-@pytest.mark.parametrize("data", [of_text, of_chat])
+@pytest.mark.parametrize("data", [text_overrides, chat_overrides])
 @pytest.mark.parametrize("model", [hf, decoder])
 def test_export_keeps_the_generation_config(
     model: Callable[[Path], tuple[str, ...]],
@@ -132,7 +135,7 @@ def test_export_keeps_the_generation_config(
     compose: Compose,
     tmp_path: Path,
 ) -> None:
-    trained_run = trained(compose, tmp_path / "run", *model(instruct), *data(instruct))
+    trained_run = train_run(compose, tmp_path / "run", *model(instruct), *data(instruct))
     to = tmp_path / "out"
     assert hf_export.write_export(trained_run, to, AdapterExport.merged) == []
     actual, expected = AutoTokenizer.from_pretrained(to), AutoTokenizer.from_pretrained(instruct)
@@ -146,18 +149,18 @@ def test_export_keeps_the_generation_config(
     assert {key: config[key] for key in SETTINGS} == SETTINGS
     prompts = [[{"role": "user", "content": text}] for text in ("hello", "how are you thanks")]
     batches = [
-        each.apply_chat_template(
+        ids.apply_chat_template(
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        for each in (actual, expected)
+        for ids in (actual, expected)
     ]
-    written = []
+    generated_ids = []
     for at, batch in zip((to, instruct), batches, strict=True):
         peer = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            written.append(peer.generate(**batch, max_new_tokens=16))
-    assert torch.equal(*written)
+            generated_ids.append(peer.generate(**batch, max_new_tokens=16))
+    assert torch.equal(*generated_ids)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "plain.json"])
@@ -172,8 +175,8 @@ def test_export_tokenizer_has_the_ids_of_training(
     write_json(model / "tokenizer_config.json", config)
     write_json(model / "added_tokens.json", {"fine": 303})
     copy_file(model / "tokenizer.json", model / "plain.json")
-    overrides = [part.replace("tokenizer.json", name) for part in of_chat(model)]
-    trained_run = trained(compose, tmp_path / "run", *hf(model), *overrides)
+    overrides = [override.replace("tokenizer.json", name) for override in chat_overrides(model)]
+    trained_run = train_run(compose, tmp_path / "run", *hf(model), *overrides)
     splits = trained_run.load_splits()
     save_tokenizer(splits, trained_run.folder)
     hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
@@ -199,7 +202,7 @@ def test_export_adds_the_trained_end_token(
     config = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}
     for name in ("config.json", "generation_config.json"):
         write_json(model / name, read_json(model / name) | config)
-    trained_run = trained(compose, tmp_path / "run", *hf(model), *of_chat(model))
+    trained_run = train_run(compose, tmp_path / "run", *hf(model), *chat_overrides(model))
     hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|end_of_text|>", "<|pad|>")
@@ -212,10 +215,10 @@ def test_export_adds_the_trained_end_token(
 def test_export_without_end_tokens_stops_at_end_of_text(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
-    bare = tmp_path / "tokenizer"
-    bare.mkdir()
-    shutil.copyfile(instruct / "tokenizer.json", bare / "tokenizer.json")
-    trained_run = trained(compose, tmp_path / "run", *DECODER, *of_text(bare))
+    tokenizer_folder = tmp_path / "tokenizer"
+    tokenizer_folder.mkdir()
+    shutil.copyfile(instruct / "tokenizer.json", tokenizer_folder / "tokenizer.json")
+    trained_run = train_run(compose, tmp_path / "run", *DECODER, *text_overrides(tokenizer_folder))
     hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token == "<|end_of_text|>"
@@ -226,7 +229,7 @@ def test_export_without_end_tokens_stops_at_end_of_text(
 def test_export_of_token_id_data_keeps_the_tokenizer(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
-    trained_run = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
+    trained_run = train_run(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
     assert hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged) == []
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
@@ -239,16 +242,25 @@ def test_export_of_a_classifier_accepts_batches(
     model = tmp_path / "tokenizer"
     shutil.copytree(instruct, model, ignore=shutil.ignore_patterns("*.safetensors"))
     if not padded:
-        said = read_json(model / "tokenizer_config.json")
-        del said["pad_token"]
-        write_json(model / "tokenizer_config.json", said)
+        tokenizer_config = read_json(model / "tokenizer_config.json")
+        del tokenizer_config["pad_token"]
+        write_json(model / "tokenizer_config.json", tokenizer_config)
     rows = [{"text": f"hello {n}", "label": ("no", "yes")[n % 2]} for n in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "texts.jsonl").write_text(lines, "utf-8")
     data = ("data=labelled", f"data.paths=[{tmp_path}/texts.jsonl]", "data.classes=[no,yes]")
-    given = (f"data.tokenizer={model}/tokenizer.json", "data.end_of_text='<|end_of_text|>'")
-    overrides = (*DECODER, "model.classes=2", "objective=classification", *data, *given)
-    trained_run = trained(compose, tmp_path / "run", *overrides)
+    tokenizer_overrides = (
+        f"data.tokenizer={model}/tokenizer.json",
+        "data.end_of_text='<|end_of_text|>'",
+    )
+    overrides = (
+        *DECODER,
+        "model.classes=2",
+        "objective=classification",
+        *data,
+        *tokenizer_overrides,
+    )
+    trained_run = train_run(compose, tmp_path / "run", *overrides)
     hf_export.write_export(trained_run, tmp_path / "out", AdapterExport.merged)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token == ("<|pad|>" if padded else "<|end_of_text|>")
@@ -257,14 +269,16 @@ def test_export_of_a_classifier_accepts_batches(
     texts = ["hello", "how are you fine thanks"]
     with torch.no_grad():
         tokenizer.padding_side = "right"
-        both = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits
-        alone = torch.cat([peer(**tokenizer(text, return_tensors="pt")).logits for text in texts])
-    torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
+        batch_logits = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        single_logits = torch.cat(
+            [peer(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+        )
+    torch.testing.assert_close(batch_logits, single_logits, rtol=1e-5, atol=1e-5)
 
 
 def test_export_respects_the_umask(instruct: Path, compose: Compose, tmp_path: Path) -> None:
-    trained_run = trained(
-        compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora"
+    trained_run = train_run(
+        compose, tmp_path / "run", *hf(instruct), *text_overrides(instruct), "adapter=lora"
     )
     before = os.umask(0o027)
     try:
@@ -286,14 +300,14 @@ class Killed(BaseException):
 def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     to = tmp_path / "export"
 
-    def killed() -> None:
+    def killed_export() -> None:
         with staging_folder(to) as partial:
             (partial / "half").write_text("a", "utf-8")
             assert not to.exists()
             raise Killed
 
     with pytest.raises(Killed):
-        killed()
+        killed_export()
     assert [*tmp_path.iterdir()] == []
 
 
@@ -324,13 +338,13 @@ def test_concurrent_exports_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_export_follows_no_links(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (tmp_path / ".partial-export").symlink_to(elsewhere)
+    link_target = tmp_path / "elsewhere"
+    link_target.mkdir()
+    (tmp_path / ".partial-export").symlink_to(link_target)
     with staging_folder(tmp_path / "export") as partial:
         (partial / "file").write_text("a", "utf-8")
-    assert [*elsewhere.iterdir()] == []
-    (tmp_path / "link").symlink_to(elsewhere)
+    assert [*link_target.iterdir()] == []
+    (tmp_path / "link").symlink_to(link_target)
     with (
         pytest.raises(ConfigError, match="already exists"),
         staging_folder(tmp_path / "link"),
@@ -366,6 +380,6 @@ def test_export_copy_replaces_links(tmp_path: Path) -> None:
 
 
 def test_export_reads_schedule_free_averages(compose: Compose, tmp_path: Path) -> None:
-    assert trained(compose, tmp_path).tensor_folders == ("model", "average")
+    assert train_run(compose, tmp_path).tensor_folders == ("model", "average")
     free = ("optimizer=schedule_free", "schedule=constant")
-    assert trained(compose, tmp_path, *free).tensor_folders == ("model", "average", "optimizer")
+    assert train_run(compose, tmp_path, *free).tensor_folders == ("model", "average", "optimizer")

@@ -27,10 +27,10 @@ FACTORS = {
 
 def resolution(rows: Sequence[Sequence[int]]) -> float:
     """The fewest columns whose product is constant, looked for among all."""
-    places = range(len(rows[0]))
+    columns = range(len(rows[0]))
     for size in range(1, len(rows[0]) + 1):
-        for chosen in combinations(places, size):
-            if abs(sum(math.prod(row[place] for place in chosen) for row in rows)) == len(rows):
+        for subset in combinations(columns, size):
+            if abs(sum(math.prod(row[column] for column in subset) for row in rows)) == len(rows):
                 return size
     return math.inf
 
@@ -66,7 +66,7 @@ class TestDesigns:
     def test_designs_of_one_repeat_set_no_seed(self) -> None:
         jobs = ScreeningDesign(FACTORS, interactions=True, repeats=1).build_overrides()
         assert len(jobs) == 16
-        assert not any(line.startswith("seed") for job in jobs for line in job)
+        assert not any(override.startswith("seed") for job in jobs for override in job)
 
     @pytest.mark.parametrize(
         ("screen", "fixed", "words"),
@@ -86,15 +86,15 @@ class TestDesigns:
     def test_invalid_designs_are_rejected(
         self, screen: ScreeningDesign, fixed: list[str], words: list[str]
     ) -> None:
-        said = "\n".join(str(issue) for issue in screen.validate(fixed))
-        assert all(word in said for word in words), said
+        messages = "\n".join(str(issue) for issue in screen.validate(fixed))
+        assert all(word in messages for word in words), messages
 
     def test_valid_designs_are_accepted(self) -> None:
         assert list(ScreeningDesign(FACTORS).validate(["model"])) == []
 
 
-def named(found: FactorEffects) -> dict[str, float]:
-    return {" x ".join(effect.name): effect.change for effect in found.effects}
+def change_by_name(effects: FactorEffects) -> dict[str, float]:
+    return {" x ".join(effect.name): effect.change for effect in effects.effects}
 
 
 class TestEffects:
@@ -105,13 +105,13 @@ class TestEffects:
             8.0 * (0.5 if a > 0 else 1) * (1.3 if b > 0 else 1) * (0.9 if a > 0 < b else 1)
             for a, b, _ in rows
         ]
-        levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
-        told = named(factor_effects(levels, times))
-        assert told["a"] == pytest.approx(0.5 * math.sqrt(0.9) - 1)
-        assert told["b"] == pytest.approx(1.3 * math.sqrt(0.9) - 1)
-        assert told["a x b"] == pytest.approx(math.sqrt(0.9) - 1)
-        assert told["c"] == pytest.approx(0, abs=1e-12)
-        assert next(iter(told)) == "a"
+        levels = {name: [row[column] for row in rows] for column, name in enumerate("abc")}
+        changes = change_by_name(factor_effects(levels, times))
+        assert changes["a"] == pytest.approx(0.5 * math.sqrt(0.9) - 1)
+        assert changes["b"] == pytest.approx(1.3 * math.sqrt(0.9) - 1)
+        assert changes["a x b"] == pytest.approx(math.sqrt(0.9) - 1)
+        assert changes["c"] == pytest.approx(0, abs=1e-12)
+        assert next(iter(changes)) == "a"
 
     def test_effects_equal_a_published_example(self) -> None:
         """The pilot plant of Box, Hunter and Hunter, 2nd edition, tables 5.2 and 5.3.
@@ -124,11 +124,14 @@ class TestEffects:
         rows = [row[::-1] for row in product((-1, 1), repeat=3)]
         scale = 100  # yields as logarithms, small enough to be exponents
         levels = {
-            name: [row[place] for row in rows for _ in range(2)] for place, name in enumerate("TCK")
+            name: [row[column] for row in rows for _ in range(2)]
+            for column, name in enumerate("TCK")
         }
-        found = factor_effects(levels, [math.exp(y / scale) for pair in pairs for y in pair])
-        told = {name: scale * math.log1p(change) for name, change in named(found).items()}
-        assert told == {
+        effects = factor_effects(levels, [math.exp(y / scale) for pair in pairs for y in pair])
+        changes = {
+            name: scale * math.log1p(change) for name, change in change_by_name(effects).items()
+        }
+        assert changes == {
             "T": pytest.approx(23),
             "C": pytest.approx(-5),
             "K": pytest.approx(1.5),
@@ -136,71 +139,76 @@ class TestEffects:
             "T x K": pytest.approx(10),
             "C x K": pytest.approx(0, abs=1e-9),
         }
-        assert found.degrees_of_freedom == 9
-        squares = 8 * 8 + 16 * 0.25**2  # of the repeats, and of the effect left out
-        reach = 2.262 * 2 * math.sqrt(squares / 9 / 16)
-        for effect in found.effects:
+        assert effects.degrees_of_freedom == 9
+        sum_of_squares = 8 * 8 + 16 * 0.25**2  # of the repeats, and of the effect left out
+        half_width = 2.262 * 2 * math.sqrt(sum_of_squares / 9 / 16)
+        for effect in effects.effects:
             assert effect.low is not None
             low, change = scale * math.log1p(effect.low), scale * math.log1p(effect.change)
-            assert change - low == pytest.approx(reach, rel=1e-3), effect
-        assert {effect.name for effect in found.effects if effect.is_significant} == {
+            assert change - low == pytest.approx(half_width, rel=1e-3), effect
+        assert {effect.name for effect in effects.effects if effect.is_significant} == {
             ("T",), ("C",), ("T", "K"),
         }  # fmt: skip
 
     def test_effect_intervals_have_nominal_coverage(self) -> None:
-        draw, hits = random.Random(3), 0
+        rng, num_covered = random.Random(3), 0
         rows = fractional_design(4, 4) * 2
-        levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
+        levels = {name: [row[column] for row in rows] for column, name in enumerate("abcd")}
         for _ in range(400):
-            times = [math.exp(0.1 * row[0] + draw.gauss(0, 0.05)) for row in rows]
+            times = [math.exp(0.1 * row[0] + rng.gauss(0, 0.05)) for row in rows]
             (effect,) = [e for e in factor_effects(levels, times).effects if e.name == ("a",)]
             assert effect.low is not None
             assert effect.high is not None
-            hits += effect.low <= math.expm1(0.2) <= effect.high
-        assert 0.92 <= hits / 400 <= 0.98
+            num_covered += effect.low <= math.expm1(0.2) <= effect.high
+        assert 0.92 <= num_covered / 400 <= 0.98
 
     def test_aliased_interactions_are_named(self) -> None:
         rows = fractional_design(4, 4)
-        levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
-        found = factor_effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
-        aliases = {effect.name: effect.aliases for effect in found.effects if effect.aliases}
+        levels = {name: [row[column] for row in rows] for column, name in enumerate("abcd")}
+        effects = factor_effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
+        aliases = {effect.name: effect.aliases for effect in effects.effects if effect.aliases}
         assert aliases == {
             ("a", "b"): (("c", "d"),),
             ("a", "c"): (("b", "d"),),
             ("a", "d"): (("b", "c"),),
         }
-        assert found.degrees_of_freedom == 0
-        assert all(effect.low is None and not effect.is_significant for effect in found.effects)
+        assert effects.degrees_of_freedom == 0
+        assert all(effect.low is None and not effect.is_significant for effect in effects.effects)
 
     def test_effects_lose_failed_jobs(self) -> None:
         rows = fractional_design(3, 4)[:-2]
-        levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
+        levels = {name: [row[column] for row in rows] for column, name in enumerate("abc")}
         times = [math.exp(0.2 * row[0] - 0.1 * row[1]) for row in rows]
-        found = factor_effects(levels, times)
-        assert len(found.effects) + len(found.inestimable) == 6
-        assert found.inestimable
-        assert named(found)["a"] == pytest.approx(math.expm1(0.4))
-        assert named(found)["b"] == pytest.approx(math.expm1(-0.2))
+        effects = factor_effects(levels, times)
+        assert len(effects.effects) + len(effects.inestimable) == 6
+        assert effects.inestimable
+        assert change_by_name(effects)["a"] == pytest.approx(math.expm1(0.4))
+        assert change_by_name(effects)["b"] == pytest.approx(math.expm1(-0.2))
 
     @pytest.mark.parametrize(
-        ("freedom", "t"), [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (1000, 1.962)]
+        ("degrees_of_freedom", "t"),
+        [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (1000, 1.962)],
     )
-    def test_student_t_quantiles_equal_tables(self, freedom: int, t: float) -> None:
-        assert student_t_95(freedom) == pytest.approx(t, abs=6e-4)
+    def test_student_t_quantiles_equal_tables(self, degrees_of_freedom: int, t: float) -> None:
+        assert student_t_95(degrees_of_freedom) == pytest.approx(t, abs=6e-4)
 
 
 def screen_job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
     noise = random.Random(number).gauss(0, 0.001)
     fast = 0.6 if varied["precision"] == "bf16_mixed" else 1.0
-    slow, less = (1.3, 0.5) if varied["memory"] == "checkpoint_full" else (1.0, 1.0)
-    return {"step_s": 2 * fast * slow * math.exp(noise), "peak_gib": 4 * less, "seed": number}
+    slowdown, memory_ratio = (1.3, 0.5) if varied["memory"] == "checkpoint_full" else (1.0, 1.0)
+    return {
+        "step_s": 2 * fast * slowdown * math.exp(noise),
+        "peak_gib": 4 * memory_ratio,
+        "seed": number,
+    }
 
 
 class TestPage:
     def screened(self, folder: Path, job: Any = screen_job, **more: list[Any]) -> SweepRecord:
-        two = ["none", "block"]
-        varying = {**{k: v for k, v in FACTORS.items() if k != "compile"}, "compile": two, **more}
-        record = records.read_record(make_sweep(folder, varying, job))
+        values = ["none", "block"]
+        axes = {**{k: v for k, v in FACTORS.items() if k != "compile"}, "compile": values, **more}
+        record = records.read_record(make_sweep(folder, axes, job))
         assert isinstance(record, SweepRecord)
         return record
 

@@ -35,9 +35,9 @@ PRECISION = ChoiceAxis("precision", ("fp32", "bf16_mixed"))
 SPACE = (LR, PRECISION)
 
 
-def axes(*lines: str) -> tuple[list[Axis], list[str]]:
+def axes(*overrides: str) -> tuple[list[Axis], list[str]]:
     with hydra_session() as loader:
-        return read_axes(lines, loader)
+        return read_axes(overrides, loader)
 
 
 class TestAxes:
@@ -56,8 +56,8 @@ class TestAxes:
         ],
     )
     def test_search_space_parses_the_sweep_grammar(self, overrides: str, axis: Axis) -> None:
-        found, fixed = axes(overrides)
-        assert found == [axis]
+        space, fixed = axes(overrides)
+        assert space == [axis]
         assert fixed == []
 
     def test_search_space_glob_lists_options_of_the_group(self) -> None:
@@ -65,8 +65,8 @@ class TestAxes:
         assert axis == ChoiceAxis("precision", ("fp16_mixed", "fp32", "fp8"))
 
     def test_search_space_last_value_of_a_key_wins(self) -> None:
-        found, fixed = axes("a=1,2", "b=3", "a=5", "b=6,7")
-        assert found == [ChoiceAxis("b", ("6", "7"))]
+        space, fixed = axes("a=1,2", "b=3", "a=5", "b=6,7")
+        assert space == [ChoiceAxis("b", ("6", "7"))]
         assert fixed == ["a=5"]
 
     def test_search_space_integer_intervals_stay_integers(self) -> None:
@@ -117,70 +117,70 @@ class TestRejections:
     def test_invalid_search_names_reason_and_fix(
         self, options: dict[str, Any], space: tuple[Axis, ...], words: tuple[str, ...]
     ) -> None:
-        said = "\n".join(str(issue) for issue in SearchConfig(**options).validate(space))
-        assert all(word in said for word in words), said
+        messages = "\n".join(str(issue) for issue in SearchConfig(**options).validate(space))
+        assert all(word in messages for word in words), messages
 
     def test_valid_search_is_accepted(self) -> None:
-        several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
+        objectives = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
         bounds = {"memory/peak_bytes": 2e9}
-        assert list(SearchConfig(objectives=several, constraints=bounds).validate(SPACE)) == []
+        assert list(SearchConfig(objectives=objectives, constraints=bounds).validate(SPACE)) == []
 
 
-def ended(loss: float | None = None, status: str = "ok", **metrics: float) -> TrialOutcome:
-    own = {} if loss is None else {"val/loss": loss}
-    return TrialOutcome(status, "", None, {**own, **metrics})
+def trial_outcome(loss: float | None = None, status: str = "ok", **metrics: float) -> TrialOutcome:
+    loss_metrics = {} if loss is None else {"val/loss": loss}
+    return TrialOutcome(status, "", None, {**loss_metrics, **metrics})
 
 
 class TestStudy:
     """What is asked and told."""
 
     def test_study_runs_the_requested_trials(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
+        optuna_search = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
         batches = []
-        while trials := found.ask_trials():
+        while trials := optuna_search.ask_trials():
             batches.append(len(trials))
             for trial in trials:
-                found.tell_outcome(trial, ended(trial.params["optimizer.lr"]))
+                optuna_search.tell_outcome(trial, trial_outcome(trial.params["optimizer.lr"]))
         assert batches == [2, 2, 1]
-        (best,) = optuna_study.pareto_trials(found)
-        assert best.value == min(t.params["optimizer.lr"] for t in found.study.trials)
+        (best,) = optuna_study.pareto_trials(optuna_search)
+        assert best.value == min(t.params["optimizer.lr"] for t in optuna_search.study.trials)
 
     def test_study_records_failed_trials(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
-        one, two, three, four = found.ask_trials()
-        found.tell_outcome(one, ended(1.0))
-        found.tell_outcome(two, ended(status="out_of_memory"))
-        found.tell_outcome(three, ended(status="refused"))
-        found.tell_outcome(four, ended(**{"train/loss": 0.5}))
-        assert found.ask_trials() == []
-        states = [trial.state for trial in found.study.trials]
+        optuna_search = optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
+        first_trial, second_trial, third_trial, fourth_trial = optuna_search.ask_trials()
+        optuna_search.tell_outcome(first_trial, trial_outcome(1.0))
+        optuna_search.tell_outcome(second_trial, trial_outcome(status="out_of_memory"))
+        optuna_search.tell_outcome(third_trial, trial_outcome(status="refused"))
+        optuna_search.tell_outcome(fourth_trial, trial_outcome(**{"train/loss": 0.5}))
+        assert optuna_search.ask_trials() == []
+        states = [trial.state for trial in optuna_search.study.trials]
         assert states == [TrialState.COMPLETE, *[TrialState.FAIL] * 3]
-        assert all(trial.values is None for trial in found.study.trials[1:])
-        told = optuna_study.build_record(found, tmp_path)["trials"]
-        assert isinstance(told, list)
-        assert [trial["status"] for trial in told] == [
+        assert all(trial.values is None for trial in optuna_search.study.trials[1:])
+        trial_records = optuna_study.build_record(optuna_search, tmp_path)["trials"]
+        assert isinstance(trial_records, list)
+        assert [trial["status"] for trial in trial_records] == [
             "ok", "out_of_memory", "refused", "unmeasured",
         ]  # fmt: skip
-        assert told[3]["reason"] == "did not measure val/loss"
+        assert trial_records[3]["reason"] == "did not measure val/loss"
 
     def test_study_reruns_lost_trials(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        (trial,) = found.ask_trials()
-        found.tell_outcome(trial, ended(status="interrupted"))
-        (again,) = found.ask_trials()
-        assert again.params == trial.params
-        found.tell_outcome(again, ended(1.0))
-        assert found.ask_trials() == []
+        optuna_search = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
+        (trial,) = optuna_search.ask_trials()
+        optuna_search.tell_outcome(trial, trial_outcome(status="interrupted"))
+        (resumed_trial,) = optuna_search.ask_trials()
+        assert resumed_trial.params == trial.params
+        optuna_search.tell_outcome(resumed_trial, trial_outcome(1.0))
+        assert optuna_search.ask_trials() == []
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
     def test_study_resumes_from_its_storage(self, tmp_path: Path, file: str) -> None:
         search = SearchConfig(trials=4, sampler="random", storage=str(tmp_path / file))
         points = []
         for _ in range(2):
-            found = optuna_study.open_study(search, SPACE, tmp_path / "smoke" / "today")
-            for trial in [*found.ask_trials(), *found.ask_trials()]:
+            optuna_search = optuna_study.open_study(search, SPACE, tmp_path / "smoke" / "today")
+            for trial in [*optuna_search.ask_trials(), *optuna_search.ask_trials()]:
                 points.append(trial.params["optimizer.lr"])
-                found.tell_outcome(trial, ended(1.0))
+                optuna_search.tell_outcome(trial, trial_outcome(1.0))
         assert optuna_study.open_study(search, SPACE, tmp_path).ask_trials() == []
         assert len(set(points)) == 4  # and not the same draws twice
 
@@ -198,83 +198,97 @@ class TestStudy:
         ):
             with pytest.raises(ConfigError, match=word):
                 optuna_study.open_study(search, space, tmp_path)
-        wider = IntervalAxis("optimizer.lr", 1e-6, 1.0, log=True)
+        wider_axis = IntervalAxis("optimizer.lr", 1e-6, 1.0, log=True)
         assert optuna_study.open_study(
-            SearchConfig(storage=file), (wider, PRECISION), tmp_path
+            SearchConfig(storage=file), (wider_axis, PRECISION), tmp_path
         ).ask_trials()
 
     def test_study_visits_a_grid_once(self, tmp_path: Path) -> None:
         space = [ChoiceAxis("a", ("1", "2")), IntervalAxis("b", 1, 3, step=1)]
         search, points = SearchConfig(sampler="grid", jobs=4), []
         while True:
-            found = optuna_study.open_study(
+            optuna_search = optuna_study.open_study(
                 search, space, tmp_path
             )  # as after a kill between batches
-            trials = found.ask_trials()
+            trials = optuna_search.ask_trials()
             if not trials:
                 break
             for trial in trials:
                 points.append(point_overrides(trial.params))
-                found.tell_outcome(trial, ended(1.0))
-        assert sorted(points) == sorted(point_overrides(point) for point in grid_points(space))
+                optuna_search.tell_outcome(trial, trial_outcome(1.0))
+        assert sorted(points) == sorted(point_overrides(value) for value in grid_points(space))
 
     def test_study_constraint_outweighs_the_objective(self, tmp_path: Path) -> None:
         search = SearchConfig(trials=2, jobs=2, constraints={"memory/peak_bytes": 100.0})
-        found = optuna_study.open_study(search, SPACE, tmp_path)
-        small, large = found.ask_trials()
-        found.tell_outcome(small, ended(2.0, **{"memory/peak_bytes": 90.0}))
-        found.tell_outcome(large, ended(1.0, **{"memory/peak_bytes": 110.0}))
-        assert [trial.number for trial in optuna_study.pareto_trials(found)] == [small.number]
-        told = optuna_study.build_record(found, tmp_path)["trials"]
-        assert isinstance(told, list)
-        assert told[1]["over"] == {"memory/peak_bytes": 10.0}
+        optuna_search = optuna_study.open_study(search, SPACE, tmp_path)
+        small_trial, large_trial = optuna_search.ask_trials()
+        optuna_search.tell_outcome(small_trial, trial_outcome(2.0, **{"memory/peak_bytes": 90.0}))
+        optuna_search.tell_outcome(large_trial, trial_outcome(1.0, **{"memory/peak_bytes": 110.0}))
+        assert [trial.number for trial in optuna_study.pareto_trials(optuna_search)] == [
+            small_trial.number
+        ]
+        trial_records = optuna_study.build_record(optuna_search, tmp_path)["trials"]
+        assert isinstance(trial_records, list)
+        assert trial_records[1]["over"] == {"memory/peak_bytes": 10.0}
 
     def test_study_sampler_uses_the_constraint(self, tmp_path: Path) -> None:
         """TPE looks where memory is not too much, and without the bound where the loss is least."""
-        within = {}
+        feasible_fraction = {}
         for bounds in ({}, {"memory/peak_bytes": 50.0}):
             search = SearchConfig(trials=30, constraints=bounds, study=str(len(bounds)))
-            found = optuna_study.open_study(search, [IntervalAxis("a", 0.0, 1.0)], tmp_path)
-            while trials := found.ask_trials():
+            optuna_search = optuna_study.open_study(search, [IntervalAxis("a", 0.0, 1.0)], tmp_path)
+            while trials := optuna_search.ask_trials():
                 for trial in trials:
                     a = float(trial.params["a"])
-                    found.tell_outcome(trial, ended(1 - a, **{"memory/peak_bytes": 100 * a}))
-            late = [trial.params["a"] for trial in found.study.trials[15:]]
-            within[len(bounds)] = sum(point <= 0.5 for point in late) / len(late)
-            (best,) = optuna_study.pareto_trials(found)
+                    optuna_search.tell_outcome(
+                        trial, trial_outcome(1 - a, **{"memory/peak_bytes": 100 * a})
+                    )
+            late_values = [trial.params["a"] for trial in optuna_search.study.trials[15:]]
+            feasible_fraction[len(bounds)] = sum(value <= 0.5 for value in late_values) / len(
+                late_values
+            )
+            (best,) = optuna_study.pareto_trials(optuna_search)
             assert best.params["a"] <= (0.5 if bounds else 1.0), bounds
-        assert within[1] > 0.4 > 0.1 > within[0]
+        assert feasible_fraction[1] > 0.4 > 0.1 > feasible_fraction[0]
 
     def test_study_of_several_objectives_has_a_pareto_front(self, tmp_path: Path) -> None:
-        several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
-        found = optuna_study.open_study(
-            SearchConfig(trials=3, jobs=3, objectives=several), SPACE, tmp_path
+        objectives = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
+        optuna_search = optuna_study.open_study(
+            SearchConfig(trials=3, jobs=3, objectives=objectives), SPACE, tmp_path
         )
         for trial, loss, speed in zip(
-            found.ask_trials(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True
+            optuna_search.ask_trials(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True
         ):
-            found.tell_outcome(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
-        assert [trial.number for trial in optuna_study.pareto_trials(found)] == [0, 1]
+            optuna_search.tell_outcome(
+                trial, trial_outcome(loss, **{"throughput/tokens_per_s": speed})
+            )
+        assert [trial.number for trial in optuna_study.pareto_trials(optuna_search)] == [0, 1]
 
     def test_study_importance_is_reported(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=30, sampler="random"), SPACE, tmp_path)
-        while trials := found.ask_trials():
+        optuna_search = optuna_study.open_study(
+            SearchConfig(trials=30, sampler="random"), SPACE, tmp_path
+        )
+        while trials := optuna_search.ask_trials():
             for trial in trials:
-                found.tell_outcome(trial, ended(float(trial.params["optimizer.lr"])))
-        shares = optuna_study.axis_importance(found)["val/loss"]
-        assert shares["optimizer.lr"] > 0.9
-        assert sum(shares.values()) == pytest.approx(1)
+                optuna_search.tell_outcome(
+                    trial, trial_outcome(float(trial.params["optimizer.lr"]))
+                )
+        importance = optuna_study.axis_importance(optuna_search)["val/loss"]
+        assert importance["optimizer.lr"] > 0.9
+        assert sum(importance.values()) == pytest.approx(1)
 
     def test_study_of_equal_values_has_no_importance(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
-        for trial in found.ask_trials():
-            found.tell_outcome(trial, ended(1.0))
-        json.dumps(optuna_study.build_record(found, tmp_path))
+        optuna_search = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
+        for trial in optuna_search.ask_trials():
+            optuna_search.tell_outcome(trial, trial_outcome(1.0))
+        json.dumps(optuna_study.build_record(optuna_search, tmp_path))
 
 
-def job(sweep: Path, number: int, listed: str, status: str | None = None, **metrics: float) -> None:
+def job(
+    sweep: Path, number: int, listed_status: str, status: str | None = None, **metrics: float
+) -> None:
     """Leaves a job as a sweep that was killed leaves it."""
-    row = {"number": number, "folder": str(number), "varied": {}, "status": listed}
+    row = {"number": number, "folder": str(number), "varied": {}, "status": listed_status}
     rows = [*optuna_study.sweep_jobs(sweep), row]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": rows}), "utf-8")
     if status is not None:
@@ -304,26 +318,28 @@ class TestKilledSweep:
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
         job(tmp_path, 1, "running", "ok", **{"val/loss": 2.0})  # killed before it was listed
         job(tmp_path, 2, "running", "running")
-        again = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
-        assert len(again.reclaim_trials()) == 4
-        assert [trial.value for trial in again.study.trials[:4]] == [1.0, 2.0, None, None]
-        lost = [trial.params for trial in killed_search.study.trials[2:4]]
-        assert [trial.params for trial in (*again.ask_trials(), *again.ask_trials())] == lost
-        assert again.ask_trials() == []
+        resumed_search = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
+        assert len(resumed_search.reclaim_trials()) == 4
+        assert [trial.value for trial in resumed_search.study.trials[:4]] == [1.0, 2.0, None, None]
+        lost_params = [trial.params for trial in killed_search.study.trials[2:4]]
+        assert [
+            trial.params for trial in (*resumed_search.ask_trials(), *resumed_search.ask_trials())
+        ] == lost_params
+        assert resumed_search.ask_trials() == []
 
     def test_running_sweep_keeps_its_trials(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        (trial,) = found.ask_trials()
-        found.assign_job(trial, tmp_path, 0, tmp_path / "0")
-        other = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        assert other.reclaim_trials() == []
-        assert other.ask_trials() == []
+        search = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
+        (trial,) = search.ask_trials()
+        search.assign_job(trial, tmp_path, 0, tmp_path / "0")
+        other_search = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
+        assert other_search.reclaim_trials() == []
+        assert other_search.ask_trials() == []
 
 
 class TestPruning:
-    def linked(self, found: OptunaSearch, folder: Path) -> TrialLink:
-        (trial,) = found.ask_trials()
-        found.assign_job(trial, folder, trial.number, folder / str(trial.number))
+    def linked(self, optuna_search: OptunaSearch, folder: Path) -> TrialLink:
+        (trial,) = optuna_search.ask_trials()
+        optuna_search.assign_job(trial, folder, trial.number, folder / str(trial.number))
         link = read_trial_link(folder / str(trial.number))
         assert link is not None
         return link
@@ -331,22 +347,26 @@ class TestPruning:
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
     def test_asha_prunes_the_worse_trial(self, tmp_path: Path, file: str) -> None:
         search = SearchConfig(pruner="asha", storage=str(tmp_path / file))
-        found = optuna_study.open_study(search, SPACE, tmp_path)
-        good = PruningMonitor(self.linked(found, tmp_path))
-        assert [good.should_prune([(step, 1.0 / step)]) for step in (100, 200, 300)] == [False] * 3
-        bad = PruningMonitor(self.linked(found, tmp_path))
-        assert bad.should_prune([(100, 5.0)])
-        assert found.study.trials[1].intermediate_values == {100: 5.0}
+        optuna_search = optuna_study.open_study(search, SPACE, tmp_path)
+        better_monitor = PruningMonitor(self.linked(optuna_search, tmp_path))
+        assert [better_monitor.should_prune([(step, 1.0 / step)]) for step in (100, 200, 300)] == [
+            False
+        ] * 3
+        worse_monitor = PruningMonitor(self.linked(optuna_search, tmp_path))
+        assert worse_monitor.should_prune([(100, 5.0)])
+        assert optuna_search.study.trials[1].intermediate_values == {100: 5.0}
 
     def test_median_pruner_prunes_the_worse_half(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
+        optuna_search = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
         for loss in range(5):
-            judge = PruningMonitor(self.linked(found, tmp_path))
-            assert not judge.should_prune([(10, float(loss))]), loss
-            trial = optuna.trial.Trial(found.study, found.study.trials[-1]._trial_id)
-            found.tell_outcome(trial, ended(float(loss)))
-        assert PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, 99.0)])
-        assert not PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, -1.0)])
+            monitor = PruningMonitor(self.linked(optuna_search, tmp_path))
+            assert not monitor.should_prune([(10, float(loss))]), loss
+            trial = optuna.trial.Trial(
+                optuna_search.study, optuna_search.study.trials[-1]._trial_id
+            )
+            optuna_search.tell_outcome(trial, trial_outcome(float(loss)))
+        assert PruningMonitor(self.linked(optuna_search, tmp_path)).should_prune([(10, 99.0)])
+        assert not PruningMonitor(self.linked(optuna_search, tmp_path)).should_prune([(10, -1.0)])
 
     def test_unreachable_study_prunes_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -356,20 +376,22 @@ class TestPruning:
         assert "cannot reach the study" in capsys.readouterr().out
 
     def test_pruned_trial_is_recorded_as_pruned(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path)
-        (trial,) = found.ask_trials()
+        optuna_search = optuna_study.open_study(
+            SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path
+        )
+        (trial,) = optuna_search.ask_trials()
         trial.report(3.0, 10)
-        found.tell_outcome(trial, ended(3.0, status="pruned"))
-        assert found.study.trials[0].state is TrialState.PRUNED
-        assert optuna_study.pareto_trials(found) == []
-        assert found.ask_trials() == []
+        optuna_search.tell_outcome(trial, trial_outcome(3.0, status="pruned"))
+        assert optuna_search.study.trials[0].state is TrialState.PRUNED
+        assert optuna_study.pareto_trials(optuna_search) == []
+        assert optuna_search.ask_trials() == []
 
     def test_pruned_outcome_is_not_a_failure(self) -> None:
         outcome = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
         assert (outcome.status, outcome.exit_code) == ("pruned", 0)
 
     def test_trial_link_requires_a_pruner(self, tmp_path: Path) -> None:
-        found = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)
-        (trial,) = found.ask_trials()
-        found.assign_job(trial, tmp_path, 0, tmp_path / "0")
+        optuna_search = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)
+        (trial,) = optuna_search.ask_trials()
+        optuna_search.assign_job(trial, tmp_path, 0, tmp_path / "0")
         assert read_trial_link(tmp_path / "0") is None

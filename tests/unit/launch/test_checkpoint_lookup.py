@@ -27,7 +27,7 @@ Compose = Callable[..., RunConfig]
 STEPS = 100
 
 
-def leave(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted") -> Path:
+def write_run(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted") -> Path:
     """Writes what a run leaves: its config, its status and a checkpoint for each of ``steps``."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
@@ -42,145 +42,149 @@ def leave(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted"
     return folder
 
 
-def found(run: RunConfig, folder: Path, **where: bool) -> Path | None:
-    return find_checkpoint(run, folder, STEPS, **where)
+def lookup(run: RunConfig, folder: Path, **options: bool) -> Path | None:
+    return find_checkpoint(run, folder, STEPS, **options)
 
 
-def refused(run: RunConfig, folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        found(run, folder)
-    return str(caught.value)
+def rejection_message(run: RunConfig, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as excinfo:
+        lookup(run, folder)
+    return str(excinfo.value)
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running", "timeout"])
-@pytest.mark.parametrize("asked", ["last", "auto"])
+@pytest.mark.parametrize("resume", ["last", "auto"])
 def test_lookup_finds_the_newest_run_of_the_name(
-    compose: Compose, tmp_path: Path, asked: str, status: str
+    compose: Compose, tmp_path: Path, resume: str, status: str
 ) -> None:
-    run = compose(f"resume={asked}")
-    leave(run, tmp_path / "2026-01-01_00-00-00", 50)
-    newest = leave(run, tmp_path / "2026-01-02_00-00-00", 3, 7, status=status)
-    assert found(run, tmp_path / "2026-01-03_00-00-00") == manifest.checkpoint_path(
+    run = compose(f"resume={resume}")
+    write_run(run, tmp_path / "2026-01-01_00-00-00", 50)
+    newest = write_run(run, tmp_path / "2026-01-02_00-00-00", 3, 7, status=status)
+    assert lookup(run, tmp_path / "2026-01-03_00-00-00") == manifest.checkpoint_path(
         newest / "checkpoints", 7
     )
 
 
-@pytest.mark.parametrize("asked", ["last", "auto"])
-def test_lookup_orders_runs_by_utc_start(compose: Compose, tmp_path: Path, asked: str) -> None:
+@pytest.mark.parametrize("resume", ["last", "auto"])
+def test_lookup_orders_runs_by_utc_start(compose: Compose, tmp_path: Path, resume: str) -> None:
     """After a change of time zone the names of folders are not in order."""
-    run = compose(f"resume={asked}")
-    starts = {
+    run = compose(f"resume={resume}")
+    start_times = {
         "2026-01-01_23-00-00": "2026-01-01T14:00:00+00:00",
         "2026-01-01_15-00-00": "2026-01-01T10:00:00-05:00",
         "2026-01-01_09-00-00": "2026-01-01T09:00:00+00:00",
     }
-    for name, started in starts.items():
-        leave(run, tmp_path / name, 5)
+    for name, started in start_times.items():
+        write_run(run, tmp_path / name, 5)
         write_json(tmp_path / name / "status.json", {"status": "failed", "started": started})
     newest = tmp_path / "2026-01-01_15-00-00" / "checkpoints"
-    assert found(run, tmp_path / "now") == manifest.checkpoint_path(newest, 5)
+    assert lookup(run, tmp_path / "now") == manifest.checkpoint_path(newest, 5)
 
 
-@pytest.mark.parametrize("asked", ["last", "auto", "the folder"])
-def test_lookup_rejects_a_running_run(compose: Compose, tmp_path: Path, asked: str) -> None:
-    folder = leave(compose(), tmp_path / "2026-01-01", 5)
-    run = replace(compose(), resume=str(folder) if asked == "the folder" else asked)
+@pytest.mark.parametrize("resume", ["last", "auto", "the folder"])
+def test_lookup_rejects_a_running_run(compose: Compose, tmp_path: Path, resume: str) -> None:
+    folder = write_run(compose(), tmp_path / "2026-01-01", 5)
+    run = replace(compose(), resume=str(folder) if resume == "the folder" else resume)
     with locks.acquire_lock(folder):
-        said = refused(run, tmp_path / "now")
-    assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in said
-    assert f"end it: kill {os.getpid()}" in said
-    assert found(run, tmp_path / "now") == manifest.checkpoint_path(folder / "checkpoints", 5)
+        message = rejection_message(run, tmp_path / "now")
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in message
+    assert f"end it: kill {os.getpid()}" in message
+    assert lookup(run, tmp_path / "now") == manifest.checkpoint_path(folder / "checkpoints", 5)
 
 
 def test_lookup_checks_processes_without_file_locks(compose: Compose, tmp_path: Path) -> None:
-    folder = leave(compose(), tmp_path / "2026-01-01", 5)
+    folder = write_run(compose(), tmp_path / "2026-01-01", 5)
     status = {"status": "running", "process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
     write_json(folder / "status.json", {**status, "host": socket.gethostname()})
-    said = refused(compose("resume=last"), tmp_path / "now")
-    assert f"is in use by process {os.getppid()}" in said
+    message = rejection_message(compose("resume=last"), tmp_path / "now")
+    assert f"is in use by process {os.getppid()}" in message
     write_json(folder / "status.json", {**status, "host": "elsewhere"})
-    assert found(compose("resume=last"), tmp_path / "now") is not None
+    assert lookup(compose("resume=last"), tmp_path / "now") is not None
 
 
 def test_lookup_gives_two_processes_different_runs(compose: Compose, tmp_path: Path) -> None:
     """The second finds the run locked while the first claims a folder, and then that folder."""
-    source = leave(compose(), tmp_path / "2026-01-01", 5)
-    own = tmp_path / "2026-01-02"
+    source = write_run(compose(), tmp_path / "2026-01-01", 5)
+    own_folder = tmp_path / "2026-01-02"
     run = compose("resume=last")
-    with locked_find_checkpoint(run, own, STEPS) as path:
+    with locked_find_checkpoint(run, own_folder, STEPS) as path:
         assert path == manifest.checkpoint_path(source / "checkpoints", 5)
         with (
             pytest.raises(CheckpointError, match=f"{source} is in use by process"),
             locked_find_checkpoint(run, tmp_path / "other", STEPS),
         ):
             pass
-        own.mkdir()
-        (own / "overrides.txt").touch()
-        claimed = locks.acquire_lock(own)
-    with claimed, pytest.raises(CheckpointError, match=f"{own} is in use by process"):
-        found(run, tmp_path / "other")
-    with locked_find_checkpoint(replace(run, resume=str(source)), own, STEPS) as path:
+        own_folder.mkdir()
+        (own_folder / "overrides.txt").touch()
+        lock = locks.acquire_lock(own_folder)
+    with lock, pytest.raises(CheckpointError, match=f"{own_folder} is in use by process"):
+        lookup(run, tmp_path / "other")
+    with locked_find_checkpoint(replace(run, resume=str(source)), own_folder, STEPS) as path:
         assert path is not None
-        with locked_find_checkpoint(replace(run, resume=str(source)), own, STEPS) as second:
-            assert second == path
+        with locked_find_checkpoint(
+            replace(run, resume=str(source)), own_folder, STEPS
+        ) as second_path:
+            assert second_path == path
 
 
 def test_lookup_auto_starts_from_scratch_after_a_finished_run(
     compose: Compose, tmp_path: Path
 ) -> None:
-    leave(compose(), tmp_path / "2026-01-01", 50)
-    done = leave(compose(), tmp_path / "2026-01-02", 60, status="ok")
-    here = tmp_path / "2026-01-03"
-    assert found(compose("resume=auto"), here) is None
-    assert found(compose("resume=last"), here) == manifest.checkpoint_path(done / "checkpoints", 60)
+    write_run(compose(), tmp_path / "2026-01-01", 50)
+    finished_folder = write_run(compose(), tmp_path / "2026-01-02", 60, status="ok")
+    run_folder = tmp_path / "2026-01-03"
+    assert lookup(compose("resume=auto"), run_folder) is None
+    assert lookup(compose("resume=last"), run_folder) == manifest.checkpoint_path(
+        finished_folder / "checkpoints", 60
+    )
 
 
 def test_lookup_skips_a_run_without_checkpoint(compose: Compose, tmp_path: Path) -> None:
-    older = leave(compose(), tmp_path / "2026-01-01", 5)
-    leave(compose(), tmp_path / "2026-01-02")
-    torn = leave(compose(), tmp_path / "2026-01-03", 9)
+    older = write_run(compose(), tmp_path / "2026-01-01", 5)
+    write_run(compose(), tmp_path / "2026-01-02")
+    torn = write_run(compose(), tmp_path / "2026-01-03", 9)
     (file,) = (manifest.checkpoint_path(torn / "checkpoints", 9) / "model").iterdir()
     os.truncate(file, 1)
     expected = manifest.checkpoint_path(older / "checkpoints", 5)
-    assert found(compose("resume=last"), tmp_path / "2026-01-04") == expected
+    assert lookup(compose("resume=last"), tmp_path / "2026-01-04") == expected
 
 
 def test_lookup_without_checkpoints_is_rejected(compose: Compose, tmp_path: Path) -> None:
-    here = tmp_path / "runs" / "now"
-    assert found(compose(), here) is None
-    assert found(compose("resume=auto"), here) is None
-    assert "no complete checkpoint under" in refused(compose("resume=last"), here)
+    run_folder = tmp_path / "runs" / "now"
+    assert lookup(compose(), run_folder) is None
+    assert lookup(compose("resume=auto"), run_folder) is None
+    assert "no complete checkpoint under" in rejection_message(compose("resume=last"), run_folder)
 
 
 def test_lookup_finds_the_same_job_of_the_last_sweep(compose: Compose, tmp_path: Path) -> None:
     for job in ("0", "1"):
-        leave(compose(), tmp_path / "2026-01-01" / job, 3 + int(job))
-    path = found(compose("resume=auto"), tmp_path / "2026-01-02" / "1", in_sweep=True)
+        write_run(compose(), tmp_path / "2026-01-01" / job, 3 + int(job))
+    path = lookup(compose("resume=auto"), tmp_path / "2026-01-02" / "1", in_sweep=True)
     assert path == manifest.checkpoint_path(tmp_path / "2026-01-01/1/checkpoints", 4)
 
 
-@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000007"])
+@pytest.mark.parametrize("subpath", ["", "checkpoints", "checkpoints/step-00000007"])
 def test_lookup_accepts_run_and_checkpoint_paths(
-    compose: Compose, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    compose: Compose, tmp_path: Path, subpath: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = leave(compose(), tmp_path / "run", 3, 7)
+    folder = write_run(compose(), tmp_path / "run", 3, 7)
     expected = manifest.checkpoint_path(folder / "checkpoints", 7)
-    assert found(compose(f"resume='{folder / where}'"), tmp_path / "now") == expected
+    assert lookup(compose(f"resume='{folder / subpath}'"), tmp_path / "now") == expected
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert found(compose(f"resume='~/run/{where}'"), tmp_path / "now") == expected
+    assert lookup(compose(f"resume='~/run/{subpath}'"), tmp_path / "now") == expected
     monkeypatch.chdir(tmp_path)
-    assert found(compose(f"resume='run/{where}'"), tmp_path / "now") == expected
+    assert lookup(compose(f"resume='run/{subpath}'"), tmp_path / "now") == expected
 
 
-@pytest.mark.parametrize("asked", ["run", "run/checkpoints", "last"])
+@pytest.mark.parametrize("resume_value", ["run", "run/checkpoints", "last"])
 def test_lookup_skips_a_damaged_checkpoint_with_a_message(
-    compose: Compose, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
+    compose: Compose, tmp_path: Path, resume_value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = leave(compose(), tmp_path / "run", 3, 7)
+    folder = write_run(compose(), tmp_path / "run", 3, 7)
     damaged = manifest.checkpoint_path(folder / "checkpoints", 7)
     (damaged / manifest.TRAINING).write_bytes(b"")
-    resume = asked if asked == "last" else tmp_path / asked
-    path = found(compose(f"resume='{resume}'"), tmp_path / "now")
+    resume = resume_value if resume_value == "last" else tmp_path / resume_value
+    path = lookup(compose(f"resume='{resume}'"), tmp_path / "now")
     assert path == manifest.checkpoint_path(folder / "checkpoints", 3)
     stdout = capsys.readouterr().out
     assert stdout == f"resume: {damaged} is damaged; resuming from step-00000003\n"
@@ -200,7 +204,7 @@ def test_lookup_rejects_other_paths(
 ) -> None:
     make(tmp_path / "x")
     run = replace(compose(), resume=f"{tmp_path}/x")
-    assert reason in refused(run, tmp_path / "now")
+    assert reason in rejection_message(run, tmp_path / "now")
 
 
 @pytest.mark.parametrize(
@@ -229,23 +233,23 @@ def test_lookup_rejects_other_paths(
 def test_resume_rejects_changed_settings(
     compose: Compose, tmp_path: Path, overrides: list[str], keys: list[str]
 ) -> None:
-    folder = leave(compose(), tmp_path / "run", 3)
+    folder = write_run(compose(), tmp_path / "run", 3)
     run = compose(*overrides, f"resume={folder}")
     issues = list(resume_issues(run, folder))
     assert sorted(issue.key for issue in issues) == keys
 
-    def resumed(lines: Sequence[str]) -> None:
-        run = compose(*lines)
-        if run.resume and (found := list(resume_issues(run, folder))):
-            raise ConfigError(found)
+    def resumed(changes: Sequence[str]) -> None:
+        run = compose(*changes)
+        if run.resume and (resume_rejections := list(resume_issues(run, folder))):
+            raise ConfigError(resume_rejections)
 
     for issue in issues:
         assert_fixes_work([*overrides, f"resume={folder}"], issue, resumed)
     if keys:
-        message = refused(run, tmp_path / "now")
+        message = rejection_message(run, tmp_path / "now")
         assert all(f"{key}=" in message for key in keys)
     else:
-        assert found(run, tmp_path / "now") is not None
+        assert lookup(run, tmp_path / "now") is not None
 
 
 @pytest.mark.parametrize(
@@ -260,33 +264,33 @@ def test_resume_rejects_changed_settings(
 def test_resume_compares_the_batch_of_the_earlier_strategy(
     compose: Compose, tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
-    wrote, run = compose("hardware=cpu", *before), compose("hardware=cpu", *after)
-    folder = leave(wrote, tmp_path / "run", 3)
-    assert wrote.global_batch == run.global_batch
+    earlier_run, run = compose("hardware=cpu", *before), compose("hardware=cpu", *after)
+    folder = write_run(earlier_run, tmp_path / "run", 3)
+    assert earlier_run.global_batch == run.global_batch
     assert list(resume_issues(run, folder)) == []
     (issue,) = resume_issues(compose("trainer.global_batch=7"), folder)
     assert (issue.key, issue.value) == ("trainer.global_batch", 7)
-    assert f"trained with {wrote.global_batch}" in issue.reason
-    assert f"trainer.global_batch={wrote.global_batch}" in issue.fix
+    assert f"trained with {earlier_run.global_batch}" in issue.reason
+    assert f"trainer.global_batch={earlier_run.global_batch}" in issue.fix
 
 
 def test_resume_rejects_an_unknown_earlier_strategy(compose: Compose, tmp_path: Path) -> None:
-    folder = leave(compose("trainer.global_batch=8"), tmp_path / "run", 3)
-    kept = yaml.safe_load((folder / "resolved.yaml").read_text())
-    kept["parallelism"] = {"_target_": "somebodys.Layout"}
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(kept))
+    folder = write_run(compose("trainer.global_batch=8"), tmp_path / "run", 3)
+    resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+    resolved["parallelism"] = {"_target_": "somebodys.Layout"}
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved))
     assert list(resume_issues(compose(), folder)) == []
 
 
 def test_resume_rejects_a_run_without_remaining_steps(compose: Compose, tmp_path: Path) -> None:
-    folder = leave(compose(), tmp_path / "run", STEPS)
-    message = refused(compose(f"resume={folder}"), tmp_path / "now")
+    folder = write_run(compose(), tmp_path / "run", STEPS)
+    message = rejection_message(compose(f"resume={folder}"), tmp_path / "now")
     assert "the checkpoint is at step 100 of 100" in message
     assert "trainer.max_steps above 100" in message
-    assert found(compose("resume=auto"), tmp_path / "now") == manifest.checkpoint_path(
+    assert lookup(compose("resume=auto"), tmp_path / "now") == manifest.checkpoint_path(
         folder / "checkpoints", STEPS
     )
-    assert "the checkpoint is at step 100 of 100" in refused(
+    assert "the checkpoint is at step 100 of 100" in rejection_message(
         compose("resume=last"), tmp_path / "now"
     )
 
@@ -308,12 +312,12 @@ def test_resume_names_a_config_without_batch(
 ) -> None:
     values = {**compose().as_dict(), "trainer": trainer}
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.yaml is damaged") as caught:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.yaml is damaged") as excinfo:
         list(resume_issues(compose(), tmp_path))
-    assert "restore it from a copy" in str(caught.value)
+    assert "restore it from a copy" in str(excinfo.value)
 
 
-def written(run: RunConfig, folder: Path) -> Path:
+def write_resolved_run(run: RunConfig, folder: Path) -> Path:
     """Writes what a run records of itself before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
@@ -331,35 +335,37 @@ def test_resume_accepts_moved_files(compose: Compose, tmp_path: Path) -> None:
         (tmp_path / disk / "text.txt").write_text("some text")
         (tmp_path / disk / "tokenizer.json").write_text("{}")
 
-    def on(disk: str) -> RunConfig:
+    def run_on_disk(disk: str) -> RunConfig:
         files = f"data.paths=[{disk}/text.txt]", f"data.tokenizer={disk}/tokenizer.json"
         return compose("data=text", *files)
 
-    folder = written(on("disk1"), tmp_path / "runs" / "a")
-    assert reasons(on("disk2"), folder) == {}
-    assert reasons(on(str(tmp_path / "disk1")), folder) == {}
+    folder = write_resolved_run(run_on_disk("disk1"), tmp_path / "runs" / "a")
+    assert reasons(run_on_disk("disk2"), folder) == {}
+    assert reasons(run_on_disk(str(tmp_path / "disk1")), folder) == {}
     (tmp_path / "disk2" / "text.txt").write_text("other text")
-    other = "was trained on files with other content"
-    assert reasons(on("disk2"), folder) == {"data.paths": f"the checkpoint under {folder} {other}"}
+    reason_start = "was trained on files with other content"
+    assert reasons(run_on_disk("disk2"), folder) == {
+        "data.paths": f"the checkpoint under {folder} {reason_start}"
+    }
     (tmp_path / "disk1" / "tokenizer.json").write_text("{ }")
     changed = f"the files have changed since the checkpoint under {folder} was trained"
-    assert reasons(on("disk1"), folder) == {"data.tokenizer": changed}
+    assert reasons(run_on_disk("disk1"), folder) == {"data.tokenizer": changed}
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_resume_of_earlier_versions_has_no_special_tokens(
-    compose: Compose, tmp_path: Path, given: bool
+    compose: Compose, tmp_path: Path, has_tokenizer: bool
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "x.txt").write_text("some text")
-    overrides = [f"data.tokenizer={'tokenizer.json' if given else 'null'}"]
+    overrides = [f"data.tokenizer={'tokenizer.json' if has_tokenizer else 'null'}"]
     run = compose("data=text", "data.paths=[x.txt]", *overrides)
     values = yaml.safe_load(yaml.safe_dump(run.as_dict()))
     del values["data"]["special_tokens"]
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    found = [issue.key for issue in resume_issues(run, tmp_path)]
-    assert found == ["data.special_tokens"] * given
-    if given:
+    issue_keys = [issue.key for issue in resume_issues(run, tmp_path)]
+    assert issue_keys == ["data.special_tokens"] * has_tokenizer
+    if has_tokenizer:
         (issue,) = resume_issues(run, tmp_path)
         assert issue.fix == "set data.special_tokens=false, or resume=null"
         overrides.append("data.special_tokens=false")

@@ -20,7 +20,7 @@ SPECS = [(group, name) for group, named in registry.OPTIONS.items() for name in 
 SPECS.remove(("model", "decoder"))  # it has no defaults; every composed run has one
 
 
-def comes_back(run: RunConfig, folder: Path) -> bool:
+def round_trip(run: RunConfig, folder: Path) -> bool:
     order = JobSpec(
         run, "scalewise train", varied={"seed": "1"}, sweep="a/b", changed=[{"key": "x"}]
     )
@@ -34,7 +34,7 @@ def test_job_specs_round_trip(
     group: str, name: str, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     spec = registry.OPTIONS[group][name]
-    assert comes_back(replace(compose(), **{group: spec()}), tmp_path)
+    assert round_trip(replace(compose(), **{group: spec()}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_job_spec_keeps_overrides(
 ) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
-    assert comes_back(compose(*overrides.split(), check_machine=False), tmp_path)
+    assert round_trip(compose(*overrides.split(), check_machine=False), tmp_path)
 
 
 def test_missing_job_spec_is_rejected(tmp_path: Path) -> None:

@@ -46,14 +46,14 @@ def test_exceptions_map_to_outcomes(
 
 
 def test_only_unexpected_errors_show_a_traceback() -> None:
-    def deep(levels: int) -> None:
+    def recurse(levels: int) -> None:
         if levels:
-            deep(levels - 1)
+            recurse(levels - 1)
         raise ZeroDivisionError("by zero")
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        deep(30)
-    outcome = outcome_of_exception(caught.value, 0)
+    with pytest.raises(ZeroDivisionError) as excinfo:
+        recurse(30)
+    outcome = outcome_of_exception(excinfo.value, 0)
     assert len(outcome.log_tail) == LOG_LINES
     assert outcome.log_tail[-1] == "ZeroDivisionError: by zero"
     assert outcome_of_exception(ScalewiseError("no"), 0).log_tail == ()
@@ -97,22 +97,22 @@ def test_exit_reports_of_another_attempt_are_removed(tmp_path: Path) -> None:
     assert exit_reports.read_reports(tmp_path) == []
 
 
-WAITS = ("waits in", 'File "/lib/torch/distributed/c10d.py", line 9 in wait')
-WORKS = ("works in", 'File "/home/me/callback.py", line 3 in happen')
-STILL = "blocked while the other ranks waited"
+WAITING_STACK = ("waits in", 'File "/lib/torch/distributed/c10d.py", line 9 in wait')
+WORKING_STACK = ("works in", 'File "/home/me/callback.py", line 3 in happen')
+BLOCKED_REASON = "blocked while the other ranks waited"
 
 
 @pytest.mark.parametrize(
-    ("answers", "suspects"),
+    ("answers", "expected"),
     [
-        ({0: WAITS, 1: WORKS}, ([1], STILL)),
-        ({0: WAITS, 1: WAITS}, ([], STILL)),
-        ({0: WORKS, 1: WORKS}, ([], STILL)),
-        ({0: WAITS, 1: ()}, ([1], "did not respond")),
-        ({0: WORKS, 1: ()}, ([1], "did not respond")),
-        ({0: WAITS, 2: (), 10: ()}, ([2, 10], "did not respond")),
-        ({0: WAITS, 1: WORKS, 3: ()}, ([1], STILL)),
-        ({}, ([], STILL)),
+        ({0: WAITING_STACK, 1: WORKING_STACK}, ([1], BLOCKED_REASON)),
+        ({0: WAITING_STACK, 1: WAITING_STACK}, ([], BLOCKED_REASON)),
+        ({0: WORKING_STACK, 1: WORKING_STACK}, ([], BLOCKED_REASON)),
+        ({0: WAITING_STACK, 1: ()}, ([1], "did not respond")),
+        ({0: WORKING_STACK, 1: ()}, ([1], "did not respond")),
+        ({0: WAITING_STACK, 2: (), 10: ()}, ([2, 10], "did not respond")),
+        ({0: WAITING_STACK, 1: WORKING_STACK, 3: ()}, ([1], BLOCKED_REASON)),
+        ({}, ([], BLOCKED_REASON)),
     ],
     ids=[
         "one works",
@@ -126,28 +126,28 @@ STILL = "blocked while the other ranks waited"
     ],
 )
 def test_rank_that_blocked_the_others_is_named(
-    answers: dict[int, tuple[str, ...]], suspects: tuple[list[int], str], tmp_path: Path
+    answers: dict[int, tuple[str, ...]], expected: tuple[list[int], str], tmp_path: Path
 ) -> None:
     exit_reports.prepare_reports(tmp_path)
     for rank, lines in answers.items():
         (tmp_path / ".ranks" / f"{rank}.stack").write_text("\n".join(lines))
     exit_reports.write_report(tmp_path, 3, Outcome("ok"))
-    assert exit_reports.blocking_ranks(tmp_path) == suspects
+    assert exit_reports.blocking_ranks(tmp_path) == expected
 
 
 def test_unwritable_exit_report_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(exit_reports, "write_json", full)
+    monkeypatch.setattr(exit_reports, "write_json", raise_disk_full)
     exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     assert "no space left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("endings", "reason", "rank"),
+    ("outcomes", "reason", "rank"),
     [
         (
             [Outcome("failed", "lost", 0, peer_failure=True), Outcome("failed", "it broke", 1)],
@@ -163,15 +163,15 @@ def test_unwritable_exit_report_is_ignored(
     ],
 )
 def test_reason_of_a_lost_rank(
-    endings: list[Outcome], reason: str, rank: int | None, tmp_path: Path
+    outcomes: list[Outcome], reason: str, rank: int | None, tmp_path: Path
 ) -> None:
     exit_reports.prepare_reports(tmp_path)
-    for outcome in endings:
+    for outcome in outcomes:
         assert outcome.rank is not None
         exit_reports.write_report(tmp_path, outcome.rank, outcome)
-    found = exit_reports.lost_rank_reason(tmp_path, 2)
-    assert found is not None
-    assert (found.reason, found.rank) == (reason, rank)
+    lost_rank = exit_reports.lost_rank_reason(tmp_path, 2)
+    assert lost_rank is not None
+    assert (lost_rank.reason, lost_rank.rank) == (reason, rank)
 
 
 THREAD = """Thread 0x00007f01 (most recent call first):
@@ -216,10 +216,10 @@ def test_crash_outcome_has_the_innermost_frame(
     (tmp_path / ".ranks" / "1.crash").write_text(text)
     (tmp_path / ".ranks" / "0.crash").touch()
     assert exit_reports.read_crash(tmp_path, 0) is None
-    found = exit_reports.read_crash(tmp_path, 1)
-    assert found == Outcome("failed", f"rank 1 was killed by {reason}", 1, tail)
+    lost_rank = exit_reports.read_crash(tmp_path, 1)
+    assert lost_rank == Outcome("failed", f"rank 1 was killed by {reason}", 1, tail)
     exit_reports.write_report(tmp_path, 0, Outcome("failed", "lost", 0, peer_failure=True))
-    assert exit_reports.lost_rank_reason(tmp_path, 2) == found
+    assert exit_reports.lost_rank_reason(tmp_path, 2) == lost_rank
 
 
 def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:

@@ -57,13 +57,13 @@ def test_other_slurm_steps_are_unchanged(change: dict[str, str]) -> None:
 
 
 def test_single_srun_task_is_a_rank() -> None:
-    alone = STEP | {
+    single_task_environment = STEP | {
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1",
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
     }
-    environment = alone | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    environment = single_task_environment | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
     adopt_slurm_step(environment, min_tasks=1)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
@@ -89,7 +89,7 @@ def test_torchrun_ranks_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "left",
+    "stale_variables",
     [
         {"LOCAL_RANK": "0"},
         {"RANK": "0"},
@@ -103,19 +103,19 @@ def test_torchrun_ranks_are_kept() -> None:
     ],
     ids=" ".join,
 )
-def test_stale_rank_variables_are_removed(left: dict[str, str]) -> None:
-    environment = dict(left)
+def test_stale_rank_variables_are_removed(stale_variables: dict[str, str]) -> None:
+    environment = dict(stale_variables)
     assert adopt_slurm_step(environment) is None
     assert set(environment) <= {"MASTER_ADDR", "MASTER_PORT"}
 
 
-@pytest.mark.parametrize("absent", TORCHRUN)
-def test_rank_without_a_variable_is_rejected_by_name(absent: str) -> None:
-    environment = {key: value for key, value in TORCHRUN.items() if key != absent}
+@pytest.mark.parametrize("missing_variable", TORCHRUN)
+def test_rank_without_a_variable_is_rejected_by_name(missing_variable: str) -> None:
+    environment = {key: value for key, value in TORCHRUN.items() if key != missing_variable}
     error = adopt_slurm_step(environment)
     assert error is not None
     (issue,) = error.issues
-    assert f"{absent} is not set" in issue.reason
+    assert f"{missing_variable} is not set" in issue.reason
     assert not set(environment) & set(RANK_VARIABLES), "no other command takes it for a rank"
 
 
@@ -130,11 +130,11 @@ def test_impossible_rank_is_rejected(change: dict[str, str]) -> None:
     assert "is not a rank of" in str(error)
 
 
-@pytest.mark.parametrize("absent", ["SLURM_PROCID", "SLURM_LOCALID"])
-def test_slurm_step_without_a_variable_is_rejected_by_name(absent: str) -> None:
-    error = adopt_slurm_step({key: value for key, value in STEP.items() if key != absent})
+@pytest.mark.parametrize("missing_variable", ["SLURM_PROCID", "SLURM_LOCALID"])
+def test_slurm_step_without_a_variable_is_rejected_by_name(missing_variable: str) -> None:
+    error = adopt_slurm_step({key: value for key, value in STEP.items() if key != missing_variable})
     assert error is not None
-    assert f"{absent} is not set" in str(error)
+    assert f"{missing_variable} is not set" in str(error)
 
 
 def test_salloc_shell_is_a_single_process() -> None:

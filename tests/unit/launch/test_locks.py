@@ -18,7 +18,7 @@ import pytest
 from scalewise.launch import locks
 from scalewise.launch.locks import InUseError
 
-HOLD = """
+HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from scalewise.launch import locks
@@ -31,7 +31,7 @@ time.sleep(600)
 @pytest.fixture
 def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process, which holds the lock of ``tmp_path``."""
-    overrides = [sys.executable, "-c", HOLD, str(tmp_path)]
+    overrides = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
     with subprocess.Popen(overrides, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"

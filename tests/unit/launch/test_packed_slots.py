@@ -34,7 +34,7 @@ CORES = Machine((), "a processor", 8, 32 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("waiting", "slots", "free", "place"),
+    ("demands", "slots", "free", "expected"),
     [
         ([], 2, 8, None),
         ([(1, 4), (1, 4)], 2, 8, 0),
@@ -46,10 +46,10 @@ CORES = Machine((), "a processor", 8, 32 * GIB)
     ],
 )
 def test_scheduler_starts_the_first_job_that_fits(
-    waiting: list[tuple[int, int]], slots: int, free: int, place: int | None
+    demands: list[tuple[int, int]], slots: int, free: int, expected: int | None
 ) -> None:
-    room = SlotCapacity(tuple(range(slots)), free)
-    assert next_to_start([JobDemand(*one) for one in waiting], room) == place
+    capacity = SlotCapacity(tuple(range(slots)), free)
+    assert next_to_start([JobDemand(*demand) for demand in demands], capacity) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_scheduler_starts_the_first_job_that_fits(
 def test_scheduler_estimates_the_sweep_time(
     jobs: list[tuple[int, int, float]], slots: int, memory: int, seconds: float
 ) -> None:
-    room = SlotCapacity(tuple(range(slots)), memory)
-    assert makespan([(JobDemand(s, m), time) for s, m, time in jobs], room) == seconds
+    capacity = SlotCapacity(tuple(range(slots)), memory)
+    assert makespan([(JobDemand(s, m), time) for s, m, time in jobs], capacity) == seconds
 
 
 def test_slots_are_devices_or_core_pairs() -> None:
@@ -80,8 +80,8 @@ def test_slots_are_devices_or_core_pairs() -> None:
 
 @pytest.mark.parametrize(("cores", "count"), [(8, 4), (7, 3), (2, 2), (1, 1)])
 def test_slots_divide_the_cores(cores: int, count: int) -> None:
-    own = [slot_cores(range(cores), [slot], count) for slot in range(count)]
-    assert sorted(itertools.chain(*own)) == list(range(cores))
+    cores_by_slot = [slot_cores(range(cores), [slot], count) for slot in range(count)]
+    assert sorted(itertools.chain(*cores_by_slot)) == list(range(cores))
     assert slot_cores(range(cores), range(count), count) == set(range(cores))
 
 
@@ -94,45 +94,48 @@ class TestDemand:
     ROOM = SlotCapacity((0, 1), 32 * GIB)
 
     def test_job_demand_on_cpu_is_the_memory_of_all_ranks(self, compose: Compose) -> None:
-        one = compose("model=llama_160m", "hardware=cpu")
-        two = compose("model=llama_160m", "hardware=cpu", "parallelism=ddp")
-        assert job_demand(one, self.ROOM).slots == 1
-        assert job_demand(two, self.ROOM).slots == 2
-        beside = [job_demand(r, self.ROOM).memory - r.world_size * self.peak(r) for r in (one, two)]
-        assert beside[0] == pytest.approx(0.9 * GIB, rel=0.01)
-        assert beside[1] == pytest.approx(1.3 * GIB, rel=0.01)
+        single_run = compose("model=llama_160m", "hardware=cpu")
+        ddp_run = compose("model=llama_160m", "hardware=cpu", "parallelism=ddp")
+        assert job_demand(single_run, self.ROOM).slots == 1
+        assert job_demand(ddp_run, self.ROOM).slots == 2
+        overhead_bytes = [
+            job_demand(r, self.ROOM).memory - r.world_size * self.peak(r)
+            for r in (single_run, ddp_run)
+        ]
+        assert overhead_bytes[0] == pytest.approx(0.9 * GIB, rel=0.01)
+        assert overhead_bytes[1] == pytest.approx(1.3 * GIB, rel=0.01)
 
     def peak(self, run: RunConfig) -> int:
         return peak_memory.worst_rank_breakdown(run).peak
 
     def test_job_demand_is_bounded_by_the_memory_limit(self, compose: Compose) -> None:
         free = compose("model=llama_160m", "hardware=cpu")
-        held = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
-        saved = job_demand(free, self.ROOM).memory - job_demand(held, self.ROOM).memory
+        limited_run = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
+        saved = job_demand(free, self.ROOM).memory - job_demand(limited_run, self.ROOM).memory
         assert saved == self.peak(free) - GIB > 0
 
     def test_job_demand_on_gpu_counts_host_processes(self, compose: Compose) -> None:
         run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", check_machine=False)
-        found = job_demand(run, self.ROOM)
-        assert found.slots == run.world_size
-        assert found.memory < (3.2 * run.world_size + 0.6) * GIB
+        demand = job_demand(run, self.ROOM)
+        assert demand.slots == run.world_size
+        assert demand.memory < (3.2 * run.world_size + 0.6) * GIB
 
     def test_job_demand_that_never_fits_is_explained(self, compose: Compose) -> None:
         fits = compose("hardware=cpu")
         assert rejection_reason(fits, job_demand(fits, self.ROOM), self.ROOM) == ""
-        large = compose("model=llama3_8b", "hardware=cpu")
-        said = rejection_reason(large, job_demand(large, self.ROOM), self.ROOM)
-        assert "of main memory; this machine has 32.00 GiB" in said
-        wide = compose(
+        large_run = compose("model=llama3_8b", "hardware=cpu")
+        reason = rejection_reason(large_run, job_demand(large_run, self.ROOM), self.ROOM)
+        assert "of main memory; this machine has 32.00 GiB" in reason
+        wide_run = compose(
             "hardware=h100", "parallelism=ddp", "parallelism.replicas=4", check_machine=False
         )
         assert (
-            rejection_reason(wide, job_demand(wide, self.ROOM), self.ROOM)
+            rejection_reason(wide_run, job_demand(wide_run, self.ROOM), self.ROOM)
             == "requires 4 slots; 2 are available"
         )
-        heavy = compose("model=llama3_70b", "hardware=h100", check_machine=False)
+        heavy_run = compose("model=llama3_70b", "hardware=h100", check_machine=False)
         assert "of device memory; the device has 80 GiB" in rejection_reason(
-            heavy, JobDemand(1, 1), self.ROOM
+            heavy_run, JobDemand(1, 1), self.ROOM
         )
 
 
@@ -141,10 +144,10 @@ def test_job_that_never_fits_is_rejected_before_any_start(
 ) -> None:
     monkeypatch.setattr(packed_executor, "this_machine", lambda: Machine((), "", 2, GIB))
     task = SweepTask(3, JobSpec(compose("hardware=cpu")), tmp_path / "3")
-    ((told, result),) = executor.build_executor({"engine": "packed"}).iter_results(
+    ((rejected_task, result),) = executor.build_executor({"engine": "packed"}).iter_results(
         [task], lambda _: None
     )
-    assert told == task
+    assert rejected_task == task
     assert (result.status, result.exit_code) == ("refused", 2)
     assert "this machine has 1.00 GiB" in result.reason
     assert not task.folder.exists()
@@ -156,13 +159,13 @@ def test_slot_count_is_validated(slots: object) -> None:
         executor.build_executor({"engine": "packed", "slots": slots})
 
 
-@pytest.mark.parametrize(("given", "seen"), [(None, "1,2"), ("4, 6,7", "6,7")])
+@pytest.mark.parametrize(("visible_devices", "expected_gpus"), [(None, "1,2"), ("4, 6,7", "6,7")])
 def test_slots_use_visible_devices(
-    given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+    visible_devices: str | None, expected_gpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    seat = packed_executor._slot_devices([1, 2], 3, on_cuda=True)
-    assert seat.gpus == seen
-    assert seat.cores == os.sched_getaffinity(0)
+    if visible_devices:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
+    affinity = packed_executor._slot_devices([1, 2], 3, on_cuda=True)
+    assert affinity.gpus == expected_gpus
+    assert affinity.cores == os.sched_getaffinity(0)

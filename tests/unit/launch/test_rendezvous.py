@@ -16,11 +16,13 @@ def test_concurrent_jobs_have_separate_rendezvous(monkeypatch: pytest.MonkeyPatc
         raise AssertionError(f"waited {seconds} s")
 
     monkeypatch.setattr("time.sleep", waited)
-    asked = [RendezvousParameters(rendezvous.NAME, "127.0.0.1", job, 1, 1) for job in ("a", "b")]
-    first, second = (get_rendezvous_handler(one).next_rendezvous() for one in asked)
-    met = [one.bootstrap_store_info for one in (first, second)]
-    assert met[0].master_port != met[1].master_port
-    for one in met:
+    job_parameters = [
+        RendezvousParameters(rendezvous.NAME, "127.0.0.1", job, 1, 1) for job in ("a", "b")
+    ]
+    first, second = (get_rendezvous_handler(one).next_rendezvous() for one in job_parameters)
+    store_infos = [one.bootstrap_store_info for one in (first, second)]
+    assert store_infos[0].master_port != store_infos[1].master_port
+    for one in store_infos:
         socket.create_connection((one.master_addr, one.master_port), timeout=5).close()
     first.store.set("key", "of the first")
     assert first.store.get("key") == b"of the first"
@@ -29,12 +31,14 @@ def test_concurrent_jobs_have_separate_rendezvous(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rendezvous_store_listens_on_loopback_only() -> None:
-    asked = RendezvousParameters(rendezvous.NAME, "127.0.0.1", "job", 1, 1)
-    met = get_rendezvous_handler(asked).next_rendezvous()
-    assert met.bootstrap_store_info is not None
-    port = met.bootstrap_store_info.master_port
-    found = [each.laddr for each in psutil.Process().net_connections("tcp") if each.laddr]
-    assert {each.ip for each in found if each.port == port} == {"127.0.0.1"}
+    parameters = RendezvousParameters(rendezvous.NAME, "127.0.0.1", "job", 1, 1)
+    rendezvous_info = get_rendezvous_handler(parameters).next_rendezvous()
+    assert rendezvous_info.bootstrap_store_info is not None
+    port = rendezvous_info.bootstrap_store_info.master_port
+    addresses = [
+        address.laddr for address in psutil.Process().net_connections("tcp") if address.laddr
+    ]
+    assert {address.ip for address in addresses if address.port == port} == {"127.0.0.1"}
 
 
 def test_gloo_uses_loopback_unless_an_interface_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +46,7 @@ def test_gloo_uses_loopback_unless_an_interface_is_set(monkeypatch: pytest.Monke
     del os.environ["GLOO_SOCKET_IFNAME"]
     rendezvous.use_loopback()
     name = os.environ["GLOO_SOCKET_IFNAME"]
-    assert {each.address for each in psutil.net_if_addrs()[name]} & {"127.0.0.1"}
+    assert {address.address for address in psutil.net_if_addrs()[name]} & {"127.0.0.1"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     rendezvous.use_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

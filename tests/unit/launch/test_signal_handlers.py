@@ -20,32 +20,34 @@ def library() -> None:
         raise AttributeError("half set")
 
 
-@pytest.mark.parametrize("swallowed", [(), (AttributeError,)])
-def test_signal_is_kept_through_library_errors(swallowed: tuple[type[Exception], ...]) -> None:
+@pytest.mark.parametrize("suppressed_errors", [(), (AttributeError,)])
+def test_signal_is_kept_through_library_errors(
+    suppressed_errors: tuple[type[Exception], ...],
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    while_composing = pytest.raises(Interrupted, match="SIGTERM while it composes")
+    expect_interrupt = pytest.raises(Interrupted, match="SIGTERM while it composes")
     with (
-        while_composing as raised,
+        expect_interrupt as excinfo,
         signals.raise_on_signals("while it composes"),
-        suppress(*swallowed),
+        suppress(*suppressed_errors),
     ):
         library()
-    assert raised.value.exit_code == 143
+    assert excinfo.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_swallowed_signal_is_raised_before_the_next_block() -> None:
-    begun = []
+    started_blocks = []
 
     def goes_on() -> None:
         with suppress(AttributeError):
             library()
         with signals.raise_on_signals("inside"):
-            begun.append("inside")
+            started_blocks.append("inside")
 
     with pytest.raises(Interrupted, match="SIGTERM outside"), signals.raise_on_signals("outside"):
         goes_on()
-    assert begun == []
+    assert started_blocks == []
     with signals.raise_on_signals("afterwards"):
         pass
 

@@ -32,8 +32,8 @@ def options(tmp_path: Path) -> dict[str, Any]:
     from scalewise.config.launchers import LAUNCHERS
 
     node = OmegaConf.structured(LAUNCHERS["slurm"]())
-    plain: Any = OmegaConf.to_container(node, resolve=False)
-    return {**plain, "submitit_folder": str(tmp_path / "slurm")}
+    defaults: Any = OmegaConf.to_container(node, resolve=False)
+    return {**defaults, "submitit_folder": str(tmp_path / "slurm")}
 
 
 def engine(options: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ def test_slurm_places_ranks_on_nodes(
 ) -> None:
     runs = [compose(*f"{H100}{ranks}".split(), check_machine=False) for ranks in (8, 16)]
     tasks = [SweepTask(n, JobSpec(run), tmp_path / str(n)) for n, run in enumerate(runs)]
-    asked = {
+    settings = {
         "gpus_per_node": 8,
         "partition": "a b",
         "setup": ["module load cuda"],
@@ -81,16 +81,24 @@ def test_slurm_places_ranks_on_nodes(
         "additional_parameters": {"mail-type": "BEGIN"},
         "array_parallelism": 3,
     }
-    ended = list(engine(options | asked).iter_results(tasks, lambda task: None))
-    assert [result.status for _, result in ended] == ["failed", "failed"]
-    assert "unknown to Slurm" in ended[0][1].reason
-    small, large = flags(tmp_path)
-    assert (small["nodes"], small["ntasks-per-node"], small["array"]) == ("1", "8", "0%1")
-    assert (large["nodes"], large["ntasks-per-node"], large["array"]) == ("2", "8", "1%1")
+    results = list(engine(options | settings).iter_results(tasks, lambda task: None))
+    assert [result.status for _, result in results] == ["failed", "failed"]
+    assert "unknown to Slurm" in results[0][1].reason
+    small_job_flags, large_job_flags = flags(tmp_path)
+    assert (
+        small_job_flags["nodes"],
+        small_job_flags["ntasks-per-node"],
+        small_job_flags["array"],
+    ) == ("1", "8", "0%1")
+    assert (
+        large_job_flags["nodes"],
+        large_job_flags["ntasks-per-node"],
+        large_job_flags["array"],
+    ) == ("2", "8", "1%1")
     expected = {"gpus-per-node": "8", "partition": "'a b'", "mem": "64GB", "time": "90"}
-    assert expected.items() <= large.items()
-    assert large["mail-type"] == "BEGIN"
-    assert "requeue" in large
+    assert expected.items() <= large_job_flags.items()
+    assert large_job_flags["mail-type"] == "BEGIN"
+    assert "requeue" in large_job_flags
     text = next((tmp_path / "slurm").glob("[0-9]*_submission.sh")).read_text()
     assert "\nmodule load cuda\n" in text
     assert "-m scalewise.commands.slurm_task" in text
@@ -106,12 +114,16 @@ def test_slurm_requests_devices(
             [SweepTask(0, JobSpec(run), tmp_path / "0")], lambda task: None
         )
     )
-    (only,) = flags(tmp_path)
-    assert (only["nodes"], only["ntasks-per-node"], only["gpus-per-node"]) == ("4", "4", "4")
+    (job_flags,) = flags(tmp_path)
+    assert (job_flags["nodes"], job_flags["ntasks-per-node"], job_flags["gpus-per-node"]) == (
+        "4",
+        "4",
+        "4",
+    )
 
 
 @pytest.mark.parametrize(
-    ("overrides", "changed", "words"),
+    ("overrides", "changed", "message"),
     [
         ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks cannot be divided evenly"),
         ("", {"gpus_per_node": 2}, "the run uses the CPU"),
@@ -122,14 +134,14 @@ def test_slurm_requests_devices(
 def test_slurm_rejects_invalid_settings(
     overrides: str,
     changed: dict[str, Any],
-    words: str,
+    message: str,
     options: dict[str, Any],
     sbatch: Path,
     compose: Callable[..., RunConfig],
     tmp_path: Path,
 ) -> None:
     task = SweepTask(0, JobSpec(compose(*overrides.split(), check_machine=False)), tmp_path / "0")
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         next(engine(options | changed).iter_results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()
 
@@ -195,8 +207,12 @@ class TestLostJob:
         folder = tmp_path / "0"
         folder.mkdir()
         exit_reports.prepare_reports(folder)
-        begun = {"status": "running", "started": "2026-01-01T00:00:00+00:00", "world_size": 2}
-        write_json(folder / "status.json", begun)
+        initial_status = {
+            "status": "running",
+            "started": "2026-01-01T00:00:00+00:00",
+            "world_size": 2,
+        }
+        write_json(folder / "status.json", initial_status)
         (tmp_path / "7_0_0_log.err").write_text("one\ntwo\n")
         return folder
 
@@ -214,8 +230,8 @@ class TestLostJob:
         self, state: str, status: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """But for success, which only the job itself can tell."""
-        facts = {"JobState": state, "ExitCode": "0:9"}
-        monkeypatch.setattr(slurm_cli, "job_facts", lambda job: facts)
+        job_record = {"JobState": state, "ExitCode": "0:9"}
+        monkeypatch.setattr(slurm_cli, "job_facts", lambda job: job_record)
         slurm.write_lost_status(folder, "7_0", folder.parent)
         record = json.loads((folder / "status.json").read_text())
         assert (record["status"], record["exit_code"]) == (status, code)
@@ -266,9 +282,9 @@ def test_override_error_is_not_a_machine_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         run_command(
             TrainCommand(()), ["-m", "hydra/launcher=slurm", "hardware=h100", "optimizer.lrr=1,2"]
         )
-    (only,) = refused.value.issues
-    assert only.key == "optimizer.lrr"
+    (issue,) = excinfo.value.issues
+    assert issue.key == "optimizer.lrr"

@@ -20,8 +20,8 @@ from scalewise.run_files import WANDB_FACTS, read_json, write_json
 from scalewise.typed_override import command_line
 
 
-def a_status(**changes: Any) -> Status:
-    begun = datetime.now(UTC) - timedelta(seconds=90)
+def make_status(**changes: Any) -> Status:
+    started = datetime.now(UTC) - timedelta(seconds=90)
     fields: dict[str, Any] = {
         "verb": "train",
         "name": "a-run",
@@ -33,13 +33,13 @@ def a_status(**changes: Any) -> Status:
         "changed": (),
         "world_size": 1,
         "config_hash": "0123456789abcdef",
-        "started": begun.isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
     }
     return Status(**fields | changes)
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"),
+    ("outcome", "code"),
     [
         (Outcome("ok"), 0),
         (Outcome("failed"), 1),
@@ -50,12 +50,12 @@ def a_status(**changes: Any) -> Status:
         (Outcome("interrupted", signal_number=15), 143),
     ],
 )
-def test_status_exit_codes(ending: Outcome, code: int) -> None:
-    assert ending.exit_code == code
+def test_status_exit_codes(outcome: Outcome, code: int) -> None:
+    assert outcome.exit_code == code
 
 
 @pytest.mark.parametrize(
-    ("ending", "overrides", "expected"),
+    ("outcome", "overrides", "expected"),
     [
         (Outcome("ok"), [], []),
         (Outcome("failed", "anything"), [], []),
@@ -102,13 +102,13 @@ def test_status_exit_codes(ending: Outcome, code: int) -> None:
     ],
 )  # fmt: skip
 def test_status_fixes_compose(
-    compose: Callable[..., RunConfig], ending: Outcome, overrides: list[str], expected: list[str]
+    compose: Callable[..., RunConfig], outcome: Outcome, overrides: list[str], expected: list[str]
 ) -> None:
     run = compose(*overrides, check_machine=False)
-    found = suggested_overrides(ending, run, has_checkpoint=True)
-    assert [fix["override"] for fix in found] == expected
-    assert all(fix["why"].endswith(".") for fix in found)
-    for fix in found:
+    suggestions = suggested_overrides(outcome, run, has_checkpoint=True)
+    assert [fix["override"] for fix in suggestions] == expected
+    assert all(fix["why"].endswith(".") for fix in suggestions)
+    for fix in suggestions:
         compose(*overrides, *fix["override"].split(), check_machine=False)
 
 
@@ -119,16 +119,16 @@ def test_status_suggests_resume_only_with_a_checkpoint(
     if saved:
         (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     outcome = Outcome("interrupted", signal_number=15)
-    found = a_status().with_outcome(outcome, compose(), 1, tmp_path).cures
-    assert [fix["override"] for fix in found] == ["resume=last"] * saved
+    fixes = make_status().with_outcome(outcome, compose(), 1, tmp_path).cures
+    assert [fix["override"] for fix in fixes] == ["resume=last"] * saved
 
 
 def test_status_of_an_ended_run(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     write_json(tmp_path / WANDB_FACTS, {"mode": "offline", "id": "x"})
     outcome = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
-    a_status().with_outcome(outcome, compose(), 2, tmp_path).write(tmp_path)
-    found = read_json(tmp_path / "status.json")
+    make_status().with_outcome(outcome, compose(), 2, tmp_path).write(tmp_path)
+    status = read_json(tmp_path / "status.json")
     expected = {
         "status": "out_of_memory",
         "reason": "no memory",
@@ -138,15 +138,15 @@ def test_status_of_an_ended_run(compose: Callable[..., RunConfig], tmp_path: Pat
         "log_tail": ["last", "lines"],
         "wandb": {"mode": "offline", "id": "x"},
     }
-    assert {key: found[key] for key in expected} == expected
-    assert 89 <= float(str(found["seconds"])) <= 95
-    assert datetime.fromisoformat(str(found["ended"])) > datetime.fromisoformat(
-        str(found["started"])
+    assert {key: status[key] for key in expected} == expected
+    assert 89 <= float(str(status["seconds"])) <= 95
+    assert datetime.fromisoformat(str(status["ended"])) > datetime.fromisoformat(
+        str(status["started"])
     )
 
 
 def test_status_of_a_running_run(tmp_path: Path) -> None:
-    a_status().write(tmp_path)
+    make_status().write(tmp_path)
     record = json.loads((tmp_path / "status.json").read_text())
     assert (record["status"], record["exit_code"], record["ended"]) == ("running", None, None)
     assert {"device", "cores", "memory_bytes"} <= record["machine"].keys()
@@ -154,8 +154,8 @@ def test_status_of_a_running_run(tmp_path: Path) -> None:
 
 
 def test_status_command_can_be_pasted() -> None:
-    line = command_line("train", ["data.paths=[a b/*.txt]", "seed=1"])
-    assert line == "scalewise train 'data.paths=[a b/*.txt]' seed=1"
+    command = command_line("train", ["data.paths=[a b/*.txt]", "seed=1"])
+    assert command == "scalewise train 'data.paths=[a b/*.txt]' seed=1"
 
 
 def test_status_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_status_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("changes", ["", " M a.py"])
 def test_status_with_git(changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        said = "abc123\n" if "rev-parse" in command else f"{changes}\n"
-        return subprocess.CompletedProcess(command, 0, said, "")
+        git_output = "abc123\n" if "rev-parse" in command else f"{changes}\n"
+        return subprocess.CompletedProcess(command, 0, git_output, "")
 
     monkeypatch.setattr(subprocess, "run", run)
     assert git_state() == {"git_commit": "abc123", "git_dirty": bool(changes)}
@@ -184,26 +184,28 @@ def test_failure_after_a_signal_is_interrupted(status: str) -> None:
     assert after.log_tail == ("tail",)
 
 
-@pytest.mark.parametrize("ending", [Outcome("ok"), Outcome("interrupted", "", None, (), 2)])
-def test_signal_keeps_an_unrelated_outcome(ending: Outcome) -> None:
-    assert ending.after_signal(signal.SIGTERM) is ending
+@pytest.mark.parametrize("outcome", [Outcome("ok"), Outcome("interrupted", "", None, (), 2)])
+def test_signal_keeps_an_unrelated_outcome(outcome: Outcome) -> None:
+    assert outcome.after_signal(signal.SIGTERM) is outcome
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2]
+)
 def test_rank_error_after_a_signal_is_interrupted(
-    number: int,
+    signal_number: int,
     compose: Callable[..., RunConfig],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     def fit(*_: object) -> None:
-        rank_worker.STOP._handle_signal(number, None)
+        rank_worker.STOP._handle_signal(signal_number, None)
         raise RuntimeError("C++ compile error")
 
     monkeypatch.setattr(rank_worker, "fit_run", fit)
     monkeypatch.setattr(rank_worker.STOP, "install", lambda: None)
     exit_reports.prepare_reports(tmp_path)
     outcome = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)
-    assert (outcome.status, outcome.signal_number) == ("interrupted", number)
+    assert (outcome.status, outcome.signal_number) == ("interrupted", signal_number)
     assert "C++ compile error" in outcome.reason
     assert exit_reports.read_reports(tmp_path)[0].status == "interrupted"

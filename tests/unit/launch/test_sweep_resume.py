@@ -133,7 +133,7 @@ def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
 
 
 @pytest.mark.parametrize(
-    ("expected", "known", "numbers"),
+    ("expected", "earlier", "numbers"),
     [
         ([("a", {}), ("b", {})], [job(0, "b"), job(1, "a")], [1, 0]),
         ([("a", {}), ("a", {})], [job(0)], [0, None]),
@@ -150,10 +150,10 @@ def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
     ],
 )
 def test_resume_matches_each_job_once(
-    expected: list[Any], known: list[EarlierJob], numbers: list[int | None]
+    expected: list[Any], earlier: list[EarlierJob], numbers: list[int | None]
 ) -> None:
-    found = [None if one is None else one.number for one in match_jobs(expected, known)]
-    assert found == numbers
+    matches = [None if match is None else match.number for match in match_jobs(expected, earlier)]
+    assert matches == numbers
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def sweep(tmp_path: Path) -> Path:
     """The folder of a sweep that left jobs of every kind."""
     folder = tmp_path / "name" / "2026-01-01_00-00-00"
     statuses = ["ok", "failed", "timeout", "interrupted", "running", "waiting", "refused"]
-    rows = []
+    job_records = []
     for number, status in enumerate(statuses):
-        rows.append(
+        job_records.append(
             {
                 "number": number,
                 "planned_folder": str(number),
@@ -175,13 +175,13 @@ def sweep(tmp_path: Path) -> Path:
             }
         )
         if status not in ("waiting", "refused"):
-            leave(folder / str(number), status)
+            write_job_folder(folder / str(number), status)
     process = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
-    write_json(folder / "sweep.json", {"jobs": rows, "ended": None, "process": process})
+    write_json(folder / "sweep.json", {"jobs": job_records, "ended": None, "process": process})
     return folder
 
 
-def leave(attempt: Path, status: str, digest: str | None = None) -> None:
+def write_job_folder(attempt: Path, status: str, digest: str | None = None) -> None:
     attempt.mkdir(parents=True)
     (attempt / "overrides.txt").touch()
     digest = attempt.name.partition("-")[0] if digest is None else digest
@@ -215,12 +215,12 @@ class TestMissingJobs:
 
     def test_missing_jobs_are_read_from_folders(self, sweep: Path) -> None:
         for name, status in (("4-2", "interrupted"), ("4-3", "ok"), ("1-2", "interrupted")):
-            leave(sweep / name, status)
+            write_job_folder(sweep / name, status)
         assert self.missing(sweep) == [1, 3, 5]
-        found = earlier_jobs(sweep, ())
-        assert found[4].result is not None
-        assert found[4].result.folder == sweep / "4-3"
-        assert [path.name for path in found[1].attempts] == ["1-2", "1"]
+        earlier = earlier_jobs(sweep, ())
+        assert earlier[4].result is not None
+        assert earlier[4].result.folder == sweep / "4-3"
+        assert [path.name for path in earlier[1].attempts] == ["1-2", "1"]
 
     def test_missing_jobs_include_an_empty_folder(self, sweep: Path) -> None:
         (sweep / "5").mkdir()
@@ -229,7 +229,7 @@ class TestMissingJobs:
         assert earlier_jobs(sweep, ())[5].attempts == ()
 
     def test_missing_jobs_ignore_another_config_hash(self, sweep: Path) -> None:
-        leave(sweep / "3-2", "ok", digest="of another job")
+        write_job_folder(sweep / "3-2", "ok", digest="of another job")
         changed_status(sweep / "0", config_hash="of another job")
         assert self.missing(sweep) == [0, 3, 4, 5]
         assert [path.name for path in earlier_jobs(sweep, ())[3].attempts] == ["3"]
@@ -239,9 +239,9 @@ class TestMissingJobs:
         for number, seed in (("0", run), ("1", compose("seed=4"))):
             changed_status(sweep / number, config_hash=None)
             (sweep / number / "resolved.yaml").write_text(yaml.safe_dump(seed.as_dict()))
-        rows = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
-        rows[0]["config_hash"] = rows[1]["config_hash"] = config_hash(run)
-        changed_record(sweep, jobs=rows)
+        job_records = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
+        job_records[0]["config_hash"] = job_records[1]["config_hash"] = config_hash(run)
+        changed_record(sweep, jobs=job_records)
         assert self.missing(sweep) == [1, 3, 4, 5]
         (sweep / "0" / "resolved.yaml").unlink()
         assert self.missing(sweep) == [0, 1, 3, 4, 5]
@@ -253,32 +253,32 @@ class TestMissingJobs:
 
 
 def test_resume_numbers_new_jobs_after_the_last(sweep: Path, compose: Compose) -> None:
-    known = earlier_jobs(sweep, ())
+    earlier = earlier_jobs(sweep, ())
     tasks = [
         SweepTask(number, JobSpec(compose(f"seed={number + 1}"), varied={}), sweep / str(number))
         for number in range(2)
     ]
-    own, kept = sweep_resume.renumber_tasks(tasks, known, sweep)
-    assert [(task.number, task.folder.name) for task in own] == [(7, "7"), (8, "8")]
-    assert kept == {}
+    new_tasks, earlier_tasks = sweep_resume.renumber_tasks(tasks, earlier, sweep)
+    assert [(task.number, task.folder.name) for task in new_tasks] == [(7, "7"), (8, "8")]
+    assert earlier_tasks == {}
 
 
 def test_attempts_are_newest_first(tmp_path: Path) -> None:
     assert attempt_folders(tmp_path / "3") == ()
     for name in ("3", "3-2", "3-4"):
-        leave(tmp_path / name, "failed")
+        write_job_folder(tmp_path / name, "failed")
     assert [path.name for path in attempt_folders(tmp_path / "3")] == ["3-2", "3"]
 
 
 def test_record_of_removed_jobs_is_updated(sweep: Path) -> None:
-    leave(sweep / "4-2", "ok")
-    said: list[object] = []
-    none: dict[str, Any] = {"on_start": said.append, "on_end": said.append}
+    write_job_folder(sweep / "4-2", "ok")
+    messages: list[object] = []
+    none: dict[str, Any] = {"on_start": messages.append, "on_end": messages.append}
     assert execute_all([], sweep, SequentialExecutor(), command="", question="", **none) == []
-    rows = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
+    job_records = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
     statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]
-    assert [row["status"] for row in rows] == statuses
-    assert rows[4]["folder"] == "4-2"
+    assert [job_record["status"] for job_record in job_records] == statuses
+    assert job_records[4]["folder"] == "4-2"
 
 
 class TestFolder:
@@ -287,19 +287,19 @@ class TestFolder:
 
     def test_resume_last_is_the_latest_utc_start(self, sweep: Path) -> None:
         changed_record(sweep, started="2026-01-01T09:00:00+09:00")
-        later = sweep.with_name("2025-12-31_23-30-00")
-        shutil.copytree(sweep, later)
-        changed_record(later, started="2025-12-31T23:30:00-05:00")
-        assert resumed_folder("last", sweep.with_name("now")) == later
+        later_sweep = sweep.with_name("2025-12-31_23-30-00")
+        shutil.copytree(sweep, later_sweep)
+        changed_record(later_sweep, started="2025-12-31T23:30:00-05:00")
+        assert resumed_folder("last", sweep.with_name("now")) == later_sweep
 
     def test_new_sweep_gets_its_own_folder(self, sweep: Path) -> None:
         with claim_sweep_folder(sweep) as lock:
             assert lock.folder.name == f"{sweep.name}-2"
         with (
             claim_sweep_folder(sweep.with_name("other")) as lock,
-            claim_sweep_folder(lock.folder) as second,
+            claim_sweep_folder(lock.folder) as second_lock,
         ):
-            assert (lock.folder.name, second.folder.name) == ("other", "other-2")
+            assert (lock.folder.name, second_lock.folder.name) == ("other", "other-2")
 
     def test_resume_rejects_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")
@@ -308,13 +308,16 @@ class TestFolder:
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     def test_resume_requires_a_sweep(self, tmp_path: Path) -> None:
-        for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):
+        for request, reason in (
+            ("last", "no sweep under"),
+            (str(tmp_path), "no readable sweep.json"),
+        ):
             with pytest.raises(ConfigError, match=reason):
-                resumed_folder(word, tmp_path / "name" / "now")
+                resumed_folder(request, tmp_path / "name" / "now")
 
     def test_resume_requires_the_same_version(self, sweep: Path) -> None:
-        row = {"number": 0, "folder": "0", "status": "ok", "varied": {}}
-        changed_record(sweep, jobs=[row])
+        job_record = {"number": 0, "folder": "0", "status": "ok", "varied": {}}
+        changed_record(sweep, jobs=[job_record])
         with pytest.raises(ConfigError, match="could not resume"):
             resumed_folder(str(sweep), sweep)
 
@@ -339,13 +342,13 @@ class TestFolder:
 
     def test_resume_rejects_running_jobs(self, sweep: Path) -> None:
         status = sweep_resume.read_json(sweep / "4" / "status.json")
-        now = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
-        write_json(sweep / "4" / "status.json", {**status, **now})
+        process_fields = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
+        write_json(sweep / "4" / "status.json", {**status, **process_fields})
         with pytest.raises(ConfigError, match=f"job 4 is still running, as process {os.getppid()}"):
             resumed_folder(str(sweep), sweep)
 
     @pytest.mark.parametrize(
-        ("states", "told"),
+        ("states", "expected_reason"),
         [
             (
                 {"12_1": "PENDING", "9_0": "RUNNING"},
@@ -358,7 +361,7 @@ class TestFolder:
     def test_resume_rejects_queued_slurm_jobs(
         self,
         states: dict[str, str] | None,
-        told: str,
+        expected_reason: str,
         sweep: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -367,8 +370,8 @@ class TestFolder:
         write_json(sweep / "slurm" / "jobs.json", {"0": "11_0", "1": "12_1"})
         monkeypatch.setattr(slurm_cli, "has_slurm", lambda: True)
         monkeypatch.setattr(slurm_cli, "job_states", lambda: states)
-        if told:
-            with pytest.raises(ConfigError, match=told):
+        if expected_reason:
+            with pytest.raises(ConfigError, match=expected_reason):
                 resumed_folder(str(sweep), sweep)
         else:
             assert resumed_folder(str(sweep), sweep) == sweep
@@ -376,16 +379,16 @@ class TestFolder:
 
 class TestResumeOptions:
     def test_resume_options_are_read_from_the_command_line(self) -> None:
-        found, rest = parse_resume_request(
+        request, remaining_overrides = parse_resume_request(
             ["-m", "seed=1,2", "resume_sweep=last", "retry=failed,timeout"]
         )
-        assert rest == ["-m", "seed=1,2"]
-        assert found is not None
-        assert (found.sweep, found.retry) == ("last", ("failed", "timeout"))
+        assert remaining_overrides == ["-m", "seed=1,2"]
+        assert request is not None
+        assert (request.sweep, request.retry) == ("last", ("failed", "timeout"))
         assert parse_resume_request(["-m", "seed=1,2"]) == (None, ["-m", "seed=1,2"])
 
     @pytest.mark.parametrize(
-        ("words", "issue"),
+        ("options", "issue"),
         [
             (["retry=failed"], "no sweep to resume is given; add resume_sweep=last"),
             (["resume_sweep="], "no sweep to resume"),
@@ -396,12 +399,12 @@ class TestResumeOptions:
             (["resume_sweep=last", "retry=ok"], "retry=ok: is not a status that can be retried"),
         ],
     )
-    def test_resume_options_are_validated(self, words: list[str], issue: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            parse_resume_request(words)
-        assert issue in str(caught.value)
+    def test_resume_options_are_validated(self, options: list[str], issue: str) -> None:
+        with pytest.raises(ConfigError) as excinfo:
+            parse_resume_request(options)
+        assert issue in str(excinfo.value)
 
-    @pytest.mark.parametrize("command", [TrainCommand, lambda _, found: PlanCommand(found)])
+    @pytest.mark.parametrize("command", [TrainCommand, lambda _, request: PlanCommand(request)])
     @pytest.mark.parametrize("overrides", [[], ["-m", "seed=1,2"]])
     def test_resume_options_leave_nothing_when_rejected(
         self,
@@ -411,9 +414,9 @@ class TestResumeOptions:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        found, rest = parse_resume_request([*overrides, "resume_sweep=last"])
+        request, remaining_overrides = parse_resume_request([*overrides, "resume_sweep=last"])
         with pytest.raises(
             ConfigError, match="single run" if not overrides else "there is no sweep"
         ):
-            run_command(command(rest, found), rest)
+            run_command(command(remaining_overrides, request), remaining_overrides)
         assert list(tmp_path.iterdir()) == []

@@ -19,26 +19,30 @@ from scalewise.measure.memory import (
     storage_bytes,
 )
 
-ROWS, IN, HIDDEN, OUT = 16, 64, 128, 32
-PARAMETERS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
-TENSORS = 4
-ACTIVATIONS = 4 * (ROWS * HIDDEN + ROWS * OUT + 1)
+BATCH_SIZE, INPUT_WIDTH, HIDDEN_WIDTH, OUTPUT_WIDTH = 16, 64, 128, 32
+PARAMETERS = 4 * (
+    INPUT_WIDTH * HIDDEN_WIDTH + HIDDEN_WIDTH + HIDDEN_WIDTH * OUTPUT_WIDTH + OUTPUT_WIDTH
+)
+NUM_PARAMETERS = 4
+ACTIVATIONS = 4 * (BATCH_SIZE * HIDDEN_WIDTH + BATCH_SIZE * OUTPUT_WIDTH + 1)
 """What backward needs: the ReLU's result and the square's input; and the loss itself."""
 
 
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(IN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUT))
+        self.layers = nn.Sequential(
+            nn.Linear(INPUT_WIDTH, HIDDEN_WIDTH), nn.ReLU(), nn.Linear(HIDDEN_WIDTH, OUTPUT_WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
 
 
-def measured(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str, int]:
+def measure_training(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str, int]:
     """The memory of the last of ``steps`` steps, by short name."""
     torch.manual_seed(0)
-    network, x = Network(), torch.randn(ROWS, IN)
+    network, x = Network(), torch.randn(BATCH_SIZE, INPUT_WIDTH)
     optimizer = optimizer_of(network.parameters(), lr=0.1, **arguments)
     for step in range(steps):
         probe = MemoryProbe(network, optimizer, torch.device("cpu"))
@@ -52,32 +56,37 @@ def measured(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str
         if step == steps - 1:
             probe.before_optimizer()
         optimizer.step()
-    found = probe.finish()
-    return {key.removeprefix("memory/").removesuffix("_bytes"): n for key, n in found.items()}
+    phase_bytes = probe.finish()
+    return {key.removeprefix("memory/").removesuffix("_bytes"): n for key, n in phase_bytes.items()}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_memory_of_adamw_by_phase(steps: int) -> None:
-    found = measured(torch.optim.AdamW, steps=steps, fused=True)
-    assert found["parameters"] == PARAMETERS
-    assert found["gradients"] == PARAMETERS
-    assert found["optimizer"] == 2 * PARAMETERS + 4 * TENSORS  # and a step count a tensor
-    assert found["activations"] == ACTIVATIONS
+    phase_bytes = measure_training(torch.optim.AdamW, steps=steps, fused=True)
+    assert phase_bytes["parameters"] == PARAMETERS
+    assert phase_bytes["gradients"] == PARAMETERS
+    assert (
+        phase_bytes["optimizer"] == 2 * PARAMETERS + 4 * NUM_PARAMETERS
+    )  # and a step count a tensor
+    assert phase_bytes["activations"] == ACTIVATIONS
 
 
 @pytest.mark.parametrize(("momentum", "copies"), [(0.9, 1), (0.0, 0)])
 def test_memory_of_sgd_by_phase(momentum: float, copies: int) -> None:
-    found = measured(torch.optim.SGD, steps=2, momentum=momentum)
-    assert found["optimizer"] == copies * PARAMETERS
-    assert found["activations"] == ACTIVATIONS
+    phase_bytes = measure_training(torch.optim.SGD, steps=2, momentum=momentum)
+    assert phase_bytes["optimizer"] == copies * PARAMETERS
+    assert phase_bytes["activations"] == ACTIVATIONS
 
 
 def test_memory_peak_is_between_its_bounds() -> None:
-    found = measured(torch.optim.AdamW, steps=2, fused=True)
-    held = found["parameters"] + found["optimizer"]
-    assert found["peak"] >= held + found["gradients"]
-    largest = 4 * ROWS * HIDDEN
-    assert found["peak"] <= held + found["gradients"] + ACTIVATIONS + 3 * largest
+    phase_bytes = measure_training(torch.optim.AdamW, steps=2, fused=True)
+    persistent_bytes = phase_bytes["parameters"] + phase_bytes["optimizer"]
+    assert phase_bytes["peak"] >= persistent_bytes + phase_bytes["gradients"]
+    largest = 4 * BATCH_SIZE * HIDDEN_WIDTH
+    assert (
+        phase_bytes["peak"]
+        <= persistent_bytes + phase_bytes["gradients"] + ACTIVATIONS + 3 * largest
+    )
 
 
 def test_memory_is_halved_by_half_precision() -> None:
@@ -86,7 +95,7 @@ def test_memory_is_halved_by_half_precision() -> None:
 
 
 def test_memory_of_activations_excludes_gradients() -> None:
-    network, chunks = Network(), [torch.randn(ROWS, IN) for _ in range(2)]
+    network, chunks = Network(), [torch.randn(BATCH_SIZE, INPUT_WIDTH) for _ in range(2)]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
     probe.start()
@@ -98,60 +107,60 @@ def test_memory_of_activations_excludes_gradients() -> None:
     assert probe.finish()["memory/activations_bytes"] == 2 * ACTIVATIONS
 
 
-COUNTERS = pytest.mark.parametrize("counter", [LiveBytes, ProfiledAllocations])
+for_each_counter = pytest.mark.parametrize("counter", [LiveBytes, ProfiledAllocations])
 
 
 def test_memory_probe_records_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of operators behind compiled code crashed one process in fifteen."""
-    seen = []
+    dispatched_ops = []
 
     def of_tree(events: Iterable[Any]) -> Iterator[Any]:
-        seen.extend(event.tag for event in events)
+        dispatched_ops.extend(event.tag for event in events)
         yield from ()
 
     monkeypatch.setattr(memory, "iter_allocations", of_tree)
     with ProfiledAllocations():
         network = Network()
-        network(torch.ones(ROWS, IN)).backward()
+        network(torch.ones(BATCH_SIZE, INPUT_WIDTH)).backward()
         torch.optim.AdamW(network.parameters()).step()
-    assert {*seen} == {_EventType.Allocation}
+    assert {*dispatched_ops} == {_EventType.Allocation}
 
 
-@COUNTERS
+@for_each_counter
 def test_live_bytes_follow_allocation_and_release(counter: type) -> None:
-    live = counter()
-    with live:
+    live_bytes = counter()
+    with live_bytes:
         a = torch.zeros(256)
-        assert live.current_bytes == 1024
+        assert live_bytes.current_bytes == 1024
         b = a + 1
-        assert live.current_bytes == 2048
+        assert live_bytes.current_bytes == 2048
         view = b.view(16, 16).t()
         a += 1
-        assert live.current_bytes == 2048
+        assert live_bytes.current_bytes == 2048
         del b
-        assert live.current_bytes == 2048
+        assert live_bytes.current_bytes == 2048
         del view
         gc.collect()
-        assert live.current_bytes == 1024
-        assert live.take_peak() == pytest.approx(2048, abs=64)  # and a number on its way
-        assert live.take_peak() == 1024
-        assert live.tracked_bytes([a, a[:3]]) == 1024
+        assert live_bytes.current_bytes == 1024
+        assert live_bytes.take_peak() == pytest.approx(2048, abs=64)  # and a number on its way
+        assert live_bytes.take_peak() == 1024
+        assert live_bytes.tracked_bytes([a, a[:3]]) == 1024
     torch.zeros(999)
-    assert live.current_bytes == 1024
+    assert live_bytes.current_bytes == 1024
 
 
-@COUNTERS
+@for_each_counter
 def test_memory_probe_excludes_earlier_allocations(counter: type) -> None:
     old = torch.zeros(1000)
-    with counter() as live:
+    with counter() as live_bytes:
         old.view(10, 100).t()
         old.add_(1)
-        assert live.current_bytes == 0
+        assert live_bytes.current_bytes == 0
 
 
 def test_storage_bytes_are_counted_once() -> None:
-    whole = torch.zeros(100)
-    assert storage_bytes([whole, whole[:10], whole.view(10, 10)]) == 400
+    base_tensor = torch.zeros(100)
+    assert storage_bytes([base_tensor, base_tensor[:10], base_tensor.view(10, 10)]) == 400
     assert storage_bytes([]) == 0
 
 
@@ -162,33 +171,33 @@ def test_memory_probe_stops_when_abandoned() -> None:
     probe.start()
     probe.abandon()
     before = probe._live.current_bytes
-    kept = torch.zeros(1000)
+    tensor = torch.zeros(1000)
     assert probe._live.current_bytes == before
-    assert kept.numel() == 1000
+    assert tensor.numel() == 1000
 
 
 def test_host_peak_includes_this_process() -> None:
     assert 10 * 1024**2 < host_peak_bytes() < 1024**4
 
 
-@COUNTERS
+@for_each_counter
 def test_memory_probe_follows_earlier_storages(counter: type) -> None:
-    old, resized = torch.zeros(1000), torch.zeros(500)
-    live = counter([resized])
-    live.track([old])
-    with live:
-        assert (live.current_bytes, live.resizable_bytes) == (6000, 2000)
-        assert live.tracked_bytes([old]) == 4000
-        resized.untyped_storage().resize_(0)
+    old, resized_tensor = torch.zeros(1000), torch.zeros(500)
+    live_bytes = counter([resized_tensor])
+    live_bytes.track([old])
+    with live_bytes:
+        assert (live_bytes.current_bytes, live_bytes.resizable_bytes) == (6000, 2000)
+        assert live_bytes.tracked_bytes([old]) == 4000
+        resized_tensor.untyped_storage().resize_(0)
         del old
-        assert (live.current_bytes, live.resizable_bytes) == (0, 0)
-        assert live.take_peak() == 6000
+        assert (live_bytes.current_bytes, live_bytes.resizable_bytes) == (0, 0)
+        assert live_bytes.take_peak() == 6000
 
 
 def test_memory_probe_counts_tensors_of_compiled_code() -> None:
     """A compiler keeps what products read; here nobody but a square reads the ReLU's result."""
     torch.manual_seed(0)
-    network, x = Network(), torch.randn(ROWS, IN)
+    network, x = Network(), torch.randn(BATCH_SIZE, INPUT_WIDTH)
     network.compile(backend="aot_eager")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     network(x).backward()
@@ -200,20 +209,20 @@ def test_memory_probe_counts_tensors_of_compiled_code() -> None:
     loss.backward()
     probe.before_optimizer()
     optimizer.step()
-    found = probe.finish()
-    assert found["memory/gradients_bytes"] == PARAMETERS
-    assert found["memory/activations_bytes"] >= ACTIVATIONS - 4 * ROWS * OUT
-    assert found["memory/peak_bytes"] >= PARAMETERS + ACTIVATIONS
+    phase_bytes = probe.finish()
+    assert phase_bytes["memory/gradients_bytes"] == PARAMETERS
+    assert phase_bytes["memory/activations_bytes"] >= ACTIVATIONS - 4 * BATCH_SIZE * OUTPUT_WIDTH
+    assert phase_bytes["memory/peak_bytes"] >= PARAMETERS + ACTIVATIONS
 
 
 def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what collectives have sent, a thread may keep a reference for a moment."""
-    with LiveBytes() as live:
+    with LiveBytes() as live_bytes:
         thread = [torch.zeros(256)]
         monkeypatch.setattr(memory.time, "sleep", lambda _: thread.clear())
         torch.ops._c10d_functional.wait_tensor(thread[0])
         after = torch.zeros(256)
-        assert live.take_peak() == after.nbytes
+        assert live_bytes.take_peak() == after.nbytes
 
 
 def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
@@ -221,9 +230,9 @@ def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(memory.time, "sleep", waits.append)
-    with FakeTensorMode(), LiveBytes() as live:
+    with FakeTensorMode(), LiveBytes() as live_bytes:
         sent = torch.zeros(256)
         torch.ops._c10d_functional.wait_tensor(sent)
         received = torch.zeros(256)
-        assert live.take_peak() == sent.nbytes + received.nbytes
+        assert live_bytes.take_peak() == sent.nbytes + received.nbytes
     assert waits == []

@@ -15,7 +15,9 @@ from scalewise.models.base import StageSlice, TPStyle
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
-SMALL = DecoderConfig(vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48)
+SMALL_DECODER = DecoderConfig(
+    vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48
+)
 PARAMETERS = {
     "decoder_nano": 1_180_800,
     "decoder_10m": 9_965_824,
@@ -62,15 +64,15 @@ def test_decoder_option_has_a_head_comment(name: str) -> None:
 
 
 def test_decoder_weight_names_are_unique() -> None:
-    names = [weight.name for weight in SMALL.weight_census()]
+    names = [weight.name for weight in SMALL_DECODER.weight_census()]
     assert len(set(names)) == len(names)
-    assert {weight.layer for weight in SMALL.weight_census()} == {None, 0, 1}
+    assert {weight.layer for weight in SMALL_DECODER.weight_census()} == {None, 0, 1}
 
 
 def test_decoder_fields_fit_a_structured_config() -> None:
-    twin = OmegaConf.to_object(OmegaConf.create(dataclasses.asdict(SMALL)))
-    assert OmegaConf.structured(SMALL).norm is NormKind.rmsnorm
-    assert DecoderConfig(**twin) == SMALL
+    round_tripped = OmegaConf.to_object(OmegaConf.create(dataclasses.asdict(SMALL_DECODER)))
+    assert OmegaConf.structured(SMALL_DECODER).norm is NormKind.rmsnorm
+    assert DecoderConfig(**round_tripped) == SMALL_DECODER
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_decoder_fields_fit_a_structured_config() -> None:
 def test_decoder_issue_names_key_value_and_fix(
     change: dict[str, object], key: str, fix: str
 ) -> None:
-    spec = dataclasses.replace(SMALL, **change)
+    spec = dataclasses.replace(SMALL_DECODER, **change)
     (issue,) = spec.validate()
     assert issue.key == key
     assert issue.value == getattr(spec, key.removeprefix("model."))
@@ -104,13 +106,17 @@ def test_decoder_issue_names_key_value_and_fix(
 
 
 def test_decoder_accepts_odd_heads_without_rope() -> None:
-    spec = dataclasses.replace(SMALL, head_width=5, position=PositionKind.learned)
+    spec = dataclasses.replace(SMALL_DECODER, head_width=5, position=PositionKind.learned)
     assert list(spec.validate()) == []
 
 
 def test_decoder_issues_are_reported_at_once() -> None:
-    wrong = dataclasses.replace(SMALL, width=33, kv_heads=3, dropout=2.0)
-    assert [c.key for c in wrong.validate()] == ["model.width", "model.kv_heads", "model.dropout"]
+    invalid_spec = dataclasses.replace(SMALL_DECODER, width=33, kv_heads=3, dropout=2.0)
+    assert [c.key for c in invalid_spec.validate()] == [
+        "model.width",
+        "model.kv_heads",
+        "model.dropout",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,16 +124,18 @@ def test_decoder_issues_are_reported_at_once() -> None:
     [({}, 32, 32), ({"kv_heads": 2}, 32, 16), ({"head_width": 16, "kv_heads": 1}, 64, 16)],
 )
 def test_decoder_attention_widths(change: dict[str, int], query_width: int, kv_width: int) -> None:
-    spec = dataclasses.replace(SMALL, **change)
+    spec = dataclasses.replace(SMALL_DECODER, **change)
     assert (spec.query_width, spec.kv_width) == (query_width, kv_width)
 
 
 def test_decoder_flops_are_six_per_weight_plus_attention() -> None:
     weights = sum(
-        w.numel for w in SMALL.weight_census() if w.role in ("attention", "feedforward", "head")
+        w.numel
+        for w in SMALL_DECODER.weight_census()
+        if w.role in ("attention", "feedforward", "head")
     )
-    assert SMALL.flops(0) == 6 * weights
-    assert SMALL.flops(16) - SMALL.flops(0) == 14 * 2 * 16 * 32
+    assert SMALL_DECODER.flops(0) == 6 * weights
+    assert SMALL_DECODER.flops(16) - SMALL_DECODER.flops(0) == 14 * 2 * 16 * 32
 
 
 specs = st.builds(
@@ -142,11 +150,11 @@ specs = st.builds(
 )
 
 
-def flops_of(spec: DecoderConfig, part: StageSlice, sequence: int) -> float:
+def flops_of(spec: DecoderConfig, stage: StageSlice, sequence: int) -> float:
     """A part's flops from those of models of no layer, and of some."""
     head = 6.0 * spec.vocabulary * spec.width
     block = (spec.flops(sequence) - head) / spec.layers
-    return len(part.layers) * block + head * part.is_last
+    return len(stage.layers) * block + head * stage.is_last
 
 
 @given(specs, st.data(), st.sampled_from([1, 64]))
@@ -154,16 +162,16 @@ def test_decoder_stages_balance_flops(
     spec: DecoderConfig, data: st.DataObject, sequence: int
 ) -> None:
     count = data.draw(st.integers(1, spec.layers))
-    parts = spec.split_stages(count, sequence)
-    assert [layer for part in parts for layer in part.layers] == list(range(spec.layers))
-    assert all(part.layers for part in parts)
-    assert [part.is_first for part in parts] == [True] + [False] * (count - 1)
-    assert [part.is_last for part in parts] == [False] * (count - 1) + [True]
-    flops = [flops_of(spec, part, sequence) for part in parts]
+    stages = spec.split_stages(count, sequence)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(spec.layers))
+    assert all(stage.layers for stage in stages)
+    assert [stage.is_first for stage in stages] == [True] + [False] * (count - 1)
+    assert [stage.is_last for stage in stages] == [False] * (count - 1) + [True]
+    flops = [flops_of(spec, stage, sequence) for stage in stages]
     assert sum(flops) == pytest.approx(spec.flops(sequence))
     block = flops_of(spec, StageSlice(range(1), is_last=False), sequence)
-    least = max(spec.flops(sequence) / count, flops_of(spec, StageSlice(range(1)), sequence))
-    assert max(flops) <= least + block * (1 + 1e-9)
+    min_flops = max(spec.flops(sequence) / count, flops_of(spec, StageSlice(range(1)), sequence))
+    assert max(flops) <= min_flops + block * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -178,44 +186,46 @@ def test_decoder_stages_balance_flops(
 )
 def test_decoder_head_counts_for_the_last_stage(name: str, count: int, layers: list[int]) -> None:
     spec = read(name)
-    assert [len(part.layers) for part in spec.split_stages(count, sequence=1)] == layers
+    assert [len(stage.layers) for stage in spec.split_stages(count, sequence=1)] == layers
 
 
 @pytest.mark.parametrize("change", [{}, {"position": PositionKind.learned}, {"tied": True}])
 def test_decoder_tensor_parallel_styles_divide_evenly(change: dict[str, object]) -> None:
-    spec = dataclasses.replace(SMALL, bias=True, norm=NormKind.layernorm, kv_heads=2, **change)
+    spec = dataclasses.replace(
+        SMALL_DECODER, bias=True, norm=NormKind.layernorm, kv_heads=2, **change
+    )
     split = spec.tensor_parallel_styles()
-    cut_along = {TPStyle.column: 0, TPStyle.row: 1, TPStyle.vocabulary: 0, TPStyle.head: 0}
-    seen = set()
+    sharded_dim = {TPStyle.column: 0, TPStyle.row: 1, TPStyle.vocabulary: 0, TPStyle.head: 0}
+    styles = set()
     for weight in spec.weight_census():
         module = weight.name.rpartition(".")[0].replace(f"blocks.{weight.layer}.", "blocks.*.")
-        seen.add(module)
-        dim = cut_along.get(split[module])
+        styles.add(module)
+        dim = sharded_dim.get(split[module])
         if dim is not None and dim < len(weight.shape):
             assert weight.shape[dim] % 2 == 0, weight
             assert any(
                 weight.shape[dim] % size == 0 for size in spec.tensor_parallel_sizes().values()
             ), weight
-    lacking = {"position"} - seen | ({"head"} if spec.tied else set())
-    assert set(split) - lacking == seen
+    absent_styles = {"position"} - styles | ({"head"} if spec.tied else set())
+    assert set(split) - absent_styles == styles
     assert spec.tensor_parallel_sizes() == {
         "heads": 4, "kv_heads": 2, "feedforward": 48, "vocabulary": 64,
     }  # fmt: skip
 
 
 def test_decoder_sublayers_are_column_row_pairs() -> None:
-    split = SMALL.tensor_parallel_styles()
-    for half, row in (("attention", "output"), ("feedforward", "down")):
-        inside = {
+    split = SMALL_DECODER.tensor_parallel_styles()
+    for half, row_layer in (("attention", "output"), ("feedforward", "down")):
+        styles_of_half = {
             k.rpartition(".")[2]: v for k, v in split.items() if k.startswith(f"blocks.*.{half}.")
         }
-        assert inside.pop(row) is TPStyle.row, row
-        assert set(inside.values()) == {TPStyle.column}, row
+        assert styles_of_half.pop(row_layer) is TPStyle.row, row_layer
+        assert set(styles_of_half.values()) == {TPStyle.column}, row_layer
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_decoder_tied_weight_is_counted_once(tied: bool) -> None:
-    spec = dataclasses.replace(SMALL, tied=tied)
+    spec = dataclasses.replace(SMALL_DECODER, tied=tied)
     names = [weight.name for weight in spec.weight_census()]
     assert spec.tied_weights == ({"embedding.weight"} if tied else set())
     assert all(names.count(name) == 1 for name in spec.tied_weights)

@@ -49,7 +49,7 @@ LLAMA_8B = {
 }
 
 
-def described(folder: Path, **config: Any) -> str:
+def describe_folder(folder: Path, **config: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config), "utf-8")
     return str(folder)
@@ -61,17 +61,24 @@ def test_hf_plan_of_8b_equals_the_decoder(
     strategy: str, memory: str, compose: Compose, tmp_path: Path
 ) -> None:
     """The two are written otherwise inside a block, and hold and compute the same weights."""
-    rest = ("data=synthetic", "data.sequence=2048", f"parallelism={strategy}", f"memory={memory}")
-    path = described(tmp_path / "8b", **LLAMA_8B)
-    overrides = ("model=hf", f"model.path={path}", "model.init=random", *rest)
+    common_overrides = (
+        "data=synthetic",
+        "data.sequence=2048",
+        f"parallelism={strategy}",
+        f"memory={memory}",
+    )
+    path = describe_folder(tmp_path / "8b", **LLAMA_8B)
+    overrides = ("model=hf", f"model.path={path}", "model.init=random", *common_overrides)
     run, decoder = (
         compose(*overrides, check_machine=False),
-        compose("model=llama3_8b", *rest, check_machine=False),
+        compose("model=llama3_8b", *common_overrides, check_machine=False),
     )
-    held = sorted(weight.shape for weight in run.model.weight_census())
-    assert held == sorted(weight.shape for weight in decoder.model.weight_census())
+    weight_shapes = sorted(weight.shape for weight in run.model.weight_census())
+    assert weight_shapes == sorted(weight.shape for weight in decoder.model.weight_census())
     assert run.flops_per_token == decoder.flops_per_token
-    actual, expected = (build_rank_memory(each.parallelism, each, 0) for each in (run, decoder))
+    actual, expected = (
+        build_rank_memory(model_run.parallelism, model_run, 0) for model_run in (run, decoder)
+    )
     assert actual.weight_bytes(4, actual.parameter_shards) == expected.weight_bytes(
         4, expected.parameter_shards
     )
@@ -79,8 +86,8 @@ def test_hf_plan_of_8b_equals_the_decoder(
 
 
 TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
-REST = ["data=synthetic", "data.sequence=64"]
-WITH: list[RejectionCase] = [
+DATA_OVERRIDES = ["data=synthetic", "data.sequence=64"]
+REJECTED_OPTIONS: list[RejectionCase] = [
     (
         TENSOR,
         "parallelism.sequence_parallel",
@@ -139,11 +146,11 @@ WITH: list[RejectionCase] = [
 ]
 
 
-@pytest.mark.parametrize(REJECTION_FIELDS, WITH, ids=overrides_id)
+@pytest.mark.parametrize(REJECTION_FIELDS, REJECTED_OPTIONS, ids=overrides_id)
 def test_hf_rejects_incompatible_options(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
-    assert_rejected([*RANDOM_LLAMA, *REST, *overrides], key, reason, fix)
+    assert_rejected([*RANDOM_LLAMA, *DATA_OVERRIDES, *overrides], key, reason, fix)
 
 
 @pytest.mark.parametrize(
@@ -159,32 +166,43 @@ def test_hf_rejects_incompatible_options(
 def test_hf_model_without_tensor_plan_is_not_sharded(
     family: str, reason: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, *TENSOR, NO_SEQUENCE_PARALLEL]
-    assert_rejected(own, "parallelism.tensor", reason, "parallelism=fsdp")
+    overrides = [
+        "model=hf",
+        f"model.path={hf_checkpoint(family)}",
+        *DATA_OVERRIDES,
+        *TENSOR,
+        NO_SEQUENCE_PARALLEL,
+    ]
+    assert_rejected(overrides, "parallelism.tensor", reason, "parallelism=fsdp")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
 def test_hf_qat_skips_layers_with_biases(family: str, hf_checkpoint: HFCheckpoints) -> None:
-    own = ["model=hf", f"model.path={hf_checkpoint(family)}", *REST, "quantization=qat_int4"]
+    overrides = [
+        "model=hf",
+        f"model.path={hf_checkpoint(family)}",
+        *DATA_OVERRIDES,
+        "quantization=qat_int4",
+    ]
     reason = f"does not support linear layers with biases ({family})"
-    assert_rejected(own, "quantization", reason, "quantization=none")
+    assert_rejected(overrides, "quantization", reason, "quantization=none")
 
 
-PICTURED = {**BLIP2, "model_type": "blip-2"}
-ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
+BLIP2_WITH_IMAGES = {**BLIP2, "model_type": "blip-2"}
+UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unbegun": ({"model_type": "t5"}, "does not set decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is not a supported language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads other inputs than text (llava)"),
     "blip2_unbegun": (
-        {**PICTURED, "text_config": {**BLIP2_T5_TEXT, "decoder_start_token_id": None}},
+        {**BLIP2_WITH_IMAGES, "text_config": {**BLIP2_T5_TEXT, "decoder_start_token_id": None}},
         "does not set decoder_start_token_id",
     ),
     "blip2_asks": (
-        {**PICTURED, "qformer_config": {"use_qformer_text_input": True}},
+        {**BLIP2_WITH_IMAGES, "qformer_config": {"use_qformer_text_input": True}},
         "has a Q-Former that reads text",
     ),
     "blip2_cuts": (
-        {**PICTURED, "vision_config": {"image_size": 30, "patch_size": 8}},
+        {**BLIP2_WITH_IMAGES, "vision_config": {"image_size": 30, "patch_size": 8}},
         "requires square images of full patches (image_size 30, patch_size 8)",
     ),
     "unknown": ({"model_type": "mine"}, "no config.json that transformers can read"),
@@ -212,20 +230,22 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_hf_search_omits_incompatible_strategies(compose: Compose) -> None:
-    overrides = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
+    overrides = (*RANDOM_LLAMA, *DATA_OVERRIDES, "plan.search=layout", "hardware=h100")
     run = compose(
         *overrides, "hardware.devices_per_node=4", "trainer.global_batch=4", check_machine=False
     )
-    found = {axis_sizes(candidate.run.parallelism) for candidate in search_runs(run).candidates}
-    assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
-    assert all(size[0] == size[3] == size[4] == 1 for size in found)
+    strategies = {
+        axis_sizes(candidate.run.parallelism) for candidate in search_runs(run).candidates
+    }
+    assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= strategies
+    assert all(size[0] == size[3] == size[4] == 1 for size in strategies)
 
 
-@pytest.mark.parametrize("case", ELSEWHERE)
+@pytest.mark.parametrize("case", UNSUPPORTED_CONFIGS)
 def test_hf_config_of_another_kind_is_rejected(case: str, tmp_path: Path) -> None:
-    config, reason = ELSEWHERE[case]
-    path = described(tmp_path / "model", **config)
-    overrides = ["model=hf", f"model.path={path}", "model.init=random", *REST]
+    config, reason = UNSUPPORTED_CONFIGS[case]
+    path = describe_folder(tmp_path / "model", **config)
+    overrides = ["model=hf", f"model.path={path}", "model.init=random", *DATA_OVERRIDES]
     (issue,) = rejection_issues(overrides)
     assert issue.key == "model.path"
     assert reason in issue.reason
@@ -245,18 +265,18 @@ def test_hf_missing_path_is_rejected_in_one_line(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert_rejected(
-        ["model=hf", f"model.path='{path}'", *REST], "model.path", reason, "model.path="
+        ["model=hf", f"model.path='{path}'", *DATA_OVERRIDES], "model.path", reason, "model.path="
     )
 
 
 def test_hf_name_is_found_in_the_hub_cache(
     hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = tmp_path / "models--somebody--small"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text("0" * 40)
-    (kept / "snapshots").mkdir()
-    (kept / "snapshots" / ("0" * 40)).symlink_to(hf_checkpoint("llama"))
+    cache_folder = tmp_path / "models--somebody--small"
+    (cache_folder / "refs").mkdir(parents=True)
+    (cache_folder / "refs" / "main").write_text("0" * 40)
+    (cache_folder / "snapshots").mkdir()
+    (cache_folder / "snapshots" / ("0" * 40)).symlink_to(hf_checkpoint("llama"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = HuggingFaceConfig(path="somebody/small")
@@ -265,19 +285,21 @@ def test_hf_name_is_found_in_the_hub_cache(
 
 
 def test_hf_folder_without_weights_requires_random_init(tmp_path: Path) -> None:
-    path = described(tmp_path / "bare", **LLAMA)
+    path = describe_folder(tmp_path / "bare", **LLAMA)
     (issue,) = HuggingFaceConfig(path=path).validate()
     assert "has no safetensors weights" in issue.reason
     assert "model.init=random" in issue.fix
     assert [*HuggingFaceConfig(path=path, init=InitKind.random).validate()] == []
-    assert [each.key for each in HuggingFaceConfig(path=path, depth=9).validate()] == [
+    assert [
+        config_issue.key for config_issue in HuggingFaceConfig(path=path, depth=9).validate()
+    ] == [
         "model.depth",
         "model.path",
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "shape", "message"),
     [
         ("model.norm.weight", (32,), "has no tensor model.norm.weight"),
         (
@@ -289,22 +311,22 @@ def test_hf_folder_without_weights_requires_random_init(tmp_path: Path) -> None:
     ],
 )
 def test_hf_weights_of_another_model_are_rejected(
-    name: str, shape: tuple[int, ...], said: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
+    name: str, shape: tuple[int, ...], message: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
     import torch
 
     tensors = load_file(hf_checkpoint("llama") / "model.safetensors")
     tensors.pop(name, None)
-    if "has no tensor" not in said:
+    if "has no tensor" not in message:
         tensors[name] = torch.zeros(shape)
-    path = described(tmp_path / "other", **CONFIGS["llama"][1])
+    path = describe_folder(tmp_path / "other", **CONFIGS["llama"][1])
     save_file(tensors, tmp_path / "other" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=said.replace("[", r"\[")):
+    with pytest.raises(CheckpointError, match=message.replace("[", r"\[")):
         build_model(HuggingFaceConfig(path=path), 1)
 
 
 def test_hf_invalid_safetensors_are_rejected(tmp_path: Path) -> None:
-    path = described(tmp_path / "torn", **LLAMA)
+    path = describe_folder(tmp_path / "torn", **LLAMA)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         build_model(HuggingFaceConfig(path=path), 1)

@@ -53,16 +53,16 @@ ROTATION = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
-OTHER_BASE = {"rope_type": "default", "rope_theta": 5e5}
-OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
-OLD = {"model_type": "llama", **SIZES}
+OTHER_ROPE_THETA = {"rope_type": "default", "rope_theta": 5e5}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+CONFIG_OF_OLD_VERSION = {"model_type": "llama", **SIZES}
 """As transformers wrote it before its version 5."""
-EIGHT = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
-ELSEWHERE = "set model=hf model.path="
-AGAIN = "download config.json again"
+EIGHT_HEADS = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
+USE_HF_MODEL = "set model=hf model.path="
+DOWNLOAD_AGAIN = "download config.json again"
 
 
-def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str:
+def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str:
     """Write a config.json and returns its folder."""
     if isinstance(config, PreTrainedConfig):
         config.save_pretrained(folder)
@@ -77,12 +77,16 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
     [
         (LLAMA, LlamaConfig(**SIZES), []),
         (LLAMA, MistralConfig(**SIZES, sliding_window=32), []),
-        (LLAMA, OLD, []),
-        (GPT2, GPT2Config(**OF_GPT2), []),
-        (LLAMA, LlamaConfig(**EIGHT), ["heads=8", "kv_heads=4", "head_width=4"]),
+        (LLAMA, CONFIG_OF_OLD_VERSION, []),
+        (GPT2, GPT2Config(**GPT2_SIZES), []),
+        (LLAMA, LlamaConfig(**EIGHT_HEADS), ["heads=8", "kv_heads=4", "head_width=4"]),
         (LLAMA, LlamaConfig(**SIZES | {"rms_norm_eps": 1e-6}), ["norm_epsilon=1e-06"]),
-        (LLAMA, LlamaConfig(**SIZES, rope_parameters=OTHER_BASE), ["rope_theta=500000.0"]),
-        (LLAMA, OLD | {"rope_theta": 5e5, "rope_scaling": None}, ["rope_theta=500000.0"]),
+        (LLAMA, LlamaConfig(**SIZES, rope_parameters=OTHER_ROPE_THETA), ["rope_theta=500000.0"]),
+        (
+            LLAMA,
+            CONFIG_OF_OLD_VERSION | {"rope_theta": 5e5, "rope_scaling": None},
+            ["rope_theta=500000.0"],
+        ),
         (
             LLAMA,
             LlamaConfig(**SIZES, rope_parameters=ROTATION),
@@ -93,19 +97,23 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
             LlamaConfig(**SIZES),
             ["rope_scaling=false"],
         ),
-        (LLAMA, LlamaConfig(**SIZES, rope_parameters=YARN), [ELSEWHERE]),
+        (LLAMA, LlamaConfig(**SIZES, rope_parameters=YARN), [USE_HF_MODEL]),
         (LLAMA, MistralConfig(**SIZES, sliding_window=16), ["context=16"]),
-        (LLAMA, Qwen2Config(**SIZES), [ELSEWHERE]),
-        (LLAMA, GPT2Config(**OF_GPT2), [ELSEWHERE]),
-        (GPT2, LlamaConfig(**SIZES), [ELSEWHERE]),
-        (GPT2, GPT2Config(**OF_GPT2 | {"n_head": 8}), ["heads=8"]),
-        (LLAMA, "{", [AGAIN]),
-        (LLAMA, "[1]", [AGAIN]),
-        (LLAMA, OLD | {"rope_theta": "10000"}, [AGAIN]),
-        (LLAMA, OLD | {"rope_parameters": OTHER_BASE | {"rope_theta": "5e5"}}, [AGAIN]),
-        (LLAMA, OLD | {"rms_norm_eps": "1e-5"}, [AGAIN]),
-        (LLAMA, OLD | {"vocab_size": "64"}, [AGAIN]),
-        (LLAMA, {"model_type": "llama"}, [AGAIN]),
+        (LLAMA, Qwen2Config(**SIZES), [USE_HF_MODEL]),
+        (LLAMA, GPT2Config(**GPT2_SIZES), [USE_HF_MODEL]),
+        (GPT2, LlamaConfig(**SIZES), [USE_HF_MODEL]),
+        (GPT2, GPT2Config(**GPT2_SIZES | {"n_head": 8}), ["heads=8"]),
+        (LLAMA, "{", [DOWNLOAD_AGAIN]),
+        (LLAMA, "[1]", [DOWNLOAD_AGAIN]),
+        (LLAMA, CONFIG_OF_OLD_VERSION | {"rope_theta": "10000"}, [DOWNLOAD_AGAIN]),
+        (
+            LLAMA,
+            CONFIG_OF_OLD_VERSION | {"rope_parameters": OTHER_ROPE_THETA | {"rope_theta": "5e5"}},
+            [DOWNLOAD_AGAIN],
+        ),
+        (LLAMA, CONFIG_OF_OLD_VERSION | {"rms_norm_eps": "1e-5"}, [DOWNLOAD_AGAIN]),
+        (LLAMA, CONFIG_OF_OLD_VERSION | {"vocab_size": "64"}, [DOWNLOAD_AGAIN]),
+        (LLAMA, {"model_type": "llama"}, [DOWNLOAD_AGAIN]),
     ],
 )
 def test_decoder_is_compared_with_config_json(
@@ -114,26 +122,28 @@ def test_decoder_is_compared_with_config_json(
     fixes: list[str],
     tmp_path: Path,
 ) -> None:
-    begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
-    found = [issue.fix for issue in begun.validate()]
-    assert len(found) == len(fixes)
-    assert all(fix in said for fix, said in zip(fixes, found, strict=True)), found
+    pretrained = dataclasses.replace(spec, weights=write_config(tmp_path, config))
+    actual_fixes = [issue.fix for issue in pretrained.validate()]
+    assert len(actual_fixes) == len(fixes)
+    assert all(fix in actual_fix for fix, actual_fix in zip(fixes, actual_fixes, strict=True)), (
+        actual_fixes
+    )
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])
 def test_decoder_loads_its_own_exports(spec: DecoderConfig, tmp_path: Path) -> None:
     _, config = to_hf_state_dict(build_model(spec, seed=1).state_dict(), spec)
-    begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
-    assert list(begun.validate()) == []
+    pretrained = dataclasses.replace(spec, weights=write_config(tmp_path, config))
+    assert list(pretrained.validate()) == []
 
 
 def test_weight_file_uses_the_config_of_its_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    begun = dataclasses.replace(LLAMA, weights=str(file))
-    assert list(begun.validate()) == []
-    beside(tmp_path, LlamaConfig(**EIGHT))
-    assert "model.heads" in [issue.key for issue in begun.validate()]
+    pretrained = dataclasses.replace(LLAMA, weights=str(file))
+    assert list(pretrained.validate()) == []
+    write_config(tmp_path, LlamaConfig(**EIGHT_HEADS))
+    assert "model.heads" in [issue.key for issue in pretrained.validate()]
 
 
 CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
@@ -144,8 +154,8 @@ def test_config_keys_are_all_classified(kind: str) -> None:
     """Fails where transformers adds a key: decide then what it changes."""
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
     fixed = beside_of.FIXED_VALUES[kind] | beside_of.FIXED_FOR_ALL
-    known = beside_of.IGNORED_KEYS | fixed.keys() | {*beside_of.COMPARED_KEYS[kind]}
-    assert keys - known - beside_of.GPT2_ALIASES.keys() == set()
+    known_keys = beside_of.IGNORED_KEYS | fixed.keys() | {*beside_of.COMPARED_KEYS[kind]}
+    assert keys - known_keys - beside_of.GPT2_ALIASES.keys() == set()
     assert not beside_of.IGNORED_KEYS & {*fixed, *beside_of.COMPARED_KEYS[kind]}
     defaults = CLASSES[kind]().to_dict()
     for key, values in beside_of.FIXED_VALUES[kind].items():
@@ -156,10 +166,10 @@ def test_config_keys_are_all_classified(kind: str) -> None:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_absent_config_keys_have_transformers_defaults(kind: str) -> None:
     config = CLASSES[kind]()
-    needed = {"hidden_size", "num_attention_heads"}
-    read = beside_of._gpt2_fields if kind == "gpt2" else beside_of._llama_fields
-    given = {key: getattr(config, key) for key in needed} | {"model_type": kind}
-    assert read(given) == read(config.to_dict())
+    required_keys = {"hidden_size", "num_attention_heads"}
+    read_fields = beside_of._gpt2_fields if kind == "gpt2" else beside_of._llama_fields
+    config_values = {key: getattr(config, key) for key in required_keys} | {"model_type": kind}
+    assert read_fields(config_values) == read_fields(config.to_dict())
 
 
 def test_accepted_activations_equal_the_decoder() -> None:
@@ -171,14 +181,17 @@ def test_accepted_activations_equal_the_decoder() -> None:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
 
-SAME: list[tuple[str, dict[str, Any]]] = [
+EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"hidden_act": "swish"}),
     ("llama", {"head_dim": 16}),
     ("llama", {"rms_norm_eps": 1e-2}),
     ("llama", {"rope_theta": 100.0}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
-    ("llama", {"rope_scaling": {**ROTATION, "rope_theta": 100.0}, "rope_parameters": OTHER_BASE}),
+    (
+        "llama",
+        {"rope_scaling": {**ROTATION, "rope_theta": 100.0}, "rope_parameters": OTHER_ROPE_THETA},
+    ),
     ("llama", {"rope_scaling": {**ROTATION, "original_max_position_embeddings": 8}}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"pretraining_tp": 2}),
@@ -192,7 +205,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"n_inner": 64}),
     ("gpt2", {"tie_word_embeddings": False}),
 ]
-OTHER: list[tuple[str, dict[str, Any]]] = [
+DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True}),
@@ -213,13 +226,15 @@ OTHER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [*SAME, *OTHER], ids=[f"{kind}-{it}" for kind, it in [*SAME, *OTHER]]
+    ("kind", "more"),
+    [*EQUAL_CONFIGS, *DIFFERENT_CONFIGS],
+    ids=[f"{kind}-{it}" for kind, it in [*EQUAL_CONFIGS, *DIFFERENT_CONFIGS]],
 )
 def test_config_is_rejected_or_gives_equal_logits(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """Suggested values of the decoder's own options are taken until nothing is left."""
-    sizes = OF_GPT2 if kind == "gpt2" else SIZES
+    sizes = GPT2_SIZES if kind == "gpt2" else SIZES
     config = AutoConfig.for_model(kind, **sizes | more, bos_token_id=0, eos_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -233,27 +248,29 @@ def test_config_is_rejected_or_gives_equal_logits(
     (tmp_path / "config.json").write_text(json.dumps(text | more), "utf-8")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tied = bool(config.tie_word_embeddings)
-    begun = dataclasses.replace(GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied)
-    while found := list(begun.validate()):
-        assert all(issue.fix for issue in found)
-        if (kind, more) in OTHER:
-            assert "model.weights" in [issue.key for issue in found]
+    pretrained = dataclasses.replace(
+        GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied
+    )
+    while issues := list(pretrained.validate()):
+        assert all(issue.fix for issue in issues)
+        if (kind, more) in DIFFERENT_CONFIGS:
+            assert "model.weights" in [issue.key for issue in issues]
             return
         values = {}
-        for issue in found:
+        for issue in issues:
             key, _, value = issue.fix.removeprefix("set model.").partition("=")
             values[key] = json.loads(value)
-        begun = dataclasses.replace(begun, **values)
-    tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
+        pretrained = dataclasses.replace(pretrained, **values)
+    tokens = torch.arange(2 * 24).reshape(2, 24)[:, : pretrained.context]
     with torch.no_grad():
-        actual, expected = build_model(begun, 1).eval()(tokens), reference(tokens).logits
+        actual, expected = build_model(pretrained, 1).eval()(tokens), reference(tokens).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_config_key_is_named_with_a_fix(tmp_path: Path) -> None:
-    config = {**OLD, "residual_multiplier": 0.2, "note": None}
-    begun = dataclasses.replace(LLAMA, weights=beside(tmp_path, config))
-    (issue,) = begun.validate()
+    config = {**CONFIG_OF_OLD_VERSION, "residual_multiplier": 0.2, "note": None}
+    pretrained = dataclasses.replace(LLAMA, weights=write_config(tmp_path, config))
+    (issue,) = pretrained.validate()
     assert "residual_multiplier=0.2" in issue.reason
     assert "model=hf" in issue.fix
     assert "remove residual_multiplier" in issue.fix

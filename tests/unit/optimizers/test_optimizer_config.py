@@ -25,26 +25,26 @@ from scalewise.optimizers.config import (
 MATRIX = Weight("blocks.0.attention.query.weight", (64, 128), "attention", 0)
 TABLE = Weight("embedding.weight", (64, 128), "embedding")
 NORM = Weight("blocks.0.norm.weight", (128,), "norm", 0)
-NUMBERS = 64 * 128
+NUM_ELEMENTS = 64 * 128
 
 
 @pytest.mark.parametrize(
     ("optimizer", "weight", "shards", "state"),
     [
-        (SGDConfig(), MATRIX, 1, 4 * NUMBERS),
+        (SGDConfig(), MATRIX, 1, 4 * NUM_ELEMENTS),
         (SGDConfig(momentum=0.0), MATRIX, 1, 0),
-        (LionConfig(), MATRIX, 1, 4 * NUMBERS),
-        (AdamWConfig(), MATRIX, 1, 8 * NUMBERS),
+        (LionConfig(), MATRIX, 1, 4 * NUM_ELEMENTS),
+        (AdamWConfig(), MATRIX, 1, 8 * NUM_ELEMENTS),
         (AdamWConfig(), MATRIX, 3, 8 * 22 * 128),  # the first of three has a row more than the last
-        (ScheduleFreeConfig(), MATRIX, 1, 8 * NUMBERS),
-        (AdamW8bitConfig(), MATRIX, 1, 2 * (NUMBERS + NUMBERS // 256 * 4 + 256 * 4)),
-        (AdamW8bitConfig(), MATRIX, 4, 8 * NUMBERS // 4),  # below 4096 numbers they stay whole
-        (AdamW4bitConfig(), MATRIX, 1, 2 * (NUMBERS // 2 + NUMBERS // 128 * 4 + 16 * 4)),
+        (ScheduleFreeConfig(), MATRIX, 1, 8 * NUM_ELEMENTS),
+        (AdamW8bitConfig(), MATRIX, 1, 2 * (NUM_ELEMENTS + NUM_ELEMENTS // 256 * 4 + 256 * 4)),
+        (AdamW8bitConfig(), MATRIX, 4, 8 * NUM_ELEMENTS // 4),  # below 4096 numbers they stay whole
+        (AdamW4bitConfig(), MATRIX, 1, 2 * (NUM_ELEMENTS // 2 + NUM_ELEMENTS // 128 * 4 + 16 * 4)),
         (AdamW4bitConfig(), NORM, 1, 8 * 128),
         (AdafactorConfig(), MATRIX, 1, 4 * (64 + 128)),
         (AdafactorConfig(), NORM, 1, 4 * 128),
-        (MuonConfig(), MATRIX, 1, 4 * NUMBERS),
-        (MuonConfig(), TABLE, 1, 8 * NUMBERS),
+        (MuonConfig(), MATRIX, 1, 4 * NUM_ELEMENTS),
+        (MuonConfig(), TABLE, 1, 8 * NUM_ELEMENTS),
         (MuonConfig(), NORM, 1, 8 * 128),
     ],
 )
@@ -66,11 +66,11 @@ def test_parameter_groups_match_by_name() -> None:
         lr=1.0, weight_decay=0.1, lr_factors={"embed": 0.5}, no_decay=("query",)
     )
     frozen = Parameter(requires_grad=False)
-    held = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
-    groups = build_parameter_groups(optimizer, cast(Any, [*held.items(), (MATRIX, frozen)]))
+    parameters = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
+    groups = build_parameter_groups(optimizer, cast(Any, [*parameters.items(), (MATRIX, frozen)]))
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.0), (0.5, 0.1)]
-    assert groups[0]["params"] == [held[MATRIX], held[NORM]]
-    assert groups[1]["params"] == [held[TABLE]]
+    assert groups[0]["params"] == [parameters[MATRIX], parameters[NORM]]
+    assert groups[1]["params"] == [parameters[TABLE]]
 
 
 def test_parameter_group_factors_multiply() -> None:
@@ -80,7 +80,7 @@ def test_parameter_group_factors_multiply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "said"),
+    ("override", "key", "message"),
     [
         ("+optimizer.lr_factors={embeding: 0.1}", "optimizer.lr_factors", "matches no name"),
         ("+optimizer.lr_factors={embedding: -1.0}", "lr_factors.embedding", "must be 0 or more"),
@@ -91,11 +91,11 @@ def test_parameter_group_factors_multiply() -> None:
         ("optimizer.lr_factors={embedding: 0.1}", "optimizer.lr_factors", "+optimizer.lr_factors="),
     ],
 )
-def test_pattern_without_effect_is_rejected(override: str, key: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_pattern_without_effect_is_rejected(override: str, key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as excinfo:
         compose([*UNTRACKED, override])
-    assert key in str(refused.value)
-    assert said in str(refused.value)
+    assert key in str(excinfo.value)
+    assert message in str(excinfo.value)
 
 
 def test_patterns_are_set_on_the_command_line() -> None:
@@ -120,14 +120,14 @@ def test_patterns_are_set_on_the_command_line() -> None:
 def test_optimizer_rejects_incompatible_strategy(
     optimizer: str, strategy: str, reason: str
 ) -> None:
-    parts = STRATEGIES.get(strategy, (f"parallelism={strategy}",))
-    with pytest.raises(ConfigError) as refused:
-        compose([*TINY_DECODER, *parts, f"optimizer={optimizer}", "schedule=constant"])
-    assert [c.key for c in refused.value.issues] == ["optimizer"]
-    assert reason in str(refused.value)
+    strategy_overrides = STRATEGIES.get(strategy, (f"parallelism={strategy}",))
+    with pytest.raises(ConfigError) as excinfo:
+        compose([*TINY_DECODER, *strategy_overrides, f"optimizer={optimizer}", "schedule=constant"])
+    assert [c.key for c in excinfo.value.issues] == ["optimizer"]
+    assert reason in str(excinfo.value)
 
 
 def test_schedule_free_requires_a_constant_schedule() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         compose([*UNTRACKED, "optimizer=schedule_free", "schedule=cosine"])
-    assert "schedule=constant" in str(refused.value)
+    assert "schedule=constant" in str(excinfo.value)

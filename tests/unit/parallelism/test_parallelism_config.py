@@ -14,7 +14,7 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.strategies.build import build_strategy
 
-LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
+MESHES: list[tuple[MeshConfig, list[int], int]] = [
     (MeshConfig(), [0], 1),
     (MeshConfig(shards=4), [0, 1, 2, 3], 4),
     (MeshConfig(replicate=2, shards=2), [0, 1, 2, 3], 4),
@@ -47,24 +47,24 @@ LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
 def test_auto_axis_takes_the_remaining_devices(
     spec: MeshConfig, devices: int | None, sizes: dict[str, int]
 ) -> None:
-    settled = spec.resolve(devices)
-    assert settled.sizes == dict.fromkeys(AXES, 1) | sizes
-    assert settled.world_size == math.prod(sizes.values())
-    assert settled.resolve(devices) == settled
-    assert list(settled.validate()) == []
+    resolved = spec.resolve(devices)
+    assert resolved.sizes == dict.fromkeys(AXES, 1) | sizes
+    assert resolved.world_size == math.prod(sizes.values())
+    assert resolved.resolve(devices) == resolved
+    assert list(resolved.validate()) == []
 
 
-@pytest.mark.parametrize(("spec", "shares", "averaged"), LAID_OUT, ids=repr)
+@pytest.mark.parametrize(("spec", "expected_ranks", "averaged"), MESHES, ids=repr)
 def test_data_parallel_rank_of_each_rank(
-    spec: MeshConfig, shares: list[int], averaged: int
+    spec: MeshConfig, expected_ranks: list[int], averaged: int
 ) -> None:
-    assert [spec.data_parallel_rank(rank) for rank in range(spec.world_size)] == shares
-    assert set(shares) == set(range(spec.data_parallel_size))
+    assert [spec.data_parallel_rank(rank) for rank in range(spec.world_size)] == expected_ranks
+    assert set(expected_ranks) == set(range(spec.data_parallel_size))
     assert spec.gradient_averaging_size == averaged
 
 
 @pytest.mark.parametrize(
-    ("spec", "drawn"),
+    ("spec", "expected_groups"),
     [
         (MeshConfig(context=2), [0, 1]),
         (MeshConfig(tensor=2), [0, 0]),
@@ -73,8 +73,10 @@ def test_data_parallel_rank_of_each_rank(
     ],
     ids=repr,
 )
-def test_random_seed_group_of_each_rank(spec: ParallelismConfig, drawn: list[int]) -> None:
-    assert [spec.dropout_rank(rank) for rank in range(spec.world_size)] == drawn
+def test_random_seed_group_of_each_rank(
+    spec: ParallelismConfig, expected_groups: list[int]
+) -> None:
+    assert [spec.dropout_rank(rank) for rank in range(spec.world_size)] == expected_groups
 
 
 def test_replicas_read_different_samples() -> None:
@@ -88,13 +90,15 @@ def test_replicas_read_different_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "each", "stages"),
+    ("schedule", "stages_per_rank", "stages"),
     [("1F1B", None, 3), ("GPipe", None, 3), ("Interleaved1F1B", None, 6),
      ("Interleaved1F1B", 3, 9), ("InterleavedZeroBubble", None, 6), ("ZBVZeroBubble", None, 6)],
 )  # fmt: skip
-def test_pipeline_stages_and_micro_batches(schedule: str, each: int | None, stages: int) -> None:
+def test_pipeline_stages_and_micro_batches(
+    schedule: str, stages_per_rank: int | None, stages: int
+) -> None:
     spec = MeshConfig(
-        pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each
+        pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=stages_per_rank
     )
     assert (spec.num_stages, spec.num_pipeline_micro_batches) == (stages, stages)
     assert replace(spec, pipeline_micro_batches=12).num_pipeline_micro_batches == 12

@@ -20,57 +20,59 @@ from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]
-LINE = (*LLAMA_8B, "trainer.micro_batch=2")
-ROOMY = (*LINE, "hardware.memory_gib=1000")
-PIPED = (
-    *(part for part in ROOMY if not part.startswith("parallelism")),
+TRAINING = (*LLAMA_8B, "trainer.micro_batch=2")
+LARGE_DEVICE = (*TRAINING, "hardware.memory_gib=1000")
+PIPELINE_RUN = (
+    *(override for override in LARGE_DEVICE if not override.startswith("parallelism")),
     "parallelism=pipeline",
     "parallelism.pipeline=4",
     "trainer.micro_batch=8",
 )
-ZERO_BUBBLE = (*PIPED, "parallelism.pipeline_schedule=interleaved_zero_bubble")
+ZERO_BUBBLE = (*PIPELINE_RUN, "parallelism.pipeline_schedule=interleaved_zero_bubble")
 
 
 def everything(run: RunConfig) -> Iterator[RunConfig]:
     """Every mixture of two kinds of blocks, in any numbers; the first is of the kind that saves."""
     layers = run.model.layers
-    for otherwise, recompute in combinations(Recompute, 2):
+    for other_recompute, recompute in combinations(Recompute, 2):
         for count in range(1, layers + 1):
-            forgetting = FixedCheckpointing(recompute, round(layers / count, 4), otherwise)
-            yield replace(run, memory=forgetting)
+            checkpointing = FixedCheckpointing(recompute, round(layers / count, 4), other_recompute)
+            yield replace(run, memory=checkpointing)
 
 
 def extremes(run: RunConfig) -> tuple[int, int]:
     most = replace(run, memory=FixedCheckpointing())
-    least = replace(run, memory=FixedCheckpointing(Recompute.full))
-    return peak_memory.worst_rank_breakdown(least).peak, peak_memory.worst_rank_breakdown(most).peak
+    full_checkpointing = replace(run, memory=FixedCheckpointing(Recompute.full))
+    return peak_memory.worst_rank_breakdown(
+        full_checkpointing
+    ).peak, peak_memory.worst_rank_breakdown(most).peak
 
 
-@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
-@pytest.mark.parametrize("overrides", [ROOMY, PIPED], ids=["fsdp", "pipeline"])
+@pytest.mark.parametrize("fraction", [0.05, 0.25, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("overrides", [LARGE_DEVICE, PIPELINE_RUN], ids=["fsdp", "pipeline"])
 def test_auto_checkpointing_is_optimal_within_the_budget(
-    overrides: tuple[str, ...], share: float, compose: Compose
+    overrides: tuple[str, ...], fraction: float, compose: Compose
 ) -> None:
     run = compose(*overrides, "memory=auto", check_machine=False)
     low, high = extremes(run)
-    budget = low + share * (high - low)
+    budget = low + fraction * (high - low)
     limited = replace(run, memory=AutoCheckpointing(budget / GIB))
-    chosen = resolve_auto_checkpointing(RunVariant(limited)).run
-    peak = peak_memory.worst_rank_breakdown(chosen).peak
+    resolved_run = resolve_auto_checkpointing(RunVariant(limited)).run
+    peak = peak_memory.worst_rank_breakdown(resolved_run).peak
     assert 0.9 * budget < peak <= budget
     rates = step_time.device_rates(run)
     assert rates is not None
-    own = step_time.recompute_seconds(chosen, rates)
-    others = [
+    recompute_s = step_time.recompute_seconds(resolved_run, rates)
+    other_recompute_s = [
         step_time.recompute_seconds(it, rates)
         for it in everything(run)
         if peak_memory.worst_rank_breakdown(it).peak <= budget
     ]
-    assert own <= min(others) * 1.001
+    assert recompute_s <= min(other_recompute_s) * 1.001
 
 
 def test_auto_checkpointing_recomputes_nothing_on_a_large_device(compose: Compose) -> None:
-    run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", check_machine=False)
+    run = compose(*LARGE_DEVICE, "memory=auto", "memory.budget_gib=1000", check_machine=False)
     assert resolve_auto_checkpointing(RunVariant(run)) == RunVariant(
         replace(run, memory=FixedCheckpointing()), ("memory=none",)
     )
@@ -92,37 +94,40 @@ def test_checkpointing_overrides_select_the_config(
     memory: FixedCheckpointing, compose: Compose
 ) -> None:
     overrides = checkpointing_overrides(memory)
-    assert compose(*LINE, *overrides, check_machine=False).memory == memory
+    assert compose(*TRAINING, *overrides, check_machine=False).memory == memory
 
 
 def test_auto_checkpointing_defaults_to_the_device_memory(compose: Compose) -> None:
-    assert build_plan(compose(*LINE, check_machine=False)).fit.status is not FitStatus.fits
-    plan = build_plan(compose(*LINE, "memory=auto", check_machine=False))
+    assert build_plan(compose(*TRAINING, check_machine=False)).fit.status is not FitStatus.fits
+    plan = build_plan(compose(*TRAINING, "memory=auto", check_machine=False))
     assert plan.fit.status is FitStatus.fits
     assert plan.overrides[0].startswith("memory=checkpoint_")
-    assert compose(*LINE, *plan.overrides, check_machine=False).memory == plan.run.memory
+    assert compose(*TRAINING, *plan.overrides, check_machine=False).memory == plan.run.memory
 
 
 def test_auto_checkpointing_budget_is_capped_by_the_device(compose: Compose) -> None:
-    plain, roomy = (
-        build_plan(compose(*LINE, "memory=auto", *budget, check_machine=False))
+    default_plan, large_device_plan = (
+        build_plan(compose(*TRAINING, "memory=auto", *budget, check_machine=False))
         for budget in ((), ("memory.budget_gib=200",))
     )
-    assert roomy.fit.status is not FitStatus.out_of_memory
-    assert roomy.fit.peak >= plain.fit.peak
+    assert large_device_plan.fit.status is not FitStatus.out_of_memory
+    assert large_device_plan.fit.peak >= default_plan.fit.peak
 
 
 def test_auto_checkpointing_reports_that_it_does_not_suffice(compose: Compose) -> None:
-    huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
-    assert build_plan(compose(*huge, check_machine=False)).fit.status is FitStatus.out_of_memory
+    oversized_overrides = (*TRAINING, "trainer.micro_batch=64", "memory=auto")
+    assert (
+        build_plan(compose(*oversized_overrides, check_machine=False)).fit.status
+        is FitStatus.out_of_memory
+    )
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* that remain"):
-        build_plan(compose(*LINE, "memory=auto", "memory.budget_gib=1", check_machine=False))
+        build_plan(compose(*TRAINING, "memory=auto", "memory.budget_gib=1", check_machine=False))
 
 
 def test_auto_checkpointing_omits_matmul_saving_for_some_schedules(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
     low, high = extremes(run)
     limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
-    chosen = resolve_auto_checkpointing(RunVariant(limited)).run
-    assert Recompute.selective not in chosen.memory.count_by_recompute(run.model.layers)
-    assert peak_memory.worst_rank_breakdown(chosen).peak <= (low + high) / 2
+    resolved_run = resolve_auto_checkpointing(RunVariant(limited)).run
+    assert Recompute.selective not in resolved_run.memory.count_by_recompute(run.model.layers)
+    assert peak_memory.worst_rank_breakdown(resolved_run).peak <= (low + high) / 2

@@ -21,15 +21,15 @@ from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]
-LINE = (
+TRAINING = (
     "model=decoder_nano",
     "hardware=h100",
     "hardware.devices_per_node=2",
     "trainer.micro_batch=auto",
 )
-LARGE = ("model=llama_160m", "data.sequence=32")
+LARGE_MODEL = ("model=llama_160m", "data.sequence=32")
 """Much state and few tokens: twice the micro-batch is within the error of the prediction."""
-STATED = [
+STRATEGY_NAMES = [
     "ddp",
     "fsdp",
     "hsdp",
@@ -43,70 +43,79 @@ STATED = [
 ]
 
 
-def limited(compose: Compose, *overrides: str, rows: int = 8) -> RunConfig:
+def run_that_fits(compose: Compose, *overrides: str, micro_batch: int = 8) -> RunConfig:
     """A run whose device is as large as ``rows`` at a time ask for."""
-    roomy = compose(*LINE, "trainer.global_batch=64", *overrides, check_machine=False)
-    needed = check_fit(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
+    unlimited_run = compose(*TRAINING, "trainer.global_batch=64", *overrides, check_machine=False)
+    reserved_bytes = check_fit(
+        replace(unlimited_run, trainer=replace(unlimited_run.trainer, micro_batch=micro_batch))
+    ).reserved[2]
     return compose(
-        *roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", check_machine=False
+        *unlimited_run.overrides,
+        f"hardware.memory_gib={reserved_bytes / GIB + 1e-6:.9f}",
+        check_machine=False,
     )
 
 
-@pytest.mark.parametrize("strategy", ["single", *STATED])
+@pytest.mark.parametrize("strategy", ["single", *STRATEGY_NAMES])
 def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Compose) -> None:
-    line = STRATEGIES[strategy] if strategy != "single" else ()
-    run = limited(compose, *line)
+    strategy_overrides = STRATEGIES[strategy] if strategy != "single" else ()
+    run = run_that_fits(compose, *strategy_overrides)
     variant = auto_settings.resolve_auto_micro_batch(RunVariant(run))
-    found, told = variant.run, variant.overrides
-    assert told == ("trainer.micro_batch=8",)
-    assert check_fit(found).status is FitStatus.fits
-    assert found.global_batch == 64
-    readers = found.parallelism.data_parallel_size
-    assert found.micro_batch * readers * found.accumulation == 64
-    twice = replace(found, trainer=replace(found.trainer, micro_batch=16))
-    assert check_fit(twice).status is not FitStatus.fits
-    assert compose(*run.overrides, *told, check_machine=False).trainer == found.trainer
+    resolved_run, variant_overrides = variant.run, variant.overrides
+    assert variant_overrides == ("trainer.micro_batch=8",)
+    assert check_fit(resolved_run).status is FitStatus.fits
+    assert resolved_run.global_batch == 64
+    readers = resolved_run.parallelism.data_parallel_size
+    assert resolved_run.micro_batch * readers * resolved_run.accumulation == 64
+    doubled_run = replace(resolved_run, trainer=replace(resolved_run.trainer, micro_batch=16))
+    assert check_fit(doubled_run).status is not FitStatus.fits
+    assert (
+        compose(*run.overrides, *variant_overrides, check_machine=False).trainer
+        == resolved_run.trainer
+    )
 
 
 def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
     piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
-    rows = [
+    micro_batches = [
         variant.run.micro_batch
         for variant in auto_settings.micro_batch_variants(
-            RunVariant(compose(*LINE, *piped, check_machine=False))
+            RunVariant(compose(*TRAINING, *piped, check_machine=False))
         )
     ]
-    assert rows == [2, 4, 6, 12]
+    assert micro_batches == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
     (variant,) = auto_settings.micro_batch_variants(
-        RunVariant(compose(*LINE, *stepped, check_machine=False))
+        RunVariant(compose(*TRAINING, *stepped, check_machine=False))
     )
     assert variant.run.micro_batch == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
-    variants = auto_settings.micro_batch_variants(RunVariant(limited(compose)))
-    for small, large in pairwise(variants):
-        assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak, small
+    variants = auto_settings.micro_batch_variants(RunVariant(run_that_fits(compose)))
+    for smaller, larger in pairwise(variants):
+        assert check_fit(smaller.run).breakdown.peak < check_fit(larger.run).breakdown.peak, smaller
 
 
 def test_plan_sizes_micro_batches_by_prediction(compose: Compose) -> None:
-    plan = build_plan(limited(compose))
+    plan = build_plan(run_that_fits(compose))
     assert plan.overrides == ("trainer.micro_batch=8",)
     assert plan.run.micro_batch == 8
-    tight = compose(
-        *LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", check_machine=False
+    tight_run = compose(
+        *TRAINING, "trainer.global_batch=64", "hardware.memory_gib=0.0001", check_machine=False
     )
-    assert build_plan(tight).run.micro_batch == 1
-    assert build_plan(tight).fit.status is FitStatus.out_of_memory
+    assert build_plan(tight_run).run.micro_batch == 1
+    assert build_plan(tight_run).fit.status is FitStatus.out_of_memory
 
 
-def tried(run: RunConfig, ends: dict[int, str]) -> auto_settings.MicroBatchChoice:
-    return auto_settings.choose_by_probes(run, lambda it: ends[it.micro_batch])
+def choose_with_outcomes(
+    run: RunConfig, outcomes: dict[int, str]
+) -> auto_settings.MicroBatchChoice:
+    return auto_settings.choose_by_probes(run, lambda it: outcomes[it.micro_batch])
 
 
 @pytest.mark.parametrize(
-    ("ends", "rows", "order"),
+    ("outcomes", "micro_batch", "order"),
     [
         ({8: "ok", 16: "out_of_memory"}, 8, [8, 16]),
         ({8: "out_of_memory", 4: "out_of_memory", 2: "ok"}, 2, [8, 4, 2]),
@@ -116,37 +125,39 @@ def tried(run: RunConfig, ends: dict[int, str]) -> auto_settings.MicroBatchChoic
     ],
 )
 def test_micro_batch_trials_step_down_without_memory(
-    ends: dict[int, str], rows: int, order: list[int], compose: Compose
+    outcomes: dict[int, str], micro_batch: int, order: list[int], compose: Compose
 ) -> None:
-    run = limited(compose, *LARGE)
+    run = run_that_fits(compose, *LARGE_MODEL)
     assert [variant.fit.status for variant in auto_settings.micro_batch_variants(RunVariant(run))][
         3:5
     ] == [
         FitStatus.fits,
         FitStatus.borderline,
     ]
-    found = tried(run, ends)
-    assert found.micro_batch == rows
-    assert [probe.micro_batch for probe in found.probes] == order
-    assert f"{order[-1]} {ends[order[-1]]}" in found.description
+    choice = choose_with_outcomes(run, outcomes)
+    assert choice.micro_batch == micro_batch
+    assert [probe.micro_batch for probe in choice.probes] == order
+    assert f"{order[-1]} {outcomes[order[-1]]}" in choice.description
 
 
 def test_micro_batch_trials_step_up_to_borderline_sizes(compose: Compose) -> None:
-    run = limited(compose, *LARGE)
-    doubted = [
+    run = run_that_fits(compose, *LARGE_MODEL)
+    borderline_sizes = [
         variant.run.micro_batch
         for variant in auto_settings.micro_batch_variants(RunVariant(run))
         if variant.fit.status is FitStatus.borderline
     ]
-    found = tried(run, dict.fromkeys((8, *doubted), "ok"))
-    assert found.micro_batch == max(doubted)
-    assert found.fit_status is FitStatus.borderline
+    choice = choose_with_outcomes(run, dict.fromkeys((8, *borderline_sizes), "ok"))
+    assert choice.micro_batch == max(borderline_sizes)
+    assert choice.fit_status is FitStatus.borderline
 
 
 def test_micro_batch_trials_that_cannot_run_say_so(compose: Compose) -> None:
-    found = auto_settings.choose_by_probes(limited(compose), None, "not tried, as it is far away")
-    assert (found.micro_batch, found.probes) == (8, ())
-    assert found.description == "predicted: fits; not tried, as it is far away"
+    choice = auto_settings.choose_by_probes(
+        run_that_fits(compose), None, "not tried, as it is far away"
+    )
+    assert (choice.micro_batch, choice.probes) == (8, ())
+    assert choice.description == "predicted: fits; not tried, as it is far away"
 
 
 def test_external_ranks_size_micro_batches_by_prediction(
@@ -156,20 +167,20 @@ def test_external_ranks_size_micro_batches_by_prediction(
         monkeypatch.setenv(rank, "0")
         monkeypatch.setenv(size, "1")
     overrides = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
-    run, found = auto_resolution.resolve_auto(compose(*overrides))
+    run, choice = auto_resolution.resolve_auto(compose(*overrides))
     assert run.trainer.micro_batch == run.global_batch == 8
-    assert found is not None
-    assert "torchrun" in found.description
+    assert choice is not None
+    assert "torchrun" in choice.description
 
 
 def test_run_without_fitting_micro_batch_is_rejected_with_a_fix(compose: Compose) -> None:
-    run = limited(compose, "model=llama_160m", "data.sequence=2048", rows=1)
-    least = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
-    small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
+    run = run_that_fits(compose, "model=llama_160m", "data.sequence=2048", micro_batch=1)
+    min_bytes = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
+    small_run = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * min_bytes / GIB))
     with pytest.raises(ConfigError, match=r"micro_batch=auto: micro-batch 1 needs.*; set "):
-        auto_settings.choose_by_probes(small, None)
+        auto_settings.choose_by_probes(small_run, None)
     with pytest.raises(ConfigError, match="a probe run ran out of memory"):
-        tried(run, {1: "out_of_memory"})
+        choose_with_outcomes(run, {1: "out_of_memory"})
 
 
 def test_micro_batch_trial_is_a_short_run(compose: Compose) -> None:
@@ -180,10 +191,10 @@ def test_micro_batch_trial_is_a_short_run(compose: Compose) -> None:
         "checkpoint.every=1",
     )
     run = compose(*overrides, "trainer.micro_batch=4")
-    short = shorten_run(run)
-    assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 8, 4)
+    short_run = shorten_run(run)
+    assert (short_run.trainer.max_steps, short_run.accumulation, short_run.micro_batch) == (2, 8, 4)
     on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))
     assert shorten_run(on_gpu).accumulation == 2
-    assert short.checkpoint == CheckpointConfig(best=False, at_end=True)
-    assert check_fit(short).breakdown.peak == check_fit(run).breakdown.peak
+    assert short_run.checkpoint == CheckpointConfig(best=False, at_end=True)
+    assert check_fit(short_run).breakdown.peak == check_fit(run).breakdown.peak
     assert shorten_run(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1

@@ -78,11 +78,11 @@ def numbers_of(overrides: str) -> dict[str, Any]:
         "bytes at the peak": fit.breakdown.peak,
         "bytes of entries at the peak": sorted(
             size
-            for line in fit.breakdown.entries
-            if (size := line.bytes.get(fit.breakdown.peak_phase, 0))
+            for entry in fit.breakdown.entries
+            if (size := entry.bytes.get(fit.breakdown.peak_phase, 0))
         ),
         "bytes of entries at most": sorted(
-            line.max_bytes for line in fit.breakdown.entries if line.max_bytes
+            entry.max_bytes for entry in fit.breakdown.entries if entry.max_bytes
         ),
         "bytes of phases": sorted(size for size in fit.breakdown.phases.values() if size),
         "bytes reserved": list(fit.reserved),
@@ -113,10 +113,10 @@ def test_golden_plans_are_complete(plans: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("overrides", RUNS)
 def test_plan_has_the_golden_numbers(overrides: str, plans: dict[str, Any]) -> None:
-    found, golden = numbers_of(overrides), plans[overrides]
-    assert found.keys() == golden.keys()
+    actual, golden = numbers_of(overrides), plans[overrides]
+    assert actual.keys() == golden.keys()
     for key, value in golden.items():
         if isinstance(value, float) or (isinstance(value, list) and key.startswith("seconds")):
-            assert found[key] == pytest.approx(value, rel=1e-12), key
+            assert actual[key] == pytest.approx(value, rel=1e-12), key
         else:
-            assert found[key] == value, key
+            assert actual[key] == value, key

@@ -27,86 +27,92 @@ from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]
 
-LINE = (*LLAMA_8B, "trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
+TRAINING = (*LLAMA_8B, "trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
 OFFLOAD = "parallelism.cpu_offload=true"
 
 
 def lines(run: RunConfig) -> dict[str, int]:
-    return {line.name: line.max_bytes for line in node_memory(run).entries}
+    return {entry.name: entry.max_bytes for entry in node_memory(run).entries}
 
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
-    return lambda *line: compose(*LINE, *line, check_machine=False)
+    return lambda *overrides: compose(*TRAINING, *overrides, check_machine=False)
 
 
 def test_host_memory_includes_offloaded_state(run_of: Compose) -> None:
-    plain, offloaded = lines(run_of()), lines(run_of(OFFLOAD))
+    default_entries, offloaded = lines(run_of()), lines(run_of(OFFLOAD))
     weights = run_of().model.num_parameters * 4
-    assert "offloaded optimizer state" not in plain
+    assert "offloaded optimizer state" not in default_entries
     assert offloaded["offloaded optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
     assert offloaded["offloaded gradients"] == pytest.approx(weights, rel=1e-3)
     assert offloaded["offloaded parameters"] == pytest.approx(weights, rel=1e-3)
 
 
 def test_host_memory_of_an_offloaded_optimizer(run_of: Compose) -> None:
-    plain = replace(run_of(), parallelism=SingleConfig())
-    run = replace(plain, optimizer=AdamWConfig(offload=True))
+    default_run = replace(run_of(), parallelism=SingleConfig())
+    run = replace(default_run, optimizer=AdamWConfig(offload=True))
     weights = run.model.num_parameters * 4
-    there = lines(run)
-    assert there["offloaded optimizer state"] == 2 * weights
-    assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
-    assert "offloaded gradients" not in there
+    entries = lines(run)
+    assert entries["offloaded optimizer state"] == 2 * weights
+    assert entries["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
+    assert "offloaded gradients" not in entries
     assert rank_traffic(run, build_rank_memory(run.parallelism, run)).link == 3 * weights
     saved = (
-        peak_memory.worst_rank_breakdown(plain).peak - peak_memory.worst_rank_breakdown(run).peak
+        peak_memory.worst_rank_breakdown(default_run).peak
+        - peak_memory.worst_rank_breakdown(run).peak
     )
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
 
 def test_paged_optimizer_state_moves_only_without_room(run_of: Compose) -> None:
     """A step reads all of it in one order: what went first is wanted first."""
-    plain = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
-    paged = replace(plain, optimizer=PagedAdamWConfig())
-    small = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
-    state = 2 * plain.model.num_parameters * 4
-    assert peak_memory.worst_rank_breakdown(plain).peak - peak_memory.worst_rank_breakdown(
+    default_run = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
+    paged = replace(default_run, optimizer=PagedAdamWConfig())
+    small_device_run = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
+    state = 2 * default_run.model.num_parameters * 4
+    assert peak_memory.worst_rank_breakdown(default_run).peak - peak_memory.worst_rank_breakdown(
         paged
     ).peak == pytest.approx(state, rel=1e-3)
     assert lines(paged)["paged optimizer state"] == state
-    moved = [
+    paged_bytes = [
         rank_traffic(run, build_rank_memory(run.parallelism, run)).paged
-        for run in (plain, paged, small)
+        for run in (default_run, paged, small_device_run)
     ]
-    assert moved == [0, 0, 2 * state]
-    quick, slow = (
-        transfer_seconds(run, build_rank_memory(run.parallelism, run)) for run in (paged, small)
+    assert paged_bytes == [0, 0, 2 * state]
+    fast_s, slow_s = (
+        transfer_seconds(run, build_rank_memory(run.parallelism, run))
+        for run in (paged, small_device_run)
     )
-    link = small.hardware.host_link_gb_per_s
+    link = small_device_run.hardware.host_link_gb_per_s
     assert link is not None
-    assert slow.stepping - quick.stepping == pytest.approx(2 * state / (link * 1e9))
+    assert slow_s.stepping - fast_s.stepping == pytest.approx(2 * state / (link * 1e9))
 
 
 def test_host_memory_counts_the_ranks_of_a_node(run_of: Compose) -> None:
-    whole = run_of(OFFLOAD, "hardware.devices_per_node=8")
+    node_run = run_of(OFFLOAD, "hardware.devices_per_node=8")
     half = run_of(OFFLOAD, "hardware.devices_per_node=4", "hardware.nodes=2")
-    assert (ranks_per_node(whole), ranks_per_node(half)) == (8, 4)
-    assert 2 * node_memory(half).peak == node_memory(whole).peak
+    assert (ranks_per_node(node_run), ranks_per_node(half)) == (8, 4)
+    assert 2 * node_memory(half).peak == node_memory(node_run).peak
 
 
 def test_nvme_offload_is_not_in_host_memory(compose: Compose) -> None:
-    def held(name: str, *overrides: str) -> dict[str, int]:
-        rest = [part for part in LINE if not part.startswith("parallelism")]
-        return lines(compose(*rest, f"parallelism={name}", *overrides, check_machine=False))
+    def host_entries(name: str, *overrides: str) -> dict[str, int]:
+        base_overrides = [
+            override for override in TRAINING if not override.startswith("parallelism")
+        ]
+        return lines(
+            compose(*base_overrides, f"parallelism={name}", *overrides, check_machine=False)
+        )
 
-    assert "offloaded parameters" in held("deepspeed_zero3_offload")
-    on_disk = held("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")
-    assert not [what for what in on_disk if what.startswith("offloaded")]
+    assert "offloaded parameters" in host_entries("deepspeed_zero3_offload")
+    on_disk = host_entries("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")
+    assert not [label for label in on_disk if label.startswith("offloaded")]
 
 
 def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
-    away = ("memory=offload_activations", "precision=bf16_true")
-    run = compose(*LINE[:-2], *away, check_machine=False)
+    offload_overrides = ("memory=offload_activations", "precision=bf16_true")
+    run = compose(*TRAINING[:-2], *offload_overrides, check_machine=False)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
     assert lines(run)["offloaded activations"] == 8 * inputs
     piped = (
@@ -114,13 +120,17 @@ def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
         "parallelism.pipeline=2",
         "parallelism.pipeline_micro_batches=4",
     )
-    rest = [part for part in LINE[:-2] if not part.startswith("parallelism")]
-    four = compose(*rest, *away, *piped, "trainer.micro_batch=4", check_machine=False)
-    held = build_rank_memory(four.parallelism, four, 0)
-    assert held.in_flight == 2  # of one row each, through the layers of a stage
-    of_stage = inputs * held.num_layers // run.model.layers
-    assert lines(four)["offloaded activations"] == 2 * 2 * of_stage
-    on_disk = compose(*LINE[:-2], *away, "hardware=cpu", check_machine=False)
+    base_overrides = [
+        override for override in TRAINING[:-2] if not override.startswith("parallelism")
+    ]
+    pipeline_run = compose(
+        *base_overrides, *offload_overrides, *piped, "trainer.micro_batch=4", check_machine=False
+    )
+    rank_memory = build_rank_memory(pipeline_run.parallelism, pipeline_run, 0)
+    assert rank_memory.in_flight == 2  # of one row each, through the layers of a stage
+    stage_bytes = inputs * rank_memory.num_layers // run.model.layers
+    assert lines(pipeline_run)["offloaded activations"] == 2 * 2 * stage_bytes
+    on_disk = compose(*TRAINING[:-2], *offload_overrides, "hardware=cpu", check_machine=False)
     assert "offloaded activations" not in lines(on_disk)
 
 

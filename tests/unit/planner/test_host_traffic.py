@@ -20,99 +20,105 @@ OFFLOAD = "parallelism.cpu_offload=true"
 RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
 
 
-def moved(run: RunConfig) -> HostTraffic:
+def host_traffic(run: RunConfig) -> HostTraffic:
     return host_memory.rank_traffic(run, build_rank_memory(run.parallelism, run))
 
 
 def step(run: RunConfig) -> StepTime:
-    found = predict_step_time(run)
-    assert found is not None
-    return found
+    step_time = predict_step_time(run)
+    assert step_time is not None
+    return step_time
 
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
     rates = ("trainer.micro_batch=1", "hardware.step_scale=1")
-    return lambda *line: compose(*LLAMA_8B, *rates, *line, check_machine=False)
+    return lambda *overrides: compose(*LLAMA_8B, *rates, *overrides, check_machine=False)
 
 
 @pytest.fixture
 def deepspeed(compose: Compose) -> Compose:
-    rest = [part for part in LLAMA_8B if not part.startswith("parallelism")]
-    return lambda name, *line: compose(
-        *rest,
+    base_overrides = [override for override in LLAMA_8B if not override.startswith("parallelism")]
+    return lambda name, *overrides: compose(
+        *base_overrides,
         "trainer.micro_batch=1",
         f"parallelism={name}",
         "parallelism.replicas=8",
-        *line,
+        *overrides,
         check_machine=False,
     )
 
 
 def test_host_traffic_is_zero_without_offload(run_of: Compose) -> None:
-    assert moved(run_of()) == HostTraffic()
+    assert host_traffic(run_of()) == HostTraffic()
     assert step(run_of()).host_copies == 0
 
 
 def test_host_traffic_of_offloaded_weights(run_of: Compose) -> None:
     run = run_of(OFFLOAD)
     shard = run.model.num_parameters * 4 / 8
-    found = moved(run)
-    assert found.link == pytest.approx(3 * shard, rel=1e-3)
-    assert found.host == pytest.approx((2 + 2 * 2 + 1) * shard, rel=1e-3)
-    assert found.disk == 0
-    kept = moved(run_of(OFFLOAD, "parallelism.reshard_after_forward=false"))
-    assert kept.link == pytest.approx(2 * shard, rel=1e-3)
+    traffic = host_traffic(run)
+    assert traffic.link == pytest.approx(3 * shard, rel=1e-3)
+    assert traffic.host == pytest.approx((2 + 2 * 2 + 1) * shard, rel=1e-3)
+    assert traffic.disk == 0
+    traffic_without_reshard = host_traffic(
+        run_of(OFFLOAD, "parallelism.reshard_after_forward=false")
+    )
+    assert traffic_without_reshard.link == pytest.approx(2 * shard, rel=1e-3)
 
 
 def test_host_traffic_repeats_per_micro_batch(run_of: Compose) -> None:
-    four = ("trainer.global_batch=32", OFFLOAD)
+    accumulation = ("trainer.global_batch=32", OFFLOAD)
     shard = run_of().model.num_parameters * 4 / 8
-    each = "parallelism.reduce_each_micro_batch"
-    late, early = (moved(run_of(*four, f"{each}={value}")) for value in ("false", "true"))
-    assert late.link == pytest.approx((4 * 2 + 1) * shard, rel=1e-3)
-    assert early.link == pytest.approx(4 * 3 * shard, rel=1e-3)
+    reduce_key = "parallelism.reduce_each_micro_batch"
+    reduced_last, reduced_each = (
+        host_traffic(run_of(*accumulation, f"{reduce_key}={value}")) for value in ("false", "true")
+    )
+    assert reduced_last.link == pytest.approx((4 * 2 + 1) * shard, rel=1e-3)
+    assert reduced_each.link == pytest.approx(4 * 3 * shard, rel=1e-3)
 
 
 def test_host_traffic_of_deepspeed_offload(deepspeed: Compose) -> None:
     state = deepspeed("deepspeed_zero2", "parallelism.offload_optimizer=cpu")
     shard = state.model.num_parameters * 4 / 8
     in_bf16 = shard / 2  # what is at work; masters and state are stepped in fp32
-    assert moved(state).link == pytest.approx(2 * in_bf16, rel=1e-3)
-    assert moved(deepspeed("deepspeed_zero3_offload")).link == pytest.approx(3 * in_bf16, rel=1e-3)
-    disk = moved(deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")).disk
+    assert host_traffic(state).link == pytest.approx(2 * in_bf16, rel=1e-3)
+    assert host_traffic(deepspeed("deepspeed_zero3_offload")).link == pytest.approx(
+        3 * in_bf16, rel=1e-3
+    )
+    disk = host_traffic(deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")).disk
     assert disk == pytest.approx((2 + 1) * in_bf16 + 2 * (2 + 1) * shard, rel=1e-3)
 
 
 def test_host_traffic_of_offloaded_activations(run_of: Compose) -> None:
     run = run_of("memory=offload_activations", "precision=bf16_true", *RATES)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
-    assert moved(run).activations == 2 * inputs
+    assert host_traffic(run).activations == 2 * inputs
     assert step(run).host_copies == pytest.approx(2 * inputs / (50 * GIGA))
-    unsaid = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
-    assert host_memory.missing_rates(unsaid) == ("host_link_gb_per_s",)
+    run_without_rate = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
+    assert host_memory.missing_rates(run_without_rate) == ("host_link_gb_per_s",)
     on_disk = run_of("memory=offload_activations", "hardware=cpu")
     assert host_memory.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
 def test_host_traffic_time_is_bytes_over_rates(run_of: Compose) -> None:
     run = run_of(OFFLOAD, *RATES, "hardware.devices_per_node=4", "hardware.nodes=2")
-    plain = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
-    found, here = moved(run), step(run)
-    assert here.optimizer == pytest.approx(4 * found.host / (200 * GIGA * 0.85))
-    hidden = 0.8 * (here.matmul + here.attention + here.pointwise + here.recompute)
-    spare = hidden - here.overlapped_communication
-    assert here.host_copies == pytest.approx(max(0.0, found.link / (50 * GIGA) - spare))
-    slow = step(run_of(OFFLOAD, "hardware.host_link_gb_per_s=1", *RATES[1:]))
-    assert slow.host_copies > 10 * step(plain).seconds
-    assert slow.parts()["copies off the device and back"] == slow.host_copies
+    default_run = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
+    traffic, run_step = host_traffic(run), step(run)
+    assert run_step.optimizer == pytest.approx(4 * traffic.host / (200 * GIGA * 0.85))
+    hidden = 0.8 * (run_step.matmul + run_step.attention + run_step.pointwise + run_step.recompute)
+    spare_s = hidden - run_step.overlapped_communication
+    assert run_step.host_copies == pytest.approx(max(0.0, traffic.link / (50 * GIGA) - spare_s))
+    slow_link_step = step(run_of(OFFLOAD, "hardware.host_link_gb_per_s=1", *RATES[1:]))
+    assert slow_link_step.host_copies > 10 * step(default_run).seconds
+    assert slow_link_step.parts()["copies off the device and back"] == slow_link_step.host_copies
 
 
 def test_host_traffic_reports_a_missing_rate(run_of: Compose, deepspeed: Compose) -> None:
     assert host_memory.missing_rates(run_of()) == ()
     assert host_memory.missing_rates(run_of(OFFLOAD, *RATES)) == ()
-    nothing = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
-    assert host_memory.missing_rates(run_of(OFFLOAD, *nothing)) == (
+    no_rates = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
+    assert host_memory.missing_rates(run_of(OFFLOAD, *no_rates)) == (
         "host_link_gb_per_s",
         "host_memory_gb_per_s",
     )

@@ -38,29 +38,32 @@ LLAMA = (
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Compose:
-    return lambda *line: build_plan(compose(*line, check_machine=False))
+    return lambda *overrides: build_plan(compose(*overrides, check_machine=False))
 
 
 def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     """Pairs are twice the sequences; without an adapter what was said is kept."""
     pairs = ("objective=dpo", "data.pairs=true")
-    lines = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
-    lines["asked"] = (*pairs, "adapter=lora")
-    runs = {name: compose(*LLAMA, *line, check_machine=False) for name, line in lines.items()}
-    steps = {name: found for name, run in runs.items() if (found := predict_step_time(run))}
+    overrides_by_name = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
+    overrides_by_name["asked"] = (*pairs, "adapter=lora")
+    runs = {
+        name: compose(*LLAMA, *overrides, check_machine=False)
+        for name, overrides in overrides_by_name.items()
+    }
+    steps = {name: run_step for name, run in runs.items() if (run_step := predict_step_time(run))}
     assert steps["kept"].matmul == pytest.approx(2 * steps["text"].matmul, rel=0.01)
     assert steps["asked"].matmul == pytest.approx(2 * steps["frozen"].matmul, rel=0.01)
     assert [name for name, step in steps.items() if step.forward_only] == ["asked"]
-    arithmetic = steps["kept"].matmul + steps["kept"].attention + steps["kept"].pointwise
-    assert arithmetic / 4 < steps["asked"].forward_only < arithmetic / 2.5
+    compute_s = steps["kept"].matmul + steps["kept"].attention + steps["kept"].pointwise
+    assert compute_s / 4 < steps["asked"].forward_only < compute_s / 2.5
     assert runs["kept"].flops_per_step == 2 * runs["text"].flops_per_step
-    third = runs["text"].flops_per_token / 3
-    assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + third
+    forward_flops = runs["text"].flops_per_token / 3
+    assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + forward_flops
 
 
 def ledger(gib: float) -> MemoryBreakdown:
-    line = MemoryEntry("all", dict.fromkeys(ALL_PHASES, int(gib * GIB)), "", "")
-    return MemoryBreakdown((line,))
+    entry = MemoryEntry("all", dict.fromkeys(ALL_PHASES, int(gib * GIB)), "", "")
+    return MemoryBreakdown((entry,))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +73,9 @@ def ledger(gib: float) -> MemoryBreakdown:
 def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus) -> None:
     fit = FitReport(ledger(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
     assert fit.status is fit_status
-    least, usual, most = fit.reserved
-    assert least == int(gib * GIB) + GIB < usual < most
-    assert fit.margin == 80 * GIB - usual
+    min_bytes, expected_bytes, max_bytes = fit.reserved
+    assert min_bytes == int(gib * GIB) + GIB < expected_bytes < max_bytes
+    assert fit.margin == 80 * GIB - expected_bytes
 
 
 def test_cpu_reserve_equals_allocation() -> None:
@@ -104,7 +107,7 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
     plan = build_plan(run)
     assert plan.fit.status is FitStatus.fits
     assert plan.fit.breakdown.peak > plan.run.model.num_parameters * 4
-    assert all(line.reason for line in plan.fit.breakdown.entries)
+    assert all(entry.reason for entry in plan.fit.breakdown.entries)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +126,20 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
 def test_suggested_fix_makes_the_run_fit(
     overrides: tuple[str, ...], plan_of: Compose, compose: Compose
 ) -> None:
-    relaid = any(part.startswith("parallelism=") for part in overrides)
-    whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *overrides]
-    plan = plan_of(*whole)
+    changes_strategy = any(override.startswith("parallelism=") for override in overrides)
+    typed_overrides = [
+        *(override for override in LLAMA if not (changes_strategy and "shards=" in override)),
+        *overrides,
+    ]
+    plan = plan_of(*typed_overrides)
     assert plan.fit.status is FitStatus.out_of_memory
     assert plan.suggested_fix is not None
-    typed = compose(*replace_overrides(whole, plan.suggested_fix.overrides), check_machine=False)
-    again = check_fit(typed)
-    assert again.status is FitStatus.fits
-    assert again.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
+    typed = compose(
+        *replace_overrides(typed_overrides, plan.suggested_fix.overrides), check_machine=False
+    )
+    typed_fit = check_fit(typed)
+    assert typed_fit.status is FitStatus.fits
+    assert typed_fit.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
     assert typed.global_batch == plan.run.global_batch
 
 
@@ -145,46 +153,48 @@ def test_run_that_fits_has_no_suggested_fix(plan_of: Compose) -> None:
 def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", check_machine=False)
     op_graphs = build_op_graphs(run.model, forward_spec(run, sequences=2, tokens_per_sequence=256))
-    parts = [*[op_graphs.block] * run.model.layers, op_graphs.head]
-    made = {
+    graphs = [*[op_graphs.block] * run.model.layers, op_graphs.head]
+    flops_by_work = {
         work: sum(
             operator.flops + operator.backward_flops
-            for graph in parts
+            for graph in graphs
             for operator in graph.operators
             if operator.work is work
         )
         for work in OpWork
     }
     # A causal kernel skips half of what the model's own count has.
-    counted = made[OpWork.matmul] + 2 * made[OpWork.attention]
+    counted = flops_by_work[OpWork.matmul] + 2 * flops_by_work[OpWork.attention]
     assert counted == pytest.approx(run.model.flops(256) * 2 * 256)
 
 
 def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
     run = compose(*LLAMA, "hardware.step_scale=1", check_machine=False)
-    slow, fast = (
-        predict_step_time(replace(run, hardware=replace(run.hardware, product_share=share)))
-        for share in (0.4, 0.8)
+    slow_step, fast_step = (
+        predict_step_time(
+            replace(run, hardware=replace(run.hardware, product_share=matmul_fraction))
+        )
+        for matmul_fraction in (0.4, 0.8)
     )
-    assert slow is not None
-    assert fast is not None
-    assert slow.matmul == pytest.approx(2 * fast.matmul, rel=0.05)
-    assert fast.seconds == pytest.approx(sum(fast.parts().values()))
+    assert slow_step is not None
+    assert fast_step is not None
+    assert slow_step.matmul == pytest.approx(2 * fast_step.matmul, rel=0.05)
+    assert fast_step.seconds == pytest.approx(sum(fast_step.parts().values()))
     tokens = run.tokens_per_step / run.world_size
-    least = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
-    assert fast.matmul == pytest.approx(least, rel=0.1)  # the embedding is no product
+    min_bytes = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
+    assert fast_step.matmul == pytest.approx(min_bytes, rel=0.1)  # the embedding is no product
 
 
 def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -> None:
-    kept, again = (
+    default_step, checkpointed_step = (
         predict_step_time(compose(*LLAMA, f"memory={memory}", check_machine=False))
         for memory in ("none", "checkpoint_full")
     )
-    assert kept is not None
-    assert again is not None
-    assert kept.recompute == 0
-    forward = (kept.matmul + kept.attention + kept.pointwise) / 3
-    assert again.recompute == pytest.approx(forward, rel=0.2)
+    assert default_step is not None
+    assert checkpointed_step is not None
+    assert default_step.recompute == 0
+    forward = (default_step.matmul + default_step.attention + default_step.pointwise) / 3
+    assert checkpointed_step.recompute == pytest.approx(forward, rel=0.2)
 
 
 def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
@@ -201,18 +211,18 @@ def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
         )
         for chunks in (4, 32)
     }
-    bubbles = {
+    bubble_fractions = {
         chunks: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
         for chunks, step in steps.items()
         if step
     }
-    assert bubbles[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / micro-batches
-    assert bubbles[32] == pytest.approx(3 / 32, rel=0.1)
+    assert bubble_fractions[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / micro-batches
+    assert bubble_fractions[32] == pytest.approx(3 / 32, rel=0.1)
 
 
 def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
     overrides = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
-    within, across = (
+    intra_node, inter_node = (
         predict_step_time(
             compose(
                 *overrides, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False
@@ -220,9 +230,11 @@ def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
         )
         for ranks in (8, 16)
     )
-    assert within is not None
-    assert across is not None
-    assert across.exposed_communication["tensor"] > 4 * within.exposed_communication["tensor"]
+    assert intra_node is not None
+    assert inter_node is not None
+    assert (
+        inter_node.exposed_communication["tensor"] > 4 * intra_node.exposed_communication["tensor"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,28 +269,28 @@ def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compos
     runs = [
         replace(
             run,
-            trainer=replace(run.trainer, micro_batch=rows),
+            trainer=replace(run.trainer, micro_batch=micro_batch),
             parallelism=replace(run.parallelism, shards=shards),
         )
-        for rows, shards in grid
+        for micro_batch, shards in grid
     ] * 8
     start = time.process_time()
-    for each in runs:
-        check_fit(each)
+    for run_variant in runs:
+        check_fit(run_variant)
     rate = len(runs) / (time.process_time() - start)
     print(f"{rate:,.0f} breakdowns/s")
     assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
 
 
 def test_plan_imports_no_torch() -> None:
-    asked = ["plan", *LLAMA, "trainer.micro_batch=8", "trainer.global_batch=64"]
-    line = "import sys; sys.modules['torch'] = None; from scalewise.cli import main; "
-    line += f"sys.exit(main({asked!r}))"
-    ended = subprocess.run(
-        [sys.executable, "-c", line], capture_output=True, text=True, check=False
+    arguments = ["plan", *LLAMA, "trainer.micro_batch=8", "trainer.global_batch=64"]
+    code = "import sys; sys.modules['torch'] = None; from scalewise.cli import main; "
+    code += f"sys.exit(main({arguments!r}))"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 3, ended.stderr
-    assert "Suggested fix: " in ended.stdout
+    assert completed.returncode == 3, completed.stderr
+    assert "Suggested fix: " in completed.stdout
 
 
 CPU = (
@@ -292,15 +304,15 @@ CPU = (
 
 
 def step(plan_of: Compose, *overrides: str) -> StepTime:
-    found = plan_of(*CPU, *overrides).step_time
-    assert isinstance(found, StepTime)
-    return found
+    step_time = plan_of(*CPU, *overrides).step_time
+    assert isinstance(step_time, StepTime)
+    return step_time
 
 
 def test_step_time_prefers_measured_rates(plan_of: Compose) -> None:
-    plain = step(plan_of, "hardware.product_share=0.5")
+    default_step = step(plan_of, "hardware.product_share=0.5")
     reached = step(plan_of, "hardware.fp32_reached_tflops=0.05")
-    assert reached.matmul == pytest.approx(plain.matmul)
+    assert reached.matmul == pytest.approx(default_step.matmul)
     assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * reached.matmul
 
 
@@ -310,17 +322,17 @@ def test_step_time_includes_launch_latency(plan_of: Compose) -> None:
         len(build_op_graphs(run.model, forward_spec(run, 4, 128)).block.operators)
         * run.model.layers
     )
-    found = step(plan_of, "hardware.launch_us=100000")
-    busy = found.matmul + found.attention + found.pointwise
-    assert busy >= operators * run.accumulation * 0.1
-    assert found.pointwise > 100 * step(plan_of).pointwise
+    latency_step = step(plan_of, "hardware.launch_us=100000")
+    compute_s = latency_step.matmul + latency_step.attention + latency_step.pointwise
+    assert compute_s >= operators * run.accumulation * 0.1
+    assert latency_step.pointwise > 100 * step(plan_of).pointwise
 
 
 def test_step_time_divides_a_processor_among_ranks(plan_of: Compose) -> None:
-    two = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
-    one = step(plan_of)
-    assert two.matmul == pytest.approx(one.matmul)
-    assert two.pointwise == pytest.approx(one.pointwise)
+    two_rank_step = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
+    one_rank_step = step(plan_of)
+    assert two_rank_step.matmul == pytest.approx(one_rank_step.matmul)
+    assert two_rank_step.pointwise == pytest.approx(one_rank_step.pointwise)
 
 
 def test_step_time_includes_data_loading(plan_of: Compose) -> None:
@@ -330,9 +342,9 @@ def test_step_time_includes_data_loading(plan_of: Compose) -> None:
 
 
 def test_memory_limit_reduces_the_device(plan_of: Compose) -> None:
-    large = plan_of(*LLAMA, "hardware=h200")
-    small = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
-    assert small.fit.capacity == 80 * GIB < (large.fit.capacity or 0)
+    full_device_plan = plan_of(*LLAMA, "hardware=h200")
+    limited_plan = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
+    assert limited_plan.fit.capacity == 80 * GIB < (full_device_plan.fit.capacity or 0)
     assert plan_of(*LLAMA, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
 
 
@@ -340,17 +352,17 @@ def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Compose) -> None
     overrides = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
     fit = plan_of(*overrides, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
     assert "deferred weight gradients" in fit.unmodeled_memory
-    room = replace(fit, capacity=int(1.5 * fit.reserved[1]))
-    assert room.status is FitStatus.borderline
-    assert replace(room, traced_peak=fit.peak).status is FitStatus.fits
+    larger_device_fit = replace(fit, capacity=int(1.5 * fit.reserved[1]))
+    assert larger_device_fit.status is FitStatus.borderline
+    assert replace(larger_device_fit, traced_peak=fit.peak).status is FitStatus.fits
     assert plan_of(*overrides).fit.unmodeled_memory == ""
 
 
 def test_zero_collectives_send_gradients_and_weights(plan_of: Compose) -> None:
-    rest = [part for part in LLAMA if not part.startswith("parallelism")]
-    four = ("parallelism.replicas=8", "trainer.global_batch=32")
+    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
+    replica_overrides = ("parallelism.replicas=8", "trainer.global_batch=32")
     for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
-        run = plan_of(*rest, f"parallelism=deepspeed_zero{stage}", *four).run
+        run = plan_of(*base_overrides, f"parallelism=deepspeed_zero{stage}", *replica_overrides).run
         gradients, weights = list_collectives(run.parallelism, run)
         count = run.model.num_parameters
         assert (gradients.bytes, gradients.count) == (4 * count, reduced), stage
@@ -366,51 +378,54 @@ def test_plan_notes_a_device_without_bf16(compose: Compose) -> None:
 
 
 def test_suggested_fix_keeps_the_device_count(plan_of: Compose) -> None:
-    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
     eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
-    found = plan_of(*rest, *eight).suggested_fix
-    assert found is not None
-    assert found.run.world_size == 8
+    fix = plan_of(*base_overrides, *eight).suggested_fix
+    assert fix is not None
+    assert fix.run.world_size == 8
 
 
 def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
-    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
     for strategy, ranks in (
         (("parallelism=ddp", "parallelism.replicas=8"), 1),
         (("parallelism=fsdp", "parallelism.shards=8"), 8),
         (("parallelism=fsdp", "parallelism.shards=8", "parallelism.cpu_offload=true"), 8),
     ):
-        plain, plan = plan_of(*rest, *strategy), plan_of(*rest, *strategy, "callbacks=[guard,ema]")
-        share = 4 * plan.run.model.num_parameters / ranks
-        on_device = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}.get(
+        default_plan, plan = (
+            plan_of(*base_overrides, *strategy),
+            plan_of(*base_overrides, *strategy, "callbacks=[guard,ema]"),
+        )
+        average_bytes = 4 * plan.run.model.num_parameters / ranks
+        on_device = {entry.name: entry.max_bytes for entry in plan.fit.breakdown.entries}.get(
             "average", 0
         )
-        node = {line.name: line.max_bytes for line in host_memory.node_memory(plan.run).entries}
+        node = {entry.name: entry.max_bytes for entry in host_memory.node_memory(plan.run).entries}
         on_host = node.get("offloaded average", 0)
         if len(strategy) == 3:
             assert on_device == 0, strategy
-            assert on_host == pytest.approx(8 * share, rel=1e-3), strategy
+            assert on_host == pytest.approx(8 * average_bytes, rel=1e-3), strategy
         else:
             assert on_host == 0, strategy
-            assert on_device == pytest.approx(share, rel=1e-3), strategy
-        assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device, strategy
+            assert on_device == pytest.approx(average_bytes, rel=1e-3), strategy
+        assert plan.fit.breakdown.peak - default_plan.fit.breakdown.peak == on_device, strategy
 
 
 def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
-    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
     ranks, sizes = 8, {}
     for stage in (1, 2, 3):
         zero = (f"parallelism=deepspeed_zero{stage}", f"parallelism.replicas={ranks}")
-        plan = plan_of(*rest, *zero)
-        sizes = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}
+        plan = plan_of(*base_overrides, *zero)
+        sizes = {entry.name: entry.max_bytes for entry in plan.fit.breakdown.entries}
         count = plan.run.model.num_parameters
-        whole = 1 if stage < 3 else ranks
-        assert sizes["parameters"] == pytest.approx(2 * count / whole, rel=1e-3), stage
+        weight_ranks = 1 if stage < 3 else ranks
+        assert sizes["parameters"] == pytest.approx(2 * count / weight_ranks, rel=1e-3), stage
         assert sizes["masters"] == pytest.approx(4 * count / ranks, rel=1e-3), stage
         assert sizes["optimizer state"] == pytest.approx(8 * count / ranks, rel=1e-3), stage
-        share = 1 if stage == 1 else ranks
+        gradient_ranks = 1 if stage == 1 else ranks
         assert sizes["gradients"] == pytest.approx(
-            (4 if stage > 1 else 2) * count / share, rel=1e-3
+            (4 if stage > 1 else 2) * count / gradient_ranks, rel=1e-3
         ), stage
     assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)
 

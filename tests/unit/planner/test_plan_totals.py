@@ -19,23 +19,28 @@ H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
 
 def test_sweep_totals_count_jobs_that_may_fit(compose: Compose) -> None:
     overrides = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
-    plans = [build_plan(compose(*H100, *line, check_machine=False)) for line in overrides]
-    found = sum_plans(plans)
-    assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
+    plans = [
+        build_plan(compose(*H100, *job_overrides, check_machine=False))
+        for job_overrides in overrides
+    ]
+    totals = sum_plans(plans)
+    assert (totals.jobs, totals.unfit, totals.untimed) == (3, 1, 0)
     step = plans[0].step_time
     assert step is not None
-    assert found.seconds == pytest.approx(2 * 1000 * step.seconds)
+    assert totals.seconds == pytest.approx(2 * 1000 * step.seconds)
     price = plans[0].run.hardware.dollars_per_hour
     assert price is not None
-    assert found.dollars == pytest.approx(found.seconds / 3600 * price)
+    assert totals.dollars == pytest.approx(totals.seconds / 3600 * price)
 
 
 def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     overrides = (H100, (*H100, *epochs), ("hardware=cpu",))
-    found = sum_plans([build_plan(compose(*line, check_machine=False)) for line in overrides])
-    assert (found.jobs, found.unfit, found.untimed, found.unrated) == (3, 0, 2, 1)
-    assert found.seconds > 0
+    totals = sum_plans(
+        [build_plan(compose(*job_overrides, check_machine=False)) for job_overrides in overrides]
+    )
+    assert (totals.jobs, totals.unfit, totals.untimed, totals.unrated) == (3, 0, 2, 1)
+    assert totals.seconds > 0
     assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
 
 
@@ -52,12 +57,16 @@ def test_sweep_table_hints_at_missing_rates(
 
 def test_rejected_job_shows_the_memory_breakdown(compose: Compose) -> None:
     reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         reject_unfit(compose("model=llama3_70b", *H100, check_machine=False))
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == "launch.refuse_unfit"
     assert issue.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
-    fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
+    fitting_overrides = (
+        "trainer.micro_batch=1",
+        "memory=checkpoint_full",
+        "hardware.context_gib=1",
+    )
     node = ("parallelism.cpu_offload=true", "hardware.host_memory_gib=64")
     with pytest.raises(ConfigError, match=r"host_out_of_memory: .* of 64.00 GiB \(offloaded"):
-        reject_unfit(compose(*LLAMA_8B, *fitting, *node, check_machine=False))
+        reject_unfit(compose(*LLAMA_8B, *fitting_overrides, *node, check_machine=False))

@@ -22,9 +22,9 @@ from scalewise.run_config import RunConfig
 from scalewise.typed_override import replace_overrides
 
 Compose = Callable[..., RunConfig]
-Find = Callable[..., SearchResult]
+FindStrategies = Callable[..., SearchResult]
 
-BIG = (
+LARGE_RUN = (
     "model=llama3_70b",
     "hardware=h100_8x4",
     "precision=bf16_mixed",
@@ -32,47 +32,49 @@ BIG = (
     "data.sequence=4096",
     "trainer.global_batch=64",
 )
-NODE = (
-    *(part for part in LLAMA_8B if not part.startswith("parallelism")),
+NODE_RUN = (
+    *(override for override in LLAMA_8B if not override.startswith("parallelism")),
     "hardware.devices_per_node=8",
     "trainer.global_batch=16",
 )
-SMALL = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
+SMALL_RUN = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
 
 
 @pytest.fixture
-def find_strategies(compose: Compose) -> Find:
-    return lambda search, *line: search_runs(
-        compose(f"plan.search={search}", *line, check_machine=False)
+def find_strategies(compose: Compose) -> FindStrategies:
+    return lambda search, *overrides: search_runs(
+        compose(f"plan.search={search}", *overrides, check_machine=False)
     )
 
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Callable[..., Plan]:
-    return lambda *line: build_plan(compose(*line, check_machine=False))
+    return lambda *overrides: build_plan(compose(*overrides, check_machine=False))
 
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])
 def test_search_overrides_reproduce_the_candidate(
-    search: str, find_strategies: Find, plan_of: Callable[..., Plan]
+    search: str, find_strategies: FindStrategies, plan_of: Callable[..., Plan]
 ) -> None:
     kinds = {}
-    for candidate in find_strategies(search, *NODE).candidates:
+    for candidate in find_strategies(search, *NODE_RUN).candidates:
         run = candidate.run
-        axes = tuple(line.split("=")[0] for line in candidate.overrides)
+        axes = tuple(override.split("=")[0] for override in candidate.overrides)
         kinds[type(run.parallelism), axes, candidate.training_overrides] = candidate
     assert len(kinds) > 4
     for candidate in list(kinds.values())[:: max(1, len(kinds) // 12)]:
-        typed = plan_of(*replace_overrides((f"plan.search={search}", *NODE), candidate.overrides))
+        typed = plan_of(
+            *replace_overrides((f"plan.search={search}", *NODE_RUN), candidate.overrides)
+        )
         assert typed.fit.breakdown.peak == candidate.fit.breakdown.peak, candidate.overrides
         if candidate.step_time is not None:
             assert typed.step_time == candidate.step_time, candidate.overrides
 
 
 def test_search_best_beats_every_candidate(
-    find_strategies: Find, plan_of: Callable[..., Plan]
+    find_strategies: FindStrategies, plan_of: Callable[..., Plan]
 ) -> None:
-    best = find_strategies("layout", *NODE).best
+    best = find_strategies("layout", *NODE_RUN).best
     assert best is not None
     strategies = (
         ("parallelism=fsdp", "parallelism.shards=8"),
@@ -82,64 +84,75 @@ def test_search_best_beats_every_candidate(
         ("parallelism=mesh", "parallelism.shards=4", "parallelism.tensor=2"),
         ("parallelism=ddp", "parallelism.replicas=8"),
     )
-    memories = ("none", "checkpoint_selective", "checkpoint_full")
-    for strategy, memory, rows in product(strategies, memories, (1, 2)):
-        plan = plan_of(*NODE, *strategy, f"memory={memory}", f"trainer.micro_batch={rows}")
+    memory_options = ("none", "checkpoint_selective", "checkpoint_full")
+    for strategy, memory, micro_batch in product(strategies, memory_options, (1, 2)):
+        plan = plan_of(
+            *NODE_RUN, *strategy, f"memory={memory}", f"trainer.micro_batch={micro_batch}"
+        )
         if plan.fit.status is FitStatus.fits:
             assert plan.step_time is not None
-            assert plan.step_time.seconds >= best.step_seconds * 0.999, (strategy, memory, rows)
+            assert plan.step_time.seconds >= best.step_seconds * 0.999, (
+                strategy,
+                memory,
+                micro_batch,
+            )
 
 
 @pytest.mark.parametrize("rank", ["time", "memory"])
 def test_search_prunes_only_losers(
-    rank: str, find_strategies: Find, plan_of: Callable[..., Plan]
+    rank: str, find_strategies: FindStrategies, plan_of: Callable[..., Plan]
 ) -> None:
     overrides = ("model=tinyllama_1b", "hardware=rtx4090", "precision=bf16_mixed", "data=synthetic")
     overrides += ("data.sequence=2048", "trainer.global_batch=8", "adapter=none", "optimizer=adamw")
     best = find_strategies("memory", *overrides, f"plan.rank_by={rank}").best
     assert best is not None
-    fitting = []
-    for memory, chunk, rows in product(
+    fitting_figures = []
+    for memory, chunk, micro_batch in product(
         ("none", "checkpoint_selective", "checkpoint_full"), ("null", "1024"), (1, 2, 4, 8)
     ):
-        ways = (f"memory={memory}", f"objective.loss_chunk={chunk}", f"trainer.micro_batch={rows}")
-        plan = plan_of(*overrides, *ways)
+        candidate_overrides = (
+            f"memory={memory}",
+            f"objective.loss_chunk={chunk}",
+            f"trainer.micro_batch={micro_batch}",
+        )
+        plan = plan_of(*overrides, *candidate_overrides)
         if plan.fit.status is FitStatus.fits and plan.step_time is not None:
             figures = {"time": plan.step_time.seconds, "memory": plan.fit.breakdown.peak}
-            fitting.append(figures[rank])
-    assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
+            fitting_figures.append(figures[rank])
+    assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting_figures))
 
 
-def test_search_front_is_undominated(find_strategies: Find) -> None:
-    all_of = find_strategies("layout", *BIG)
+def test_search_front_is_undominated(find_strategies: FindStrategies) -> None:
+    all_of = find_strategies("layout", *LARGE_RUN)
 
     def figures(candidate: SearchCandidate) -> tuple[float, float, float]:
         seconds, peak = candidate.step_seconds, candidate.fit.breakdown.peak
         return seconds, peak, seconds * candidate.run.world_size
 
-    good = [figures(candidate) for candidate in all_of.candidates if candidate.is_acceptable]
+    acceptable = [figures(candidate) for candidate in all_of.candidates if candidate.is_acceptable]
     front = {figures(candidate) for candidate in all_of.pareto_front}
-    for mine in good:
-        beaten = [
-            other
-            for other in good
-            if other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+    for candidate_figures in acceptable:
+        dominating = [
+            other_figures
+            for other_figures in acceptable
+            if other_figures != candidate_figures
+            and all(a <= b for a, b in zip(other_figures, candidate_figures, strict=True))
         ]
-        assert (mine in front) == (not beaten), mine
+        assert (candidate_figures in front) == (not dominating), candidate_figures
 
 
-def test_search_candidates_keep_the_global_batch(find_strategies: Find) -> None:
-    for candidate in find_strategies("layout", *BIG).candidates:
+def test_search_candidates_keep_the_global_batch(find_strategies: FindStrategies) -> None:
+    for candidate in find_strategies("layout", *LARGE_RUN).candidates:
         run = candidate.run
         assert run.global_batch == 64, candidate
         assert run.samples_per_forward * run.accumulation == 64, candidate
         assert 32 % run.world_size == 0, candidate
 
 
-def test_search_keeps_typed_values(find_strategies: Find) -> None:
+def test_search_keeps_typed_values(find_strategies: FindStrategies) -> None:
     typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
     for candidate in find_strategies(
-        "all", *BIG, *typed, "adapter=none", "optimizer=adamw"
+        "all", *LARGE_RUN, *typed, "adapter=none", "optimizer=adamw"
     ).candidates:
         run = candidate.run
         assert run.parallelism.sizes["tensor"] == 8, candidate
@@ -151,7 +164,7 @@ def test_search_keeps_typed_values(find_strategies: Find) -> None:
 def test_search_rejects_impossible_sizes(compose: Compose) -> None:
     run = compose(
         "plan.search=layout",
-        *NODE,
+        *NODE_RUN,
         "parallelism.shards=16",
         "parallelism=fsdp",
         check_machine=False,
@@ -161,50 +174,53 @@ def test_search_rejects_impossible_sizes(compose: Compose) -> None:
 
 
 def test_search_reports_progress(compose: Compose) -> None:
-    heard: list[int] = []
-    found = search_runs(compose("plan.search=memory", *NODE, check_machine=False), heard.append)
-    assert heard == [*range(1, len(found.candidates) + 1)]
+    progress_calls: list[int] = []
+    result = search_runs(
+        compose("plan.search=memory", *NODE_RUN, check_machine=False), progress_calls.append
+    )
+    assert progress_calls == [*range(1, len(result.candidates) + 1)]
 
 
-def test_search_explains_losers(find_strategies: Find) -> None:
+def test_search_explains_losers(find_strategies: FindStrategies) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
-    lost = {
-        it.value: it.reason for it in neighbor_alternatives(find_strategies("layout", *BIG, *flat))
+    reasons = {
+        it.value: it.reason
+        for it in neighbor_alternatives(find_strategies("layout", *LARGE_RUN, *flat))
     }
-    assert "time: communication over" in lost["shards 32"]
-    assert "GiB of 80.00 GiB" in lost["replicate 2 x shards 16"]
-    assert "block activations" in lost["nothing"]
+    assert "time: communication over" in reasons["shards 32"]
+    assert "GiB of 80.00 GiB" in reasons["replicate 2 x shards 16"]
+    assert "block activations" in reasons["nothing"]
 
 
-def test_search_explains_an_invalid_strategy(find_strategies: Find) -> None:
+def test_search_explains_an_invalid_strategy(find_strategies: FindStrategies) -> None:
     overrides = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
-    lost = neighbor_alternatives(find_strategies("layout", *BIG, *overrides))
-    assert any("does not divide model.kv_heads" in it.reason for it in lost)
+    reasons = neighbor_alternatives(find_strategies("layout", *LARGE_RUN, *overrides))
+    assert any("does not divide model.kv_heads" in it.reason for it in reasons)
 
 
-def test_search_places_the_pipeline_across_slow_links(find_strategies: Find) -> None:
-    best = find_strategies("layout", *BIG, "hardware.node_link_gb_per_s=1").best
+def test_search_places_the_pipeline_across_slow_links(find_strategies: FindStrategies) -> None:
+    best = find_strategies("layout", *LARGE_RUN, "hardware.node_link_gb_per_s=1").best
     assert best is not None
     assert best.run.parallelism.sizes["pipeline"] >= 4
 
 
-def test_search_by_price_prefers_few_devices(find_strategies: Find) -> None:
-    small = ("model=llama_160m", *BIG[1:], "data.sequence=2048")
-    price = find_strategies("layout", *small, "plan.rank_by=price").best
-    fastest = find_strategies("layout", *small).best
+def test_search_by_price_prefers_few_devices(find_strategies: FindStrategies) -> None:
+    small_overrides = ("model=llama_160m", *LARGE_RUN[1:], "data.sequence=2048")
+    price = find_strategies("layout", *small_overrides, "plan.rank_by=price").best
+    fastest_candidate = find_strategies("layout", *small_overrides).best
     assert price is not None
-    assert fastest is not None
-    assert price.run.world_size < fastest.run.world_size == 32
-    assert (price.dollars_for(1e9) or 0) < (fastest.dollars_for(1e9) or 0)
+    assert fastest_candidate is not None
+    assert price.run.world_size < fastest_candidate.run.world_size == 32
+    assert (price.dollars_for(1e9) or 0) < (fastest_candidate.dollars_for(1e9) or 0)
 
 
-def test_search_keeps_full_training_if_it_fits(find_strategies: Find) -> None:
-    best = find_strategies("memory", *SMALL).best
+def test_search_keeps_full_training_if_it_fits(find_strategies: FindStrategies) -> None:
+    best = find_strategies("memory", *SMALL_RUN).best
     assert best is not None
     assert best.training_overrides == ()
 
 
-def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: Find) -> None:
+def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: FindStrategies) -> None:
     overrides = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
     all_of = find_strategies("memory", *overrides)
     assert all_of.best is not None
@@ -215,17 +231,17 @@ def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: Find) 
 
 
 def test_search_separates_changed_training(
-    find_strategies: Find, capsys: pytest.CaptureFixture[str]
+    find_strategies: FindStrategies, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    all_of = find_strategies("memory", *SMALL)
+    all_of = find_strategies("memory", *SMALL_RUN)
     assert all_of.best in all_of.pareto_front
     assert not any(candidate.training_overrides for candidate in all_of.pareto_front)
     assert all(candidate.training_overrides for candidate in all_of.changed_training_front)
-    gained = {
+    reasons_by_value = {
         it.value: it.reason for it in neighbor_alternatives(all_of) if it.choice == "training"
     }
-    assert gained["adapter=lora"].endswith("% less time, but changes the training")
-    assert not any("-" in why for why in gained.values())
+    assert reasons_by_value["adapter=lora"].endswith("% less time, but changes the training")
+    assert not any("-" in reason for reason in reasons_by_value.values())
     show_search.print_search(all_of)
     stdout = capsys.readouterr().out
     heads = ("\nUnchanged training: Pareto", "\nChanged training: Pareto")
@@ -246,19 +262,19 @@ def test_search_checks_the_best_by_trace(
         return replace(best, fit=replace(best.fit, traced_peak=traced))
 
     monkeypatch.setattr(plan_verb, "_with_trace", of_trace)
-    run = compose("plan.search=memory", "plan.method=trace", *SMALL, check_machine=False)
+    run = compose("plan.search=memory", "plan.method=trace", *SMALL_RUN, check_machine=False)
     assert plan_verb.PlanCommand().run_single(run, tmp_path) == code
     assert f"\n{'Out of memory' if code else 'Fits'}: " in capsys.readouterr().out
 
 
-def test_search_reports_that_nothing_fits(find_strategies: Find) -> None:
+def test_search_reports_that_nothing_fits(find_strategies: FindStrategies) -> None:
     all_of = find_strategies("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
     assert all_of.best is None
     assert all_of.pareto_front == ()
     assert neighbor_alternatives(all_of) == ()
 
 
-def test_search_without_rates_ranks_by_memory(find_strategies: Find) -> None:
+def test_search_without_rates_ranks_by_memory(find_strategies: FindStrategies) -> None:
     all_of = find_strategies("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
     assert all_of.best.step_time is None
@@ -266,8 +282,8 @@ def test_search_without_rates_ranks_by_memory(find_strategies: Find) -> None:
     assert not any("time" in it.reason for it in neighbor_alternatives(all_of))
 
 
-def test_search_may_leave_devices_idle(find_strategies: Find) -> None:
-    six = tuple(part for part in NODE if "devices_per_node" not in part)
+def test_search_may_leave_devices_idle(find_strategies: FindStrategies) -> None:
+    six = tuple(override for override in NODE_RUN if "devices_per_node" not in override)
     counts = {
         it.run.world_size
         for it in find_strategies("layout", *six, "hardware.devices_per_node=6").candidates
@@ -275,9 +291,9 @@ def test_search_may_leave_devices_idle(find_strategies: Find) -> None:
     assert counts == {1, 2, 3, 4, 6}
 
 
-def test_search_lists_each_alternative_once(find_strategies: Find) -> None:
-    overrides = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
-    told = [
+def test_search_lists_each_alternative_once(find_strategies: FindStrategies) -> None:
+    overrides = (*NODE_RUN, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
+    alternatives = [
         (it.choice, it.value) for it in neighbor_alternatives(find_strategies("layout", *overrides))
     ]
-    assert len(told) == len(set(told))
+    assert len(alternatives) == len(set(alternatives))

@@ -28,14 +28,14 @@ UNIT = number_format.memory_unit([GIB])
 
 
 def run(number: int, varied: dict[str, Any], **metrics: float) -> RunRecord:
-    known = {"step": STEP, "peak": PEAK, "loss": LOSS}
-    summary = RunSummary(metrics={known[key]: value for key, value in metrics.items()})
+    metric_keys = {"step": STEP, "peak": PEAK, "loss": LOSS}
+    summary = RunSummary(metrics={metric_keys[key]: value for key, value in metrics.items()})
     return RunRecord(str(number), number, "ok", varied_settings=varied, summary=summary)
 
 
-def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportComparison:
+def sweep(axes: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportComparison:
     return compare.compare_sweep(
-        SweepRecord("s", "s", "", "", "train", None, None, varying, None, tuple(jobs))
+        SweepRecord("s", "s", "", "", "train", None, None, axes, None, tuple(jobs))
     )
 
 
@@ -43,10 +43,10 @@ def ablation_steps(*settings: dict[str, Any]) -> ReportComparison:
     jobs = [
         RunRecord(
             str(n), n, "ok", varied_settings={"experiment": f"e{n}"},
-            changed_settings=tuple(SettingChange(key, None, value) for key, value in found.items()),
+            changed_settings=tuple(SettingChange(k, None, v) for k, v in changes.items()),
             summary=RunSummary(metrics={STEP: 1.0 + n}),
         )
-        for n, found in enumerate(settings)
+        for n, changes in enumerate(settings)
     ]  # fmt: skip
     return sweep({"experiment": tuple(f"e{n}" for n in range(len(jobs)))}, jobs)
 
@@ -56,18 +56,18 @@ def test_times_of_concurrent_jobs_are_not_compared(tmp_path: Path) -> None:
     make_sweep(tmp_path, GRID, lambda number, varied: grid_job(number, varied) | at)
     record = records.read_record(tmp_path)
     assert isinstance(record, SweepRecord)
-    found = ablation_effects.changes_section(compare.compare_sweep(record), UNIT)
-    assert found is not None
-    assert ablation_effects.OVERSUBSCRIBED_NOTE in found.notes
-    told = " ".join([str(found.finding), *map(str, found.bullets)])
-    assert "memory" in told
-    assert "time" not in told
-    assert "step" not in told
+    section = ablation_effects.changes_section(compare.compare_sweep(record), UNIT)
+    assert section is not None
+    assert ablation_effects.OVERSUBSCRIBED_NOTE in section.notes
+    text = " ".join([str(section.finding), *map(str, section.bullets)])
+    assert "memory" in text
+    assert "time" not in text
+    assert "step" not in text
 
 
 class TestEffect:
     @pytest.mark.parametrize(
-        ("time", "memory", "want"),
+        ("time", "memory", "expected"),
         [
             (1.07, 0.56, "reduced peak memory by 44% and increased step time by 7%"),
             (0.8, 1.03, "reduced step time by 20% and increased peak memory by 3%"),
@@ -82,16 +82,18 @@ class TestEffect:
             (None, None, ""),
         ],
     )
-    def test_effect_is_formatted(self, time: float | None, memory: float | None, want: str) -> None:
-        assert ablation_effects.effect_text(time, memory) == want
+    def test_effect_is_formatted(
+        self, time: float | None, memory: float | None, expected: str
+    ) -> None:
+        assert ablation_effects.effect_text(time, memory) == expected
 
 
 class TestAblation:
     def test_ablation_steps_are_cumulative(self) -> None:
-        found = ablation_effects.as_ablation(
+        ablation = ablation_effects.as_ablation(
             ablation_steps({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
         )
-        assert [ablation_step.added_overrides for ablation_step in found] == [
+        assert [ablation_step.added_overrides for ablation_step in ablation] == [
             (),
             ("a=2",),
             ("b=3",),
@@ -99,15 +101,15 @@ class TestAblation:
 
     def test_ablation_omits_fields_of_a_new_option(self) -> None:
         new = {"memory": "x", "memory.every": 2}
-        found = ablation_effects.as_ablation(ablation_steps({}, new, new | {"b": 3}))
-        assert found[1].added_overrides == ("memory=x",)
+        ablation = ablation_effects.as_ablation(ablation_steps({}, new, new | {"b": 3}))
+        assert ablation[1].added_overrides == ("memory=x",)
 
     def test_ablation_step_may_drop_an_unused_compiler(self) -> None:
         compiled = {"a": 1, "compile": "block"}
-        found = ablation_effects.as_ablation(
+        ablation = ablation_effects.as_ablation(
             ablation_steps({}, {"a": 1}, compiled, {"a": 1, "b": 2})
         )
-        assert found[-1].added_overrides == ("b=2", "without compile=block")
+        assert ablation[-1].added_overrides == ("b=2", "without compile=block")
 
     @pytest.mark.parametrize(
         "settings",
@@ -136,8 +138,10 @@ class TestAblation:
         assert ablation_effects.as_ablation(ablation_steps(*settings)) == ()
 
     def test_ablation_ignores_names_and_paths(self) -> None:
-        asides = [{"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)]
-        assert ablation_effects.as_ablation(ablation_steps(*asides)) == ()
+        ignored_settings = [
+            {"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)
+        ]
+        assert ablation_effects.as_ablation(ablation_steps(*ignored_settings)) == ()
 
     def test_ablation_is_described_step_by_step(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", ABLATION, ablation_job), "changes")
@@ -160,18 +164,18 @@ class TestAblation:
 
 class TestPairedEffects:
     def test_effect_pairs_differ_in_one_setting(self, tmp_path: Path) -> None:
-        found = {
+        swaps = {
             (swap.key, swap.value): swap
             for swap in ablation_effects.value_swaps(
                 comparison(make_sweep(tmp_path / "s", GRID, grid_job))
             )
         }
-        assert found["precision", "bf16_mixed"].pairs == 8
-        assert found["precision", "bf16_mixed"].time_ratio == pytest.approx(0.7)
-        assert found["precision", "bf16_mixed"].memory_ratio == pytest.approx(0.75)
-        assert found["parallelism", "ddp"].pairs == 5
-        assert found["parallelism", "ddp"].time_ratio == pytest.approx(0.6)
-        assert ("parallelism", "single") not in found
+        assert swaps["precision", "bf16_mixed"].pairs == 8
+        assert swaps["precision", "bf16_mixed"].time_ratio == pytest.approx(0.7)
+        assert swaps["precision", "bf16_mixed"].memory_ratio == pytest.approx(0.75)
+        assert swaps["parallelism", "ddp"].pairs == 5
+        assert swaps["parallelism", "ddp"].time_ratio == pytest.approx(0.6)
+        assert ("parallelism", "single") not in swaps
 
     def test_effects_are_sorted_and_zero_effects_grouped(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "changes")
@@ -179,12 +183,12 @@ class TestPairedEffects:
             "ddp instead of single reduced step time by 40% and increased peak memory by 5%, "
             "over five pairs of jobs"
         )
-        said = [sentence.striptags() for sentence in section.bullets]
-        assert said[0].startswith(
+        sentences = [sentence.striptags() for sentence in section.bullets]
+        assert sentences[0].startswith(
             "fsdp instead of single reduced peak memory by 40% and step time by 35%"
         )
-        assert len(said) == 3
-        assert said[-1] == "optimizer.lr changed step time and peak memory by less than 2%."
+        assert len(sentences) == 3
+        assert sentences[-1] == "optimizer.lr changed step time and peak memory by less than 2%."
 
     def test_effect_of_one_setting_is_relative_to_the_reference(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB * (2 + n))
@@ -209,14 +213,14 @@ class TestPairedEffects:
         assert section.bullets[0].startswith("Compared with single:")
 
     def test_effects_average_over_seeds(self) -> None:
-        rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
+        settings = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
         jobs = [run(n, {"parallelism": p, "seed": seed}, step=(2.0, 2.2, 1.0, 1.1)[n], peak=GIB)
-                for n, (p, seed) in enumerate(rows)]  # fmt: skip
-        (only,) = ablation_effects.value_swaps(
+                for n, (p, seed) in enumerate(settings)]  # fmt: skip
+        (only_swap,) = ablation_effects.value_swaps(
             sweep({"parallelism": ("single", "ddp"), "seed": (1, 2)}, jobs)
         )
-        assert (only.value, only.pairs) == ("ddp", 2)
-        assert only.time_ratio == pytest.approx(0.5)
+        assert (only_swap.value, only_swap.pairs) == ("ddp", 2)
+        assert only_swap.time_ratio == pytest.approx(0.5)
         assert ablation_effects.changes_section(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
 
     def test_effects_require_a_measured_pair(self) -> None:
@@ -229,24 +233,24 @@ def comparison(folder: Path) -> ReportComparison:
 
 
 def part(folder: Path, anchor: str) -> Any:
-    (found,) = [
+    (report_part,) = [
         p
         for p in report_model.build_report(records.read_record(folder)).parts
         if p.anchor == anchor
     ]
-    assert isinstance(found, ReportSection)
-    return found
+    assert isinstance(report_part, ReportSection)
+    return report_part
 
 
 class TestImportance:
     def test_importance_of_a_full_grid_sums_to_one(self, tmp_path: Path) -> None:
         """Of additive effects on the logarithm the shares are those of the variance itself."""
-        found = importance.variance_shares(
+        shares_by_axis = importance.variance_shares(
             comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log
         )
-        assert sum(found.values()) == pytest.approx(1, abs=0.1)
-        assert max(found, key=lambda key: found[key]) == "parallelism"
-        assert found["optimizer.lr"] == 0
+        assert sum(shares_by_axis.values()) == pytest.approx(1, abs=0.1)
+        assert max(shares_by_axis, key=lambda key: shares_by_axis[key]) == "parallelism"
+        assert shares_by_axis["optimizer.lr"] == 0
 
     def test_importance_equals_a_published_anova(self) -> None:
         """Dried weights of plants (A. J. Dobson, 1983; R's PlantGrowth): F is 4.8461 on 2 and 27.
@@ -258,24 +262,30 @@ class TestImportance:
             "one": (4.81, 4.17, 4.41, 3.59, 5.87, 3.83, 6.03, 4.89, 4.32, 4.69),
             "other": (6.31, 5.12, 5.54, 5.50, 5.37, 5.29, 4.92, 6.15, 5.80, 5.26),
         }
-        rows = [(name, weight) for name, found in weights.items() for weight in found]
-        jobs = [run(n, {"data": name}, loss=weight) for n, (name, weight) in enumerate(rows)]
-        found = importance.variance_shares(sweep({"data": tuple(weights)}, jobs), LOSS)
-        assert found["data"] == pytest.approx((4.8461 - 1) * 2 / (2 * 4.8461 + 27), abs=1e-4)
+        axis_weights = [
+            (name, weight) for name, shares_by_axis in weights.items() for weight in shares_by_axis
+        ]
+        jobs = [
+            run(n, {"data": name}, loss=weight) for n, (name, weight) in enumerate(axis_weights)
+        ]
+        shares_by_axis = importance.variance_shares(sweep({"data": tuple(weights)}, jobs), LOSS)
+        assert shares_by_axis["data"] == pytest.approx(
+            (4.8461 - 1) * 2 / (2 * 4.8461 + 27), abs=1e-4
+        )
 
     def test_importance_ranks_unique_numbers(self) -> None:
         rates = [10.0**-n for n in range(8)]
         jobs = [run(n, {"optimizer.lr": r, "seed": n % 2}, loss=float(n) ** 3 + 1)
                 for n, r in enumerate(rates)]  # fmt: skip
-        found = importance.variance_shares(
+        shares_by_axis = importance.variance_shares(
             sweep({"optimizer.lr": tuple(rates), "seed": (0, 1)}, jobs), LOSS
         )
-        assert found["optimizer.lr"] == pytest.approx(1)
+        assert shares_by_axis["optimizer.lr"] == pytest.approx(1)
 
     def test_importance_omits_unique_words(self) -> None:
         jobs = [run(n, {"data": f"d{n}", "seed": n % 2}, loss=1.0 + n) for n in range(6)]
-        varying = {"data": tuple(f"d{n}" for n in range(6)), "seed": (0, 1)}
-        assert set(importance.variance_shares(sweep(varying, jobs), LOSS)) == {"seed"}
+        axes = {"data": tuple(f"d{n}" for n in range(6)), "seed": (0, 1)}
+        assert set(importance.variance_shares(sweep(axes, jobs), LOSS)) == {"seed"}
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_importance_requires_enough_jobs(self, count: int) -> None:
@@ -288,23 +298,23 @@ class TestImportance:
 
     def test_importance_is_corrected_for_chance(self) -> None:
         """Of pure noise a setting with many values would else seem to tell a lot."""
-        noise, shares = np.random.default_rng(3), []
+        noise, share_samples = np.random.default_rng(3), []
         for _ in range(100):
             jobs = [run(n, {"a": n % 8, "b": n % 2}, loss=float(math.exp(noise.normal())))
                     for n in range(16)]  # fmt: skip
-            shares.append(
+            share_samples.append(
                 importance.variance_shares(sweep({"a": tuple(range(8)), "b": (0, 1)}, jobs), LOSS)[
                     "a"
                 ]
             )
-        assert np.mean(shares) < 0.25
+        assert np.mean(share_samples) < 0.25
 
 
 class TestCoordinates:
     def test_coordinates_have_an_axis_per_setting_and_result(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
-        (drawn,) = section.wandb_panels
-        assert [label for _, label in drawn.panel.axes] == [
+        (panel,) = section.wandb_panels
+        assert [label for _, label in panel.panel.axes] == [
             "parallelism", "precision", "optimizer.lr", "step, ms", "peak, GiB", "train loss",
         ]  # fmt: skip
         assert section.finding == "The four fastest jobs have precision=bf16_mixed in common"
@@ -321,17 +331,17 @@ class TestCoordinates:
 
 
 def test_job_that_never_started_did_not_run() -> None:
-    begun = datetime(2026, 3, 14, tzinfo=UTC)
+    started = datetime(2026, 3, 14, tzinfo=UTC)
     jobs = [
-        RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=begun),
+        RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=started),
         RunRecord("1", 1, "interrupted", varied_settings={"seed": 2}),
     ]
-    told = sections.matrix_heading(sweep({"seed": (1, 2)}, jobs))
-    assert told.endswith("one of two jobs ran")
+    text = sections.matrix_heading(sweep({"seed": (1, 2)}, jobs))
+    assert text.endswith("one of two jobs ran")
 
 
 def test_matrix_heading_counts_settings_if_many_vary() -> None:
-    varying = dict.fromkeys(("seed", "model.layers", "model.width", "trainer.max_steps"), (1, 2))
-    jobs = [RunRecord(str(n), n, "ok", varied_settings=dict.fromkeys(varying, n)) for n in (1, 2)]
-    heading = sections.matrix_heading(sweep(varying, jobs))
+    axes = dict.fromkeys(("seed", "model.layers", "model.width", "trainer.max_steps"), (1, 2))
+    jobs = [RunRecord(str(n), n, "ok", varied_settings=dict.fromkeys(axes, n)) for n in (1, 2)]
+    heading = sections.matrix_heading(sweep(axes, jobs))
     assert heading.startswith("Four varied settings, ")

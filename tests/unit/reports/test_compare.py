@@ -21,8 +21,10 @@ GIB = 1024**3
 def run(
     number: int, varied: dict[str, Any], losses: list[float] | None = None, **metrics: float
 ) -> RunRecord:
-    known = {"tokens": SPEED, "step": STEP, "peak": PEAK, "loss": LOSS}
-    summary = RunSummary(steps=3, metrics={known.get(key, key): v for key, v in metrics.items()})
+    metric_keys = {"tokens": SPEED, "step": STEP, "peak": PEAK, "loss": LOSS}
+    summary = RunSummary(
+        steps=3, metrics={metric_keys.get(key, key): v for key, v in metrics.items()}
+    )
     curve = MetricSeries((1, 2, 3), tuple(losses)) if losses else MetricSeries()
     return RunRecord(
         folder=str(number), number=number, status="ok", varied_settings=varied, summary=summary,
@@ -31,27 +33,27 @@ def run(
 
 
 def sweep(
-    varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord], reference: int | None = None
+    axes: dict[str, tuple[Any, ...]], jobs: list[RunRecord], reference: int | None = None
 ) -> compare.ReportComparison:
     return compare.compare_sweep(
-        SweepRecord("s", "s", "", "", "train", None, None, varying, reference, tuple(jobs))
+        SweepRecord("s", "s", "", "", "train", None, None, axes, reference, tuple(jobs))
     )
 
 
 def four() -> compare.ReportComparison:
-    varying = {"precision": ("fp32", "bf16_mixed"), "parallelism": ("single", "ddp")}
-    rows = [
+    axes = {"precision": ("fp32", "bf16_mixed"), "parallelism": ("single", "ddp")}
+    job_values = [
         ("fp32", "single", 509.4, 4.02, 3.81, [9.0, 7.0, 6.0]),
         ("fp32", "ddp", 930.0, 2.20, 4.29, [9.0, 7.0, 6.0 + 2e-6]),
         ("bf16_mixed", "single", 784.6, 2.61, 3.65, [9.0, 7.002, 6.004]),
         ("bf16_mixed", "ddp", 1432.2, 1.43, 4.13, [9.0, 7.001, 6.003]),
     ]
     jobs = []
-    for number, (precision, strategy, tokens, step, peak, curve) in enumerate(rows):
+    for number, (precision, strategy, tokens, step, peak, curve) in enumerate(job_values):
         varied = {"precision": precision, "parallelism": strategy}
-        ended = {"tokens": tokens, "step": step, "peak": peak * GIB, "loss": curve[-1]}
-        jobs.append(run(number, varied, curve, **ended))
-    return sweep(varying, jobs)
+        metrics = {"tokens": tokens, "step": step, "peak": peak * GIB, "loss": curve[-1]}
+        jobs.append(run(number, varied, curve, **metrics))
+    return sweep(axes, jobs)
 
 
 class TestNames:
@@ -65,41 +67,47 @@ class TestNames:
 
     def test_job_name_keeps_mixed_if_ambiguous(self) -> None:
         values = ("bf16_mixed", "bf16_true")
-        found = sweep(
+        comparison = sweep(
             {"precision": values}, [run(n, {"precision": v}) for n, v in enumerate(values)]
         )
-        assert [job.name for job in found.jobs] == list(values)
+        assert [job.name for job in comparison.jobs] == list(values)
 
     def test_job_name_numbers_have_their_key(self) -> None:
-        found = sweep({"optimizer.lr": (1e-3, 0.1)}, [run(0, {"optimizer.lr": 1e-3})])
-        assert found.jobs[0].name == "lr 0.001"
+        comparison = sweep({"optimizer.lr": (1e-3, 0.1)}, [run(0, {"optimizer.lr": 1e-3})])
+        assert comparison.jobs[0].name == "lr 0.001"
 
     def test_equal_job_names_are_numbered(self) -> None:
-        found = sweep({"precision": ("fp32",)}, [run(n, {"precision": "fp32"}) for n in (0, 1)])
-        assert [job.name for job in found.jobs] == ["fp32 #0", "fp32 #1"]
+        comparison = sweep(
+            {"precision": ("fp32",)}, [run(n, {"precision": "fp32"}) for n in (0, 1)]
+        )
+        assert [job.name for job in comparison.jobs] == ["fp32 #0", "fp32 #1"]
 
     def test_ablation_job_name_is_the_added_setting(self) -> None:
-        rows = [
+        job_values = [
             ("none", 0, False),
             ("none", 256, False),
             ("full", 256, False),
             ("full", 256, "True"),
         ]
         keys = ("memory", "objective.loss_chunk", "optimizer.in_backward")
-        varying = {key: tuple(dict.fromkeys(column)) for key, *column in zip(keys, *rows)}  # noqa: B905
-        jobs = [run(n, dict(zip(keys, row, strict=True))) for n, row in enumerate(rows)]
+        axes = {key: tuple(dict.fromkeys(column)) for key, *column in zip(keys, *job_values)}  # noqa: B905
+        jobs = [
+            run(n, dict(zip(keys, job_settings, strict=True)))
+            for n, job_settings in enumerate(job_values)
+        ]
         names = ["baseline", "+ loss_chunk 256", "+ full", "+ in_backward"]
-        assert [job.name for job in sweep(varying, jobs).jobs] == names
-        back = run(4, dict(zip(keys, rows[2], strict=True)))
+        assert [job.name for job in sweep(axes, jobs).jobs] == names
+        parsed_run = run(4, dict(zip(keys, job_values[2], strict=True)))
         assert (
-            sweep(varying, [*jobs, back]).jobs[0].name == "none · loss_chunk 0 · in_backward false"
+            sweep(axes, [*jobs, parsed_run]).jobs[0].name
+            == "none · loss_chunk 0 · in_backward false"
         )
 
     def test_reference_is_the_first_or_given_job(self) -> None:
         jobs = [run(n, {"precision": p}) for n, p in enumerate(("fp32", "bf16_mixed"))]
-        varying = {"precision": ("fp32", "bf16_mixed")}
-        assert sweep(varying, jobs).reference.name == "fp32"
-        assert sweep(varying, jobs, 1).reference.name == "bf16"
+        axes = {"precision": ("fp32", "bf16_mixed")}
+        assert sweep(axes, jobs).reference.name == "fp32"
+        assert sweep(axes, jobs, 1).reference.name == "bf16"
 
 
 class TestBest:
@@ -124,14 +132,16 @@ class TestBest:
 
 class TestDistance:
     def test_distance_uses_common_steps(self) -> None:
-        found = four()
-        assert compare.largest_distance(found.jobs[1], found.jobs[0]) == pytest.approx(2e-6)
-        assert compare.loss_distance(found.jobs[0], found.jobs[0]) is None
+        comparison = four()
+        assert compare.largest_distance(comparison.jobs[1], comparison.jobs[0]) == pytest.approx(
+            2e-6
+        )
+        assert compare.loss_distance(comparison.jobs[0], comparison.jobs[0]) is None
 
     def test_distance_skips_nan_steps(self) -> None:
         jobs = [run(0, {"seed": 0}, [3.0, 2.0, 1.0]), run(1, {"seed": 1}, [3.5, math.nan, 1.25])]
-        found = sweep({"seed": (0, 1)}, jobs)
-        assert compare.loss_distance(found.jobs[1], found.jobs[0]) == MetricSeries(
+        comparison = sweep({"seed": (0, 1)}, jobs)
+        assert compare.loss_distance(comparison.jobs[1], comparison.jobs[0]) == MetricSeries(
             (1, 3), (0.5, 0.25)
         )
 
@@ -141,8 +151,8 @@ class TestBreakdown:
         job = compare.compare_run(
             run(0, {}, peak=10, **{"memory/parameters_bytes": 4, "memory/activations_bytes": 3})
         ).jobs[0]
-        found = compare.breakdown(job, compare.MEMORY, PEAK, compare.MEMORY_REST)
-        assert {part.label: size for part, size in found.items()} == {
+        parts = compare.breakdown(job, compare.MEMORY, PEAK, compare.MEMORY_REST)
+        assert {name.label: size for name, size in parts.items()} == {
             "parameters": 4,
             "activations": 3,
             "other": 3,
@@ -160,11 +170,11 @@ class TestLttb:
         noise = random.Random(1)
         values = [noise.random() for _ in range(1000)]
         values[437] = 50.0
-        kept = compare.lttb(MetricSeries(tuple(range(1000)), tuple(values)), 60)
-        assert len(kept.steps) == 60
-        assert (kept.steps[0], kept.steps[-1]) == (0, 999)
-        assert 437 in kept.steps
-        assert list(kept.steps) == sorted(set(kept.steps))
+        points = compare.lttb(MetricSeries(tuple(range(1000)), tuple(values)), 60)
+        assert len(points.steps) == 60
+        assert (points.steps[0], points.steps[-1]) == (0, 999)
+        assert 437 in points.steps
+        assert list(points.steps) == sorted(set(points.steps))
 
     @pytest.mark.parametrize("size", [0, 1, 2, 5, 60])
     def test_lttb_keeps_short_series(self, size: int) -> None:
@@ -173,8 +183,8 @@ class TestLttb:
 
     @pytest.mark.parametrize("size", [61, 62, 119, 120, 121, 179])
     def test_lttb_returns_the_requested_count(self, size: int) -> None:
-        kept = compare.lttb(MetricSeries(tuple(range(size)), (0.0,) * size), 60)
-        assert len(set(kept.steps)) == 60
+        points = compare.lttb(MetricSeries(tuple(range(size)), (0.0,) * size), 60)
+        assert len(set(points.steps)) == 60
 
 
 class TestShown:
@@ -182,15 +192,15 @@ class TestShown:
         jobs = [
             run(n, {"seed": n}, tokens=1000.0 - n, step=1 + n, peak=200.0 - n) for n in range(80)
         ]
-        found = sweep({"seed": tuple(range(80))}, jobs, 70)
-        assert len(found.charted_jobs) == compare.MAX_CHARTED_JOBS
-        assert found.reference in found.charted_jobs
-        assert found.pareto_front[0] in found.charted_jobs
+        comparison = sweep({"seed": tuple(range(80))}, jobs, 70)
+        assert len(comparison.charted_jobs) == compare.MAX_CHARTED_JOBS
+        assert comparison.reference in comparison.charted_jobs
+        assert comparison.pareto_front[0] in comparison.charted_jobs
 
 
 class TestNumbers:
     @pytest.mark.parametrize(
-        ("text", "want"),
+        ("text", "expected"),
         [
             (number_format.format_fixed(None, 2), "–"),
             (number_format.format_fixed(0.0, 2), "0"),
@@ -221,18 +231,18 @@ class TestNumbers:
             (number_format.format_range("2", "2", "%"), "2%"),
         ],
     )  # fmt: skip
-    def test_numbers_are_formatted(self, text: str, want: str) -> None:
-        assert text == want
+    def test_numbers_are_formatted(self, text: str, expected: str) -> None:
+        assert text == expected
 
 
 class TestSentences:
     def test_summary_sentence_states_the_result(self) -> None:
-        said = (
+        summary = (
             summary_sentences.summary_text(four(), number_format.memory_unit([4 * GIB]))
             .striptags()
             .replace("\u00a0", " ")
         )
-        assert said == (
+        assert summary == (
             "ddp · bf16 is fastest at 1,432 tok/s, 2.8× as fast as single · fp32. "
             "single · bf16 uses the least memory, 3.65 GiB, 12% less than ddp · bf16 at 55% of its "
             "throughput. Final losses differ by at most 4.0e−3."
@@ -243,9 +253,9 @@ class TestSentences:
             RunRecord("0", 0, "failed", varied_settings={"seed": 0}),
             RunRecord("1", 1, "timeout", varied_settings={"seed": 1}),
         ]
-        found = sweep({"seed": (0, 1)}, jobs)
+        comparison = sweep({"seed": (0, 1)}, jobs)
         assert (
-            summary_sentences.summary_text(found, number_format.memory_unit([]))
+            summary_sentences.summary_text(comparison, number_format.memory_unit([]))
             == "No job finished: 1 failed, 1 timed out."
         )
 
@@ -256,25 +266,25 @@ class TestSentences:
 
     def test_time_heading_reports_a_data_stall(self) -> None:
         job = run(0, {}, step=1.0, **{"time/data_s": 0.4, "time/backward_s": 0.5})
-        found = sections.part_shares(
+        comparison = sections.part_shares(
             compare.compare_run(job).jobs, compare.TIME, STEP, compare.TIME_REST
         )
-        assert sections.time_heading(found) == "Waiting for data takes 40% of the step"
+        assert sections.time_heading(comparison) == "Waiting for data takes 40% of the step"
 
     def test_names_are_escaped(self) -> None:
         jobs = [run(n, {"data": v}, tokens=5.0 - n) for n, v in enumerate(("<b>&", "plain"))]
-        said = summary_sentences.summary_text(
+        summary = summary_sentences.summary_text(
             sweep({"data": ("<b>&", "plain")}, jobs), number_format.memory_unit([])
         )
-        assert "&lt;b&gt;&amp;" in said
-        assert "<b><b>" not in said
+        assert "&lt;b&gt;&amp;" in summary
+        assert "<b><b>" not in summary
 
     @pytest.mark.parametrize(
         "status", ["failed", "out_of_memory", "timeout", "interrupted", "refused"]
     )
     def test_failures_are_counted(self, status: str) -> None:
-        found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied_settings={"seed": 0})])
-        assert sections.failed_heading(found).startswith("One job ")
+        comparison = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied_settings={"seed": 0})])
+        assert sections.failed_heading(comparison).startswith("One job ")
 
 
 class TestLayout:
@@ -282,20 +292,20 @@ class TestLayout:
         ("low", "high"), [(0, 4.13), (5.98, 10.4), (0, 1e-3), (1, 200), (0, 4020)]
     )
     def test_ticks_are_few_and_inside(self, low: float, high: float) -> None:
-        found = round_ticks(low, high, 4)
-        assert 2 <= len(found) <= 6
-        assert low <= found[0] <= found[-1] <= high
+        ticks = round_ticks(low, high, 4)
+        assert 2 <= len(ticks) <= 6
+        assert low <= ticks[0] <= ticks[-1] <= high
 
     def test_labels_stand_apart(self) -> None:
-        moved = spread_labels([100.0, 101.0, 102.0, 10.0], 15, 0, 110)
-        ordered = sorted(moved)
+        positions = spread_labels([100.0, 101.0, 102.0, 10.0], 15, 0, 110)
+        ordered = sorted(positions)
         assert all(b - a >= 15 - 1e-9 for a, b in pairwise(ordered))
-        assert max(moved) <= 110
+        assert max(positions) <= 110
 
 
 class TestRedact:
     @pytest.mark.parametrize(
-        ("raw", "want"),
+        ("raw", "expected"),
         [
             ("/home/jane/x/train.py", "~/x/train.py"),
             ("/Users/jane: no", "~: no"),
@@ -309,20 +319,20 @@ class TestRedact:
             ("\x1b[31mred\x1b[0m\x00", "\\x1b[31mred\\x1b[0m\\x00"),
         ],
     )
-    def test_redact_text(self, raw: str, want: str) -> None:
-        assert report_redaction.redact_text(raw) == want
+    def test_redact_text(self, raw: str, expected: str) -> None:
+        assert report_redaction.redact_text(raw) == expected
 
     def test_redact_removes_terminal_colors(self) -> None:
         red = "\x1b[31mred\x1b[0m"
-        found = report_redaction.redact_values({"log_tail": [red], "reason": red, "name": red})
-        told = "\\x1b[31mred\\x1b[0m"
-        assert found == {"log_tail": ["red"], "reason": "red", "name": told}
+        redacted = report_redaction.redact_values({"log_tail": [red], "reason": red, "name": red})
+        escaped_text = "\\x1b[31mred\\x1b[0m"
+        assert redacted == {"log_tail": ["red"], "reason": "red", "name": escaped_text}
 
     def test_redact_tree_hides_secret_keys(self) -> None:
-        found = report_redaction.redact_values(
+        redacted = report_redaction.redact_values(
             {"changed": [{"key": "hub.api_key", "default": None, "value": 7}], "password": "x"}
         )
-        assert found == {
+        assert redacted == {
             "changed": [{"key": "hub.api_key", "default": None, "value": "[hidden]"}],
             "password": "[hidden]",
         }

@@ -15,7 +15,7 @@ def job(name: str, *values: float) -> ReportJob:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "said"),
+    ("jobs", "expected"),
     [
         ([job("a", 0.6, 0.975)], "98%, above the untrained model"),
         ([job("a", 0.6), job("b", 0.9)], "60\u201390%, above the untrained model"),
@@ -24,11 +24,11 @@ def job(name: str, *values: float) -> ReportJob:
     ],
 )
 def test_preference_report_compares_with_the_untrained_model(
-    jobs: list[ReportJob], said: str
+    jobs: list[ReportJob], expected: str
 ) -> None:
     section = validation_outcomes.preference_section(jobs)
     assert section is not None
-    assert section.finding == f"Preference accuracy is {said}"
+    assert section.finding == f"Preference accuracy is {expected}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 

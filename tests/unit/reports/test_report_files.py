@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fixtures.run_folders import (
-    LARGE,
+    LARGE_GRID,
     STRATEGY_GRID,
     large_job,
     make_run,
@@ -32,8 +32,8 @@ def text_of(path: Path) -> str:
 
 def words(source: str) -> str:
     """Visible text of a page: no tags, no styles, single spaces."""
-    bare = re.sub(r"(?s)<(style|script|svg)\b.*?</\1>", " ", source)
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", bare))).replace(" .", ".")
+    page_text = re.sub(r"(?s)<(style|script|svg)\b.*?</\1>", " ", source)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page_text))).replace(" .", ".")
 
 
 def part(source: str, anchor: str) -> str:
@@ -71,13 +71,13 @@ class TestRun:
         assert len(match) == len(set(match))
 
     def test_page_pictures_use_the_page_colors(self, run_folder: Path) -> None:
-        drawn = re.findall(
+        svgs = re.findall(
             r'(?s)<svg style="max-width.*?</svg>', text_of(files.write_page(run_folder))
         )
-        colours = {c for svg in drawn for c in re.findall(r'(?:fill|stroke)="([^"]+)"', svg)}
-        assert drawn
+        colours = {c for svg in svgs for c in re.findall(r'(?:fill|stroke)="([^"]+)"', svg)}
+        assert svgs
         assert all(c in ("none", "transparent") or c.startswith("var(--") for c in colours), colours
-        assert not any("font-family" in svg or "aria-roledescription" in svg for svg in drawn)
+        assert not any("font-family" in svg or "aria-roledescription" in svg for svg in svgs)
 
     def test_page_hides_home_and_secrets(self, run_folder: Path) -> None:
         source = text_of(files.write_page(run_folder))
@@ -109,8 +109,8 @@ class TestPipeline:
     def test_pipeline_passes_are_compared_with_the_sum(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
             fast = {"time/data_s": 0.01, "time/forward_s": 0.1, "time/backward_s": 0.2}
-            rest = {"time/step_s": 0.4, "time/optimizer_s": 0.09}
-            return {"metrics": PIPELINE if number else fast | rest}
+            time_metrics = {"time/step_s": 0.4, "time/optimizer_s": 0.09}
+            return {"metrics": PIPELINE if number else fast | time_metrics}
 
         folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
         text = words(part(text_of(files.write_page(folder)), "time"))
@@ -259,15 +259,15 @@ class TestSweep:
         source = text_of(files.write_page(sweep_folder))
         fit_status = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
         table = part(source, "comparison")
-        fastest = re.search(r"fastest at ([\d,]+) tok/s", fit_status)
-        least = re.search(r"least memory, ([\d.]+) GiB", fit_status.replace("\u00a0", " "))
-        assert fastest is not None
-        assert least is not None
+        fastest_match = re.search(r"fastest at ([\d,]+) tok/s", fit_status)
+        memory_match = re.search(r"least memory, ([\d.]+) GiB", fit_status.replace("\u00a0", " "))
+        assert fastest_match is not None
+        assert memory_match is not None
         marked = re.findall(r'<span class="best">([\d.,%]+)<span', table)
-        assert fastest[1] in marked
-        assert least[1] in marked
-        assert f"{fastest[1]} tok/s" in words(part(source, "overview"))
-        assert least[1] in words(part(source, "memory"))
+        assert fastest_match[1] in marked
+        assert memory_match[1] in marked
+        assert f"{fastest_match[1]} tok/s" in words(part(source, "overview"))
+        assert memory_match[1] in words(part(source, "memory"))
 
     def test_sweep_page_marks_the_best_in_text(self, sweep_folder: Path) -> None:
         source = part(text_of(files.write_page(sweep_folder)), "comparison")
@@ -278,8 +278,8 @@ class TestSweep:
     def test_sweep_page_sorts_missing_values_last(self, sweep_folder: Path) -> None:
         source = part(text_of(files.write_page(sweep_folder)), "comparison")
         values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
-        known = [float(v) for v in values if v]
-        assert known == sorted(known, reverse=True)
+        metric_values = [float(v) for v in values if v]
+        assert metric_values == sorted(metric_values, reverse=True)
         assert values[-1] == ""
 
     def test_sweep_page_of_one_job(self, tmp_path: Path) -> None:
@@ -338,13 +338,13 @@ class TestSweep:
         assert sweep.jobs[0].summary is None
 
     def test_sweep_page_splits_three_keys_into_matrices(self, tmp_path: Path) -> None:
-        varying: dict[str, list[Any]] = {
+        axes: dict[str, list[Any]] = {
             "parallelism": ["single", "ddp", "fsdp"],
             "precision": ["fp32", "bf16_mixed"],
             "optimizer.lr": [1, 2, 3],
         }
         source = text_of(
-            files.write_page(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5}))
+            files.write_page(make_sweep(tmp_path / "s", axes, lambda n, v: {"steps": 5}))
         )
         assert part(source, "overview").count('<table class="matrix">') == 2
 
@@ -354,24 +354,22 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<b>"
 
 def test_page_escapes_hostile_strings(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
-        bad = out_of_memory(
+        failed_job = out_of_memory(
             reason=HOSTILE,
             log_tail=[HOSTILE, "\ud800"],
             cures=[{"override": HOSTILE, "why": HOSTILE}],
         )
         link = {"mode": "online", "url": "javascript:alert(1)", "folder": None}
-        good = {
+        finished_job = {
             "steps": 9,
             "machine": {"device": HOSTILE},
             "versions": {HOSTILE: HOSTILE},
             "wandb": link,
         }
-        return bad if number == 1 else good
+        return failed_job if number == 1 else finished_job
 
-    varying = {"data": [HOSTILE, "b", "c"], HOSTILE: ["x", HOSTILE]}
-    folder = make_sweep(
-        tmp_path / "s", varying, job, question=HOSTILE, name=HOSTILE, command=HOSTILE
-    )
+    axes = {"data": [HOSTILE, "b", "c"], HOSTILE: ["x", HOSTILE]}
+    folder = make_sweep(tmp_path / "s", axes, job, question=HOSTILE, name=HOSTILE, command=HOSTILE)
     source = text_of(files.write_page(folder))
     assert "<img" not in source
     assert source.count("<script>") == source.count("</script>") == 1
@@ -380,7 +378,7 @@ def test_page_escapes_hostile_strings(tmp_path: Path) -> None:
 
 
 def test_page_of_two_hundred_jobs(tmp_path: Path) -> None:
-    path = files.write_page(make_sweep(tmp_path / "s", LARGE, large_job))
+    path = files.write_page(make_sweep(tmp_path / "s", LARGE_GRID, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
     assert part(source, "comparison").count("<tr") == 201
@@ -389,17 +387,20 @@ def test_page_of_two_hundred_jobs(tmp_path: Path) -> None:
 
 def test_page_shows_the_publish_command(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
-        place = f"runs/mine/my sweep/{number}/wandb/offline-run-1-id{number}"
-        return {"steps": 5, "wandb": {"mode": "offline", "id": f"id{number}", "folder": place}}
+        wandb_folder = f"runs/mine/my sweep/{number}/wandb/offline-run-1-id{number}"
+        return {
+            "steps": 5,
+            "wandb": {"mode": "offline", "id": f"id{number}", "folder": wandb_folder},
+        }
 
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job)
     assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(files.write_page(folder)))
-    moved = make_sweep(tmp_path / "moved", {"seed": [1, 2]}, job)
-    assert "scalewise publish" not in words(text_of(files.write_page(moved)))
+    moved_sweep = make_sweep(tmp_path / "moved", {"seed": [1, 2]}, job)
+    assert "scalewise publish" not in words(text_of(files.write_page(moved_sweep)))
 
 
 @pytest.mark.parametrize(
-    ("status", "overrides", "again"),
+    ("status", "overrides", "retry_command"),
     [
         ("failed", "-m seed=1,2", "'resume_sweep=runs/layouts_cpu/my sweep' retry=failed"),
         ("failed", "-m seed=1,2 hydra.sweep.dir=mine", "resume_sweep=DIR retry=failed"),
@@ -408,24 +409,24 @@ def test_page_shows_the_publish_command(tmp_path: Path) -> None:
     ],
 )
 def test_page_shows_the_retry_command(
-    status: str, overrides: str, again: str, tmp_path: Path
+    status: str, overrides: str, retry_command: str, tmp_path: Path
 ) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "status": status if number else "ok"}
 
     command = f"scalewise train {overrides}"
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
-    told = words(part(text_of(files.write_page(folder)), "reproduce"))
-    assert ("Retry failed jobs" in told) == bool(again)
-    assert f"{command} {again}" in told or not again
+    section_words = words(part(text_of(files.write_page(folder)), "reproduce"))
+    assert ("Retry failed jobs" in section_words) == bool(retry_command)
+    assert f"{command} {retry_command}" in section_words or not retry_command
 
 
 def test_page_links_wandb_runs(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "wandb": {"mode": "online", "id": "i", "url": f"https://w/run{number}"}}
 
-    facts = {"report": "https://w/reports/x--1"}
-    folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=facts)
+    report_links = {"report": "https://w/reports/x--1"}
+    folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=report_links)
     source = part(text_of(files.write_page(folder)), "reproduce")
     assert re.findall(r'<a href="([^"]+)"', source) == [
         "https://w/reports/x--1", "https://w/run0", "https://w/run1",

@@ -7,7 +7,7 @@ from scalewise.reports import wandb_blocks
 
 
 @pytest.mark.parametrize(
-    ("text", "want"),
+    ("text", "expected"),
     [
         ("bf16_mixed * 2", r"bf16\_mixed \* 2"),
         ("<img src=x>", r"\<img src=x\>"),
@@ -20,8 +20,8 @@ from scalewise.reports import wandb_blocks
         ("&lt;", r"\&lt;"),
     ],
 )
-def test_markdown_escapes_plain_text(text: str, want: str) -> None:
-    assert wandb_blocks.to_markdown(text) == want
+def test_markdown_escapes_plain_text(text: str, expected: str) -> None:
+    assert wandb_blocks.to_markdown(text) == expected
 
 
 def test_markdown_keeps_bold() -> None:
@@ -31,10 +31,10 @@ def test_markdown_keeps_bold() -> None:
 
 
 def test_markdown_fence_is_longer_than_its_content() -> None:
-    held = "```\nrm\n````"
-    lines = wandb_blocks.fenced_block(held).splitlines()
+    code = "```\nrm\n````"
+    lines = wandb_blocks.fenced_block(code).splitlines()
     assert lines[0] == lines[-1] == "`````"
-    assert "\n".join(lines[1:-1]) == held
+    assert "\n".join(lines[1:-1]) == code
 
 
 def test_markdown_table_aligns_columns() -> None:

@@ -69,24 +69,26 @@ class TestBuild:
         assert wandb_report.build_wandb_report(sweep_folder).read_bytes() == first
 
     def test_wandb_report_loads_in_the_library(self, sweep_folder: Path) -> None:
-        found = content(sweep_folder)
+        actual_content = content(sweep_folder)
         model = wr.internal.ReportViewspec(
-            display_name=found["title"],
+            display_name=actual_content["title"],
             project=wr.internal.Project(name="any"),
-            spec=wr.internal.Spec.model_validate(found["spec"]),
+            spec=wr.internal.Spec.model_validate(actual_content["spec"]),
         )
         report = wr.Report._from_model(model)
         grids = [block for block in report.blocks if isinstance(block, wr.PanelGrid)]
-        made = [*report.blocks, *(panel for grid in grids for panel in grid.panels)]
-        assert len(made) > 20
-        assert not [one for one in made if type(one).__name__.startswith("Unknown")]
+        panels_and_blocks = [*report.blocks, *(panel for grid in grids for panel in grid.panels)]
+        assert len(panels_and_blocks) > 20
+        assert not [item for item in panels_and_blocks if type(item).__name__.startswith("Unknown")]
 
     def test_wandb_report_panels_do_not_overlap(self, sweep_folder: Path) -> None:
         for grid in blocks(sweep_folder, "panel-grid"):
-            found = [p["layout"] for p in grid["metadata"]["panelBankSectionConfig"]["panels"]]
-            taken = [(p["x"], p["y"]) for p in found]
-            assert len(set(taken)) == len(taken)
-            assert all(p["x"] + p["w"] <= 24 for p in found)
+            actual_content = [
+                p["layout"] for p in grid["metadata"]["panelBankSectionConfig"]["panels"]
+            ]
+            positions = [(p["x"], p["y"]) for p in actual_content]
+            assert len(set(positions)) == len(positions)
+            assert all(p["x"] + p["w"] <= 24 for p in actual_content)
 
     def test_wandb_report_rejects_other_folders(self, tmp_path: Path) -> None:
         with pytest.raises(ScalewiseError, match="neither a run"):
@@ -98,22 +100,24 @@ class TestBuild:
 
 
 class TestReportModel:
-    @pytest.mark.parametrize("which", ["run", "failed", "sweep"])
-    def test_page_and_wandb_report_have_the_same_text(self, tmp_path: Path, which: str) -> None:
+    @pytest.mark.parametrize("record_kind", ["run", "failed", "sweep"])
+    def test_page_and_wandb_report_have_the_same_text(
+        self, tmp_path: Path, record_kind: str
+    ) -> None:
         folder = {
             "run": lambda: make_run(tmp_path / "r", steps=40),
             "failed": lambda: make_run(tmp_path / "r", **out_of_memory()),
             "sweep": lambda: make_sweep(tmp_path / "s", STRATEGY_GRID, strategy_job),
-        }[which]()
+        }[record_kind]()
         report = report_model.build_report(records.read_record(folder))
         source = files.write_page(folder).read_text("utf-8")
-        bare = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
+        page_words = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
         parts = [
             f"{part.topic}. {wandb_blocks.to_plain_text(part.finding)}" for part in report.parts
         ]
         assert headings(folder) == parts
-        for said in [*parts, wandb_blocks.to_plain_text(report.summary)]:
-            assert " ".join(said.split()) in bare, said
+        for sentence in [*parts, wandb_blocks.to_plain_text(report.summary)]:
+            assert " ".join(sentence.split()) in page_words, sentence
         assert wandb_blocks.to_markdown(report.summary) in text(folder)
 
 
@@ -131,9 +135,9 @@ class TestRun:
     def test_run_report_has_its_panels(self, run_folder: Path) -> None:
         lines = views(run_folder, "Run History Line Plot")
         assert {line["xAxis"] for line in lines} == {"step"}
-        drawn = [tuple(line["metrics"]) for line in lines]
-        assert ("train/loss", "val/loss") in drawn
-        assert ("throughput/tokens_per_s",) in drawn
+        metrics = [tuple(line["metrics"]) for line in lines]
+        assert ("train/loss", "val/loss") in metrics
+        assert ("throughput/tokens_per_s",) in metrics
         stacked = [line["metrics"] for line in lines if line["plotType"] == "stacked-area"]
         assert "memory/activations_bytes" in stacked[0]
         assert "time/backward_s" in stacked[1]
@@ -158,9 +162,9 @@ class TestSweep:
         assert grids
         for grid in grids:
             (runs,) = grid["metadata"]["runSets"]
-            (only,) = runs["filters"]["filters"]
-            assert only["key"] == {"section": "run", "name": "group"}
-            assert only["value"] == group
+            (run_filter,) = runs["filters"]["filters"]
+            assert run_filter["key"] == {"section": "run", "name": "group"}
+            assert run_filter["value"] == group
             assert "project" not in runs
 
     def test_sweep_report_uses_a_user_group(self, tmp_path: Path) -> None:
@@ -174,8 +178,8 @@ class TestSweep:
 
     def test_sweep_report_lists_runs_of_several_groups(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
-            facts = {"mode": "online", "id": f"i{number}", "group": f"g{number}"}
-            return {"steps": 9, "wandb": facts}
+            wandb_run = {"mode": "online", "id": f"i{number}", "group": f"g{number}"}
+            return {"steps": 9, "wandb": wandb_run}
 
         folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job)
         (runs,) = blocks(folder, "panel-grid")[0]["metadata"]["runSets"]
@@ -215,9 +219,9 @@ class TestSweep:
         assert "- **less** \\(memory=checkpoint\\_full\\) reduced peak memory by 43%" in text(
             folder
         )
-        _, dear = views(folder, "Scatter Plot")
-        assert dear["xAxis"] == "summary:final/price/dollars_per_billion_tokens"
-        assert dear["yAxis"] == "summary:final/train/loss"
+        _, cost_view = views(folder, "Scatter Plot")
+        assert cost_view["xAxis"] == "summary:final/price/dollars_per_billion_tokens"
+        assert cost_view["yAxis"] == "summary:final/train/loss"
 
     def test_sweep_report_compares_with_the_plan(self, tmp_path: Path) -> None:
         folder = make_sweep(tmp_path / "s", ABLATION, ablation_job)
@@ -234,14 +238,14 @@ HOSTILE = "</script>| a [x](javascript:alert(1)) `b` ![i](http://e) <img src=x> 
 
 def test_wandb_report_escapes_hostile_strings(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
-        bad = out_of_memory(reason=HOSTILE, log_tail=["```", HOSTILE], command=HOSTILE)
-        return bad if number else {"steps": 9, "machine": {"device": HOSTILE}}
+        failed_job = out_of_memory(reason=HOSTILE, log_tail=["```", HOSTILE], command=HOSTILE)
+        return failed_job if number else {"steps": 9, "machine": {"device": HOSTILE}}
 
     folder = make_sweep(tmp_path / "s", {"data": [HOSTILE, "b"]}, job, question=HOSTILE)
     unfenced = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text(folder))
     assert "\\[x\\]\\(javascript" in unfenced
-    for active in ("](", "<img", "![i]", "</script>"):
-        assert active not in re.sub(r"\\.", "", unfenced), active
+    for markup in ("](", "<img", "![i]", "</script>"):
+        assert markup not in re.sub(r"\\.", "", unfenced), markup
     rows = [line for line in unfenced.splitlines() if line.startswith("| ")]
     assert rows
 

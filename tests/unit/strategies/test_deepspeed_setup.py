@@ -28,7 +28,7 @@ ZERO_3 = ("parallelism=deepspeed_zero3",)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (("stage=4",), "parallelism.stage=4: ZeRO has stages 1, 2 and 3"),
         (("replicas=0",), "parallelism.replicas=0: must be 1 or more"),
@@ -51,16 +51,18 @@ ZERO_3 = ("parallelism=deepspeed_zero3",)
     ],
 )
 def test_deepspeed_rejects_invalid_settings(
-    overrides: tuple[str, ...], said: str, compose: Compose
+    overrides: tuple[str, ...], message: str, compose: Compose
 ) -> None:
-    parts = [f"parallelism.{override}" for override in overrides]
-    with pytest.raises(ConfigError) as refused:
-        compose("parallelism=deepspeed_zero2", "hardware=cpu", *parts, check_machine=False)
-    assert said in str(refused.value)
+    overrides_of_group = [f"parallelism.{override}" for override in overrides]
+    with pytest.raises(ConfigError) as excinfo:
+        compose(
+            "parallelism=deepspeed_zero2", "hardware=cpu", *overrides_of_group, check_machine=False
+        )
+    assert message in str(excinfo.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (("precision=fp16_mixed", "hardware=h100"), "set precision=bf16_mixed, or parallelism=ddp"),
         (("optimizer=sgd", "parallelism.offload_optimizer=cpu"), "set optimizer=adamw, or"),
@@ -68,11 +70,11 @@ def test_deepspeed_rejects_invalid_settings(
     ],
 )
 def test_deepspeed_rejects_incompatible_options(
-    overrides: tuple[str, ...], said: str, compose: Compose
+    overrides: tuple[str, ...], message: str, compose: Compose
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as excinfo:
         compose(*ZERO_3, *overrides, check_machine=False)
-    assert said in str(refused.value)
+    assert message in str(excinfo.value)
 
 
 def test_deepspeed_missing_extra_is_named(
@@ -99,14 +101,14 @@ def test_deepspeed_config_is_derived_from_the_run(compose: Compose) -> None:
         "trainer.clip_norm=0.5",
         check_machine=False,
     )
-    told = build_deepspeed_config(
+    deepspeed_config = build_deepspeed_config(
         run.parallelism, run, "/disk", run.model.num_parameters, run.trainable_parameters
     )  # it is DeepSpeed
-    assert told["gradient_accumulation_steps"] == 3
-    assert told["gradient_clipping"] == 0.5
-    assert told["bf16"]["enabled"]
-    assert not told["bf16"]["bf16_master_weights_and_grads"]
-    zero = told["zero_optimization"]
+    assert deepspeed_config["gradient_accumulation_steps"] == 3
+    assert deepspeed_config["gradient_clipping"] == 0.5
+    assert deepspeed_config["bf16"]["enabled"]
+    assert not deepspeed_config["bf16"]["bf16_master_weights_and_grads"]
+    zero = deepspeed_config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["reduce_bucket_size"] == 2**18
     assert zero["overlap_comm"] is False
@@ -120,15 +122,15 @@ def test_deepspeed_swap_files_of_killed_ranks_are_removed(tmp_path: Path) -> Non
         f"SwapFolder({str(tmp_path)!r}).open().joinpath('state').write_text('x');"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    one, other = SwapFolder(str(tmp_path)), SwapFolder(str(tmp_path))
-    folders = {one.open(), other.open()}
+    killed_process = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed_process.returncode == -signal.SIGKILL
+    (remaining_folder,) = tmp_path.iterdir()
+    first_swap, second_swap = SwapFolder(str(tmp_path)), SwapFolder(str(tmp_path))
+    folders = {first_swap.open(), second_swap.open()}
     assert set(tmp_path.iterdir()) == folders
-    assert left not in folders
-    one.close()
-    other.close()
+    assert remaining_folder not in folders
+    first_swap.close()
+    second_swap.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -183,12 +185,12 @@ print("stepped", float(weight[0]))
 
 def _within(folder: Path) -> list[psutil.Process]:
     """The processes that work in a folder."""
-    found = []
+    matches = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.cwd().startswith(str(folder)):
-                found.append(process)
-    return found
+                matches.append(process)
+    return matches
 
 
 @pytest.mark.exhaustive
@@ -200,18 +202,20 @@ def test_killed_extension_build_does_not_block_the_next(
     """The compilers end with it: the next one has the machine for its own."""
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    killed = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
+    killed_process = subprocess.Popen(
+        [sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True
+    )
     while not (compiling := _within(tmp_path)):
-        assert killed.poll() is None
+        assert killed_process.poll() is None
         time.sleep(0.1)
-    killed.kill()
-    said, _ = killed.communicate()
+    killed_process.kill()
+    output, _ = killed_process.communicate()
     assert psutil.wait_procs(compiling, timeout=20)[1] == []
-    assert "compiling DeepSpeed's cpu_adam, once" in said
+    assert "compiling DeepSpeed's cpu_adam, once" in output
     assert not list(tmp_path.glob("extensions/cpu_adam-*/*.so"))
-    again = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", BUILD], capture_output=True, text=True, check=True
     )
-    assert again.stdout.splitlines()[-1].startswith("stepped 0.8999")
+    assert completed.stdout.splitlines()[-1].startswith("stepped 0.8999")
     (library,) = tmp_path.rglob("*.so")
     assert library.name == "cpu_adam.so"

@@ -16,16 +16,20 @@ from scalewise.tracing.step_trace import MAX_TRACES, StepTrace, TraceFitCheck
 from scalewise.units import GIB
 
 Traced = list[RunConfig]
-LINE = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.micro_batch=8")
+TRAINING = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.micro_batch=8")
 
 
-def held(lasting: int, besides: int) -> StepTrace:
+def phase_bytes_of(persistent_bytes: int, temporary_bytes: int) -> StepTrace:
     """The trace of a step in which activations are the most."""
-    parts = {"parameters": lasting, "optimizer": 0, "average": 0}
-    parts |= {"activations": besides, "gradients": 7}
-    moments = {"forward": lasting + besides, "head": lasting + besides, "optimizer": lasting + 9}
-    named = {f"memory/{name}_bytes": size for name, size in parts.items()}
-    return StepTrace(lasting + besides, moments, named, (6,))
+    phase_bytes = {"parameters": persistent_bytes, "optimizer": 0, "average": 0}
+    phase_bytes |= {"activations": temporary_bytes, "gradients": 7}
+    moments = {
+        "forward": persistent_bytes + temporary_bytes,
+        "head": persistent_bytes + temporary_bytes,
+        "optimizer": persistent_bytes + 9,
+    }
+    named = {f"memory/{name}_bytes": size for name, size in phase_bytes.items()}
+    return StepTrace(persistent_bytes + temporary_bytes, moments, named, (6,))
 
 
 @pytest.fixture
@@ -35,20 +39,20 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
 
     def answer(run: RunConfig, *, full_depth: bool) -> StepTrace:
         runs.append(run)
-        return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
+        return phase_bytes_of(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
 
     monkeypatch.setattr(step_trace, "trace_run", answer)
     return runs
 
 
 def test_trace_phases_are_its_peak_points() -> None:
-    breakdown = held(100, 50).build_breakdown()
+    breakdown = phase_bytes_of(100, 50).build_breakdown()
     assert {phase: size for phase, size in breakdown.phases.items() if size} == {
         StepPhase.forward: 150,
         StepPhase.backward_loss: 150,
         StepPhase.optimizer: 109,
     }
-    at_step = {line.name: line.bytes.get(StepPhase.optimizer, 0) for line in breakdown.entries}
+    at_step = {entry.name: entry.bytes.get(StepPhase.optimizer, 0) for entry in breakdown.entries}
     assert at_step["parameters"] == 100
     assert at_step["gradients"] == 7
     assert at_step["what else is alive"] == 2
@@ -62,26 +66,26 @@ def test_trace_peak_points_all_have_a_phase() -> None:
 def test_trace_fix_is_the_cheapest_that_fits(
     compose: Callable[..., RunConfig], traced: Traced
 ) -> None:
-    found = suggest_fix(compose(*LINE), TraceFitCheck())
-    assert found is not None
-    assert found.override_text.startswith("trainer.micro_batch=2")
+    fix = suggest_fix(compose(*TRAINING), TraceFitCheck())
+    assert fix is not None
+    assert fix.override_text.startswith("trainer.micro_batch=2")
     assert [run.micro_batch for run in traced] == [4, 2]
 
 
 def test_slow_trace_runs_once(
     compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, judge = compose(*LINE), TraceFitCheck()
-    monkeypatch.setattr(step_trace, "trace_run", lambda run, full_depth: held(2 * GIB, 0))
-    fit = judge(run)
+    run, fit_check = compose(*TRAINING), TraceFitCheck()
+    monkeypatch.setattr(step_trace, "trace_run", lambda run, full_depth: phase_bytes_of(2 * GIB, 0))
+    fit = fit_check(run)
     assert fit is not None
     assert fit.status is FitStatus.out_of_memory
-    assert judge(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
+    assert fit_check(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
 
 
 def test_some_fixes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
-    assert TraceFitCheck()(compose(*LINE, "memory=offload_activations")) is None
-    judge = TraceFitCheck()
-    found = [judge(compose(*LINE)) for _ in range(MAX_TRACES + 2)]
-    assert found[-2:] == [None, None]
+    assert TraceFitCheck()(compose(*TRAINING, "memory=offload_activations")) is None
+    fit_check = TraceFitCheck()
+    fit_statuses = [fit_check(compose(*TRAINING)) for _ in range(MAX_TRACES + 2)]
+    assert fit_statuses[-2:] == [None, None]
     assert len(traced) == MAX_TRACES

@@ -38,7 +38,7 @@ def test_record_of_declared_types_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "mismatch"),
+    ("change", "expected"),
     [
         ({"choices": {"objective": [1]}}, "choices.objective is [1], not text"),
         ({"choices": []}, "choices is [], not a mapping"),
@@ -55,8 +55,8 @@ def test_record_of_declared_types_is_accepted() -> None:
         ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer of 0 or more"),
     ],
 )
-def test_record_value_of_another_type_is_named(change: dict[str, object], mismatch: str) -> None:
-    assert mismatches(**change) == [mismatch]
+def test_record_value_of_another_type_is_named(change: dict[str, object], expected: str) -> None:
+    assert mismatches(**change) == [expected]
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -71,22 +71,22 @@ def test_record_readers_reject_a_field_of_another_type(
         (tmp_path / name).write_text(content, "utf-8")
         if not any(type_mismatches(json.loads(content), declared)):
             continue
-        read = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
+        load_file = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
         with pytest.raises(RecordError, match=rf"{name} is damaged: .+; restore it from a copy"):
-            read(tmp_path / name)
+            load_file(tmp_path / name)
         assert run_files.read_json(tmp_path / name) == {}, key
 
 
 @pytest.mark.parametrize(
-    ("written", "declared"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
+    ("recorded_value", "declared"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
 )
-def test_record_fields_are_all_declared(written: Any, declared: Any) -> None:
-    assert {field.name for field in fields(written)} == set(get_type_hints(declared))
+def test_record_fields_are_all_declared(recorded_value: Any, declared: Any) -> None:
+    assert {field.name for field in fields(recorded_value)} == set(get_type_hints(declared))
 
 
 def test_golden_records_are_accepted() -> None:
     files = [file for file in (GOLDEN_DIR / "sweep").rglob("*") if file.name in RECORDS]
     assert {"status.json", "sweep.json", "plan.json", "resolved.yaml"} <= {f.name for f in files}
     for file in files:
-        read = run_files.load_yaml if file.suffix == ".yaml" else run_files.load_json
-        assert read(file), file
+        load_file = run_files.load_yaml if file.suffix == ".yaml" else run_files.load_json
+        assert load_file(file), file

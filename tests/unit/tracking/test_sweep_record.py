@@ -21,9 +21,9 @@ from scalewise.reports import files
 from scalewise.run_files import read_metrics, write_json
 from scalewise.tracking import sweep_record
 
-HERE = socket.gethostname()
-FUTURE = "2096-10-02T07:06:40+00:00"
-NOBODY = 2**22 + 1
+THIS_HOST = socket.gethostname()
+FUTURE_TIME = "2096-10-02T07:06:40+00:00"
+UNUSED_PID = 2**22 + 1
 """A process number that Linux never gives."""
 
 
@@ -32,20 +32,22 @@ def row(number: int, status: str, **more: object) -> dict[str, object]:
     return {"number": number, "folder": str(number), "status": status, "varied": varied, **more}
 
 
-def sweep(folder: Path, *rows: object, pid: int = NOBODY, host: str = HERE, **more: Any) -> Path:
+def sweep(
+    folder: Path, *jobs: object, pid: int = UNUSED_PID, host: str = THIS_HOST, **more: Any
+) -> Path:
     process = {"pid": pid, "started": 1.0, "host": host}
     write_json(
-        folder / "sweep.json", {"jobs": list(rows), "process": process, "ended": None} | more
+        folder / "sweep.json", {"jobs": list(jobs), "process": process, "ended": None} | more
     )
     return folder
 
 
 def job(folder: Path, **status: object) -> None:
     folder.mkdir()
-    write_json(folder / "status.json", {"host": HERE, "process": NOBODY, **status})
+    write_json(folder / "status.json", {"host": THIS_HOST, "process": UNUSED_PID, **status})
 
 
-DAMAGED = [
+DAMAGED_RECORDS = [
     ({"jobs": "abc"}, "jobs is abc, not a list"),
     ({"jobs": ["a"]}, "jobs[0] is a, not a mapping"),
     (
@@ -58,18 +60,20 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("record", "said"), DAMAGED)
-def test_damaged_sweep_record_is_named(record: dict[str, Any], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("record", "message"), DAMAGED_RECORDS)
+def test_damaged_sweep_record_is_named(
+    record: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     sweep(tmp_path, **record)
     for reader in (job_progress.read_progress, lambda folder: resumed_folder(str(folder), folder)):
-        with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as refused:
+        with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as excinfo:
             reader(tmp_path)
-        assert said in str(refused.value), reader
+        assert message in str(excinfo.value), reader
 
 
 def test_sweep_without_a_process_is_not_resumed(tmp_path: Path) -> None:
-    known = {"config_hash": "x", "planned_folder": "0"}
-    sweep(tmp_path, row(0, "ok", **known), process={})
+    job_fields = {"config_hash": "x", "planned_folder": "0"}
+    sweep(tmp_path, row(0, "ok", **job_fields), process={})
     with pytest.raises(ConfigError, match="does not record its process"):
         resumed_folder(str(tmp_path), tmp_path)
 
@@ -77,10 +81,10 @@ def test_sweep_without_a_process_is_not_resumed(tmp_path: Path) -> None:
 def test_jobs_of_a_lost_sweep_are_not_running(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"))
     job(tmp_path / "0", status="running", started="yesterday")
-    found = job_progress.read_progress(tmp_path)
-    assert [job.state for job in found] == ["lost", "not_run"]
-    assert not any(job.is_active for job in found)
-    assert "resume_sweep" in found[1].reason
+    progress = job_progress.read_progress(tmp_path)
+    assert [job.state for job in progress] == ["lost", "not_run"]
+    assert not any(job.is_active for job in progress)
+    assert "resume_sweep" in progress[1].reason
 
 
 @pytest.mark.parametrize("record", [{"ended": "now"}, {"host": "elsewhere"}])
@@ -92,7 +96,7 @@ def test_unknown_process_state_is_not_reported(record: dict[str, Any], tmp_path:
 
 def test_running_sweep_is_not_lost(tmp_path: Path) -> None:
     parent = psutil.Process(os.getppid())
-    process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
+    process = {"pid": parent.pid, "started": parent.create_time(), "host": THIS_HOST}
     sweep(tmp_path, row(0, "running"), row(1, "waiting"), process=process)
     assert [job.state for job in job_progress.read_progress(tmp_path)] == ["queued", "queued"]
 
@@ -104,7 +108,7 @@ def test_single_run_without_process_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pid", "started"),
-    [(NOBODY, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
+    [(UNUSED_PID, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
 )
 def test_process_liveness_is_detected(pid: object, started: object) -> None:
     """The last has the number of a process that began later."""
@@ -121,7 +125,7 @@ def test_undecodable_metrics_rows_are_dropped(tmp_path: Path) -> None:
 
 def test_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
     parent = psutil.Process(os.getppid())
-    process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
+    process = {"pid": parent.pid, "started": parent.create_time(), "host": THIS_HOST}
     sweep(tmp_path, row(0, "running", planned_folder="0"), process=process)
     job(tmp_path / "0", status="interrupted", reason="SIGINT after step 12")
     (tmp_path / "0" / "overrides.txt").touch()
@@ -136,33 +140,33 @@ def test_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
 def test_unwritable_sweep_folder_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(folders: object) -> None:
+    def raise_permission_error(folders: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "somewhere/.report.html")
 
-    monkeypatch.setattr(files, "write_reports", refused)
+    monkeypatch.setattr(files, "write_reports", raise_permission_error)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "scalewise: somewhere/.report.html: Permission denied\n"
 
 
 @pytest.mark.parametrize("reader", ["status", "report"])
 @pytest.mark.parametrize(
-    ("status", "frees"),
+    ("status", "is_freed"),
     [
         ({"status": "running"}, True),
-        ({"status": "running", "process": 1, "started": FUTURE}, False),
+        ({"status": "running", "process": 1, "started": FUTURE_TIME}, False),
         ({"status": "running", "host": "elsewhere"}, False),
-        ({"status": "running", "process": os.getpid(), "started": FUTURE}, False),
+        ({"status": "running", "process": os.getpid(), "started": FUTURE_TIME}, False),
     ],
     ids=["killed", "alive", "of another machine", "of this process"],
 )
 def test_reserve_of_a_killed_run_is_freed_by_the_next_command(
-    status: dict[str, object], frees: bool, reader: str, tmp_path: Path
+    status: dict[str, object], is_freed: bool, reader: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     job(run, **status)
     atomic.reserve_space(run / "status.json", 100)
     assert cli.main([reader, str(run)]) == 0
-    assert (run / ".status.json.reserve").exists() is not frees
+    assert (run / ".status.json.reserve").exists() is not is_freed
 
 
 def test_reserve_of_a_killed_sweep_is_freed(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_reserve_of_a_killed_sweep_is_freed(tmp_path: Path) -> None:
 
 
 def test_reserve_of_a_running_sweep_is_kept(tmp_path: Path) -> None:
-    sweep(tmp_path, row(0, "waiting"), pid=1, process={"pid": 1, "host": HERE, "started": 4e9})
+    sweep(tmp_path, row(0, "waiting"), pid=1, process={"pid": 1, "host": THIS_HOST, "started": 4e9})
     atomic.reserve_space(tmp_path / "sweep.json", 100)
     sweep_record.release_reserved(tmp_path)
     assert (tmp_path / ".sweep.json.reserve").exists()

@@ -24,7 +24,7 @@ from scalewise.tracking.connection import (
 from scalewise.tracking.wandb_session import NullSession, choose_mode, open_session
 from scalewise.tracking_config import WandbConfig, WandbMode
 
-DEAD = "http://127.0.0.1:9"
+UNREACHABLE_URL = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -35,20 +35,20 @@ def server() -> Iterator[str]:
 
 def _serve(answer: Callable[[socket.socket], None]) -> Iterator[str]:
     """A server that takes every connection and does ``answer`` on it."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as server_socket:
 
-        def take(taken: socket.socket) -> None:
-            with taken, suppress(OSError):
-                answer(taken)
+        def take(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                answer(connection)
 
         def accept() -> None:
             with suppress(OSError):
                 while True:
-                    taken, _ = listening.accept()
-                    threading.Thread(target=take, args=(taken,), daemon=True).start()
+                    connection, _ = server_socket.accept()
+                    threading.Thread(target=take, args=(connection,), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"http://127.0.0.1:{server_socket.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "asked", "mode"),
+    ("variable", "requested_mode", "mode"),
     [
         ("online", WandbMode.disabled, WandbMode.disabled),  # as wandb.init(mode="disabled") has it
         ("offline", WandbMode.online, WandbMode.offline),
@@ -71,21 +71,23 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_wandb_mode_of_the_environment_wins(
-    variable: str, asked: WandbMode, mode: WandbMode, monkeypatch: pytest.MonkeyPatch
+    variable: str, requested_mode: WandbMode, mode: WandbMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert choose_mode(WandbConfig(asked)) is mode
+    assert choose_mode(WandbConfig(requested_mode)) is mode
 
 
 @pytest.mark.parametrize("key", [True, False])
-@pytest.mark.parametrize("reachable", [True, False])
+@pytest.mark.parametrize("is_reachable", [True, False])
 def test_wandb_auto_mode_is_online_with_key_and_server(
-    key: bool, reachable: bool, server: str, monkeypatch: pytest.MonkeyPatch
+    key: bool, is_reachable: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wandb_session, "base_url", lambda: server if reachable else DEAD)
+    monkeypatch.setattr(
+        wandb_session, "base_url", lambda: server if is_reachable else UNREACHABLE_URL
+    )
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    expected = WandbMode.online if key and reachable else WandbMode.offline
+    expected = WandbMode.online if key and is_reachable else WandbMode.offline
     assert choose_mode(WandbConfig()) is expected
 
 
@@ -94,21 +96,21 @@ def test_unresponsive_dns_delays_less_than_two_seconds(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setattr(wandb_session, "base_url", lambda: "https://wandb.example")
-    given_up = threading.Event()
+    released = threading.Event()
 
     def hang(*_: object, **__: object) -> None:
-        given_up.wait(10)
+        released.wait(10)
         raise OSError("no answer")
 
     monkeypatch.setattr(socket, "create_connection", hang)
     started = time.monotonic()
     assert choose_mode(WandbConfig()) is WandbMode.offline
     assert time.monotonic() - started < 2
-    given_up.set()
+    released.set()
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "key_found"),
     [
         ("machine wandb.example login user password secret\n", True),
         ("machine other.example login user password secret\n", False),
@@ -119,37 +121,37 @@ def test_unresponsive_dns_delays_less_than_two_seconds(
     ],
 )
 def test_wandb_key_is_read_from_netrc(
-    content: str | None, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str | None, key_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(file))
     if content is not None:
         file.write_text(content)
         file.chmod(0o600)
-    assert has_key("https://wandb.example") is found
+    assert has_key("https://wandb.example") is key_found
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert has_key("https://wandb.example")
 
 
 def test_unreachable_server_means_offline(server: str) -> None:
     assert is_answering(server)
-    assert not is_answering(DEAD, timeout=0.2)
+    assert not is_answering(UNREACHABLE_URL, timeout=0.2)
     assert not is_answering("https://", timeout=0.2)
 
 
-def _hang(taken: socket.socket) -> None:
-    while taken.recv(1000):
+def _hang(connection: socket.socket) -> None:
+    while connection.recv(1000):
         pass
 
 
-def _stream(head: bytes, taken: socket.socket) -> None:
-    taken.sendall(head)
+def _stream(head: bytes, connection: socket.socket) -> None:
+    connection.sendall(head)
     while True:
-        taken.sendall(b"garbage " * 100)
+        connection.sendall(b"garbage " * 100)
         time.sleep(0.01)
 
 
-BROKEN = {
+BROKEN_SERVERS = {
     "hangs": _hang,
     "streams garbage": partial(_stream, b""),
     "streams a header": partial(_stream, b"HTTP/1.1 200 OK\r\n"),
@@ -157,9 +159,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_endless_response_delays_five_seconds(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in _serve(BROKEN[how]):
+@pytest.mark.parametrize("behavior", BROKEN_SERVERS)
+def test_endless_response_delays_five_seconds(
+    behavior: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in _serve(BROKEN_SERVERS[behavior]):
         monkeypatch.setenv("WANDB_BASE_URL", url)
         monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
         monkeypatch.setenv("WANDB_MODE", "online")
@@ -192,12 +196,12 @@ def test_slow_request_continues_while_the_server_answers(server: str) -> None:
 
 
 def test_disabled_tracker_accepts_every_call() -> None:
-    nothing = NullSession()
-    nothing.log([{"step": 1}])
-    nothing.log_summary({})
-    nothing.log_plan({})
-    nothing.finish("ok", "", 0)
-    assert nothing.facts["mode"] == "disabled"
+    session = NullSession()
+    session.log([{"step": 1}])
+    session.log_summary({})
+    session.log_plan({})
+    session.finish("ok", "", 0)
+    assert session.facts["mode"] == "disabled"
 
 
 class Failing(NullSession):
@@ -216,7 +220,7 @@ class Refusing(NullSession):
 
     modes: list[WandbMode]
 
-    def __init__(self, run: RunConfig, folder: Path, mode: WandbMode, facts: object) -> None:
+    def __init__(self, run: RunConfig, folder: Path, mode: WandbMode, run_facts: object) -> None:
         self.modes.append(mode)
         raise RuntimeError("no such project")
 
@@ -239,12 +243,12 @@ def test_lost_network_prints_one_line(
 
 
 @pytest.mark.parametrize(
-    ("mode", "tried"),
+    ("mode", "expected_modes"),
     [("online", ["online", "offline"]), ("offline", ["offline"]), ("disabled", [])],
 )
 def test_failed_tracker_start_does_not_stop_a_run(
     mode: str,
-    tried: list[str],
+    expected_modes: list[str],
     compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -253,7 +257,7 @@ def test_failed_tracker_start_does_not_stop_a_run(
     monkeypatch.setattr(Refusing, "modes", [], raising=False)
     monkeypatch.setenv("WANDB_MODE", mode)
     assert open_session(compose(), tmp_path, {}).facts["mode"] == "disabled"
-    assert Refusing.modes == tried
+    assert Refusing.modes == expected_modes
 
 
 def test_rejected_wandb_settings_print_one_line(

@@ -77,49 +77,53 @@ def test_wandb_sweep_command_is_a_train_command() -> None:
     words = create_sweep_command_args({"args": args})
     words |= {"env": ["env"], "interpreter": ["python"], "program": [config["program"]]}
     overrides: list[str] = []
-    for part in create_sweep_command(config["command"]):
-        overrides += words[part[2:-1]] if part.startswith("${") else [part]
+    for argument in create_sweep_command(config["command"]):
+        overrides += words[argument[2:-1]] if argument.startswith("${") else [argument]
     assert " ".join(overrides) == (
         "env python -P -m scalewise train seed=3 precision=bf16_mixed optimizer.lr=3e-05"
     )
 
 
 def test_wandb_sweep_rejects_unsupported_searches() -> None:
-    several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
+    objectives = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
     with pytest.raises(ConfigError, match="one metric"):
-        configured(PRECISION, objectives=several)
-    assert configured(PRECISION, objectives=several, sampler="random")["method"] == "random"
+        configured(PRECISION, objectives=objectives)
+    assert configured(PRECISION, objectives=objectives, sampler="random")["method"] == "random"
     with pytest.raises(ConfigError, match="requires a step"):
         configured(IntervalAxis("a", 1.0, 2.0), sampler="grid")
 
 
 def test_wandb_sweep_notes_omitted_settings() -> None:
-    several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
-    search = SearchConfig(objectives=several, constraints={"memory/peak_bytes": 1.0}, pruner="asha")
-    said = " ".join(wandb_sweeps.unsupported_settings(search))
-    assert all(word in said for word in ("memory/peak_bytes", "asha", "throughput/tokens_per_s"))
+    objectives = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
+    search = SearchConfig(
+        objectives=objectives, constraints={"memory/peak_bytes": 1.0}, pruner="asha"
+    )
+    notes = " ".join(wandb_sweeps.unsupported_settings(search))
+    assert all(word in notes for word in ("memory/peak_bytes", "asha", "throughput/tokens_per_s"))
     assert wandb_sweeps.unsupported_settings(SearchConfig()) == []
 
 
 class TestAgentOverrides:
     def test_agent_overrides_are_parsed(self) -> None:
-        found = preview_search(["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"])
-        assert [axis.key for axis in found.space] == ["precision", "parallelism", "seed"]
-        assert found.fixed_overrides == ["experiment=smoke"]
-        assert found.name == "smoke-precision_by_layout"
-        assert wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name) == SearchConfig(
+        preview = preview_search(
+            ["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"]
+        )
+        assert [axis.key for axis in preview.space] == ["precision", "parallelism", "seed"]
+        assert preview.fixed_overrides == ["experiment=smoke"]
+        assert preview.name == "smoke-precision_by_layout"
+        assert wandb_sweeps.sweeper_search(preview.sweeper, preview.sweeper_name) == SearchConfig(
             sampler="grid"
         )
 
     def test_command_line_wins_over_the_wandb_sweep(self) -> None:
-        found = preview_search(["sweep=precision_by_layout", "precision=fp32"])
-        assert [axis.key for axis in found.space] == ["parallelism"]
-        assert found.fixed_overrides == ["precision=fp32"]
+        preview = preview_search(["sweep=precision_by_layout", "precision=fp32"])
+        assert [axis.key for axis in preview.space] == ["parallelism"]
+        assert preview.fixed_overrides == ["precision=fp32"]
 
     def test_hydra_options_are_not_agent_overrides(self) -> None:
-        found = preview_search(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
-        assert found.fixed_overrides == []
-        assert wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name) == SearchConfig(
+        preview = preview_search(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
+        assert preview.fixed_overrides == []
+        assert wandb_sweeps.sweeper_search(preview.sweeper, preview.sweeper_name) == SearchConfig(
             trials=3, pruner="asha"
         )
 
@@ -131,17 +135,17 @@ class TestAgentOverrides:
         ],
     )
     def test_other_sweepers_are_rejected_by_name(self, overrides: str, words: str) -> None:
-        found = preview_search(["optimizer.lr=1e-3,1e-2", overrides])
+        preview = preview_search(["optimizer.lr=1e-3,1e-2", overrides])
         with pytest.raises(ConfigError, match=words):
-            wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name)
+            wandb_sweeps.sweeper_search(preview.sweeper, preview.sweeper_name)
 
     def test_agent_command_includes_the_user_config_folder(self, tmp_path: Path) -> None:
         (tmp_path / "sweeps").mkdir()
         text = "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
         (tmp_path / "sweeps" / "mine.yaml").write_text(text, "utf-8")
-        found = preview_search(["-cd", str(tmp_path), "sweep=mine"])
-        assert found.space == [ChoiceAxis("seed", ("1", "2"))]
-        assert found.fixed_overrides == ["-cd", str(tmp_path)]
+        preview = preview_search(["-cd", str(tmp_path), "sweep=mine"])
+        assert preview.space == [ChoiceAxis("seed", ("1", "2"))]
+        assert preview.fixed_overrides == ["-cd", str(tmp_path)]
 
     def test_agent_run_is_rejected_as_by_train(self) -> None:
         with pytest.raises(ConfigError, match="did you mean"):

@@ -38,7 +38,7 @@ def folder_of(tmp_path: Path, steps: int, **status: Any) -> SyncedRun:
 
 
 @pytest.mark.parametrize(
-    ("known", "windows"),
+    ("last_server_step", "windows"),
     [
         (None, [(4, 2.5), (8, 6.5), (10, 9.5)]),
         (4, [(8, 6.5), (10, 9.5)]),
@@ -47,32 +47,34 @@ def folder_of(tmp_path: Path, steps: int, **status: Any) -> SyncedRun:
     ],
 )
 def test_sync_sends_steps_after_the_last_on_the_server(
-    known: int | None, windows: list[tuple[int, float]], tmp_path: Path
+    last_server_step: int | None, windows: list[tuple[int, float]], tmp_path: Path
 ) -> None:
-    told = folder_of(tmp_path, 10)
-    found = Found({} if known is None else {"step": known})
-    assert [(row["step"], row["train/loss"]) for row in _missing_rows(told, found)] == windows
+    run_folder = folder_of(tmp_path, 10)
+    server_run = Found({} if last_server_step is None else {"step": last_server_step})
+    assert [
+        (row["step"], row["train/loss"]) for row in _missing_rows(run_folder, server_run)
+    ] == windows
 
 
 def test_sync_omits_steps_before_a_resume(tmp_path: Path) -> None:
-    facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
-    told = folder_of(tmp_path, 10, wandb=facts)
-    assert [row["step"] for row in _missing_rows(told, Found())] == [10]
+    run_facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
+    run_folder = folder_of(tmp_path, 10, wandb=run_facts)
+    assert [row["step"] for row in _missing_rows(run_folder, Found())] == [10]
 
 
 def test_sync_validation_ends_a_window(tmp_path: Path) -> None:
-    told = folder_of(tmp_path, 2)
+    run_folder = folder_of(tmp_path, 2)
     file = MetricsFile(tmp_path / "metrics.csv", after_step=2)
     file.append([{"step": 3, "train/loss": 1.0, "val/loss": 5.0}, {"step": 4, "train/loss": 2.0}])
-    assert [(row["step"], row.get("val/loss")) for row in _missing_rows(told, Found())] == [
+    assert [(row["step"], row.get("val/loss")) for row in _missing_rows(run_folder, Found())] == [
         (3, 5),
         (4, None),
     ]
 
 
 def test_sync_marks_a_run_without_process_as_failed(tmp_path: Path) -> None:
-    told = folder_of(tmp_path, 1, status="running", exit_code=None)
-    status, reason, code = told.outcome
+    run_folder = folder_of(tmp_path, 1, status="running", exit_code=None)
+    status, reason, code = run_folder.outcome
     assert (status, code) == ("failed", 1)
     assert "gone" in reason
     assert SyncedRun(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).outcome == (
@@ -85,44 +87,46 @@ def test_sync_marks_a_run_without_process_as_failed(tmp_path: Path) -> None:
 def test_sync_reads_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / WANDB_FACTS).write_text('{"id": "abc", "project": "p"}')
-    told = folder_of(tmp_path, 1, wandb={"mode": "disabled", "url": None})
-    assert told.wandb["id"] == "abc"
+    run_folder = folder_of(tmp_path, 1, wandb={"mode": "disabled", "url": None})
+    assert run_folder.wandb["id"] == "abc"
 
 
 def test_sync_orders_attempts_by_time(tmp_path: Path) -> None:
     names = ("run-20260102_000000-b", "offline-run-20260101_000000-a", "run-20260103_000000-c")
     for name in names:
-        own = tmp_path / "wandb" / name
-        own.mkdir(parents=True)
-        (own / f"run-{name[-1]}.wandb").touch()
+        wandb_folder = tmp_path / "wandb" / name
+        wandb_folder.mkdir(parents=True)
+        (wandb_folder / f"run-{name[-1]}.wandb").touch()
     assert [log.stem for log in SyncedRun(tmp_path, {}).logs] == ["run-a", "run-b", "run-c"]
 
 
 def test_sync_builds_a_table_of_the_plan(compose: Callable[..., RunConfig]) -> None:
     run = compose("experiment=smoke", "parallelism=ddp", "hardware=cpu")
     plan: dict[str, Any] = plan_record(run)
-    found = tables.predicted_tables(plan)
-    assert {"plan/ledger", "plan/phases", "plan/collectives"} <= set(found)
-    assert sum(size for _, size in found["plan/ledger"].rows) == plan["plan/peak_bytes"]
-    for kind, axes, what, size, count, whole in found["plan/collectives"].rows:
-        assert whole == size * count, (kind, axes)
+    predicted_tables = tables.predicted_tables(plan)
+    assert {"plan/ledger", "plan/phases", "plan/collectives"} <= set(predicted_tables)
+    assert sum(size for _, size in predicted_tables["plan/ledger"].rows) == plan["plan/peak_bytes"]
+    for kind, axes, payload, size, count, total in predicted_tables["plan/collectives"].rows:
+        assert total == size * count, (kind, axes)
         assert kind, (kind, axes)
-        assert what, (kind, axes)
+        assert payload, (kind, axes)
         assert isinstance(axes, str), (kind, axes)
-    declared = [sent.bytes * sent.count for sent in list_collectives(run.parallelism, run)]
-    assert sum(row[-1] for row in found["plan/collectives"].rows) == sum(declared)
+    declared = [
+        collective.bytes * collective.count for collective in list_collectives(run.parallelism, run)
+    ]
+    assert sum(row[-1] for row in predicted_tables["plan/collectives"].rows) == sum(declared)
 
 
 def test_sync_tables_omit_unmeasured_values() -> None:
     plan = {"plan/peak_bytes": 80, "plan/step_s": None}
-    found = tables.measured_table(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
-    assert found["plan/against_measured"].rows == [("memory/peak_bytes", "B", 80.0, 100.0, 0.8)]
-    assert found["memory/measured"].rows == [("peak", 100)]
+    measured = tables.measured_table(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
+    assert measured["plan/against_measured"].rows == [("memory/peak_bytes", "B", 80.0, 100.0, 0.8)]
+    assert measured["memory/measured"].rows == [("peak", 100)]
     assert tables.measured_table({}, {}) == {}
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         ("giving up\nwhile retrying: HTTP 429: {}", "limits the request rate (HTTP 429)"),
         ("returned error 401: {}", "rejects the API key (HTTP 401); run `wandb login`"),
@@ -131,23 +135,28 @@ def test_sync_tables_omit_unmeasured_values() -> None:
         (KeyError(), "KeyError"),
     ],
 )
-def test_sync_client_errors_become_one_line(error: object, told: str) -> None:
-    assert told in server_error_text(error)
+def test_sync_client_errors_become_one_line(error: object, message: str) -> None:
+    assert message in server_error_text(error)
     assert "\n" not in server_error_text(error)
 
 
 def test_sync_ignores_run_variables_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = {"WANDB_MODE": "offline", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_ENTITY": "e"}
-    for name, value in kept.items():
+    environment = {
+        "WANDB_MODE": "offline",
+        "WANDB_NAME": "n",
+        "WANDB_DIR": "/d",
+        "WANDB_ENTITY": "e",
+    }
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with wandb_environment():
         assert "WANDB_MODE" not in wandb_api.os.environ
         assert "WANDB_NAME" not in wandb_api.os.environ
         assert wandb_api.os.environ["WANDB_DIR"] != "/d"
         assert wandb_api.os.environ["WANDB_ENTITY"] == "e"
-    assert {name: wandb_api.os.environ[name] for name in kept} == kept
+    assert {name: wandb_api.os.environ[name] for name in environment} == environment
 
 
 class TestRejections:
@@ -200,21 +209,21 @@ class TestGroup:
     def test_group_of_a_resumed_run_is_the_first_attempt(
         self, compose: Callable[..., RunConfig], tmp_path: Path
     ) -> None:
-        earlier = tmp_path / "name" / "first"
-        earlier.mkdir(parents=True)
-        resume = earlier / "checkpoints" / "step-00000008"
+        earlier_folder = tmp_path / "name" / "first"
+        earlier_folder.mkdir(parents=True)
+        resume = earlier_folder / "checkpoints" / "step-00000008"
         order, folder = JobSpec(compose("experiment=smoke")), tmp_path / "name" / "second"
         assert with_wandb_group(order, folder, resume).tracking.group == "name/second"
-        (earlier / "status.json").write_text('{"wandb": {"group": "name/zeroth"}}')
+        (earlier_folder / "status.json").write_text('{"wandb": {"group": "name/zeroth"}}')
         assert with_wandb_group(order, folder, resume).tracking.group == "name/zeroth"
 
 
 def test_sync_does_not_recreate_a_deleted_run(tmp_path: Path) -> None:
     """A run that was deleted at W&B is not created again."""
-    told = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
-    own = tmp_path / "wandb" / "run-20260101_000000-x"
-    own.mkdir(parents=True)
-    (own / "run-x.wandb").touch()
+    run_folder = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
+    wandb_folder = tmp_path / "wandb" / "run-20260101_000000-x"
+    wandb_folder.mkdir(parents=True)
+    (wandb_folder / "run-x.wandb").touch()
     (tmp_path / wandb_sync.PUBLISHED_FILE).write_text('{"path": "http://here/e/p/x"}')
 
     class Empty:
@@ -227,4 +236,4 @@ def test_sync_does_not_recreate_a_deleted_run(tmp_path: Path) -> None:
             raise AssertionError("sent again")
 
     with pytest.raises(wandb_sync.ScalewiseError, match="deleted"):
-        wandb_sync.deliver_run(Empty(), told, "e", "p")  # type: ignore[arg-type]  # what is asked of it
+        wandb_sync.deliver_run(Empty(), run_folder, "e", "p")  # type: ignore[arg-type]  # what is asked of it

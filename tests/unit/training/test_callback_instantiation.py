@@ -38,7 +38,7 @@ def test_callback_arguments_are_passed(compose: Callable[..., RunConfig]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("lines", "key", "reason"),
+    ("overrides", "key", "reason"),
     [
         (["x._target_=lightning.nowhere.X"], "x._target_", "cannot be imported"),
         ([f"x._target_={NAMES}.Nothing"], "x._target_", "cannot be imported"),
@@ -78,48 +78,48 @@ def test_callback_arguments_are_passed(compose: Callable[..., RunConfig]) -> Non
     ],
 )
 def test_callback_that_cannot_be_built_is_rejected(
-    compose: Callable[..., RunConfig], lines: list[str], key: str, reason: str
+    compose: Callable[..., RunConfig], overrides: list[str], key: str, reason: str
 ) -> None:
     trusted = "trusted_packages=[antigravity_of_nobody]"
-    run = compose(trusted, *(f"++callbacks.{line}" for line in lines))
-    with pytest.raises(ConfigError) as caught:
+    run = compose(trusted, *(f"++callbacks.{override}" for override in overrides))
+    with pytest.raises(ConfigError) as excinfo:
         instantiate_callbacks(run)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == f"callbacks.{key}"
     assert reason in issue.reason
 
 
 @pytest.mark.parametrize(
-    "lines",
+    "overrides",
     [
         [f"_target_={NAMES}.Timer", "duration=12:90:00"],
         [f"_target_={NAMES}.EarlyStopping", "monitor=val/loss", "mode=least"],
         [f"_target_={NAMES}.EMAWeightAveraging"],
     ],
-    ids=lambda lines: lines[0],
+    ids=lambda overrides: overrides[0],
 )
 def test_callback_is_rejected_before_a_folder_exists(
-    compose: Callable[..., RunConfig], lines: list[str], tmp_path: Path
+    compose: Callable[..., RunConfig], overrides: list[str], tmp_path: Path
 ) -> None:
-    run = compose("callbacks=none", *(f"+callbacks.x.{line}" for line in lines))
+    run = compose("callbacks=none", *(f"+callbacks.x.{override}" for override in overrides))
     with pytest.raises(ConfigError, match=r"callbacks\.x"):
         execute(JobSpec(run), tmp_path / "runs" / "job")
     assert not any(tmp_path.iterdir())
 
 
 def test_callback_issues_are_reported_at_once(compose: Callable[..., RunConfig]) -> None:
-    lines = [f"+callbacks.{name}._target_=torch.nowhere.X" for name in ("x", "y")]
-    run = compose(*lines)
-    with pytest.raises(ConfigError) as caught:
+    overrides = [f"+callbacks.{name}._target_=torch.nowhere.X" for name in ("x", "y")]
+    run = compose(*overrides)
+    with pytest.raises(ConfigError) as excinfo:
         instantiate_callbacks(run)
-    assert len(caught.value.issues) == 2
+    assert len(excinfo.value.issues) == 2
 
 
 def test_callback_of_an_untrusted_package_is_rejected(
     compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreign = type("Foreign", (Timer,), {"__module__": "elsewhere.callbacks"})
-    monkeypatch.setattr("lightning.pytorch.callbacks.Foreign", foreign, raising=False)
+    foreign_callback = type("Foreign", (Timer,), {"__module__": "elsewhere.callbacks"})
+    monkeypatch.setattr("lightning.pytorch.callbacks.Foreign", foreign_callback, raising=False)
     target = f"+callbacks.x={{_target_:{NAMES}.Foreign,duration:{{minutes:1}}}}"
     with pytest.raises(ConfigError, match=r"'elsewhere', which is not trusted; .*\[elsewhere\]"):
         instantiate_callbacks(compose(target))
@@ -141,7 +141,7 @@ def test_callback_imports_only_trusted_packages(
         instantiate_callbacks(
             compose("callbacks=none", "+callbacks.x._target_=peft_absent_here.Here")
         )
-    line = "+callbacks.x._target_=mine_in_this_folder.Here"
+    override = "+callbacks.x._target_=mine_in_this_folder.Here"
     assert instantiate_callbacks(
-        compose("callbacks=none", line, "trusted_packages=[mine_in_this_folder]")
+        compose("callbacks=none", override, "trusted_packages=[mine_in_this_folder]")
     )

@@ -15,17 +15,17 @@ from scalewise.training.trainer import RankInfo, set_device
 from scalewise.units import GIB
 
 
-@pytest.mark.parametrize(("limit", "shares"), [(80.0, [0.5]), (200.0, [1.0]), (None, [])])
+@pytest.mark.parametrize(("limit", "fractions"), [(80.0, [0.5]), (200.0, [1.0]), (None, [])])
 def test_memory_limit_is_passed_to_torch_as_a_fraction(
     limit: float | None,
-    shares: list[float],
+    fractions: list[float],
     compose: Callable[..., RunConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[float] = []
+    set_fractions: list[float] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 160 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fractions.append)
     run = compose("experiment=smoke")
     run = replace(
         run,
@@ -33,4 +33,4 @@ def test_memory_limit_is_passed_to_torch_as_a_fraction(
         launch=Launch(memory_limit_gib=limit),
     )
     set_device(run, RankInfo(rank=0, local_rank=0, local_world_size=1))
-    assert told == shares
+    assert set_fractions == fractions

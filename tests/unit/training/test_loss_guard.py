@@ -20,13 +20,13 @@ def end(guard: LossGuard) -> None:
     guard.on_train_end(SimpleNamespace(), SimpleNamespace())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("before", [0, 4])
-def test_loss_guard_ends_a_run_with_nan_loss(bad: float, before: int) -> None:
+def test_loss_guard_ends_a_run_with_nan_loss(loss: float, before: int) -> None:
     guard = LossGuard(every=1)
     feed(guard, [2.0] * before)
-    with pytest.raises(TrainingDiverged, match=rf"the loss is {bad} at step {before + 1}; lower"):
-        feed(guard, [bad], before + 1)
+    with pytest.raises(TrainingDiverged, match=rf"the loss is {loss} at step {before + 1}; lower"):
+        feed(guard, [loss], before + 1)
 
 
 def test_loss_guard_checks_within_its_interval() -> None:

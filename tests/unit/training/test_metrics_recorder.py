@@ -29,7 +29,7 @@ from scalewise.units import format_bytes
 Composed = Callable[..., RunConfig]
 CPU = torch.device("cpu")
 PIPELINE = {"data": 0.01, "forward_backward": 0.08, "optimizer": 0.01}
-OTHERS = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
+OTHER_PHASES = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
 
 
 def row(step: int, times: dict[str, float]) -> dict[str, Any]:
@@ -47,9 +47,11 @@ def row(step: int, times: dict[str, float]) -> dict[str, Any]:
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]:
     """Lets this process hear of another rank."""
 
-    def add(other: torch.Tensor) -> None:
+    def add(other_rank: torch.Tensor) -> None:
         monkeypatch.setattr(
-            metrics_recorder, "_gather_ranks", lambda own: torch.stack([own, other])
+            metrics_recorder,
+            "_gather_ranks",
+            lambda own_values: torch.stack([own_values, other_rank]),
         )
 
     return add
@@ -81,17 +83,20 @@ def test_recorder_omits_unmarked_phases() -> None:
     for phase in ("data", "forward_backward", "optimizer"):
         clock.mark(phase)
     clock.end_step()
-    assert [list(spent) for spent in clock.drain()] == [list(PIPELINE)]
+    assert [list(phase_times) for phase_times in clock.drain()] == [list(PIPELINE)]
 
 
 @pytest.mark.parametrize(
-    ("times", "told"),
-    [(PIPELINE, "100 ms (d 10% f+b 80% o 10%)"), (OTHERS, "100 ms (d 10% f 30% b 50% o 10%)")],
+    ("times", "expected"),
+    [
+        (PIPELINE, "100 ms (d 10% f+b 80% o 10%)"),
+        (OTHER_PHASES, "100 ms (d 10% f 30% b 50% o 10%)"),
+    ],
 )
 def test_recorder_line_shows_measured_phases(
-    times: dict[str, float], told: str, compose: Composed
+    times: dict[str, float], expected: str, compose: Composed
 ) -> None:
-    assert format_window([row(1, times), row(2, times)], compose(), 2).endswith(told)
+    assert format_window([row(1, times), row(2, times)], compose(), 2).endswith(expected)
 
 
 def test_recorder_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
@@ -99,28 +104,30 @@ def test_recorder_line_shows_tokens_with_and_without_padding(compose: Composed) 
     rates = MetricsRecorder(run, 0, [], unpadded_fraction=0.25)._throughput_metrics(
         1, dict.fromkeys(PIPELINE, 0.1)
     )
-    every, real = (
+    padded_rate, unpadded_rate = (
         rates[f"throughput/{name}"] for name in ("tokens_per_s", "unpadded_tokens_per_s")
     )
-    assert real == pytest.approx(every / 4)
-    shown = format_window([row(1, PIPELINE) | rates], run, 2)
-    assert f"{every:,.0f} tok/s ({real:,.0f} without padding)" in shown
-    full = MetricsRecorder(run, 0, [])._throughput_metrics(1, dict.fromkeys(PIPELINE, 0.1))
-    assert "padding" not in format_window([row(1, PIPELINE) | full], run, 2)
+    assert unpadded_rate == pytest.approx(padded_rate / 4)
+    window_line = format_window([row(1, PIPELINE) | rates], run, 2)
+    assert f"{padded_rate:,.0f} tok/s ({unpadded_rate:,.0f} without padding)" in window_line
+    throughput_metrics = MetricsRecorder(run, 0, [])._throughput_metrics(
+        1, dict.fromkeys(PIPELINE, 0.1)
+    )
+    assert "padding" not in format_window([row(1, PIPELINE) | throughput_metrics], run, 2)
 
 
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("is_cuda", [True, False])
 def test_recorder_line_compares_the_peak_with_the_plan(
-    measured: bool, compose: Composed, capsys: pytest.CaptureFixture[str]
+    is_cuda: bool, compose: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = compose()
     peak = predicted_metrics(run)["plan/peak_bytes"]
     assert peak is not None
     terminal = ProgressDisplay(run, 4, 0)
-    terminal([{**row(3, OTHERS), **({"memory/peak_bytes": peak / 1.25} if measured else {})}])
-    terminal([row(4, OTHERS)])
-    told = f"peak {format_bytes(peak / 1.25)} (predicted +25.0%)  100 ms"
-    assert [told in line for line in capsys.readouterr().out.splitlines()] == [measured] * 2
+    terminal([{**row(3, OTHER_PHASES), **({"memory/peak_bytes": peak / 1.25} if is_cuda else {})}])
+    terminal([row(4, OTHER_PHASES)])
+    expected_line = f"peak {format_bytes(peak / 1.25)} (predicted +25.0%)  100 ms"
+    assert [expected_line in line for line in capsys.readouterr().out.splitlines()] == [is_cuda] * 2
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def test_recorder_compares_measured_with_planned_values(
 
 def test_recorder_summary_has_medians(compose: Composed) -> None:
     """A run may resume under a pipeline that started without one."""
-    rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
+    rows = [row(1, OTHER_PHASES), row(2, PIPELINE), row(3, PIPELINE)]
     metrics = build_summary(compose(), rows, {})["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
@@ -183,6 +190,6 @@ def test_recorder_keeps_an_error_before_the_first_step(compose: Composed) -> Non
 
 
 def test_recorder_separates_costs_by_strategy() -> None:
-    known = {**row(3, OTHERS), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
-    left = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
-    assert drop_cost_metrics(known) == left
+    metrics = {**row(3, OTHER_PHASES), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
+    shared_metrics = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
+    assert drop_cost_metrics(metrics) == shared_metrics

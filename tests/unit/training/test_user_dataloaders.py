@@ -51,15 +51,15 @@ def distributed(
     loader: Any, ranks: int, mode: RunningStage
 ) -> tuple[list[list[list[int]]], list[str]]:
     """The batches of all ranks of a loader of numbers, and the notes on it."""
-    shares, notes = [], list[str]()
+    rank_items, notes = [], list[str]()
     for rank in range(ranks):
-        made: Any = trainer()
-        made._data_connector._requires_distributed_sampler = lambda loader: True
-        notes = shard_dataloaders(made, rank, ranks, split_iterable=True)
-        loader_of_rank = made._data_connector._prepare_dataloader(loader, False, mode)
-        shares.append([batch.tolist() for batch in loader_of_rank])
-        assert len(shares[-1]) == len(loader_of_rank), rank
-    return shares, notes
+        stub_trainer: Any = trainer()
+        stub_trainer._data_connector._requires_distributed_sampler = lambda loader: True
+        notes = shard_dataloaders(stub_trainer, rank, ranks, split_iterable=True)
+        loader_of_rank = stub_trainer._data_connector._prepare_dataloader(loader, False, mode)
+        rank_items.append([batch.tolist() for batch in loader_of_rank])
+        assert len(rank_items[-1]) == len(loader_of_rank), rank
+    return rank_items, notes
 
 
 @settings(deadline=None, max_examples=200)
@@ -79,47 +79,60 @@ def test_validation_samples_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By as many batches on every rank, none of which is empty or larger than the loader's."""
-    rows: Any = list(range(samples))
+    dataset: Any = list(range(samples))
     mode = RunningStage.VALIDATING if held_out else RunningStage.TRAINING
-    loader = DataLoader(rows, batch_size=size, drop_last=drop_last)
-    shares, notes = distributed(loader, ranks, mode)
-    assert len({len(share) for share in shares}) == 1
-    assert all(0 < len(batch) <= size for share in shares for batch in share)
-    read = [number for share in shares for batch in share for number in batch]
-    once = held_out and samples >= ranks and (size > 1 or drop_last)
-    said = " ".join(notes)
-    repeated = re.search(r"padded to (\d+) \((\d+) repeated", said)
-    dropped = re.search(r"(\d+) of \d+ samples dropped", said)
-    assert len(notes) == bool(repeated) + bool(dropped)
-    if once:
-        assert len(set(read)) == len(read)
-        assert not repeated
+    loader = DataLoader(dataset, batch_size=size, drop_last=drop_last)
+    rank_items, notes = distributed(loader, ranks, mode)
+    assert len({len(rank_batches) for rank_batches in rank_items}) == 1
+    assert all(0 < len(batch) <= size for rank_batches in rank_items for batch in rank_batches)
+    read_samples = [
+        sample for rank_batches in rank_items for batch in rank_batches for sample in batch
+    ]
+    is_divided = held_out and samples >= ranks and (size > 1 or drop_last)
+    note_text = " ".join(notes)
+    repeated_match = re.search(r"padded to (\d+) \((\d+) repeated", note_text)
+    dropped_match = re.search(r"(\d+) of \d+ samples dropped", note_text)
+    assert len(notes) == bool(repeated_match) + bool(dropped_match)
+    if is_divided:
+        assert len(set(read_samples)) == len(read_samples)
+        assert not repeated_match
     elif samples % ranks:
-        assert repeated
-        assert int(repeated[1]) == samples + int(repeated[2]) == -(-samples // ranks) * ranks
+        assert repeated_match
+        assert (
+            int(repeated_match[1])
+            == samples + int(repeated_match[2])
+            == -(-samples // ranks) * ranks
+        )
     else:
-        assert not repeated
-    assert int(dropped[1] if dropped else 0) == max(0, samples - len(read))
+        assert not repeated_match
+    assert int(dropped_match[1] if dropped_match else 0) == max(0, samples - len(read_samples))
     if not drop_last:
-        assert set(read) == set(range(samples))
-    assert ("validation loss" in said) == bool(held_out and repeated)
+        assert set(read_samples) == set(range(samples))
+    assert ("validation loss" in note_text) == bool(held_out and repeated_match)
 
 
 def test_validation_mean_equals_one_device() -> None:
     """Of batches by their sizes, as Lightning takes it."""
     loader: Any = DataLoader(list(range(17)), batch_size=4)  # type: ignore[arg-type]  # has both
-    shares, notes = distributed(loader, 2, RunningStage.VALIDATING)
-    assert [[len(batch) for batch in share] for share in shares] == [[4, 4, 1], [4, 3, 1]]
-    means = [(sum(batch) / len(batch), len(batch)) for share in shares for batch in share]
-    assert sum(mean * size for mean, size in means) / 17 == pytest.approx(8)
+    rank_items, notes = distributed(loader, 2, RunningStage.VALIDATING)
+    assert [[len(batch) for batch in rank_batches] for rank_batches in rank_items] == [
+        [4, 4, 1],
+        [4, 3, 1],
+    ]
+    batch_means = [
+        (sum(batch) / len(batch), len(batch))
+        for rank_batches in rank_items
+        for batch in rank_batches
+    ]
+    assert sum(mean * size for mean, size in batch_means) / 17 == pytest.approx(8)
     assert notes == []
 
 
 def test_sized_stream_notes_repeated_samples() -> None:
-    made = trainer()
-    notes = shard_dataloaders(made, 0, 4, split_iterable=True)
+    stub_trainer = trainer()
+    notes = shard_dataloaders(stub_trainer, 0, 4, split_iterable=True)
     for stream in (Counted(13), Counted(12), Numbers(13)):
-        made._data_connector._prepare_dataloader(
+        stub_trainer._data_connector._prepare_dataloader(
             DataLoader(stream, batch_size=2), False, RunningStage.VALIDATING
         )
     assert len(notes) == 1
@@ -128,20 +141,20 @@ def test_sized_stream_notes_repeated_samples() -> None:
 
 def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:
     """What the trainer of a rank makes of a loader, which it is given in each epoch."""
-    made, mode = trainer(), cast(Any, None)
-    shard_dataloaders(made, rank, ranks, split_iterable=streams)
-    once = made._data_connector._prepare_dataloader(loader, False, mode)
-    return made._data_connector._prepare_dataloader(once, False, mode)
+    stub_trainer, mode = trainer(), cast(Any, None)
+    shard_dataloaders(stub_trainer, rank, ranks, split_iterable=streams)
+    prepared_loader = stub_trainer._data_connector._prepare_dataloader(loader, False, mode)
+    return stub_trainer._data_connector._prepare_dataloader(prepared_loader, False, mode)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 12, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
-    shares = [list(ShardedIterable(Numbers(count), rank, ranks)) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1
-    order = [item for group in zip(*shares, strict=True) for item in group]
+    rank_items = [list(ShardedIterable(Numbers(count), rank, ranks)) for rank in range(ranks)]
+    assert len({len(rank_batches) for rank_batches in rank_items}) == 1
+    order = [item for group in zip(*rank_items, strict=True) for item in group]
     assert order[:count] == list(range(count))
-    assert order[count:] == [number % count for number in range(-count % ranks)]
+    assert order[count:] == [sample % count for sample in range(-count % ranks)]
 
 
 def test_stream_length_is_divided_by_ranks() -> None:
@@ -155,33 +168,33 @@ def test_stream_length_is_divided_by_ranks() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_ranks_together_read_what_one_reads(workers: int) -> None:
     """Workers shuffle by generators that Lightning seeds by rank where nobody else has."""
-    rows = TensorDataset(torch.arange(24))
+    dataset = TensorDataset(torch.arange(24))
 
-    def read(rank: int, ranks: int) -> list[int]:
+    def read_rank(rank: int, ranks: int) -> list[int]:
         seed_everything(1, workers=True, verbose=False)
-        loader = DataLoader(StreamDataset(rows, shuffle=True), batch_size=2, num_workers=workers)
+        loader = DataLoader(StreamDataset(dataset, shuffle=True), batch_size=2, num_workers=workers)
         loader = prepared(loader, rank, ranks)
         _auto_add_worker_init_fn(loader, rank)
-        return [int(number) for (batch,) in loader for number in batch]
+        return [int(sample) for (batch,) in loader for sample in batch]
 
-    shares = [read(rank, 2) for rank in range(2)]
-    assert [len(share) for share in shares] == [12, 12]
-    assert sorted(shares[0] + shares[1]) == sorted(read(0, 1))
+    rank_items = [read_rank(rank, 2) for rank in range(2)]
+    assert [len(rank_batches) for rank_batches in rank_items] == [12, 12]
+    assert sorted(rank_items[0] + rank_items[1]) == sorted(read_rank(0, 1))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_workers_divide_every_item() -> None:
-    rows = TensorDataset(torch.arange(24))
-    found = []
+    dataset = TensorDataset(torch.arange(24))
+    items = []
     for rank in range(2):
-        loader = DataLoader(StreamDataset(rows, shuffle=False), batch_size=2, num_workers=2)
+        loader = DataLoader(StreamDataset(dataset, shuffle=False), batch_size=2, num_workers=2)
         shared = prepared(loader, rank, 2)
-        found += [int(number) for (batch,) in shared for number in batch]
-    assert sorted(found) == list(range(24))
+        items += [int(sample) for (batch,) in shared for sample in batch]
+    assert sorted(items) == list(range(24))
 
 
 def test_batch_sampler_of_another_loader_is_divided() -> None:
-    batches = [torch.tensor([number]) for number in range(4)]
+    batches = [torch.tensor([sample]) for sample in range(4)]
     assert [list(prepared(iter(batches), rank, 2)) for rank in range(2)] == [
         batches[::2],
         batches[1::2],

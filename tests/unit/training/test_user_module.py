@@ -22,7 +22,7 @@ from scalewise.training.user_module import build_user_module
 
 Compose = Callable[..., RunConfig]
 
-YOURS = (
+USER_MODULE = (
     "objective=module",
     "objective.target=fixtures.user_module.MyModule",
     "data.target=fixtures.user_module.MyData",
@@ -31,7 +31,7 @@ YOURS = (
 
 
 def test_user_module_composes_like_other_runs(compose: Compose) -> None:
-    run = compose(*YOURS, "+objective.arguments.width=4", "parallelism=ddp")
+    run = compose(*USER_MODULE, "+objective.arguments.width=4", "parallelism=ddp")
     assert run.name == "MyModule-ddp-fp32"
     assert {run.choices[group] for group in ("model", "data", "optimizer", "schedule")} == {
         "module"
@@ -111,15 +111,15 @@ def test_user_module_composes_like_other_runs(compose: Compose) -> None:
 def test_user_module_rejects_options_without_effect(
     compose: Compose, overrides: str, key: str, reason: str, fix: str
 ) -> None:
-    given = [overrides] if "{" in overrides else overrides.split()
-    replaced = {entry.partition("=")[0] for entry in given}
-    kept = [entry for entry in YOURS if entry.partition("=")[0] not in replaced]
+    override_list = [overrides] if "{" in overrides else overrides.split()
+    replaced = {entry.partition("=")[0] for entry in override_list}
+    base_overrides = [entry for entry in USER_MODULE if entry.partition("=")[0] not in replaced]
     if overrides in (
         "data=corpus",
         "trusted_packages=[]",
     ):  # the target has another issue
-        kept = [entry for entry in kept if not entry.startswith("data.")]
-    assert_rejected([*kept, *given], key, reason, fix)
+        base_overrides = [entry for entry in base_overrides if not entry.startswith("data.")]
+    assert_rejected([*base_overrides, *override_list], key, reason, fix)
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer", "schedule"])
@@ -128,7 +128,7 @@ def test_user_module_options_require_the_objective(compose: Compose, group: str)
 
 
 @pytest.mark.parametrize(
-    ("lines", "key", "reason"),
+    ("overrides", "key", "reason"),
     [
         (["objective.target=nowhere_at_all.X"], "objective.target", "cannot be imported"),
         (
@@ -159,22 +159,22 @@ def test_user_module_options_require_the_objective(compose: Compose, group: str)
     ids=overrides_id,
 )
 def test_user_module_that_cannot_be_built_is_rejected(
-    compose: Compose, lines: list[str], key: str, reason: str
+    compose: Compose, overrides: list[str], key: str, reason: str
 ) -> None:
-    replaced = {entry.partition("=")[0] for entry in lines}
-    kept = [entry for entry in YOURS[:3] if entry.partition("=")[0] not in replaced]
-    run = compose(*kept, *lines, "trusted_packages=[fixtures,nowhere_at_all]")
-    with pytest.raises(ConfigError) as caught:
+    replaced = {entry.partition("=")[0] for entry in overrides}
+    base_overrides = [entry for entry in USER_MODULE[:3] if entry.partition("=")[0] not in replaced]
+    run = compose(*base_overrides, *overrides, "trusted_packages=[fixtures,nowhere_at_all]")
+    with pytest.raises(ConfigError) as excinfo:
         build_user_module(run)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == key
     assert reason in issue.reason
 
 
 def test_user_module_plan_requires_a_trace(compose: Compose) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_plan(compose(*YOURS))
-    assert [str(issue) for issue in caught.value.issues] == [
+    with pytest.raises(ConfigError) as excinfo:
+        build_plan(compose(*USER_MODULE))
+    assert [str(issue) for issue in excinfo.value.issues] == [
         "plan.method=ledger: the analytic memory model does not cover user-defined modules; "
         "set plan.method=trace"
     ]
@@ -207,15 +207,17 @@ def test_user_module_imports_only_trusted_modules(
     assert find_spec("not_theirs") is None
     for name in ("json", "yaml"):
         monkeypatch.delitem(sys.modules, name)
-        found = find_spec(name)
-        assert found is not None
-        assert found.origin is not None
-        assert not found.origin.startswith(str(tmp_path)), "an installed module comes first"
+        module_spec = find_spec(name)
+        assert module_spec is not None
+        assert module_spec.origin is not None
+        assert not module_spec.origin.startswith(str(tmp_path)), "an installed module comes first"
 
 
 def test_failed_constructor_names_its_line(compose: Compose) -> None:
     run = compose(
-        *YOURS[:1], "objective.target=fixtures.user_module.FailingConstructor", *YOURS[2:]
+        *USER_MODULE[:1],
+        "objective.target=fixtures.user_module.FailingConstructor",
+        *USER_MODULE[2:],
     )
     with pytest.raises(
         ConfigError, match=r"no such table \(.*fixtures/user_module.py:\d+ in __init__\)"

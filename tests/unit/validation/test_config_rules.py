@@ -6,7 +6,7 @@ from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected
 
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
-HEAD = ("model.classes=2", "model.tied=false")
+CLASSIFICATION_HEAD = ("model.classes=2", "model.tied=false")
 
 RULES: list[RejectionCase] = [
     (["memory.every=0.5"], "memory.every", "must be 1 or more", "memory.every=2"),
@@ -371,13 +371,18 @@ RULES: list[RejectionCase] = [
         "set model=decoder_nano model.classes=2 model.tied=false",
     ),
     (
-        [*HEAD],
+        [*CLASSIFICATION_HEAD],
         "model.classes",
         "replaces the token logits",
         "model.classes=null",
     ),
     (
-        ["parallelism=tensor", "objective=classification", "data=corpus_classes", *HEAD],
+        [
+            "parallelism=tensor",
+            "objective=classification",
+            "data=corpus_classes",
+            *CLASSIFICATION_HEAD,
+        ],
         "model.classes",
         "which tensor parallelism cannot shard",
         "parallelism=fsdp",

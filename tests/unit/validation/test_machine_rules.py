@@ -44,7 +44,7 @@ def test_machine_issue_names_key_reason_and_fix(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "lines", "reason"),
+    ("variable", "value", "messages", "reason"),
     [
         ("WANDB_MODE", "nonsense", [], "one of online, offline, disabled"),
         ("WANDB_MODE", "nonsense", ["tracking=none"], ""),
@@ -57,13 +57,13 @@ def test_machine_issue_names_key_reason_and_fix(
     ],
 )
 def test_invalid_wandb_variables_are_rejected(
-    variable: str, value: str, lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, messages: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
     if not reason:
-        compose(lines)
+        compose(messages)
         return
-    (issue,) = rejection_issues(lines)
+    (issue,) = rejection_issues(messages)
     assert issue.key == variable
     assert reason in issue.reason
     assert "unset it" in issue.fix

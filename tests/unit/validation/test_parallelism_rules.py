@@ -9,7 +9,7 @@ from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
-LAYOUTS: list[RejectionCase] = [
+REJECTED_MESHES: list[RejectionCase] = [
     (["parallelism=mesh", "parallelism.shards=0"], "parallelism.shards", "1 or more, or auto", ""),
     (["parallelism=mesh", "parallelism.shards=x"], "parallelism.shards", "1 or more, or auto", ""),
     (
@@ -235,7 +235,7 @@ LAYOUTS: list[RejectionCase] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(REJECTION_FIELDS, LAYOUTS, ids=overrides_id)
+@pytest.mark.parametrize(REJECTION_FIELDS, REJECTED_MESHES, ids=overrides_id)
 def test_parallelism_issue_names_key_reason_and_fix(
     overrides: list[str], key: str, reason: str, fix: str
 ) -> None:
@@ -244,18 +244,18 @@ def test_parallelism_issue_names_key_reason_and_fix(
 
 def test_fp16_rejects_options_that_read_scaled_gradients() -> None:
     overrides = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose([*overrides, "precision=fp16_mixed"], check_machine=False)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == "optimizer.in_backward"
     assert "known to be finite" in issue.reason
 
 
 def test_fp16_is_rejected_with_a_mesh() -> None:
     overrides = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose(overrides, check_machine=False)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == ("precision", "fp16_mixed")
     assert "does not scale fp16 gradients" in issue.reason
     assert "parallelism=ddp" in issue.fix
@@ -270,21 +270,21 @@ def test_fp16_is_rejected_with_a_mesh() -> None:
     ],
 )
 def test_fp8_requires_device_support(overrides: list[str], key: str, reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose(["precision=fp8", *overrides], check_machine=False)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.key == key
     assert reason in issue.reason
 
 
-UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
+UNEVEN_BATCH = ["trainer.micro_batch=3", "trainer.global_batch=8"]
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        UNEVEN,
-        [*UNEVEN, "parallelism=ddp"],
+        UNEVEN_BATCH,
+        [*UNEVEN_BATCH, "parallelism=ddp"],
         ["parallelism=context", "data.sequence=53", "parallelism.context=1"],
         ["parallelism=context", "data.sequence=54", "parallelism.balanced=false"],
         ["parallelism=context", "parallelism.context=8", "parallelism.attention=gather"],
