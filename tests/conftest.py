@@ -1,4 +1,4 @@
-"""Fixtures of every test: a cache of its own, no W&B account and a temporary folder."""
+"""Fixtures of all tests: a separate cache, no W&B account and a temporary folder."""
 
 import logging
 import os
@@ -39,13 +39,13 @@ settings.load_profile("ci")
 
 
 def pytest_configure() -> None:
-    """Restore SIGHUP, which ``nohup`` ignores: commands of tests inherit the disposition."""
+    """Restore SIGHUP, which ``nohup`` ignores: test commands inherit the disposition."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all workers of a session: the corpus is built once."""
+    """Cache for all workers of a session, so that the corpus is built once."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     folder.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def deepspeed_extensions(shared_cache: Path) -> None:
-    """Keep the compiled extensions of DeepSpeed between sessions: they take minutes to build."""
+    """Keep compiled DeepSpeed extensions between sessions: builds take minutes."""
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # another worker was first
         (shared_cache / "extensions").symlink_to(EXTENSIONS)
@@ -85,7 +85,7 @@ def _composed(*overrides: str, check_machine: bool = True) -> RunConfig:
 
 @pytest.fixture
 def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
-    """Composes a ``RunConfig`` from overrides, in the temporary folder of the test.
+    """Compose a ``RunConfig`` from overrides, in the temporary folder of the test.
 
     A ``RunConfig`` is immutable, so that compositions are cached.
     """

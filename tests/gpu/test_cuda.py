@@ -41,7 +41,7 @@ def test_cuda_run_trains_and_records_metrics(precision: str, tmp_path: Path) -> 
 
 
 def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
-    """From weights on disk: the two kinds of device draw different random numbers."""
+    """Starts from weights on disk, because random numbers differ by device."""
     run = scalewise.compose(SMOKE_RUN)
     state_dict_adapter.export_folder(
         build_model(run.model, 1).state_dict(), run.model, tmp_path / "start"
@@ -116,7 +116,7 @@ def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
 
 
 def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
-    """And are paged again when a checkpoint is read."""
+    """State read from a checkpoint is paged again."""
     overrides = [*SMOKE_RUN, "precision=fp32", "checkpoint.every=2"]
     default_metrics = scalewise.train(scalewise.compose(overrides), tmp_path / "plain").summary[
         "metrics"
@@ -177,7 +177,7 @@ def test_phase_timer_measures_device_time() -> None:
 def test_cuda_peak_memory_is_near_prediction(
     case_overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Kernels allocate workspace that the plan omits: the model is large enough to hide it."""
+    """The plan omits kernel workspaces, which are small compared with this model."""
     size = ("model=llama_160m", "data=synthetic", "data.sequence=1024", "trainer.micro_batch=8")
     shape = ("trainer.global_batch=8", "trainer.max_steps=3", "schedule.warmup_steps=1")
     result = scalewise.train(

@@ -18,7 +18,7 @@ def cli_env(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dic
 
 @pytest.fixture
 def run_cli(tmp_path: Path, cli_env: dict[str, str]) -> Iterator[CliRunner]:
-    """Runs commands in the temporary folder of the test."""
+    """Function that runs commands in the temporary folder of the test."""
     runner = CliRunner(tmp_path, cli_env)
     yield runner
     runner.close()
@@ -28,7 +28,7 @@ def run_cli(tmp_path: Path, cli_env: dict[str, str]) -> Iterator[CliRunner]:
 def cli_runner_in(
     tmp_path_factory: pytest.TempPathFactory, cli_env: dict[str, str]
 ) -> Iterator[Callable[[str], CliRunner]]:
-    """Makes a runner in a named folder, for runs that several tests of a module read."""
+    """Function that returns a runner in a named folder, for runs shared by tests of a module."""
     runners: list[CliRunner] = []
 
     def make_runner(name: str) -> CliRunner:
@@ -42,5 +42,5 @@ def cli_runner_in(
 
 @pytest.fixture
 def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
-    """Runs jobs from the fork server of this process: one second each instead of six."""
+    """Function that runs jobs from the forkserver of this process: 1 s instead of 6 s."""
     return JobRunner(tmp_path, shared_cache)

@@ -1,4 +1,4 @@
-"""The Python API, torchrun as the launcher, and config folders of a user."""
+"""The Python API, torchrun as the launcher, and user config folders."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_torchrun_saves_a_checkpoint_on_sigterm(run_cli: CliRunner) -> None:
 
 @pytest.fixture
 def user_config_folder(tmp_path: Path) -> Path:
-    """A folder as a user would keep it: an optimizer of their own and two experiments."""
+    """User folder with an optimizer option and two experiments."""
     files = {
         "optimizer/brisk.yaml": """
             defaults:
@@ -174,7 +174,7 @@ def test_user_config_folder_extends_the_config_tree(
 def test_sweep_file_runs_without_the_multirun_flag(
     user_config_folder: Path, run_cli: CliRunner
 ) -> None:
-    """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
+    """``sweep=NAME`` needs no ``-m`` and combines with other overrides."""
     result = run_cli(
         "-cd", str(user_config_folder), "experiment=mine", "sweep=seeds", *SMALL_OVERRIDES
     ).assert_ok()

@@ -69,7 +69,7 @@ def test_loss_guard_stops_a_diverged_run(strategy: str, run_job: JobRunner) -> N
 
 
 def test_loss_guard_reports_the_logged_loss(run_job: JobRunner) -> None:
-    """Lightning's own number is divided by the accumulation."""
+    """Lightning divides its own value by the accumulation."""
     diverging_overrides = (
         "optimizer=sgd",
         "optimizer.lr=300",

@@ -22,7 +22,7 @@ TINY = "experiment=finetune/captioning_tiny"
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """A folder of drawn shapes as files, with their captions and their tokenizer."""
+    """Folder of image files of shapes, with captions and their tokenizer."""
     splits = prepare_splits(SyntheticShapes(image_size=48), len(WORDS), 1)
     assert splits.tokenizer is not None
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())

@@ -1,4 +1,4 @@
-"""Modules in the current folder: none is imported unless ``trusted_packages`` names it."""
+"""Modules in the current folder are imported only if ``trusted_packages`` names them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ raise ImportError(f"{{__file__}} was imported")
 
 
 def set_traps(folder: Path) -> Path:
-    """Write a module for each importable top-level name; returns the file that they append to."""
+    """Write a module for each importable top-level name; return the file to which they append."""
     names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
     names |= {path.stem for path in SRC_DIR.iterdir()} | {"apex", "fixtures"}
     marker = folder / MARKER
@@ -35,7 +35,7 @@ def set_traps(folder: Path) -> Path:
 
 
 class Trapped:
-    """Runs commands in a folder full of modules that must not be imported."""
+    """Runs commands in a folder with modules that must not be imported."""
 
     def __init__(self, runner: CliRunner) -> None:
         self.runner, self.marker = runner, set_traps(runner.cwd)
@@ -72,7 +72,7 @@ def isolation_runner(cli_runner_in: Callable[[str], CliRunner]) -> Trapped:
 
 @pytest.fixture(scope="module")
 def run(isolation_runner: Trapped) -> str:
-    """A run of two ranks under a supervisor."""
+    """Run of two ranks under a supervisor."""
     overrides = ("-m", *UNTRACKED, "hydra/launcher=packed", "parallelism=ddp", "seed=1")
     return str(isolation_runner("train", *overrides).folder.jobs[0].path)
 
@@ -116,7 +116,7 @@ def test_publish_imports_nothing_from_the_current_folder(isolation_runner: Trapp
 
 
 def test_python_m_removes_the_current_folder_from_sys_path(run_cli: CliRunner) -> None:
-    """What ``python -m`` itself imports before the package is Python's own to protect (-P)."""
+    """Imports of ``python -m`` before the package starts are protected by Python's ``-P`` only."""
     for name in ("random", "torch", "yaml", "dataclasses", "typing"):
         (run_cli.cwd / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
     run_cli("experiment=smoke", command="plan").assert_ok()

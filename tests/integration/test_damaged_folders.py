@@ -1,7 +1,7 @@
-"""Every command on run and sweep folders with damaged files.
+"""Commands on run and sweep folders with damaged files.
 
-A command either works on what is left or rejects the folder: exit code 2 and a line that names the
-file and a fix. It never ends in a traceback.
+A command either works with the remaining files or rejects the folder: exit code 2 and a line that
+names the file and a fix. No command ends in a traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass(frozen=True)
 class Made:
-    """Folders that were trained once."""
+    """Folders of completed runs."""
 
     run: Path
     other: Path
@@ -55,7 +55,7 @@ def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path
 
 
 def typed(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of a command in this process, in a terminal that takes UTF-8 alone."""
+    """Exit code and output of a command that runs in this process, in a UTF-8 terminal."""
     output_stream = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     with redirect_stdout(output_stream), redirect_stderr(output_stream):
         code = cli.main(list(arguments))
@@ -65,7 +65,7 @@ def typed(*arguments: str) -> tuple[int, str]:
 
 
 def cases_of(folder: Path) -> list[tuple[str, str]]:
-    """The damages of a folder: the file, relative to it, and the name of the damage."""
+    """Damage cases of a folder: relative file path and name of the damage."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     read_files = [path for path in files if path.suffix not in UNREAD_SUFFIXES]
     read_files = [

@@ -78,10 +78,10 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 @pytest.mark.usefixtures("deepspeed_extensions")
 @pytest.mark.parametrize("strategy", OFFLOAD_PARAMS)
 def test_deepspeed_offload_equals_one_device(strategy: str, run_job: JobRunner) -> None:
-    """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
+    """Uses AdamW: DeepSpeed has no other optimizer for the host, so that SGD is not covered.
 
     AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
-    does an epsilon as large as this one, which also keeps AdamW from enlarging rounding errors.
+    does a large epsilon, which also prevents AdamW from amplifying rounding errors.
     """
     overrides = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER_MODEL if "nvme" in strategy else ()))
     single_run = run_job.without_defaults(
@@ -114,7 +114,7 @@ def test_deepspeed_resume_is_bitwise_equal(
 
 
 def test_hierarchical_partition_resumes_like_plain_stage_3(run_job: JobRunner) -> None:
-    """With a validation and a checkpoint after each step: both gather the same weights."""
+    """Validates and saves after each step: both gather the same weights."""
     overrides = (*ADAMW, *ZERO3_FOUR_RANKS, "trainer.validate_every=1", *EACH_CHECKPOINT)
     stage_3_run = run_job.without_defaults(*overrides)
     resumed = run_job.without_defaults(
@@ -125,7 +125,7 @@ def test_hierarchical_partition_resumes_like_plain_stage_3(run_job: JobRunner) -
 
 @EXHAUSTIVE
 def test_hierarchical_partition_loads_frozen_weights(run_job: JobRunner) -> None:
-    """Frozen weights other than those drawn, as a user's module without a seed has them."""
+    """Frozen weights that differ from the initial ones, as in a user module without a seed."""
     overrides = (*ADAMW, *ZERO3_FOUR_RANKS, "adapter=lora", *EACH_CHECKPOINT)
     path = run_job.without_defaults(*overrides).checkpoint(2)
     packed_state = store.pack_state(store.load_state(path))
@@ -218,7 +218,7 @@ def test_zero_partition_memory_is_exact(stage: int, run_job: JobRunner) -> None:
 @EXHAUSTIVE
 @pytest.mark.parametrize("kind", BF16)
 def test_deepspeed_bf16_loss_is_near_fp32(kind: str, run_job: JobRunner) -> None:
-    """Within 2 % of the loss of the same steps in fp32."""
+    """Within 2 % of the fp32 loss of the same steps."""
     steps = ("trainer.max_steps=40", "optimizer.lr=3e-3")
     fp32_run = run_job.without_defaults(*ADAMW, *steps, "parallelism=single")
     run = run_job.without_defaults(*ADAMW, *steps, *BF16[kind])

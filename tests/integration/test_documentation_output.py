@@ -18,7 +18,7 @@ EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
 
 @pytest.mark.parametrize("block", CONSOLE_BLOCKS, ids=lambda block: block.name)
 def test_documented_output_equals_command_output(block: Block, run_cli: CliRunner) -> None:
-    """``SCALEWISE_RECORD=1`` writes the output into the document again."""
+    """``SCALEWISE_RECORD=1`` updates the output in the document."""
     (command,) = block.lines
     command_line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
     result = run_cli.start_process(["bash", "-c", command_line]).wait()
@@ -42,7 +42,7 @@ def test_documented_example_runs(script: Path, run_cli: CliRunner) -> None:
 
 @pytest.mark.parametrize("page", EXTEND, ids=lambda path: path.stem)
 def test_extend_page_works_as_written(page: Path, run_cli: CliRunner) -> None:
-    """The files of the page are written and its commands run, in order."""
+    """Writes the files of the page and runs its commands in order."""
     folders = (run_cli.cwd, run_cli.cwd / "installed")
     paths = os.pathsep.join((*map(str, folders), run_cli.environment["PYTHONPATH"]))
     for block in blocks(page):
@@ -62,7 +62,7 @@ def test_extend_page_works_as_written(page: Path, run_cli: CliRunner) -> None:
 
 
 def install(project: Path) -> None:
-    """Install a project as its page does, but into ``installed`` and without the network."""
+    """Install a project as documented, but into ``installed`` and without network."""
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-index")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", "installed", "-e", "."],

@@ -122,7 +122,7 @@ def test_evaluate_equals_transformers_loss_and_generation(
 
 
 class Fixed(ModelModule):
-    """A model that is as sure of each token whatever came before."""
+    """Model whose logits do not depend on the previous tokens."""
 
     def __init__(self, *logits: float) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ PREFIX = "model."
 def trained(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[scalewise.Run, dict[str, torch.Tensor]]:
-    """A run of a few steps and its weights, by the model's own names."""
+    """Run of a few steps, and its weights by model names."""
     run = scalewise.compose(["experiment=smoke", "tracking=none", "trainer.max_steps=8"])
     result = scalewise.train(run, tmp_path_factory.mktemp("trained") / "run")
     assert result.status == "ok", result.reason

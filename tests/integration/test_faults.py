@@ -98,7 +98,7 @@ CI_CASES = {("ddp", "oom"), ("pipeline", "kill")}
 
 
 def fault_timeout(uninterrupted: RunDir) -> int:
-    """Timeout that is long enough for a job to reach its fault on a busy machine, in seconds."""
+    """Timeout in seconds within which a job reaches its fault on a busy machine."""
     return max(8, 2 * ceil(uninterrupted.status["seconds"]))
 
 
@@ -185,7 +185,7 @@ def test_restart_recovers_from_a_single_fault(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that the second checkpoint of a tiny run fills."""
+    """File system that the second checkpoint of a small run fills."""
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
@@ -249,7 +249,7 @@ def test_memory_limit_ends_the_run_out_of_memory(run_job: JobRunner) -> None:
 
 
 def test_callback_with_invalid_arguments_is_rejected(run_job: JobRunner) -> None:
-    """One of somebody else's, whose values only it can judge."""
+    """The values of a third-party callback are checked by its constructor only."""
     invalid_callback = (
         "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
         "+callbacks.late.duration=soon",

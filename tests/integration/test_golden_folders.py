@@ -1,6 +1,6 @@
-"""Golden test: folders that version 0.1.0 wrote are resumed, reported, evaluated and exported.
+"""Golden test: folders of version 0.1.0 are resumed, reported, evaluated and exported.
 
-``tests/golden/sweep`` is the sweep of ``COMMAND``, less its pages and its earlier checkpoints.
+``tests/golden/sweep`` is the sweep of ``SWEEP_COMMAND`` without pages and earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGER_RUN = ("trainer.max_steps=6", "schedule=constant")
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> RunDir:
-    """A copy of the golden sweep in the folder where commands are typed."""
+    """Copy of the golden sweep in the current folder."""
     shutil.copytree(GOLDEN_DIR / "sweep", tmp_path / "sweep")
     return RunDir(tmp_path / "sweep")
 

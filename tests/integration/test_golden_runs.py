@@ -1,4 +1,4 @@
-"""Golden test: what 20 small runs compute, and which files and keys they write."""
+"""Golden test: results of 20 small runs, and the files and keys that they write."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPEN_MAPPINGS = {
 
 
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of names and bytes, in the order of names."""
+    """SHA-256 of names and bytes, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -73,7 +73,7 @@ def keys_of(run: RunDir, name: str) -> object:
 
 
 def describe_run(run: RunDir) -> dict[str, Any]:
-    """The record of an ended run."""
+    """Record of a finished run."""
     return {
         "weights": hash_of(run.weights(STEPS)),
         "machine": MACHINE,

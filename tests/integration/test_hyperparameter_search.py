@@ -24,7 +24,7 @@ def statuses(folder: RunDir) -> list[str]:
 
 
 class TestSearch:
-    """Four trials: one ends well, one runs out of memory, two cannot run at all."""
+    """Four trials: one succeeds, one runs out of memory, two cannot start."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -82,7 +82,7 @@ def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> N
 
 
 def test_killed_search_resumes(run_cli: CliRunner) -> None:
-    """SIGKILL in the second trial of three: the first is not repeated, the second is."""
+    """SIGKILL in the second of three trials: only the second is repeated."""
     overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
     slow_steps = "trainer.max_steps=200"
     process = run_cli.start(
@@ -163,7 +163,7 @@ def test_search_without_optuna_names_the_extra(run_cli: CliRunner) -> None:
 
 @EXHAUSTIVE
 def test_search_of_several_objectives_respects_a_constraint(run_cli: CliRunner) -> None:
-    """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
+    """Wide models learn faster and run slower; the memory bound excludes the widest."""
     objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
     constraint = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
     axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")

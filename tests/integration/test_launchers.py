@@ -17,7 +17,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_slurm_launcher_without_its_extra_is_rejected(run_cli: CliRunner) -> None:
-    """Whatever is said of its options, which are not known then."""
+    """For any launcher options, which are unknown without the extra."""
     overrides = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
     process = run_cli.start_process(
         [sys.executable, "-c", WITHOUT_SUBMITIT, *overrides, "seed=1,2"]

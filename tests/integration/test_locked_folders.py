@@ -1,4 +1,4 @@
-"""Two processes never drive one sweep or resume one run at the same time."""
+"""Two processes never run one sweep or resume one run at the same time."""
 
 from __future__ import annotations
 

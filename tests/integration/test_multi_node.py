@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[CliProcess]:
-    """Two nodes of one rank each, on the loopback."""
+    """Two nodes with one rank each, on the loopback interface."""
     port = free_port()
     return [
         runner.start_process(
@@ -125,7 +125,7 @@ SLOW_STEPS = (TRUST_FIXTURES, "+callbacks.slow._target_=fixtures.faults.SlowStep
 
 
 def listening(commands: list[CliProcess]) -> set[str]:
-    """Addresses at which the processes of these commands accept connections."""
+    """Addresses on which the processes of these commands accept connections."""
     return {
         socket.laddr.ip
         for command in commands

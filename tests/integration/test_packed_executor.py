@@ -84,7 +84,7 @@ def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
 @several_cores
 @pytest.mark.exhaustive
 def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
-    """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
+    """Job 0 loses its supervisor, jobs 1 and 3 a rank; one strategy takes both slots."""
     kill_launcher = "{_target_:fixtures.faults.KillLauncher,job:0,step:5}"
     overrides = (
         *PACKED_SWEEP,

@@ -36,7 +36,7 @@ SHORT_RUN = (
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
-    """A file of short conversations, of many lengths."""
+    """File of short conversations with various lengths."""
     path, rng = tmp_path / "a.jsonl", random.Random(1)
     with open(path, "w", encoding="utf-8") as file:
         for index in range(100):

@@ -1,4 +1,4 @@
-"""``scalewise publish`` with the real client: complete uploads, no duplicates, server failures."""
+"""``scalewise publish`` with the W&B client: complete uploads, no duplicates, server failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINGLE_RETRY = {
 
 
 def serving(views: Views | None = None, **faults: Any) -> WandbServer:
-    """A server of runs and reports, and its bad days."""
+    """Server of runs and reports with injected faults."""
     return WandbServer(handlers=(views or Views()).handlers, **faults)
 
 
@@ -57,7 +57,7 @@ def run_of(server: WandbServer, folder: RunDir) -> ServedRun:
 
 
 def assert_rows_are_those_of(folder: RunDir, run: ServedRun, after: int = 0) -> None:
-    """Every step of the folder is in one row at the server, and in one only."""
+    """Assert that the server has each step of the folder in exactly one row."""
     losses = {int(row["step"]): float(row["train/loss"]) for row in folder.metrics}
     for row in run.history:
         window = [losses[step] for step in range(after + 1, row["step"] + 1)]
@@ -68,20 +68,20 @@ def assert_rows_are_those_of(folder: RunDir, run: ServedRun, after: int = 0) -> 
 
 @pytest.fixture(scope="module")
 def offline_sweep(cli_runner_in: Callable[[str], CliRunner]) -> RunDir:
-    """A sweep of two jobs without an account, one with an adapter."""
+    """Offline sweep of two jobs, one with an adapter."""
     return cli_runner_in("offline")("-m", *TINY, "adapter=none,lora", "seed=3").assert_ok().folder
 
 
 @pytest.fixture
 def sweep(offline_sweep: RunDir, tmp_path: Path) -> RunDir:
-    """A copy of that sweep, for a test that publishes it in its own way."""
+    """Copy of the offline sweep for one test."""
     copied_sweep = tmp_path / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
     shutil.copytree(offline_sweep.path, copied_sweep, symlinks=True)
     return RunDir(copied_sweep)
 
 
 class TestPublishSweep:
-    """A sweep that was tracked offline, published once and once more."""
+    """Offline sweep that is published twice."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -218,7 +218,7 @@ def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -
 
 
 def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
-    """Each has an id of its own, its own rows, and the second says which checkpoint it used."""
+    """Each attempt has its own id and rows; the second names its checkpoint."""
     run_cli(*TINY).assert_ok()
     run_cli(*TINY, "trainer.max_steps=12", "resume=last").assert_ok()
     first, second_folder = run_cli.folders
@@ -247,7 +247,7 @@ def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
 def test_publish_resends_history_that_the_server_lost(
     fault: str, sweep: RunDir, run_cli: CliRunner
 ) -> None:
-    """The client says that it sent, and marks the run so; the server is asked."""
+    """The client marks history as sent; the server state decides."""
     job = sweep.jobs[0]
     with serving(faults={fault: 500}) as server:
         result = publish(run_cli, server, job.path, env=SINGLE_RETRY)
@@ -314,7 +314,7 @@ def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
 
 @EXHAUSTIVE
 def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> None:
-    """What had arrived comes no second time."""
+    """Rows on the server are not sent again."""
     with serving(fail_after_rows=1) as server:
         rare_logging = ("trainer.log_every=20", "trainer.validate_every=null")
         overrides = (*TINY, *rare_logging, "trainer.max_steps=20000")

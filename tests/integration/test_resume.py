@@ -54,7 +54,7 @@ def reference_runs() -> dict[str, RunDir]:
 
 @pytest.fixture
 def uninterrupted(run_job: JobRunner, reference_runs: dict[str, RunDir]) -> Reference:
-    """The uninterrupted run of a kind; each is trained once."""
+    """Function that returns the uninterrupted run of a kind, trained once."""
 
     def reference(kind: str) -> RunDir:
         if kind not in reference_runs:
@@ -65,7 +65,7 @@ def uninterrupted(run_job: JobRunner, reference_runs: dict[str, RunDir]) -> Refe
 
 
 def assert_same(run: RunDir, reference: RunDir) -> None:
-    """The same weights, and one row a step that holds the same losses."""
+    """Assert equal weights, and one row per step with equal losses."""
     assert run.status["status"] == "ok"
     assert same_weights(run.weights(8), reference.weights(8))
     assert run.steps == list(range(1, 9))
@@ -173,7 +173,7 @@ def test_resume_uses_the_new_learning_rate(run_job: JobRunner) -> None:
 
 @EXHAUSTIVE
 def test_resume_uses_the_new_weight_decay(run_job: JobRunner) -> None:
-    """One step on, two decays leave weights that differ by what AdamW says: lr x decay x weight."""
+    """After one step, weights differ by lr x decay difference x weight."""
     constant_schedule = ("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01")
     first = run_job(*constant_schedule, "optimizer.weight_decay=0.1", "trainer.max_steps=4")
     before = first.weights(4)
@@ -193,7 +193,7 @@ def test_resume_uses_the_new_weight_decay(run_job: JobRunner) -> None:
 def test_resume_uses_the_new_momentum(
     run_job: JobRunner,
 ) -> None:
-    """SGD without momentum forgets what the momentum before had gathered."""
+    """SGD without momentum drops the momentum state."""
     sgd_overrides = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")
     first = run_job(*sgd_overrides, "checkpoint.every=4", "checkpoint.keep=0")
     momentum_run = run_job(*sgd_overrides, resume=first.checkpoint(4))
@@ -280,7 +280,7 @@ def test_run_killed_at_a_random_time_resumes(
 
 
 def test_resume_under_another_strategy_records_its_own_costs(run_job: JobRunner) -> None:
-    """Two steps are left: too few to measure memory again."""
+    """The two remaining steps are too few to measure memory."""
     first = run_job(EVERY_TWO_STEPS)
     peak_bytes = first.summary["metrics"]["memory/peak_bytes"]
     same_strategy_metrics, other_strategy_metrics = (

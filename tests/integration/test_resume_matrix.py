@@ -35,13 +35,13 @@ LOW_BIT_OPTIMIZERS = ("adamw_8bit", "adamw_4bit")
 
 
 def of_group(group: str) -> dict[str, tuple[str, ...]]:
-    """Returns every option of a group with the overrides that it needs beside it."""
+    """Options of a group, with the overrides that each requires."""
     options = {name: (f"{group}={name}",) for name in paths.option_names(group)}
     return {**options, **EXTRA_OPTIONS.get(group, {})}
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
-    """Returns every option of these groups on one rank, and every strategy by itself."""
+    """Options of these groups on one rank, and all strategies."""
     overrides_by_kind: dict[str, tuple[str, ...]] = {}
     for group in ("optimizer", "adapter", "quantization", "precision"):
         overrides_by_kind |= {

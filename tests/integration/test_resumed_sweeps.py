@@ -22,7 +22,7 @@ SLOW_STEPS = "+callbacks.slow._target_=fixtures.faults.SlowSteps"
 
 
 def finished_files(sweep: RunDir) -> dict[str, bytes]:
-    """What every job that ended well has left, by the job's folder."""
+    """Content of the files of each successful job, by path."""
     content_by_file = {}
     for file in sweep.path.glob("*/status.json"):
         if json.loads(file.read_text("utf-8"))["status"] == "ok":
@@ -120,7 +120,7 @@ def test_resumed_sweep_keeps_finished_jobs(
 
 
 def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> None:
-    """A limit is no part of what a job is: the one that ran out of time gets more of it."""
+    """The timeout is not part of a job's identity: a timed-out job may resume with a larger one."""
     slow_sweep = (*SWEEP, SLOW_STEPS)
     result = run_cli(*slow_sweep, "seed=1,2", "launch.timeout=4")
     assert result.code == 4, result.failure_report
@@ -148,7 +148,7 @@ def test_resumed_sweep_adds_jobs_and_retries_on_request(run_cli: CliRunner) -> N
 
 @pytest.fixture
 def running_sweep(run_cli: CliRunner) -> Iterator[tuple[CliRunner, Path]]:
-    """A sweep under way."""
+    """Sweep that is running."""
     process = run_cli.start(*SWEEP, SLOW_STEPS, "trainer.max_steps=1000", "seed=1,2")
     folder = process.wait_for_step(2).parent
     yield run_cli, folder

@@ -1,4 +1,4 @@
-"""No secret of the environment is in any file, line or request."""
+"""No secret of the environment occurs in a file, an output line or a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECRET_PARTS = (
 
 
 def assert_nowhere(result: Iterable[CliResult], server: WandbServer | None = None) -> None:
-    """No part of a secret is in what was printed, in the folder, or at the server."""
+    """Assert that output, folders and server requests contain no part of a secret."""
     texts: dict[str, bytes] = {}
     for index, command_result in enumerate(result):
         texts[f"output {index}"] = command_result.transcript.encode()

@@ -1,4 +1,4 @@
-"""A POSIX shell passes printed overrides on unchanged."""
+"""Printed overrides pass a POSIX shell unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = ["", "~", "~/a=b", "a b", "$HOME", "\n", "a\n", "é", "\\", "'", '"', "
 
 
 def values() -> list[object]:
-    """Returns texts of what shells and Hydra read as more than text, alone and in containers."""
+    """Texts that shells or Hydra interpret, alone and in containers."""
     rng = random.Random(1)
     texts = ["".join(rng.choices(TEXT_PIECES, k=rng.randint(1, 9))) for _ in range(400)]
     return [

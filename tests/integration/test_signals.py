@@ -114,7 +114,7 @@ def test_signal_is_reported_to_the_tracker(strategy: str, run_cli: CliRunner) ->
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=EXHAUSTIVE), "ddp"])
 def test_second_ctrl_c_ends_at_once(strategy: str, run_cli: CliRunner) -> None:
-    """The first one is never acted on here: the step does not end."""
+    """The first signal has no effect here, because the step does not end."""
     process = run_cli.start(*LONG_RUN, f"parallelism={strategy}", *_stuck_at(3))
     run = RunDir(process.wait_for_file("runs/*/*/stuck").parent)
     process.signal(SIGINT, group=True)

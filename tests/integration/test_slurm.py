@@ -35,7 +35,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 class Sweep:
-    """A sweep handed to Slurm, and what the tests do to its jobs."""
+    """Submitted sweep, and the operations of the tests on its jobs."""
 
     def __init__(self, process: CliProcess, slurm: SlurmCluster) -> None:
         self.command, self.slurm = process, slurm
@@ -52,7 +52,7 @@ class Sweep:
         return str(self.folder.json("slurm/jobs.json")[str(index)])
 
     def submitted(self, jobs: int) -> range:
-        """Wait until Slurm has them; returns their numbers."""
+        """Wait until Slurm lists the jobs; return their numbers."""
         self.command.wait_for_file("runs/*/*/slurm/jobs.json")
         return range(jobs)
 
@@ -101,7 +101,7 @@ def submit(run_cli: CliRunner, slurm: SlurmCluster) -> Iterator[Callable[..., Sw
 
 
 def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> None:
-    """Jobs of like shape are one array, whose elements are numbered as the jobs of the sweep."""
+    """Jobs with equal resources are one array, whose indices are the job numbers."""
     sweep = submit(*UNTRACKED, "parallelism=single,ddp,fsdp", "hydra.launcher.nodes=2")
     sweep.wait().assert_ok()
     assert sweep.statuses == ["ok"] * 3
@@ -119,7 +119,7 @@ def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> N
 
 
 def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
-    """Nothing is left that could say so where the killed one is rank 0; Slurm has no accounting."""
+    """A job whose rank 0 is killed leaves no report, and Slurm has no accounting."""
     sweep = submit(
         *UNTRACKED, "parallelism=ddp", "+inject=kill", "callbacks.inject.rank=0,1", "seed=1"
     )
@@ -136,7 +136,7 @@ def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
 
 
 def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) -> None:
-    """By an administrator, by Slurm because the time is nearly up, and by the user."""
+    """By an administrator, by the time limit of Slurm, and by the user."""
     sweep = submit(*UNTRACKED, *LOGGED_STEPS, "seed=1,2,3", "trainer.max_steps=12")
     requeued_id, warned_id, cancelled_id = (sweep.id(n) for n in sweep.submitted(3))
     for index in range(3):
@@ -163,7 +163,7 @@ def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) 
 
 @pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=EXHAUSTIVE)])
 def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sweep]) -> None:
-    """With time to save, and by an end as of a requeue."""
+    """With time to save, and with an exit as on requeue."""
     sweep_overrides = [override for override in TINY if "max_steps" not in override]
     sweep = submit(
         *sweep_overrides, *LOGGED_STEPS, "parallelism=ddp", "trainer.max_steps=10",
@@ -194,7 +194,7 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
 
 
 def inspected(file: Path) -> dict[str, Any]:
-    """The first record of each type that W&B wrote of a run."""
+    """First record of each type that W&B wrote for a run."""
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     output = subprocess.run(
         overrides, stdin=subprocess.DEVNULL, capture_output=True, check=True
@@ -206,7 +206,7 @@ def inspected(file: Path) -> dict[str, Any]:
 def test_ctrl_c_while_watching_slurm_ends_no_job(
     submit: Callable[..., Sweep], run_cli: CliRunner
 ) -> None:
-    """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
+    """Jobs continue and write their pages; ``status`` shows them."""
     sweep = submit(*UNTRACKED, *LOGGED_STEPS, "seed=1,2", "hydra.launcher.array_parallelism=1")
     sweep.wait_for_step(0, 2)
     command = sweep.command
@@ -245,7 +245,7 @@ def test_slurm_unknown_partition_is_rejected(
 
 @EXHAUSTIVE
 def test_slurm_time_limit_requeues_once(submit: Callable[..., Sweep]) -> None:
-    """A real limit of a minute: warned, requeued once as is allowed, then left as it is."""
+    """With a time limit of one minute: warned, requeued once, then ended."""
     sweep = submit(
         *UNTRACKED, *LOGGED_STEPS, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",
         "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=1",

@@ -1,4 +1,4 @@
-"""Cost of commands before anything runs: no torch import, no folder of a rejected run."""
+"""Cost of light commands: no torch import, no folder for a rejected run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_doctor_imports_no_torch(run_cli: CliRunner) -> None:
 
 
 def processor_seconds(runner: CliRunner, *overrides: str) -> float:
-    """The processor time of a command and its children, seconds."""
+    """Processor time of a command and its children, in seconds."""
     before = os.times()
     subprocess.run(
         [sys.executable, *overrides],
@@ -58,9 +58,9 @@ def processor_seconds(runner: CliRunner, *overrides: str) -> float:
 
 
 def share_of_torch(runner: CliRunner, most: float, *overrides: str) -> float:
-    """Least seconds of a command over those of importing torch, in several rounds.
+    """Minimum time of a command over that of importing torch, over several rounds.
 
-    Rounds continue until the share is at most ``most``, for a busy machine only ever adds to them.
+    Rounds continue until the ratio is at most ``most``, because machine load only increases it.
     """
     actual = torchs = float("inf")
     for _ in range(8):

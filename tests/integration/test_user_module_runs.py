@@ -1,4 +1,4 @@
-"""A package of the current folder, trained by the command line."""
+"""A package of the current folder trained from the command line."""
 
 from __future__ import annotations
 

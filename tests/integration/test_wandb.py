@@ -1,4 +1,4 @@
-"""The real W&B client with a server that works, fails, disappears or is absent."""
+"""The W&B client with a server that works, fails, disappears or is absent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_key_is_nowhere(result: CliResult) -> None:
 
 
 class TestOnline:
-    """One sweep of two jobs, online, where a batch script has named a run."""
+    """Online sweep of two jobs, with a run name in the environment."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -185,7 +185,6 @@ def test_untracked_run_records_disabled_tracking(
 
 
 def test_missing_key_prompts_nothing_on_a_terminal(run_cli: CliRunner) -> None:
-    """A person at a terminal without an account is asked nothing."""
     text, code = at_a_terminal(run_cli, *TINY)
     assert code == 0, text
     assert "Enter your choice" not in text

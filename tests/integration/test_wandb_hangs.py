@@ -1,4 +1,4 @@
-"""W&B servers that hang or send endless responses delay a run by seconds only."""
+"""W&B servers that hang or send endless responses delay a run by a few seconds at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scalewise wandb-sweep`` with a local server and the real ``wandb agent``."""
+"""``scalewise wandb-sweep`` with a local server and the ``wandb agent`` command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reaching(server: SweepServer) -> dict[str, str]:
 
 
 class TestSweepAgent:
-    """A sweep of two values of a group, created and then driven by the real agent."""
+    """Sweep over two options of a group, created and then run by the agent."""
 
     @pytest.fixture(scope="class")
     @classmethod

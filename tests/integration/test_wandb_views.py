@@ -1,4 +1,4 @@
-"""Reports and dashboards: the real clients with a local server."""
+"""Reports and dashboards: the W&B clients with a local server."""
 
 from __future__ import annotations
 

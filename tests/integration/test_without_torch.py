@@ -1,4 +1,4 @@
-"""``scalewise plan`` in a virtual environment that has no torch."""
+"""``scalewise plan`` in a virtual environment without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scalewise.config import paths
 
 
 def stand_on_torch() -> set[str]:
-    """The installed distributions that need torch, themselves or by what they need."""
+    """Installed distributions that require torch, directly or indirectly."""
     requirements = {
         canonicalize_name(distribution.name): {
             canonicalize_name(expected.name)
@@ -38,7 +38,7 @@ def stand_on_torch() -> set[str]:
 
 @pytest.fixture(scope="module")
 def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with all that is installed here and needs no torch."""
+    """Python of an environment with all installed distributions that do not require torch."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -107,7 +107,7 @@ def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, pl
 
 @pytest.mark.timed
 def test_plan_without_torch_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
-    """Where the machine is slow, three quarters of what importing torch takes there."""
+    """On a slow machine, less than three quarters of the time of importing torch."""
     actual = torchs = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them
         actual = min(actual, plan(*LLAMA_8B).assert_ok().seconds)

@@ -185,7 +185,7 @@ WriteAdapter = Callable[[str], tuple[list[str], Path, Tensor]]
 
 @pytest.fixture
 def write_adapter(tmp_path: Path) -> WriteAdapter:
-    """Function that writes an adapter by PEFT, next to the model that it is for, and its logits."""
+    """Function that writes a PEFT adapter and its base model, and returns the logits."""
 
     def write(case: str) -> tuple[list[str], Path, Tensor]:
         config, (kind, *extra_overrides) = PEFT_CASES[case]

@@ -123,7 +123,7 @@ def test_adapter_starts_as_the_base_model(adapter: str) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_values_and_scales_equal_peft(adapter: str) -> None:
-    """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
+    """PEFT initializes A of LoRA at random; values derived from W are compared."""
     actual, expected = both_models(adapter, LLAMA)
     initialized_part = ".lora_A." if adapter != "pissa" else None
     for name, tensor in expected.named_parameters():
@@ -161,7 +161,7 @@ def test_adapter_outputs_equal_peft(adapter: str, shape: tuple[str, ...]) -> Non
 
 
 def both_models(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
-    """An adapted model, and one that PEFT alone has adapted."""
+    """Adapted model, and the same model adapted by PEFT."""
     spec = compose([*TINY_DECODER, *shape, *ADAPTERS[adapter]])
     expected = build_model(spec.model, spec.seed)
     config: PeftConfig

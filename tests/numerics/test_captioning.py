@@ -1,4 +1,4 @@
-"""Image models: FLOPs as torch counts them, captions as transformers generates them."""
+"""Image models: FLOPs equal torch's counter, captions equal transformers generation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stack(
 
 
 def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
-    """Of attention it counts 12 where flash attention's backward makes 14."""
+    """torch counts 12 FLOPs for attention where flash attention's backward takes 14."""
     spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
     module = build_model(spec, 1)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, sequence))

@@ -44,7 +44,7 @@ TrainedRun = Callable[[str], RunDir]
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> TrainedRun:
-    """The whole run of a kind, which left a checkpoint in the middle."""
+    """Function that returns the complete run of a kind, with a checkpoint in the middle."""
     run_job = JobRunner(tmp_path_factory.mktemp("written"), shared_cache)
     runs: dict[str, RunDir] = {}
 
@@ -66,7 +66,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) ->
 def test_resharding_reads_both_ends_of_a_folded_pipeline(
     strategy: str, tmp_path: Path, shared_cache: Path
 ) -> None:
-    """The first rank has the first and the last stage, which both hold the tied embedding."""
+    """Rank 0 has the first and the last stage, which both store the tied embedding."""
     run_job = JobRunner(tmp_path, shared_cache)
     tied = (
         *TINY_DECODER,
@@ -136,7 +136,7 @@ def test_async_checkpoint_equals_sync_checkpoint(
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """Holds a thread against a thread: a copy by several waits for the one that has no core."""
+    """Restrict the process to one core: copies by several threads would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -146,7 +146,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.timed
 @pytest.mark.usefixtures("one_core")
 def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> None:
-    """Training stands still for at most 15 % of the time that it would take to write."""
+    """Training is blocked for at most 15 % of the write time."""
     model = {f"w{index}": torch.randn(1 << 21) for index in range(8)}
     slots = {f"{slot}/{name}": w.clone() for slot in ("a", "b") for name, w in model.items()}
     tensors, packed_state = (

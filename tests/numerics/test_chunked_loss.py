@@ -1,6 +1,6 @@
-"""Head and loss in chunks of tokens, compared with both of all tokens at once.
+"""Head and loss in chunks of tokens, compared with the full loss.
 
-Shape suffixes: B rows, T tokens, W width, V vocabulary.
+Shape suffixes: B batch, T tokens, W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BATCH_SIZE, WIDTH = 2, 128
 
 @dataclass
 class Case:
-    """What a model ends in, and what is asked of it."""
+    """Input, head and labels of a loss."""
 
     head: nn.Linear
     x_BTW: Tensor  # noqa: N815
     labels_BT: Tensor  # noqa: N815
 
     def take(self, *, chunk: int | None, in_forward: bool = True, smoothing: float = 0.0) -> Tensor:
-        """The loss, gone backward from."""
+        """Compute the loss and its gradients, and return the loss."""
         objective = CausalLM(chunk, label_smoothing=smoothing)
         if chunk is None:
             loss = sum_over_tokens(objective, self.head(self.x_BTW), self.labels_BT)
@@ -41,7 +41,7 @@ class Case:
         return loss.detach()
 
     def taken(self) -> list[Tensor | None]:
-        """The gradients, and leaves none."""
+        """Return the gradients and clear them."""
         inputs = [self.x_BTW, self.head.weight]
         gradients = [leaf.grad for leaf in inputs]
         for leaf in inputs:
@@ -106,7 +106,7 @@ def test_chunked_loss_without_grad_computes_no_gradient(
 
 
 def test_chunked_loss_rejects_a_second_backward(make_case: Callable[[int, int], Case]) -> None:
-    """Backward scales what forward kept in place; a second time would do so twice."""
+    """Backward scales the saved gradients in place, which a second call would repeat."""
     case = make_case(50, 300)
     weights = case.head.parameters
     loss = chunked_loss(CausalLM(24), weights)(case.head, case.x_BTW, case.labels_BT)
@@ -134,7 +134,7 @@ TOKENS, VOCABULARY, CHUNK_SIZE = 2048, 32_000, 128
 
 
 def test_chunked_loss_stores_few_logits_at_a_time(make_case: Callable[[int, int], Case]) -> None:
-    """Beside the gradients that any way ends with, at most a fifth of the logits."""
+    """Besides the gradients, at most a fifth of the logits."""
     case = make_case(TOKENS, VOCABULARY)
     logits = BATCH_SIZE * TOKENS * VOCABULARY * 4
     most = {}

@@ -198,7 +198,7 @@ thread, which would wait for itself to end, and the process would abort."""
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    """A process group of this process."""
+    """Process group with this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     GROUPS.append(dist.group.WORLD)
     yield
@@ -208,7 +208,7 @@ def group_of_one() -> Iterator[None]:
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
-    """Its factors leave from a thread of the process group's, where no counter hears of them."""
+    """A thread of the process group sends the factors, which the counter does not record."""
     hook = ("parallelism.comm_hook=powersgd", f"parallelism.powersgd_rank={rank}")
     run = compose([*TINY_DECODER, *LLAMA, *STRATEGIES["ddp"], *hook])
     module = DistributedDataParallel(build_model(run.model, seed=1), **CONSTANT_BUFFERS)
@@ -225,7 +225,7 @@ def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
 
 
 def whole(messages: CollectiveCounts) -> CollectiveCounts:
-    """The bytes of each kind as one message."""
+    """Bytes of each kind as one collective."""
     sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (kind, ranks, size), count in messages.items():
         sums[kind, ranks] += size * count

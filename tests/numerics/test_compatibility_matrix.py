@@ -26,9 +26,9 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[Cell, str]]:
-    """Collects the cells; writes record and page where ``SCALEWISE_RECORD`` asks for it.
+    """Collect the cells; write record and page if ``SCALEWISE_RECORD`` is set.
 
-    What did not run this time (``-k`` the name of a new option) stays as it was recorded.
+    Cells that did not run (``-k`` with the name of a new option) keep their recorded result.
     """
     collected: dict[Cell, str] = {}
     yield collected

@@ -15,12 +15,12 @@ SEQUENCE = 4
 
 
 def numbered(num_samples):
-    """Row i holds the tokens i * SEQUENCE and on, so that a batch tells its indices."""
+    """Dataset in which sample i has the tokens from i * SEQUENCE on."""
     return PackedDataset([np.arange(num_samples * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
 
 
 def indices(batch):
-    """The rows of a batch, without those that only fill it up."""
+    """Sample indices of a batch without padding samples."""
     real = (batch["labels"] != IGNORED).any(1)
     return (batch["inputs"][real, 0] // SEQUENCE).tolist()
 

@@ -58,7 +58,7 @@ def run() -> RunConfig:
 
 @pytest.fixture
 def module(run: RunConfig) -> ModelModule:
-    """An adapted model that has learnt something."""
+    """Adapted model with a nonzero adapter."""
     module_under_test: Any = SingleDevice(DeviceKind.cpu).build(run)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def module(run: RunConfig) -> ModelModule:
 
 
 def batch(run: RunConfig, pairs: int, num_padding: int = 0) -> Batch:
-    """Returns pairs whose answers differ in length, and some that fill the batch up."""
+    """Pairs whose answers differ in length, and padding pairs."""
     dataset = RandomDataset(3, run.model.vocabulary, 0, 50, run.data.sequence, 0.2, pairs=True)
     tokens_P2S = dataset.gather(range(pairs))
     for pair, pair_tokens in enumerate(tokens_P2S):
@@ -82,7 +82,7 @@ def batch(run: RunConfig, pairs: int, num_padding: int = 0) -> Batch:
 def reference_dpo(
     logits_BTV: Tensor, reference_logits_BTV: Tensor, labels_BT: Tensor, beta: float
 ) -> Tensor:
-    """Returns equation 7 of Rafailov et al. (2023), its mean over the pairs, one by one."""
+    """Equation 7 of Rafailov et al. (2023), averaged over the pairs, computed pair by pair."""
     losses = []
     for pair in range(0, len(labels_BT), 2):
         margins = []

@@ -87,7 +87,7 @@ def test_fp8_losses_and_gradients_equal_torchao(
 
 
 def largest_error(a: Tensor, b: Tensor, step_of_a: float, step_of_b: float) -> Tensor:
-    """Returns that of ``a @ b`` by rounding their numbers, each number by itself."""
+    """Error bound of ``a @ b`` if each element is rounded separately."""
     a, b = a.abs(), b.abs()
     small_a, small_b = (x.max() * SMALLEST_SCALED[of] for x, of in ((a, step_of_a), (b, step_of_b)))
     off_a, off_b = a * step_of_a + small_a, b * step_of_b + small_b
@@ -127,7 +127,7 @@ def test_fp8_matmul_error_matches_the_format(recipe: ScalingRecipe) -> None:
 def micro_batched(
     run: RunDir, recipe: tuple[str, ...], run_job: JobRunner, chunk: int | None
 ) -> RunDir:
-    """The same steps on one device, whose scales are of as many rows."""
+    """The same steps on one device, with scales over the same number of samples."""
     micro_batch = chunk or run.resolved["trainer"]["micro_batch"]
     overrides = (
         *TINY_DECODER,
@@ -154,7 +154,7 @@ def micro_batched(
 def test_fp8_under_each_strategy_equals_one_device(
     strategy: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
 ) -> None:
-    """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
+    """Rounding differences accumulate, so that only the first step is compared."""
     run_job = JobRunner(tmp_path, shared_cache)
     run = train_strategy(STRATEGIES[strategy], "accumulated", run_job, *recipe)
     single_run = micro_batched(run, recipe, run_job, 1 if "pipeline" in strategy else None)
@@ -181,7 +181,7 @@ def test_fp8_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Pat
 def test_fp8_evaluation_reports_the_fp32_loss(
     tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows that fill a micro batch up share the scales of whole tensors, not those of rows."""
+    """Padding samples affect tensorwise scales, but not rowwise scales."""
     overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
     run = JobRunner(tmp_path, shared_cache).without_defaults(*overrides, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0

@@ -55,7 +55,7 @@ def run() -> RunConfig:
 
 @pytest.fixture
 def module(run: RunConfig) -> ModelModule:
-    """An adapted model that has learnt something."""
+    """Adapted model with a nonzero adapter."""
     module_under_test: Any = SingleDevice(DeviceKind.cpu).build(run)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def module(run: RunConfig) -> ModelModule:
 
 
 def prompts(run: RunConfig, num_padding: int = 0) -> Batch:
-    """Returns five prompts with their right answers, and rows that fill the batch up."""
+    """Five prompts with their answers, and padding samples."""
     tokens_BS = prepare_splits(run.data, run.model.vocabulary, 0).train.gather(range(5))
     filler = np.full((num_padding, tokens_BS.shape[1]), ~0)
     return as_batch(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
@@ -92,7 +92,7 @@ def sample_rollout(run: RunConfig, module: ModelModule, batch: Batch, step: int 
 def reference_grpo(
     logits_BTV: Tensor, reference_logits_BTV: Tensor, rollout_batch: Batch, group: int, beta: float
 ) -> Tensor:
-    """Returns equation 3 of Shao et al. (2024), with the KL of equation 4, token by token."""
+    """Equation 3 of Shao et al. (2024), with the KL of equation 4, computed token by token."""
     losses = []
     for first in range(0, len(rollout_batch["labels"]), group):
         rewards = rollout_batch["reward"][first : first + group].tolist()

@@ -45,7 +45,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 
 def model_of_transformers(folder: Path) -> PreTrainedModel:
-    """The model with linear layers in the place of ``Conv1D``, which torchao passes by."""
+    """Model with linear layers in place of ``Conv1D``, which torchao does not convert."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, Conv1D):
@@ -103,7 +103,7 @@ def test_hf_fp8_under_each_strategy_equals_one_device(
     hf_checkpoint: HFCheckpoints,
     run_job: JobRunner,
 ) -> None:
-    """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
+    """Rounding differences accumulate, so that only the first step is compared."""
     overrides = transformers_overrides(hf_checkpoint(family), *recipe)
     ranks = compose([*overrides, *STRATEGIES[strategy]]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
@@ -155,7 +155,7 @@ def test_hf_fp8_evaluation_reports_the_fp32_loss(
 def test_hf_fp8_operator_graph_separates_8_bit_matmuls(
     family: str, hardware: str, hf_checkpoint: HFCheckpoints
 ) -> None:
-    """The others are the same, and so are the flops; a cast reads and writes besides."""
+    """Other operators and FLOPs are unchanged; casts add memory traffic."""
     default_run, fp8 = (
         compose(
             [*transformers_overrides(hf_checkpoint(family)), precision, f"hardware={hardware}"],

@@ -177,7 +177,7 @@ def test_hf_peak_memory_equals_prediction(
 def test_hf_offloaded_bytes_equal_prediction(
     family: str, recompute: Recompute, hf_checkpoint: HFCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And brought back: traffic counts it twice."""
+    """Traffic counts each byte twice: offloaded and loaded."""
     run = compose(small_model(hf_checkpoint(family), OFFLOAD, f"memory.recompute={recompute}"))
     storage_bytes: list[int] = []
     put = OffloadedStorages._offload

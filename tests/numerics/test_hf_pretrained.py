@@ -39,7 +39,7 @@ def assert_same_logits(folder: Path) -> None:
 
 
 def changed(hf_checkpoint: HFCheckpoints, family: str, change: Change, folder: Path) -> Path:
-    """Copies a checkpoint with other tensors; ``change`` may write files instead."""
+    """Copy a checkpoint with changed tensors; ``change`` may write files instead."""
     shutil.copytree(hf_checkpoint(family), folder)
     tensors = change(folder, load_file(folder / WEIGHTS_FILE))
     if tensors is not None:
@@ -106,7 +106,7 @@ def without_prefix(folder: Path, tensors: Tensors) -> Tensors:
 
 
 def file_next_to_index(folder: Path, tensors: Tensors) -> None:
-    """``model.safetensors`` comes before the index, and other files are not read."""
+    """``model.safetensors`` has precedence over the index; other files are not read."""
     random_tensors = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
     save_file(random_tensors, folder / "model-00001-of-00001.safetensors")
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
@@ -115,7 +115,7 @@ def file_next_to_index(folder: Path, tensors: Tensors) -> None:
 
 
 def shard_outside_index(folder: Path, tensors: Tensors) -> None:
-    """Every tensor of a listed file is read, those too that the index leaves out."""
+    """All tensors of a listed file are read, including those absent from the index."""
     (folder / WEIGHTS_FILE).rename(folder / "part.safetensors")
     save_file({"not.read": torch.ones(2)}, folder / "other.safetensors")
     index = {"metadata": {}, "weight_map": {next(iter(tensors)): "part.safetensors"}}

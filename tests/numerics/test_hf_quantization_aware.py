@@ -142,7 +142,7 @@ def test_hf_qat_operator_graph_separates_rounded_matmuls(
 
 @pytest.fixture(scope="module")
 def trained(hf_checkpoint: HFCheckpoints, run_job: JobRunner) -> dict[str, RunDir]:
-    """Returns runs of a few steps, by name."""
+    """Runs of a few steps, by name."""
     overrides = transformers_overrides(hf_checkpoint("llama"), "trainer.micro_batch=4")
     return {
         name: run_job.without_defaults(*overrides, *qat_overrides)

@@ -273,7 +273,7 @@ def test_hf_quantized_training_equals_one_device(
 
 
 def quantize_with_transformers(folder: Path) -> PreTrainedModel:
-    """The model with its linear layers in nf4, as ``quantization=nf4`` packs them."""
+    """Model with NF4 linear layers, packed as by ``quantization=nf4``."""
     nf4_options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kind = BitsAndBytesConfig(load_in_4bit=True, **nf4_options)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind)
@@ -358,10 +358,6 @@ def test_hf_lora_modules_equal_peft(family: str, hf_checkpoint: HFCheckpoints) -
 def test_hf_unreadable_weights_are_reported(
     launched: str, hf_checkpoint: HFCheckpoints, run_job: JobRunner, tmp_path: Path
 ) -> None:
-    """Within a rank, whose callbacks hear of it before anything has begun.
-
-    A file's header is read before the start, its values are read by the ranks.
-    """
     folder = shutil.copytree(hf_checkpoint("apertus"), tmp_path / "other")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.act_fn.beta"

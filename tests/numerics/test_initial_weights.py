@@ -1,4 +1,4 @@
-"""Initial weights are drawn from name and seed: a stage has those of the full model."""
+"""Initial weights depend on name and seed: a stage has those of the full model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -49,7 +49,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 
 def weights_with_parameters(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
-    """The weights of a small decoder, each with a gradient."""
+    """Weights of a small decoder and their parameters, each with a gradient."""
     module = build_model(GPT2, seed)
     census = {weight.name: weight for weight in GPT2.weight_census()}
     weights_and_parameters = [
@@ -268,7 +268,7 @@ def test_optimizer_resumes_from_a_checkpoint(name: str, run_job: JobRunner) -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
 def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRunner) -> None:
-    """A checkpoint holds them as numbers, which any layout can cut."""
+    """Checkpoints store dequantized moments, which every strategy can shard."""
     overrides = (*STEPS, *WIDE_MODEL, f"optimizer={name}", "checkpoint.every=2")
     full_run = run_job.without_defaults(*overrides)
     resumed = run_job.without_defaults(
@@ -280,7 +280,7 @@ def test_low_bit_moments_resume_under_another_strategy(name: str, run_job: JobRu
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spec", [AdamW8bitConfig(), AdamW4bitConfig()], ids=["8bit", "4bit"])
 def test_low_bit_moments_round_trip(spec: OptimizerConfig, kind: torch.dtype) -> None:
-    """Whatever the gradients were, and in every aligned slice of a weight."""
+    """For all gradients, and for every aligned slice of a weight."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     weight, small_weight = (nn.Parameter(torch.randn(n, 256).to(kind)) for n in (96, 3))
@@ -355,7 +355,7 @@ def test_low_bit_moments_are_rounded_once() -> None:
 def test_cpu_offload_step_equals_device_step(
     offload_overrides: tuple[str, ...], run_job: JobRunner
 ) -> None:
-    """On the CPU the two are one memory: what is asked here is the arithmetic."""
+    """Tests the arithmetic: on CPU, host and device share memory."""
     device_run = run_job.without_defaults(*STEPS, *offload_overrides, "checkpoint.every=2")
     full_run = run_job.without_defaults(
         *STEPS, *offload_overrides, "optimizer.offload=true", "checkpoint.every=2"
@@ -372,7 +372,7 @@ def test_cpu_offload_step_equals_device_step(
     "precision", ["fp32", pytest.param("bf16_true", marks=pytest.mark.exhaustive)]
 )
 def test_paged_adamw_equals_torch(precision: str, run_job: JobRunner) -> None:
-    """Of weights in bf16, moments are in fp32 all the same."""
+    """Moments of bf16 weights are fp32."""
     overrides = (*STEPS, f"precision={precision}", "checkpoint.every=2")
     paged = (*overrides, "optimizer=adamw_paged")
     torch_run, paged_run = (
@@ -388,7 +388,7 @@ def test_paged_adamw_equals_torch(precision: str, run_job: JobRunner) -> None:
 
 
 def test_parameter_groups_have_separate_rates(run_job: JobRunner) -> None:
-    """A factor of 0 leaves weights as they are, whatever else moves."""
+    """A factor of 0 leaves weights unchanged."""
     overrides = (*STEPS, "+optimizer.lr_factors.embedding=0.0")
     run = run_job.without_defaults(*overrides, *STRATEGIES["fsdp"])
     initial_weights = build_model(compose(overrides).model, 1).state_dict()

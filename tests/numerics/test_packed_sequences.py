@@ -1,4 +1,4 @@
-"""Packed texts are computed as separate texts."""
+"""Packed texts give the same results as separate texts."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ CASES = [
 
 
 def texts(spec: DecoderConfig) -> list[NDArray[np.int32]]:
-    """Returns ids of texts; the first third of each are no labels, nor is any first token."""
+    """Token ids of texts; first tokens and the first third of each text are not labels."""
     rng = np.random.default_rng(5)
     token_ids = [rng.integers(0, spec.vocabulary, length, dtype=np.int32) for length in LENGTHS]
     return [np.where(np.arange(len(ids)) < len(ids) // 3, ~ids, ids) for ids in token_ids]
 
 
 def packed(spec: DecoderConfig) -> Batch:
-    """Returns all texts in as few rows as hold them."""
+    """Batch of all texts in as few sequences as possible."""
     ids_N = np.concatenate(texts(spec))
     dataset = PackedTextDataset(
         ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end_token=0
@@ -66,12 +66,12 @@ def packed(spec: DecoderConfig) -> Batch:
 
 
 def single_batch(ids_S: NDArray[np.int32]) -> Batch:
-    """A text as a row of its own."""
+    """Batch with one text as its only sequence."""
     return as_batch(ids_S[None].astype(np.int64), False, masked=True)
 
 
 def text_slice_of(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
-    """The row of a text in a batch, and its places there but the last token's."""
+    """Sequence of a text in a batch, and its positions without the last token."""
     expected = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
     for index, first in (batch["positions"] == 0).nonzero().tolist():
         text_slice = slice(first, first + len(expected))

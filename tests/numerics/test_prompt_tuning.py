@@ -71,7 +71,7 @@ def adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def peft_model(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns them as PEFT has them, those of all layers in one."""
+    """The same model with the PEFT adapter; prefixes of all layers are one tensor there."""
     return torch.cat([*tensors], dim=1)
 
 

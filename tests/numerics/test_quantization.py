@@ -114,7 +114,7 @@ def test_quantized_parameter_shapes_equal_the_module(name: str, shape: tuple[str
 def bitsandbytes_layer(
     packing: FourBitConfig | Int8Config, matrix: Tensor, bias: Tensor | None
 ) -> torch.nn.Linear:
-    """Returns bitsandbytes' own layer of a matrix."""
+    """bitsandbytes layer of a matrix."""
     out_features, in_features = matrix.shape
     layer: torch.nn.Linear
     if isinstance(packing, Int8Config):
@@ -162,7 +162,7 @@ def packed_layer(
 
 @pytest.fixture
 def matrix() -> Tensor:
-    """A matrix of which neither blocks nor scales come out even."""
+    """Matrix whose size is no multiple of the block sizes."""
     return torch.randn(136, 250, generator=torch.Generator().manual_seed(7)) / 16
 
 
@@ -204,7 +204,7 @@ def test_quantized_bytes_equal_bitsandbytes(
 
 
 def test_quantization_error_decreases_with_bits(matrix: Tensor) -> None:
-    """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
+    """NF4 assumes normal values: error of a tenth of their deviation (QLoRA, section 3)."""
     errors = {
         name: float(
             (packed_layer(packing, matrix).unpack(torch.float32) - matrix).norm() / matrix.norm()
@@ -236,7 +236,7 @@ def test_unpacking_creates_no_tensor_per_block(packing: FourBitConfig | Int8Conf
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_int8_matmul_equals_bitsandbytes(threshold: float, matrix: Tensor) -> None:
-    """What CUDA runs; here with the operators that stand for its kernels."""
+    """Runs the CUDA path with operators that replace its kernels."""
     packing = Int8Config(threshold=threshold)
     actual, expected = (
         packed_layer(packing, matrix),

@@ -56,7 +56,7 @@ UNSUPPORTED_STRATEGIES = ("tensor", "deepspeed")
 
 
 def linear(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks."""
+    """Linear layers of the blocks."""
     named = module.named_modules()
     return {
         name: layer
@@ -101,7 +101,7 @@ def test_qat_logits_and_gradients_equal_torchao(name: str) -> None:
 
 
 def test_qat_clipped_weights_get_no_gradient() -> None:
-    """Of a group the largest number is one level above the highest where it is positive."""
+    """If the largest value of a group is positive, it is one level above the highest level."""
     layer = FakeQuantizedLinear(16, 1, 8, rounds_inputs=False).to_empty(device="cpu")
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[7.5, *range(-3, 4), -7.5, *range(-3, 4)]]))
@@ -181,7 +181,7 @@ def test_qat_resume_is_bitwise_equal(tmp_path: Path, shared_cache: Path) -> None
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, RunDir]:
-    """Returns runs of a few steps on text, by name."""
+    """Runs of a few steps on text, by name."""
     run_job = JobRunner(tmp_path_factory.mktemp("trained"), shared_cache)
     overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
     return {
@@ -234,7 +234,7 @@ def with_exact_scales(run: RunDir) -> ModelModule:
 
 
 def quantize_with_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
-    """The model that torchao makes of a trained one."""
+    """Trained model quantized by torchao."""
     quantize_(module, torchao_config(run), filter_fn=lambda _, key: key in linear(module))
     return module
 

@@ -1,4 +1,4 @@
-"""Encoder-decoder models: FLOPs as torch counts them, generation as in transformers."""
+"""Encoder-decoder models: FLOPs equal torch's counter, generation equals transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Stack = Callable[[str], MultiStackModel]
 def test_seq2seq_flops_equal_torch_counter(
     sizes: tuple[int, int], hf_checkpoint: HFCheckpoints
 ) -> None:
-    """Of attention it counts 12 where flash attention's backward makes 14."""
+    """torch counts 12 FLOPs for attention where flash attention's backward takes 14."""
     sequence, target = sizes
     spec = HuggingFaceConfig(path=str(hf_checkpoint("t5")))
     module = build_model(spec, 1)

@@ -27,7 +27,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 @pytest.fixture(scope="module")
 def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
-    """One rank, the whole global batch in one pass."""
+    """Run on one rank with the global batch in one micro-batch."""
     return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache)("trainer.micro_batch=8")
 
 
@@ -51,7 +51,7 @@ def test_global_batch_trains_the_same_for_every_split(
 
 
 def test_sgd_shows_the_gradient_scale(run_job: JobRunner) -> None:
-    """AdamW would hide a gradient that is off by a factor."""
+    """AdamW would hide a scaled gradient."""
     sgd = ("optimizer=sgd", "optimizer.lr=0.5", "trainer.clip_norm=null")
     single_run, ddp_run = run_job(*sgd), run_job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
     assert ddp_run.column("train/grad_norm") == pytest.approx(
@@ -153,7 +153,7 @@ DELAYED_RANKS = (
 def test_step_phases_of_several_ranks_sum_to_the_wall_time(
     strategy: str, micro_batch: int, run_job: JobRunner
 ) -> None:
-    """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
+    """Each rank in turn is the slowest of a step, while the others wait in another phase."""
     run = run_job.without_defaults(
         *DELAYED_RANKS, *STRATEGIES[strategy], f"trainer.micro_batch={micro_batch}"
     )
@@ -186,7 +186,7 @@ def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRun
 
 
 def test_memory_metrics_are_those_of_the_fullest_rank(run_job: JobRunner) -> None:
-    """The last stage holds the logits."""
+    """The last stage stores the logits."""
     run = run_job.without_defaults(
         *DELAYED_RANKS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8"
     )
@@ -197,7 +197,7 @@ def test_memory_metrics_are_those_of_the_fullest_rank(run_job: JobRunner) -> Non
 
 
 def test_pipeline_stages_store_what_one_rank_stores(run_job: JobRunner) -> None:
-    """GPipe takes every piece forward before it takes one backward, and keeps the logits too."""
+    """GPipe runs all forward micro-batches before backward and stores all logits."""
     run = run_job.without_defaults(
         *DELAYED_RANKS, *STRATEGIES["pipeline_gpipe"], "trainer.micro_batch=8"
     )

@@ -43,7 +43,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
 
 @pytest.fixture(scope="module")
 def one_device_run(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> RunDir:
-    """One device, all rows of a step in one batch."""
+    """Run on one device with all samples of a step in one batch."""
     return JobRunner(tmp_path_factory.mktemp("alone"), shared_cache).without_defaults(
         *USER_MODULE, *SHUFFLE
     )
@@ -101,7 +101,7 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
 def test_user_module_under_each_strategy_equals_one_device(
     strategy: tuple[str, ...], ranks: int, one_device_run: RunDir, run_job: JobRunner
 ) -> None:
-    """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
+    """Each of N ranks reads every N-th sample of one order, so that steps have the same samples."""
     run = run_job.without_defaults(
         *USER_MODULE, *SHUFFLE, *strategy, f"+data.arguments.batch_size={BATCH_SIZE // ranks}"
     )
@@ -126,7 +126,7 @@ def test_user_module_under_each_strategy_equals_one_device(
 def test_user_module_ranks_share_an_iterable_dataset(
     strategy: tuple[str, ...], ranks: int, shuffle: bool, run_job: JobRunner
 ) -> None:
-    """Shuffled again each epoch, or in order."""
+    """Shuffled in each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
     stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
     single_run = run_job.without_defaults(*USER_MODULE, *stream)
@@ -143,7 +143,7 @@ def test_user_module_ranks_share_an_iterable_dataset(
 def test_user_module_uneven_validation_samples_count_once(
     strategy: tuple[str, ...], run_job: JobRunner
 ) -> None:
-    """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
+    """Of 65 samples, one rank has 33 in 9 batches and the other 32 in 8."""
     overrides = (*USER_MODULE, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
     single_run, run = (
         run_job.without_defaults(*overrides),

@@ -43,7 +43,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job
 
 @pytest.fixture(scope="module")
 def plain_run(run_job: JobRunner) -> RunDir:
-    """A run on one device that averages nothing, and keeps the weights of each step."""
+    """Run on one device without averaging, with a checkpoint of each step."""
     return run_job.without_defaults(*RUN_OVERRIDES, "trainer.micro_batch=12")
 
 
@@ -57,7 +57,7 @@ def average(run: RunDir, step: int) -> dict[str, torch.Tensor]:
 
 
 def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What ``AveragedModel`` makes of the weights after each step."""
+    """Weights that ``AveragedModel`` averages after each step."""
     module = torch.nn.ParameterDict({name.replace(".", "/"): it for name, it in steps[0].items()})
     averaged = AveragedModel(module, avg_fn=get_ema_avg_fn(DECAY))
     for weights in steps:
@@ -105,7 +105,7 @@ def strategy_overrides(name: str) -> tuple[str, ...]:
 def test_ema_under_each_strategy_equals_one_device(
     name: str, tied: bool, run_job: JobRunner, averaged_run: RunDir
 ) -> None:
-    """Each step trains from the weights, after the average has been validated."""
+    """Training continues from the weights after the average is validated."""
     tied_overrides = TIED_WEIGHTS * tied
     reference = (
         run_job.without_defaults(*RUN_OVERRIDES, *EMA, *tied_overrides, "trainer.micro_batch=12")

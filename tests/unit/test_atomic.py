@@ -23,7 +23,7 @@ BLOCK = 4096
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 blocks."""
+    """File system with 64 blocks."""
     folder = tmp_path / "disk"
     folder.mkdir()
     overrides = ["mount", "-t", "tmpfs", "-o", f"size={64 * BLOCK}", "tmpfs", str(folder)]
@@ -126,7 +126,7 @@ def test_reserve_fails_without_free_space(disk: Path) -> None:
 def test_reserve_is_used_if_new_blocks_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, without a file system of its own."""
+    """As above, without a separate file system."""
     atomic.reserve_space(tmp_path / "x", BLOCK)
 
     def raise_disk_full(*_: object) -> None:

@@ -16,19 +16,19 @@ from scalewise import console
 
 
 def left() -> TextIO:
-    """A pipe whose reader has gone."""
+    """Pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w", encoding="utf-8")
 
 
 def full() -> TextIO:
-    """A device without room."""
+    """Device without free space."""
     return open("/dev/full", "w", encoding="utf-8")
 
 
 def closed() -> TextIO:
-    """A stream that somebody has closed."""
+    """Closed stream."""
     stream = io.StringIO()
     stream.close()
     return stream
@@ -93,7 +93,7 @@ STREAM_METHODS = {
 
 
 def printing_calls(path: Path) -> list[str]:
-    """Calls of a file that print, with their lines."""
+    """Printing calls of a file, with their lines."""
     calls = [
         node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)
     ]

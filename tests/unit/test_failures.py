@@ -72,7 +72,7 @@ def test_guard_prints_the_error_and_continues(capsys: pytest.CaptureFixture[str]
 
 
 class Panic(BaseException):
-    """As PyO3's, which is no Exception."""
+    """Exception like PyO3's, which derives from BaseException only."""
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_job_that_cannot_start_has_failed(
 
 
 class Breaking:
-    """An engine that ends one job and then fails."""
+    """Executor that ends one job and then fails."""
 
     def iter_results(
         self, tasks: Sequence[SweepTask], on_start: StartCallback
@@ -198,7 +198,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
 
 
 class Supervisors:
-    """Supervisors of which the first cannot be started."""
+    """Supervisor pool whose first supervisor cannot start."""
 
     stop_signal = 0
 

@@ -1,4 +1,4 @@
-"""The frozen surface: what users have written down. A change here is a change of version."""
+"""The frozen interface: names and formats that users depend on. A change requires a new version."""
 
 import tomllib
 from pathlib import Path

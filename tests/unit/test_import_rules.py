@@ -59,7 +59,7 @@ def test_local_imports_are_detected(tmp_path: Path) -> None:
 
 
 def test_imports_have_no_cycles() -> None:
-    """Local and ``TYPE_CHECKING`` imports count."""
+    """Includes local and ``TYPE_CHECKING`` imports."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = nx.DiGraph(
         (module, imported_module)

@@ -1,4 +1,4 @@
-"""Input files of a run are found again by content, from any folder."""
+"""Input files of a run are found by content, from any folder."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def values(**data):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with texts and a run that was started there with relative paths."""
+    """Folder with texts and a run that was started there with relative paths."""
     write_texts(tmp_path / "project" / "texts")
     monkeypatch.chdir(tmp_path / "project")
     run = tmp_path / "project" / "runs" / "a"

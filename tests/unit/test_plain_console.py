@@ -42,14 +42,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_plain(printed: str) -> None:
-    """Assert that nothing but line feeds could move a cursor or turn text around."""
+    """Assert that the text has no control characters but line feeds."""
     for character in printed.replace("\n", ""):
         kind = unicodedata.category(character)
         assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"), f"{character!a} in {printed!a}"
 
 
 def assert_shown(printed: str) -> None:
-    """Assert that it is plain and that the hostile text can be read in it, markup and all."""
+    """Assert that the text is plain and shows the hostile string, including its markup."""
     assert_plain(printed)
     printed_text = "".join(printed.split())
     for part in SHOWN_PARTS:
@@ -133,7 +133,7 @@ def test_unknown_command_is_rejected_in_plain_text(capsys: pytest.CaptureFixture
 
 
 def _with_hostile_strings(value: Any, kept_keys: frozenset[str], key: str = "") -> Any:
-    """Returns JSON content in which every string is hostile, but for those of some keys."""
+    """Copy of JSON content with every string hostile except those of ``kept_keys``."""
     if isinstance(value, dict):
         return {
             name: _with_hostile_strings(entry, kept_keys, name) for name, entry in value.items()

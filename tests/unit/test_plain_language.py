@@ -100,9 +100,9 @@ TEXTS = sorted(
 
 
 def names_and_texts(file: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, text and whether it is a name: of names, comments and strings with spaces.
+    """Line, text and whether it is a name, of names, comments and strings with spaces.
 
-    A string without a space may be a key of a run folder's files, whose names are frozen.
+    Strings without a space may be keys of run files, whose names are frozen.
     """
     tree = ast.parse(file.read_text("utf-8"))
     for node in ast.walk(tree):

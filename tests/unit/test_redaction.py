@@ -1,4 +1,4 @@
-"""Secrets of the environment are replaced by value; what merely looks similar is not."""
+"""Secrets of the environment are redacted by value; similar values are not."""
 
 import json
 import os
@@ -25,7 +25,7 @@ HEX_DIGITS = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An environment without secrets, and a home without key files."""
+    """Environment without secrets, and a home directory without key files."""
     for name in list(os.environ):
         if is_secret_name(name) or name.startswith(("WANDB_", "HF_", "NETRC")):
             monkeypatch.delenv(name)
@@ -351,7 +351,7 @@ def test_captured_console_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("cpu_machine")
 class TestConfig:
-    """A run never holds a secret: neither what is typed nor what interpolations put together."""
+    """Configs never contain a secret, whether typed or interpolated."""
 
     LINES = (
         "question=x${oc.env:DB_PASS}",

@@ -1,4 +1,4 @@
-"""Pipes, devices and folders in place of files are named and never block."""
+"""Pipes, devices and folders in place of files are reported by name and never block."""
 
 import os
 import socket

@@ -67,7 +67,7 @@ def test_fix_of_an_empty_end_of_text_can_be_typed() -> None:
 
 
 def texts(file: Path) -> Iterator[str]:
-    """Yields the strings of a source file but for docstrings; what is put in is typed."""
+    """Yield the strings of a source file without docstrings; interpolations are typed."""
     tree = ast.parse(file.read_text("utf-8"))
     inner_nodes = {id(inner_node) for node in ast.walk(tree) for inner_node in _parts(node)}
     for node in ast.walk(tree):
@@ -85,7 +85,7 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Parts of a node that are no text by themselves: constants of an f-string, a docstring."""
+    """Child nodes that are not texts themselves: constants of f-strings, and docstrings."""
     if isinstance(node, ast.JoinedStr):
         return [inner_node for inner_node in ast.walk(node) if inner_node is not node]
     return [node.value] if isinstance(node, ast.Expr) else []

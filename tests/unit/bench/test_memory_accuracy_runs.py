@@ -32,7 +32,7 @@ UNMEASURED_OPTIONS = {
 
 
 def chosen_options() -> set[str]:
-    """The options of all lines, those that nobody names among them."""
+    """Options of all measured runs, including the default ones."""
     default_choices = compose(SMALL).choices
     named = {override for overrides in (*TRAINED, *TRAINED_SELDOM, *ZERO) for override in overrides}
     return named | {f"{group}={default_choices[group]}" for group in GROUPS}

@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 def write_finished_run(
     folder: Path, measured_s: float, predicted_s: float = 0.1, **settings: Any
 ) -> None:
-    """Writes what ``learn`` reads of a run's folder."""
+    """Write the files of a run folder that ``learn`` reads."""
     folder.mkdir(parents=True)
     hardware = {"launch_us": 3.0, "memory_gib": 8.0, "fp32_tflops": 1.0, "memory_gb_per_s": 10.0}
     hardware |= {

@@ -16,7 +16,7 @@ from scalewise.errors import CheckpointError
 
 
 def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
-    """State of a strategy: a tied head, views, a moment and a step count."""
+    """Strategy state with a tied head, views, a moment and a step count."""
     generator = torch.Generator().manual_seed(step)
     embedding = torch.randn(6, 4, generator=generator)
     return {
@@ -54,7 +54,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def tensors_file(path: Path, part: str = "model") -> str:
-    """The one file of tensors under ``model`` or ``optimizer``, as the manifest has it."""
+    """Only tensor file below ``model`` or ``optimizer``, as named in the manifest."""
     (file,) = (path / part).iterdir()
     return str(file.relative_to(path))
 
@@ -77,7 +77,7 @@ def rejection_message(path: Path) -> str:
 
 
 def sign(path: Path) -> None:
-    """Makes the manifest agree with files that were changed behind its back."""
+    """Update the checksums of the manifest to the changed files."""
     content = json.loads((path / manifest.MANIFEST).read_text())
     content["files"] = {name: manifest.fingerprint(path / name) for name in content["files"]}
     (path / manifest.MANIFEST).write_text(json.dumps(content))
@@ -97,7 +97,6 @@ def test_checkpoint_round_trips(saved: Path) -> None:
 
 
 def test_checkpoint_reader_fills_requested_tensors(saved: Path) -> None:
-    """The tensors a layout holds are filled in place, those it lacks are not read."""
     head = torch.zeros(6, 4)
     store.read_into(saved, "model", {"model.head": head})
     assert torch.equal(head, tensors()["model"]["model.head"])
@@ -222,7 +221,7 @@ def test_checkpoint_with_invalid_safetensors_is_rejected(
 
 
 class PanicException(BaseException):
-    """What Rust's bindings raise where Python has no memory for them; nobody can import theirs."""
+    """Exception of Rust bindings on an allocation failure; its class cannot be imported."""
 
 
 @pytest.mark.parametrize(

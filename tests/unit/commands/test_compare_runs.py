@@ -15,7 +15,7 @@ from scalewise.units import GIB
 
 
 def folder(path: Path, memory: str, peak: float, step: float, shards: int | None) -> str:
-    """Writes what a run leaves, in sizes: its activations are half of its peak."""
+    """Write a run folder whose activations are half of its peak memory."""
     changed = [{"key": "memory", "default": "none", "value": memory}]
     if shards:
         changed.insert(0, {"key": "parallelism.shards", "default": 2, "value": shards})

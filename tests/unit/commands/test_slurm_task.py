@@ -16,7 +16,7 @@ WARNED, CANCELLED = 128 + 12, 128 + 15
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a job that runs under Slurm, which takes it back where it is asked to."""
+    """Folder of a job of a Slurm cluster that accepts requeue requests."""
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     rendezvous_environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     variables = {

@@ -1,4 +1,4 @@
-"""Private names of transformers, PEFT and datasets: presence, and the behaviour relied on."""
+"""Private names of transformers, PEFT and datasets: presence and relied-on behaviour."""
 
 from collections.abc import Callable
 from importlib import import_module

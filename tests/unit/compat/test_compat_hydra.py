@@ -1,4 +1,4 @@
-"""Private names of Hydra and OmegaConf: presence, signature and the behaviour that is relied on."""
+"""Private names of Hydra and OmegaConf: presence, signature and relied-on behaviour."""
 
 import logging
 from argparse import ArgumentParser
@@ -122,7 +122,7 @@ def test_replaced_composition_is_called_by_a_composition(loader: Any) -> None:
 
 
 def run_application(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[DictConfig]:
-    """Configs that a Hydra application with the file ``config.yaml`` of this folder runs."""
+    """Run a Hydra application with ``config.yaml`` of the current folder; return its configs."""
     monkeypatch.setattr("sys.argv", ["application", *arguments])
     configs: list[DictConfig] = []
     main = hydra.main(version_base="1.3", config_path=str(Path.cwd()), config_name="config")

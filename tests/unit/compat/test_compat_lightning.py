@@ -1,4 +1,4 @@
-"""Private names of Lightning: presence, signature and the behaviour that is relied on."""
+"""Private names of Lightning: presence, signature and relied-on behaviour."""
 
 from inspect import getsource, signature
 from pathlib import Path
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Module(LightningModule):
-    """One linear layer; notes what it sees."""
+    """One linear layer that records its hooks and batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Private names of Optuna and submitit: presence, and the behaviour relied on."""
+"""Private names of Optuna and submitit: presence and relied-on behaviour."""
 
 from inspect import getsource, signature
 

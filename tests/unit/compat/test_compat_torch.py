@@ -1,4 +1,4 @@
-"""Private names of torch: presence, signature and the behaviour that is relied on."""
+"""Private names of torch: presence, signature and relied-on behaviour."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ from scalewise.compat import torch_distributed
 
 
 class RecordOps(compat_torch.TorchDispatchMode):
-    """Note operators and what they return."""
+    """Records operators and their results."""
 
     def __init__(self) -> None:
         super().__init__()

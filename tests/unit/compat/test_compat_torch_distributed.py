@@ -1,4 +1,4 @@
-"""Private names of torch with which a step runs on fake tensors: the behaviour relied on."""
+"""Private names of torch for fake tensor runs: relied-on behaviour."""
 
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -51,7 +51,7 @@ def test_sharding_caches_are_cleared(fake_group: None) -> None:
 
 
 class Ops(compat_torch.TorchDispatchMode):
-    """Note the names of operators."""
+    """Records the names of operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Private names of wandb-workspaces: presence, and the behaviour relied on."""
+"""Private names of wandb-workspaces: presence and relied-on behaviour."""
 
 from inspect import signature
 

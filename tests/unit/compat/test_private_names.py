@@ -25,7 +25,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_names(tree: ast.AST) -> set[str]:
-    """Names that a file defines: functions, classes, variables and attributes that it sets."""
+    """Names of functions, classes, variables and attributes that a file defines."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -42,7 +42,7 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def library_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Local name and full path of everything that a file imports from a library."""
+    """Local name and full path of each library import of a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -54,10 +54,10 @@ def library_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def private_uses(text: str, inherited_names: set[str]) -> list[str]:
-    """Uses of private names of libraries, with their lines.
+    """Uses of private library names, with their lines.
 
-    An attribute of ``self`` may be ``inherited`` from another file of scalewise. Other private
-    attributes are defined in the file itself.
+    Attributes of ``self`` may be defined in another file of scalewise (``inherited_names``);
+    other private attributes must be defined in the file itself.
     """
     tree = ast.parse(text)
     local_names, library_imports = defined_names(tree), dict(library_names(tree))

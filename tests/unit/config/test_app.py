@@ -1,4 +1,4 @@
-"""Rejected commands: before the first job, without remaining files."""
+"""Rejected commands end before the first job and leave no files."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
 class Never(Command):
-    """Fails the test if a command that must be rejected reaches it."""
+    """Fails the test when it runs."""
 
     def run_single(self, *args: object) -> int:
         raise AssertionError(args)
@@ -422,7 +422,7 @@ def test_hydra_interpolation_is_named_by_its_key(
 
 @pytest.mark.parametrize("more", [[], ["sweep=learning_rate"], ["objective=module"]])
 def test_resolved_config_has_its_name(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Hydra shows the config without the node that says which options were chosen."""
+    """The printed config omits the node with the chosen options."""
     assert run_command(RecordingCommand(), ["--cfg", "job", "--resolve", *more]) == 0
     name = "module-single-fp32" if "objective=module" in more else "decoder_nano-single-fp32-"
     assert f"name: {name}" in capsys.readouterr().out

@@ -30,7 +30,7 @@ FAULTS = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml")
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, list[str]]:
-    """Overrides that options require: files of a user, or a constant schedule."""
+    """Overrides that options require: user files, or a constant schedule."""
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     (tmp_path / "a.jsonl").write_text('{"instruction": "Add 1 and 1.", "output": "2"}\n' * 100)
     np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")

@@ -30,7 +30,7 @@ OPTIONS = [
 
 @st.composite
 def mistyped(draw: st.DrawFn) -> str:
-    """Draws a real key with one character dropped, doubled or put in."""
+    """Draw an existing key with one character removed, doubled or inserted."""
     key = draw(st.sampled_from(KEYS + GROUPS))
     position = draw(st.integers(0, len(key) - 1))
     return key[:position] + draw(st.sampled_from(["", key[position] * 2, ".", "_", "é", "0"])) + (
@@ -88,7 +88,7 @@ override_lists = st.lists(overrides, min_size=1, max_size=3)
 
 
 def timed_compose(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
-    """Outcome of overrides, and its processor time."""
+    """Result of composing the overrides, and its processor time."""
     started = time.process_time()
     answer: RunConfig | ConfigError
     try:

@@ -1,4 +1,4 @@
-"""Jobs of a sweep share compositions and get what Hydra composes for each alone."""
+"""Jobs of a sweep share compositions and get the configs that Hydra composes for each job."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _prepared() -> None:
 
 
 def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) -> object:
-    """What composing gives: the whole config with its flags and the Run of it, or the error."""
+    """Composed config with its flags and its ``RunConfig``, or the error."""
     try:
         config = loader.load_sweep_config(master, list(overrides))
     except Exception as error:
@@ -217,7 +217,7 @@ def test_composition_cache_evicts_old_compositions(monkeypatch: pytest.MonkeyPat
 
 
 def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RecordingCommand]:
-    """How often Hydra composes for a sweep of so many seeds, and what the sweep was."""
+    """Number of Hydra compositions for a sweep over ``count`` seeds, and its command."""
     composed = []
     compose = composition_cache.compose_defaults
 
@@ -277,7 +277,7 @@ SWEEPS = {
 
 
 class Hashed(RecordingCommand):
-    """Does with each job what a sweep does before the first starts."""
+    """Hashes the config of each job, as a sweep does before the first job starts."""
 
     def run_sweep(
         self,

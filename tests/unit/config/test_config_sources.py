@@ -1,4 +1,4 @@
-"""Options composed from cached schemas equal the compositions of Hydra."""
+"""Options composed from cached schemas equal Hydra's compositions."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DetectHardware = Callable[..., Hardware]
 
 @pytest.fixture
 def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> DetectHardware:
-    """The hardware of ``auto`` where these devices are."""
+    """Function that returns the hardware of ``hardware=auto`` for given devices."""
 
     def detect(*gpus: str, overrides: tuple[str, ...] = ()) -> Hardware:
         for module in ("hardware", "run_config", "validation.run_issues"):

@@ -1,4 +1,4 @@
-"""Config nodes below ``hydra`` run no code that is not part of scalewise."""
+"""Config nodes below ``hydra`` cannot run code from outside scalewise."""
 
 import copy
 import logging
@@ -27,19 +27,19 @@ TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs"
 
 
 class Quiet(Command):
-    """Does nothing with a run."""
+    """Command without effect."""
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
-        """Returns success."""
+        """Return success."""
         return 0
 
     def run_sweep(self, jobs: list[SweepJob], *_: object) -> list[object]:  # type: ignore[override]
-        """Runs nothing."""
+        """Return success."""
         raise AssertionError(jobs)
 
 
 def calls_of(target: str) -> dict[str, object]:
-    """A config that makes the folder ``evil`` if anything calls it."""
+    """Config that creates the folder ``evil`` if any of its targets is called."""
     return {"_target_": target, "name": "evil"}
 
 
@@ -215,7 +215,7 @@ NESTED_NODES = st.recursive(
 
 @pytest.fixture(scope="module")
 def hydra_node() -> DictConfig:
-    """The ``hydra`` node of the defaults, open for anything."""
+    """Default ``hydra`` node, without struct flags."""
     app.prepare()
     with hydra_session():
         hydra_config = hydra.compose("config", return_hydra_config=True).hydra

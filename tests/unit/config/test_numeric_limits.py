@@ -41,7 +41,7 @@ def values_of(hint: Any) -> tuple[float, ...]:
 
 
 def runs(group: str, compose: Callable[..., RunConfig]) -> Iterator[RunConfig]:
-    """A run for each class of options of a group, where one composes without files."""
+    """One run for each config class of a group that composes without files."""
     config_types: set[type] = set()
     machine = () if group == "hardware" else ("hardware=h100",)
     for name in paths.option_names(group):

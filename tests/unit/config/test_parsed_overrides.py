@@ -20,7 +20,7 @@ Jobs = Callable[..., list[SweepJob]]
 
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """The jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
+    """Function that expands overrides and the contents of a sweep file, ``sweep=own``, to jobs."""
     monkeypatch.chdir(tmp_path)
 
     def expanded(*typed: str, **sweeper: object) -> list[SweepJob]:

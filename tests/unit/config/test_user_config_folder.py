@@ -1,4 +1,4 @@
-"""A config folder of the user by ``-cd``: copied files work unchanged."""
+"""User config folders given with ``-cd``: copied files work unchanged."""
 
 from pathlib import Path
 

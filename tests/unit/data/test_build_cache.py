@@ -1,4 +1,4 @@
-"""The build cache: built once, by one of several processes, never partial."""
+"""The build cache: built once by one of several processes, never partially visible."""
 
 import hashlib
 import os

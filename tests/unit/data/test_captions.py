@@ -52,7 +52,7 @@ def drawn(side: int = 4, seed: int = 0) -> NDArray[np.uint8]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """A folder of the same picture in files of several kinds, and of others."""
+    """Folder with one picture in several file formats, and other pictures."""
     np.save(tmp_path / "a.npy", drawn())
     (tmp_path / "a.ppm").write_bytes(b"P6 # made here\n4 4\n255\n" + drawn().tobytes())
     Image.fromarray(drawn()).save(tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""Conversations: formats, templates, label masks and bad records."""
+"""Conversations: formats, templates, label masks and invalid records."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lines(path: Path, *records: object) -> str:
 
 
 def read(splits: DataSplits, dataset: TokenDataset, index: int = 0) -> tuple[str, str]:
-    """The text of a row, and that of its labels alone."""
+    """Text of a sequence, and text of its labels."""
     assert splits.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = dataset.gather([index])
@@ -139,7 +139,7 @@ SHAREGPT_AS_MESSAGES = [
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A tokenizer.json with the marks of ChatML and its template beside it."""
+    """``tokenizer.json`` with the ChatML tokens, next to its template."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     tokenizer = train_tokenizer(

@@ -65,7 +65,7 @@ def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, An
 
 
 def ids_of(splits: DataSplits, index: int, count: int) -> tuple[list[int], list[int]]:
-    """The first token ids of a row, and which of them are labels."""
+    """First token ids of a sequence, and their label mask."""
     (ids_S,) = splits.train.gather([index])
     return np.where(ids_S < 0, ~ids_S, ids_S)[:count].tolist(), (ids_S >= 0)[:count].tolist()
 
@@ -315,6 +315,6 @@ def test_tool_template_is_selected_for_tools(tmp_path: Path) -> None:
 def test_records_rejected_by_the_template_are_named(
     template: str, record: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    """A call without arguments is an error of transformers too."""
+    """A call without arguments is an error in transformers too."""
     with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
         prepared(tmp_path, template, "byte_level", record)

@@ -227,7 +227,7 @@ def test_windows_align_with_pre_tokenization(
 def test_windows_join_without_a_second_encoding(
     make: Callable[[], Tokenizer], document: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of grouped digits are encoded twice, in step with those before."""
+    """Only windows of grouped digits are encoded twice."""
     tokenizer_of = tokenizer = make()
     calls: list[int] = []
     encode_batch = chunked_encoding._encode_batch

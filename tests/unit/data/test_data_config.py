@@ -1,4 +1,4 @@
-"""Data configs: validation before reading, their YAML, no torch import."""
+"""Data configs: validation without reading files, YAML, no torch import."""
 
 import dataclasses
 import os

@@ -15,7 +15,7 @@ from scalewise.training.trainer import silence_lightning
 
 
 class Witness(lightning.LightningModule):
-    """Records the rows that it was trained on."""
+    """Records the training batches."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Witness(lightning.LightningModule):
 
 
 class SaveAfter(lightning.Callback):
-    """Saves where ModelCheckpoint does, at the end of a micro batch."""
+    """Saves a checkpoint after a micro-batch, in the hook that ModelCheckpoint uses."""
 
     def __init__(self, path, micro_steps):
         self.path, self.micro_steps = path, micro_steps
@@ -72,7 +72,7 @@ def test_dataloader_state_resumes_under_lightning(tmp_path):
 
 
 class Mapped(Dataset):
-    """The usual map-style dataset over a memory map."""
+    """Map-style dataset over a memory-mapped file."""
 
     def __init__(self, tokens, sequence):
         self.tokens, self.sequence = tokens, sequence

@@ -1,4 +1,4 @@
-"""Labeled texts: records, label positions and bad records."""
+"""Labeled texts: records, label positions and invalid records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def labelled(path: Path, *records: object, **more: Any) -> LabeledText:
 
 
 def read(splits: DataSplits, index: int) -> tuple[str, int]:
-    """The text before the one label of a row, and the label."""
+    """Text before the label of a sequence, and the label."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([index])
     (position,) = np.flatnonzero(ids_S >= 0)

@@ -24,7 +24,7 @@ PADDING_NOTE = re.compile(
 
 
 def numbered(num_samples: int) -> PackedDataset:
-    """The first token of each sample is its index."""
+    """Dataset in which the first token of each sample is its index."""
     return PackedDataset([np.arange(num_samples * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
 
 
@@ -43,7 +43,7 @@ def of(
 
 
 def amounts(run: RunConfig, splits: DataSplits | None) -> dict[str, tuple[int, int, int, str]]:
-    """Samples, what they are padded to, the difference and its share, by what is padded."""
+    """Samples, padded samples, their difference and its fraction, by subject of the note."""
     counts = {}
     for note in padding_notes(run, splits):
         match = PADDING_NOTE.search(note)
@@ -54,7 +54,7 @@ def amounts(run: RunConfig, splits: DataSplits | None) -> dict[str, tuple[int, i
 
 
 def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
-    """Samples that a loader reads, and those of them with labels."""
+    """Number of samples that a loader yields, and number of those with labels."""
     batches = list(loader)
     real = sum(int((batch["labels"] >= 0).all(1).sum()) for batch in batches)
     return sum(len(batch["labels"]) for batch in batches), real
@@ -115,7 +115,7 @@ def test_padding_has_no_note_without_padding() -> None:
 
 
 def test_padding_notes_of_a_plan_cover_steps_and_validation() -> None:
-    """Its data are not read: how many samples an epoch has is not known."""
+    """A plan reads no data, so that the number of samples per epoch is unknown."""
     run = of(ranks=2, micro_batch=3, global_batch=10, validation=16, epochs=1)
     assert list(amounts(run, None)) == ["each step", "each validation"]
 

@@ -1,4 +1,4 @@
-"""Preference pairs: records, label masks and bad records."""
+"""Preference pairs: records, label masks and invalid records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lines(path: Path, *records: object) -> str:
 
 
 def read(splits: DataSplits, index: int = 0) -> list[tuple[str, str]]:
-    """The text of both sequences of a row, and that of their labels alone."""
+    """Text of both sequences of a pair, and text of their labels."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     pairs = []
     for ids_S in splits.train.gather([index])[0]:

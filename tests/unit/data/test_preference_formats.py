@@ -1,4 +1,4 @@
-"""Records of preferences and of encoder-decoder pairs: every key is read, noted or rejected."""
+"""Preference and encoder-decoder records: every key is read, noted or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretrained weights require their own tokenizer: none is trained for them."""
+"""Pretrained weights require their own tokenizer: none is trained."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ TOKEN_DATA = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of the model that ``DESCRIBED`` has the config of."""
+    """Random weights for the config ``DESCRIBED``."""
     folder = tmp_path_factory.mktemp("weights")
     config = AutoConfig.from_pretrained(LLAMA_CONFIG_DIR)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -49,7 +49,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Weights, with a tokenizer beside them, and data; relative paths begin there."""
+    """Current folder with weights, their tokenizer and data."""
     folder = tmp_path / "weights"
     folder.mkdir()
     shutil.copy(LLAMA_CONFIG_DIR / "config.json", folder)

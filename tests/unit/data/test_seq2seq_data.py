@@ -38,7 +38,7 @@ def prompt_of(path: Path, *records: object, **more: Any) -> Seq2SeqData:
 
 
 def read(splits: DataSplits, index: int) -> tuple[str, str]:
-    """A question and its answer, ends and all."""
+    """Encoder inputs and answer of a sequence, including end tokens."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([index])
     (input_S, answer_T) = ids_S[:-16], ids_S[-16:]

@@ -1,4 +1,4 @@
-"""Tokenized text: the embedded corpus and files of the user."""
+"""Tokenized text: the embedded corpus and user files."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def read(splits, dataset):
-    """The text of all rows, end to end."""
+    """Concatenated text of all sequences."""
     tokens = dataset.gather(range(len(dataset)))
     ids = [*tokens[:, :-1].ravel(), tokens[-1, -1]]
     return Tokenizer.from_file(str(splits.tokenizer)).decode(ids, skip_special_tokens=False)

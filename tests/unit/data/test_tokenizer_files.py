@@ -33,7 +33,7 @@ def train_tokenizer_model():
 
 
 def write_vocabulary(folder):
-    """Writes vocab.json and merges.txt of a byte-level BPE."""
+    """Write ``vocab.json`` and ``merges.txt`` of a byte-level BPE."""
     folder.mkdir()
     train_tokenizer_model().model.save(str(folder))
 
@@ -218,7 +218,7 @@ def test_truncated_tokenizer_is_rejected(tmp_path):
     ids=["own_code", "wrong_setting", "no_backend"],
 )
 def test_unloadable_tokenizer_class_is_rejected(tmp_path, config):
-    """The ids of tokenizer.json alone may be others: they are taken only as the fix says."""
+    """``tokenizer.json`` may have other ids: it is used only if the user applies the fix."""
     folder = tmp_path / "it's"
     folder.mkdir()
     train_tokenizer_model().save(str(folder / "tokenizer.json"))

@@ -10,7 +10,7 @@ from fixtures.compatibility_matrix import Cell
 
 
 def test_matrix_record_has_every_cell() -> None:
-    """An option added without its cells fails here: run what the record says."""
+    """Fails after an option is added until its cells are recorded."""
     assert list(compatibility_matrix.load_record()) == list(compatibility_matrix.cells()), (
         f"run `{compatibility_matrix.MAKE_COMMAND}`"
     )

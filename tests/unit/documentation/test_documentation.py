@@ -34,7 +34,7 @@ MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
 def table() -> dict[str, tuple[list[str], str]]:
-    """The README's table of config groups: group to options and description."""
+    """Config group table of the README: options and description by group."""
     text = README.read_text(encoding="utf-8")
     rows = text.split("<!-- groups -->")[1].split("<!-- /groups -->")[0].strip().splitlines()
     cells = [row.strip("|").split("|") for row in rows]
@@ -45,7 +45,7 @@ def table() -> dict[str, tuple[list[str], str]]:
 
 
 def commands() -> list[str]:
-    """Every command of README, CONTRIBUTING and docs, and the examples of ``--help``."""
+    """Commands in README, CONTRIBUTING and docs, and the examples of ``--help``."""
     documented_commands = [
         command
         for block in blocks()
@@ -61,7 +61,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.name)
 def test_documentation_blocks_are_tested_or_give_a_reason(block: Block) -> None:
-    """Commands are composed below, shown output and the pages of docs/extend by integration."""
+    """Commands compose in this file; console output and docs/extend are tested in integration."""
     if block.reason or block.language in ("console", "text"):
         return
     if block.language == "sh":
@@ -123,7 +123,7 @@ def test_documented_commands_compose(
 
 
 def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list[str]:
-    """The overrides among a benchmark's words; all its options are known."""
+    """Overrides among the arguments of a benchmark; asserts that its options exist."""
     try:
         return split_options(words, options)[1]
     except ConfigError as error:  # of files that are not there
@@ -144,7 +144,7 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_figures_equal_the_records(document: Path, tmp_path: Path) -> None:
-    """``SCALEWISE_RECORD=1`` writes the figures into the document again."""
+    """``SCALEWISE_RECORD=1`` updates the figures in the document."""
     copy = document if os.environ.get("SCALEWISE_RECORD") else tmp_path / "copy.md"
     copy.write_text(document.read_text("utf-8"), "utf-8")
     record.update_figures(copy, ROOT / "experiments" / "records")
@@ -162,7 +162,7 @@ def test_recorded_figures_are_all_quoted(name: str) -> None:
 
 
 def test_documented_activation_formula_equals_the_plan() -> None:
-    """The figures in docs/predict.md are those of its first command."""
+    """Compares figures in docs/predict.md with the plan of its first command."""
     page = (ROOT / "docs" / "predict.md").read_text("utf-8")
     first = next(line for block in blocks(ROOT / "docs" / "predict.md") for line in block.lines)
     run = compose(shlex.split(first)[2:], check_machine=False)

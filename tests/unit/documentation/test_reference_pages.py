@@ -30,7 +30,7 @@ PAGES: dict[str, str] = reference.pages()
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """The tables of a page as rows of cells, split as Markdown splits them."""
+    """Tables of a page as rows of cells, split as in Markdown."""
     rows_by_table: list[list[list[str]]] = [[]]
     for line in page.splitlines():
         if line.startswith("|"):

@@ -54,7 +54,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as instruct models are: two ends, padding, a template, generation settings."""
+    """Instruction-tuned model: two end tokens, padding, template and generation settings."""
     at = tmp_path_factory.mktemp("instruct") / "model"
     config = LlamaConfig(
         vocab_size=320,
@@ -88,7 +88,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_run(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
-    """A run that has just begun."""
+    """Run without a completed step."""
     run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", check_machine=False)
     at.mkdir(exist_ok=True)
     specs = {name: getattr(run, name) for name in CONFIG_GROUPS}
@@ -167,7 +167,7 @@ def test_export_keeps_the_generation_config(
 def test_export_tokenizer_has_the_ids_of_training(
     name: str, instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
-    """Tokens declared beside tokenizer.json count for a file of that name alone."""
+    """Tokens declared next to ``tokenizer.json`` apply to a file of that name only."""
     model = tmp_path / "model"
     shutil.copytree(instruct, model)
     config = read_json(model / "tokenizer_config.json")
@@ -197,7 +197,7 @@ def without_template(model: Path, to: Path) -> Path:
 def test_export_adds_the_trained_end_token(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
-    """Without a template answers are written plainly, and end as ``data.end_of_text`` says."""
+    """Without a template, answers end with ``data.end_of_text``."""
     model = without_template(instruct, tmp_path / "model")
     config = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}
     for name in ("config.json", "generation_config.json"):
@@ -294,7 +294,7 @@ def test_export_respects_the_umask(instruct: Path, compose: Compose, tmp_path: P
 
 
 class Killed(BaseException):
-    """Ends a test's export as a signal would."""
+    """Interrupts an export, as a signal does."""
 
 
 def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:

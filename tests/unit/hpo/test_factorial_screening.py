@@ -26,7 +26,7 @@ FACTORS = {
 
 
 def resolution(rows: Sequence[Sequence[int]]) -> float:
-    """The fewest columns whose product is constant, looked for among all."""
+    """Smallest number of columns whose product is constant, by exhaustive search."""
     columns = range(len(rows[0]))
     for size in range(1, len(rows[0]) + 1):
         for subset in combinations(columns, size):
@@ -99,7 +99,7 @@ def change_by_name(effects: FactorEffects) -> dict[str, float]:
 
 class TestEffects:
     def test_effects_recover_known_factors(self) -> None:
-        """Times made of factors: half with a, 30 % more with b, and 10 % off where both are on."""
+        """Times with known factors: 0.5 for a, 1.3 for b and 0.9 for both."""
         rows = list(product((-1, 1), repeat=3))
         times = [
             8.0 * (0.5 if a > 0 else 1) * (1.3 if b > 0 else 1) * (0.9 if a > 0 < b else 1)
@@ -114,11 +114,11 @@ class TestEffects:
         assert next(iter(changes)) == "a"
 
     def test_effects_equal_a_published_example(self) -> None:
-        """The pilot plant of Box, Hunter and Hunter, 2nd edition, tables 5.2 and 5.3.
+        """Pilot plant of Box, Hunter and Hunter, 2nd edition, tables 5.2 and 5.3.
 
-        Eight settings of temperature, concentration and catalyst, each twice; their effects are
-        23, -5 and 1.5, of temperature with catalyst 10, and the runs' variance is 8. Here the
-        effect of all three, 0.5, is left to the noise.
+        Two runs for each of eight settings of temperature, concentration and catalyst. The effects
+        are 23, -5 and 1.5, and 10 for temperature with catalyst; the variance of a run is 8. The
+        interaction of all three, 0.5, counts as noise here.
         """
         pairs = [(59, 61), (74, 70), (50, 58), (69, 67), (50, 54), (81, 85), (46, 44), (79, 81)]
         rows = [row[::-1] for row in product((-1, 1), repeat=3)]

@@ -132,7 +132,7 @@ def trial_outcome(loss: float | None = None, status: str = "ok", **metrics: floa
 
 
 class TestStudy:
-    """What is asked and told."""
+    """Trials that are suggested and recorded."""
 
     def test_study_runs_the_requested_trials(self, tmp_path: Path) -> None:
         optuna_search = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
@@ -232,7 +232,7 @@ class TestStudy:
         assert trial_records[1]["over"] == {"memory/peak_bytes": 10.0}
 
     def test_study_sampler_uses_the_constraint(self, tmp_path: Path) -> None:
-        """TPE looks where memory is not too much, and without the bound where the loss is least."""
+        """TPE samples feasible values with the constraint, and the best loss without it."""
         feasible_fraction = {}
         for bounds in ({}, {"memory/peak_bytes": 50.0}):
             search = SearchConfig(trials=30, constraints=bounds, study=str(len(bounds)))
@@ -287,7 +287,7 @@ class TestStudy:
 def job(
     sweep: Path, number: int, listed_status: str, status: str | None = None, **metrics: float
 ) -> None:
-    """Leaves a job as a sweep that was killed leaves it."""
+    """Write a job as a killed sweep leaves it."""
     row = {"number": number, "folder": str(number), "varied": {}, "status": listed_status}
     rows = [*optuna_study.sweep_jobs(sweep), row]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": rows}), "utf-8")
@@ -300,7 +300,7 @@ def job(
 
 
 class TestKilledSweep:
-    """A sweep that died at any moment; the owner of its trials is no process any more."""
+    """A sweep that was killed at any time, so that no process owns its trials."""
 
     @pytest.fixture
     def killed_search(

@@ -28,7 +28,7 @@ STEPS = 100
 
 
 def write_run(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted") -> Path:
-    """Writes what a run leaves: its config, its status and a checkpoint for each of ``steps``."""
+    """Write a run folder: config, status and a checkpoint for each of ``steps``."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
     write_json(folder / "status.json", {"status": status})
@@ -67,7 +67,7 @@ def test_lookup_finds_the_newest_run_of_the_name(
 
 @pytest.mark.parametrize("resume", ["last", "auto"])
 def test_lookup_orders_runs_by_utc_start(compose: Compose, tmp_path: Path, resume: str) -> None:
-    """After a change of time zone the names of folders are not in order."""
+    """After a change of the time zone, folder names are not in order."""
     run = compose(f"resume={resume}")
     start_times = {
         "2026-01-01_23-00-00": "2026-01-01T14:00:00+00:00",
@@ -103,7 +103,7 @@ def test_lookup_checks_processes_without_file_locks(compose: Compose, tmp_path: 
 
 
 def test_lookup_gives_two_processes_different_runs(compose: Compose, tmp_path: Path) -> None:
-    """The second finds the run locked while the first claims a folder, and then that folder."""
+    """The second process finds the run locked, first by the lookup and then by the new folder."""
     source = write_run(compose(), tmp_path / "2026-01-01", 5)
     own_folder = tmp_path / "2026-01-02"
     run = compose("resume=last")
@@ -318,7 +318,7 @@ def test_resume_names_a_config_without_batch(
 
 
 def write_resolved_run(run: RunConfig, folder: Path) -> Path:
-    """Writes what a run records of itself before it starts."""
+    """Write the files that a run records before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
     inputs.write_inputs(run.as_dict(), folder)

@@ -62,7 +62,7 @@ def test_only_unexpected_errors_show_a_traceback() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves by a second a look."""
+    """Clock that advances by one second per call."""
     ticks: Iterator[float] = iter(range(100))
     monkeypatch.setattr("time.time", lambda: next(ticks))
 

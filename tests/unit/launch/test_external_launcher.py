@@ -1,4 +1,4 @@
-"""Ranks of srun are described as torchrun would describe them."""
+"""Ranks of srun are described by the same variables as ranks of torchrun."""
 
 from __future__ import annotations
 

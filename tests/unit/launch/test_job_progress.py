@@ -70,7 +70,7 @@ def test_progress_of_an_ended_run(tmp_path: Path) -> None:
 def test_progress_of_a_run_that_ends_while_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its status is read while it runs, and its process is gone when that is looked for."""
+    """The status is read while the run is active; its process has ended at the liveness check."""
     process_fields = {
         "host": socket.gethostname(),
         "process": 2**22 + 1,

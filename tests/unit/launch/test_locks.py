@@ -1,4 +1,4 @@
-"""Locks on folders: exclusive between processes, released by their end."""
+"""Folder locks: exclusive between processes, released when the process ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @pytest.fixture
 def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which holds the lock of ``tmp_path``."""
+    """Another process that holds the lock of ``tmp_path``."""
     overrides = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
     with subprocess.Popen(overrides, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

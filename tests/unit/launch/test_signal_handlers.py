@@ -1,4 +1,4 @@
-"""A signal is reported as such, whatever libraries make of the exception."""
+"""A signal is reported as a signal even if a library replaces the exception."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalewise.launch import signals
 
 
 def library() -> None:
-    """Puts an error of its own in the place of what interrupts it, as OmegaConf can."""
+    """Replace an interrupting exception by its own error, as OmegaConf can."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:

@@ -1,4 +1,4 @@
-"""The Slurm executor: requests, rejections and silent controllers; Slurm runs in integration."""
+"""The Slurm executor: requests, rejections and controllers without answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def engine(options: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for a cluster that takes every job and has forgotten it at once."""
+    """Cluster that accepts every job and then does not list it."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("srun", "squeue", "scontrol", "scancel"):
@@ -58,7 +58,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flags(folder: Path) -> list[dict[str, str]]:
-    """The flags of each script that was submitted, in their order."""
+    """Flags of each submitted script, in order of submission."""
     scripts = sorted(folder.glob("slurm/*_submission.sh"), key=lambda path: path.stat().st_mtime_ns)
     return [
         dict(re.findall(r"#SBATCH --([\w-]+)(?:=(.*))?", p.read_text()))
@@ -153,7 +153,7 @@ def test_slurm_job_cancelled_while_pending(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a sweep that is gone on with: what an earlier job has left there says nothing."""
+    """The folder of a resumed sweep may contain files of an earlier job."""
     monkeypatch.setattr(
         slurm_cli, "job_facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"}
     )
@@ -200,7 +200,7 @@ def test_unresponsive_slurm_controller_is_reported(
 
 
 class TestLostJob:
-    """A job that ended without a word of its own."""
+    """A job that ended without a report."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -229,7 +229,7 @@ class TestLostJob:
     def test_lost_job_has_the_slurm_state(
         self, state: str, status: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """But for success, which only the job itself can tell."""
+        """Only the job itself reports success."""
         job_record = {"JobState": state, "ExitCode": "0:9"}
         monkeypatch.setattr(slurm_cli, "job_facts", lambda job: job_record)
         slurm.write_lost_status(folder, "7_0", folder.parent)

@@ -80,7 +80,7 @@ class TestHash:
 
 
 class TestInputs:
-    """Files count by what they hold, as in the resumption of a single run."""
+    """Input files are compared by content, as in the resumption of a single run."""
 
     @pytest.fixture
     def texts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -158,7 +158,7 @@ def test_resume_matches_each_job_once(
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """The folder of a sweep that left jobs of every kind."""
+    """Folder of a sweep with one job of every status."""
     folder = tmp_path / "name" / "2026-01-01_00-00-00"
     statuses = ["ok", "failed", "timeout", "interrupted", "running", "waiting", "refused"]
     job_records = []
@@ -365,7 +365,7 @@ class TestFolder:
         sweep: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Whoever watched may be gone while they wait or run: they would run twice."""
+        """Jobs that are still queued or running would run twice."""
         (sweep / "slurm").mkdir()
         write_json(sweep / "slurm" / "jobs.json", {"0": "11_0", "1": "12_1"})
         monkeypatch.setattr(slurm_cli, "has_slurm", lambda: True)

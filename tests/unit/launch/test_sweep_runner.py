@@ -21,7 +21,7 @@ NO_CALLBACKS: dict[str, Any] = {"on_start": lambda *_: None, "on_end": lambda *_
 
 
 class Ends:
-    """An engine that ends before its first job begins."""
+    """Executor that stops before its first job starts."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end

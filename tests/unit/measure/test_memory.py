@@ -1,4 +1,4 @@
-"""Measured bytes by phase compared with bytes counted by hand for a small network."""
+"""Measured bytes by phase equal the bytes counted by hand for a small network."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ class Network(nn.Module):
 
 
 def measure_training(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str, int]:
-    """The memory of the last of ``steps`` steps, by short name."""
+    """Memory metrics of the last of ``steps`` steps, by short name."""
     torch.manual_seed(0)
     network, x = Network(), torch.randn(BATCH_SIZE, INPUT_WIDTH)
     optimizer = optimizer_of(network.parameters(), lr=0.1, **arguments)
@@ -111,7 +111,7 @@ for_each_counter = pytest.mark.parametrize("counter", [LiveBytes, ProfiledAlloca
 
 
 def test_memory_probe_records_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of operators behind compiled code crashed one process in fifteen."""
+    """Operator recording in compiled code crashes at random."""
     dispatched_ops = []
 
     def of_tree(events: Iterable[Any]) -> Iterator[Any]:
@@ -195,7 +195,7 @@ def test_memory_probe_follows_earlier_storages(counter: type) -> None:
 
 
 def test_memory_probe_counts_tensors_of_compiled_code() -> None:
-    """A compiler keeps what products read; here nobody but a square reads the ReLU's result."""
+    """The compiler saves inputs of matmuls; here only a square reads the output of the ReLU."""
     torch.manual_seed(0)
     network, x = Network(), torch.randn(BATCH_SIZE, INPUT_WIDTH)
     network.compile(backend="aot_eager")
@@ -216,7 +216,7 @@ def test_memory_probe_counts_tensors_of_compiled_code() -> None:
 
 
 def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what collectives have sent, a thread may keep a reference for a moment."""
+    """A Gloo thread may briefly keep a reference to sent tensors."""
     with LiveBytes() as live_bytes:
         thread = [torch.zeros(256)]
         monkeypatch.setattr(memory.time, "sleep", lambda _: thread.clear())

@@ -15,7 +15,7 @@ X, WIDE_SIZE, SUM_SIZE = 1000, 4000, 10
 
 
 def norm_and_product() -> OpGraph:
-    """A norm taken apart, a product, and an activation that another product reads."""
+    """Graph of a decomposed norm, a matmul, and an activation that a second matmul reads."""
     graph = OpGraph()
     x = graph.add_tensor(X)
     mean = graph.add_op(OpWork.pointwise, (x,), SUM_SIZE, saves_output=True)
@@ -61,7 +61,7 @@ def test_fusion_does_not_move_tensors_read_by_kernels_only() -> None:
 
 
 def test_fusion_of_a_dropped_sum_saves_its_summands() -> None:
-    """Of the stream behind a sublayer, which a norm reads, backward keeps both summands."""
+    """A norm reads the residual stream after a sublayer; backward saves both summands."""
     graph = OpGraph()
     x = graph.add_tensor(X)
     branch = graph.add_op(OpWork.matmul, (x,), X, saved=(x,), weight_gradient_bytes=(8, 8))
@@ -88,7 +88,7 @@ def test_fusion_saves_casts_of_one_tensor_once() -> None:
 
 
 def test_fusion_saves_dropout_with_its_mask() -> None:
-    """As the inputs of two adapters: neither another draw nor a mask is made of what was read."""
+    """As for the inputs of two adapters: the dropout mask is saved, not recomputed."""
     graph = OpGraph()
     x = graph.add_tensor(X)
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_fusion_saves_dropout_with_its_mask() -> None:
 
 
 def test_fusion_saves_a_sum_smaller_than_its_summands() -> None:
-    """As beside every layer that has an adapter."""
+    """As for each layer with an adapter."""
     graph = OpGraph()
     x = graph.add_tensor(X)
     summands = [

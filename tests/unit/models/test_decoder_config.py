@@ -151,7 +151,7 @@ specs = st.builds(
 
 
 def flops_of(spec: DecoderConfig, stage: StageSlice, sequence: int) -> float:
-    """A part's flops from those of models of no layer, and of some."""
+    """FLOPs of a stage, computed from models with and without layers."""
     head = 6.0 * spec.vocabulary * spec.width
     block = (spec.flops(sequence) - head) / spec.layers
     return len(stage.layers) * block + head * stage.is_last

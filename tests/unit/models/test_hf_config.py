@@ -60,7 +60,7 @@ def describe_folder(folder: Path, **config: Any) -> str:
 def test_hf_plan_of_8b_equals_the_decoder(
     strategy: str, memory: str, compose: Compose, tmp_path: Path
 ) -> None:
-    """The two are written otherwise inside a block, and hold and compute the same weights."""
+    """Both models have equal weights and matmuls; their blocks are implemented differently."""
     common_overrides = (
         "data=synthetic",
         "data.sequence=2048",

@@ -1,4 +1,4 @@
-"""config.json next to weights: a decoder that computes something else is rejected."""
+"""``config.json`` next to weights: a decoder that computes other outputs is rejected."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ DOWNLOAD_AGAIN = "download config.json again"
 
 
 def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str:
-    """Write a config.json and returns its folder."""
+    """Write ``config.json`` and return its folder."""
     if isinstance(config, PreTrainedConfig):
         config.save_pretrained(folder)
     else:
@@ -151,7 +151,7 @@ CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_config_keys_are_all_classified(kind: str) -> None:
-    """Fails where transformers adds a key: decide then what it changes."""
+    """Fails when transformers adds a key, which must then be classified."""
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
     fixed = beside_of.FIXED_VALUES[kind] | beside_of.FIXED_FOR_ALL
     known_keys = beside_of.IGNORED_KEYS | fixed.keys() | {*beside_of.COMPARED_KEYS[kind]}
@@ -233,7 +233,7 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
 def test_config_is_rejected_or_gives_equal_logits(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Suggested values of the decoder's own options are taken until nothing is left."""
+    """Applies suggested values of decoder options until none remains."""
     sizes = GPT2_SIZES if kind == "gpt2" else SIZES
     config = AutoConfig.for_model(kind, **sizes | more, bos_token_id=0, eos_token_id=0)
     with torch.random.fork_rng():

@@ -56,7 +56,7 @@ def test_optimizer_state_bytes_are_counted(
 
 @dataclass(eq=False)
 class Parameter:
-    """What a group holds, without torch."""
+    """Parameter of a group, without torch."""
 
     requires_grad: bool = True
 

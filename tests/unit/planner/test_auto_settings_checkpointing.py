@@ -32,7 +32,7 @@ ZERO_BUBBLE = (*PIPELINE_RUN, "parallelism.pipeline_schedule=interleaved_zero_bu
 
 
 def everything(run: RunConfig) -> Iterator[RunConfig]:
-    """Every mixture of two kinds of blocks, in any numbers; the first is of the kind that saves."""
+    """All mixtures of two recomputation kinds, by number of blocks."""
     layers = run.model.layers
     for other_recompute, recompute in combinations(Recompute, 2):
         for count in range(1, layers + 1):

@@ -44,7 +44,7 @@ STRATEGY_NAMES = [
 
 
 def run_that_fits(compose: Compose, *overrides: str, micro_batch: int = 8) -> RunConfig:
-    """A run whose device is as large as ``rows`` at a time ask for."""
+    """Run with a device whose memory fits a micro-batch of ``micro_batch`` exactly."""
     unlimited_run = compose(*TRAINING, "trainer.global_batch=64", *overrides, check_machine=False)
     reserved_bytes = check_fit(
         replace(unlimited_run, trainer=replace(unlimited_run.trainer, micro_batch=micro_batch))

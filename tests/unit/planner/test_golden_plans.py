@@ -65,7 +65,7 @@ RUNS = (
 
 
 def numbers_of(overrides: str) -> dict[str, Any]:
-    """Every number of a run's plan that its text is written from."""
+    """All numbers of a plan that its text shows."""
     plan = build_plan(compose(overrides.split(), check_machine=False))
     run, fit, step = plan.run, plan.fit, plan.step_time
     host = fit.host_breakdown or node_memory(run)

@@ -66,7 +66,7 @@ def test_host_memory_of_an_offloaded_optimizer(run_of: Compose) -> None:
 
 
 def test_paged_optimizer_state_moves_only_without_room(run_of: Compose) -> None:
-    """A step reads all of it in one order: what went first is wanted first."""
+    """A step reads the state in a fixed order, so that the first pages evicted are needed first."""
     default_run = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
     paged = replace(default_run, optimizer=PagedAdamWConfig())
     small_device_run = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))

@@ -42,7 +42,7 @@ def plan_of(compose: Compose) -> Compose:
 
 
 def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
-    """Pairs are twice the sequences; without an adapter what was said is kept."""
+    """A pair has two sequences; without an adapter, reference log-probabilities are cached."""
     pairs = ("objective=dpo", "data.pairs=true")
     overrides_by_name = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
     overrides_by_name["asked"] = (*pairs, "adapter=lora")

@@ -244,7 +244,7 @@ def part(folder: Path, anchor: str) -> Any:
 
 class TestImportance:
     def test_importance_of_a_full_grid_sums_to_one(self, tmp_path: Path) -> None:
-        """Of additive effects on the logarithm the shares are those of the variance itself."""
+        """The shares of additive effects on the logarithm are shares of its variance."""
         shares_by_axis = importance.variance_shares(
             comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log
         )
@@ -253,7 +253,7 @@ class TestImportance:
         assert shares_by_axis["optimizer.lr"] == 0
 
     def test_importance_equals_a_published_anova(self) -> None:
-        """Dried weights of plants (A. J. Dobson, 1983; R's PlantGrowth): F is 4.8461 on 2 and 27.
+        """Dried plant weights (A. J. Dobson, 1983; R's PlantGrowth): F is 4.8461 on 2 and 27.
 
         Epsilon squared is (F - 1) 2 / (2 F + 27).
         """
@@ -297,7 +297,7 @@ class TestImportance:
         assert importance.variance_shares(sweep({"a": (0, 1), "b": (0, 1)}, jobs), LOSS) == {}
 
     def test_importance_is_corrected_for_chance(self) -> None:
-        """Of pure noise a setting with many values would else seem to tell a lot."""
+        """Without the correction, a setting with many values would explain pure noise."""
         noise, share_samples = np.random.default_rng(3), []
         for _ in range(100):
             jobs = [run(n, {"a": n % 8, "b": n % 2}, loss=float(math.exp(noise.normal())))

@@ -27,7 +27,7 @@ from scalewise.reports import files, records, report_model, wandb_blocks, wandb_
 
 @pytest.fixture(autouse=True)
 def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a key nor a network is there."""
+    """Environment without an API key and network."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
     def refuse(*arguments: object, **options: object) -> None:

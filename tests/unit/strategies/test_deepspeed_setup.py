@@ -154,7 +154,7 @@ INTERRUPTED = """
 
 
 def test_signal_ends_extension_compilers(tmp_path: Path) -> None:
-    """Ninja puts each of its children into one, out of reach of a signal to the builder's."""
+    """Ninja starts each compiler in a new process group, which a signal to the builder's misses."""
     builder = tmp_path / "builder"
     builder.write_text(textwrap.dedent(BUILDER).lstrip().format(python=sys.executable))
     builder.chmod(0o755)
@@ -184,7 +184,7 @@ print("stepped", float(weight[0]))
 
 
 def _within(folder: Path) -> list[psutil.Process]:
-    """The processes that work in a folder."""
+    """Processes whose working directory is in a folder."""
     matches = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -199,7 +199,7 @@ def _within(folder: Path) -> list[psutil.Process]:
 def test_killed_extension_build_does_not_block_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compilers end with it: the next one has the machine for its own."""
+    """The compilers of a killed build end with it."""
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     killed_process = subprocess.Popen(

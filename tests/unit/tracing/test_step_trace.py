@@ -20,7 +20,7 @@ TRAINING = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trai
 
 
 def phase_bytes_of(persistent_bytes: int, temporary_bytes: int) -> StepTrace:
-    """The trace of a step in which activations are the most."""
+    """Memory by phase of a trace whose activations dominate."""
     phase_bytes = {"parameters": persistent_bytes, "optimizer": 0, "average": 0}
     phase_bytes |= {"activations": temporary_bytes, "gradients": 7}
     moments = {
@@ -34,7 +34,7 @@ def phase_bytes_of(persistent_bytes: int, temporary_bytes: int) -> StepTrace:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
-    """The runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
+    """Traced runs; a sample of a micro-batch takes 0.3 GiB, and constant memory is 0.1 GiB."""
     runs: Traced = []
 
     def answer(run: RunConfig, *, full_depth: bool) -> StepTrace:

@@ -1,4 +1,4 @@
-"""Damaged records and lost processes: one line each, never trusted."""
+"""Damaged records and lost processes are reported in one line each."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_single_run_without_process_is_lost(tmp_path: Path) -> None:
     [(UNUSED_PID, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
 )
 def test_process_liveness_is_detected(pid: object, started: object) -> None:
-    """The last has the number of a process that began later."""
+    """In the last case another process reuses the process id."""
     assert not sweep_record.is_same_process(pid, started)
 
 

@@ -1,4 +1,4 @@
-"""Online or offline mode is decided before W&B could prompt, wait or raise."""
+"""Online or offline mode is chosen before W&B could prompt, wait or raise."""
 
 import socket
 import threading
@@ -29,12 +29,12 @@ UNREACHABLE_URL = "http://127.0.0.1:9"
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that knows nothing, and says so."""
+    """Server that rejects every request."""
     yield from _serve(lambda connection: connection.sendall(b"HTTP/1.1 404 Not Found\r\n\r\n"))
 
 
 def _serve(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that takes every connection and does ``answer`` on it."""
+    """Server that runs ``answer`` on every connection."""
     with socket.create_server(("127.0.0.1", 0)) as server_socket:
 
         def take(connection: socket.socket) -> None:
@@ -205,7 +205,7 @@ def test_disabled_tracker_accepts_every_call() -> None:
 
 
 class Failing(NullSession):
-    """A tracker that the network has left."""
+    """Tracker session that lost its network."""
 
     def __init__(self, *_: object) -> None:
         self.calls = 0
@@ -216,7 +216,7 @@ class Failing(NullSession):
 
 
 class Refusing(NullSession):
-    """A tracker that cannot even begin; notes the modes it was begun in."""
+    """Tracker session that cannot start; records the requested modes."""
 
     modes: list[WandbMode]
 

@@ -71,7 +71,7 @@ def test_wandb_sweep_metric_is_a_summary_key() -> None:
 
 
 def test_wandb_sweep_command_is_a_train_command() -> None:
-    """As the client itself puts it together."""
+    """Builds the command as the W&B client does."""
     config = configured(PRECISION, IntervalAxis("optimizer.lr", 1e-5, 1e-2))
     args = {"precision": {"value": "bf16_mixed"}, "optimizer.lr": {"value": 3e-05}}
     words = create_sweep_command_args({"args": args})

@@ -24,7 +24,7 @@ from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 
 @dataclass
 class Found:
-    """A run in an answer of the server."""
+    """Run in a server response."""
 
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -219,7 +219,6 @@ class TestGroup:
 
 
 def test_sync_does_not_recreate_a_deleted_run(tmp_path: Path) -> None:
-    """A run that was deleted at W&B is not created again."""
     run_folder = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
     wandb_folder = tmp_path / "wandb" / "run-20260101_000000-x"
     wandb_folder.mkdir(parents=True)

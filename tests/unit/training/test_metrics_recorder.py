@@ -45,7 +45,7 @@ def row(step: int, times: dict[str, float]) -> dict[str, Any]:
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]:
-    """Lets this process hear of another rank."""
+    """Simulate a second rank in this process."""
 
     def add(other_rank: torch.Tensor) -> None:
         monkeypatch.setattr(
@@ -149,7 +149,7 @@ def test_recorder_compares_measured_with_planned_values(
 
 
 def test_recorder_summary_has_medians(compose: Composed) -> None:
-    """A run may resume under a pipeline that started without one."""
+    """A run may start without a pipeline and resume with one."""
     rows = [row(1, OTHER_PHASES), row(2, PIPELINE), row(3, PIPELINE)]
     metrics = build_summary(compose(), rows, {})["metrics"]
     assert isinstance(metrics, dict)
@@ -183,7 +183,7 @@ def test_recorder_counts_memory_of_compiled_steps(
 
 
 def test_recorder_keeps_an_error_before_the_first_step(compose: Composed) -> None:
-    """Lightning calls callbacks while an error is on its way: one of theirs would hide it."""
+    """Lightning calls callbacks during error handling; an error in them would hide the first."""
     recorder = MetricsRecorder(compose(), 0, [])
     trainer = SimpleNamespace(world_size=1)
     recorder.on_exception(trainer, SimpleNamespace(), ValueError())

@@ -1,4 +1,4 @@
-"""Ranks read different samples of a user's dataloader, and equally many."""
+"""Ranks read different samples of a user dataloader, the same number on each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scalewise.training.user_dataloaders import ShardedIterable, shard_dataloade
 
 
 class Numbers(IterableDataset[int]):
-    """Has no length."""
+    """Iterable dataset without a length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -31,7 +31,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Counted(Numbers):
-    """Has one."""
+    """Iterable dataset with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -50,7 +50,7 @@ def trainer() -> Trainer:
 def distributed(
     loader: Any, ranks: int, mode: RunningStage
 ) -> tuple[list[list[list[int]]], list[str]]:
-    """The batches of all ranks of a loader of numbers, and the notes on it."""
+    """Batches of all ranks for a loader, and the notes about it."""
     rank_items, notes = [], list[str]()
     for rank in range(ranks):
         stub_trainer: Any = trainer()
@@ -78,7 +78,7 @@ def test_validation_samples_are_read_once(
     held_out: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By as many batches on every rank, none of which is empty or larger than the loader's."""
+    """All ranks have the same number of batches, none empty or larger than those of the loader."""
     dataset: Any = list(range(samples))
     mode = RunningStage.VALIDATING if held_out else RunningStage.TRAINING
     loader = DataLoader(dataset, batch_size=size, drop_last=drop_last)
@@ -112,7 +112,7 @@ def test_validation_samples_are_read_once(
 
 
 def test_validation_mean_equals_one_device() -> None:
-    """Of batches by their sizes, as Lightning takes it."""
+    """Mean of batches weighted by size, as in Lightning."""
     loader: Any = DataLoader(list(range(17)), batch_size=4)  # type: ignore[arg-type]  # has both
     rank_items, notes = distributed(loader, 2, RunningStage.VALIDATING)
     assert [[len(batch) for batch in rank_batches] for rank_batches in rank_items] == [
@@ -140,7 +140,7 @@ def test_sized_stream_notes_repeated_samples() -> None:
 
 
 def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:
-    """What the trainer of a rank makes of a loader, which it is given in each epoch."""
+    """Loader that the trainer of a rank prepares, called for each epoch."""
     stub_trainer, mode = trainer(), cast(Any, None)
     shard_dataloaders(stub_trainer, rank, ranks, split_iterable=streams)
     prepared_loader = stub_trainer._data_connector._prepare_dataloader(loader, False, mode)
@@ -167,7 +167,7 @@ def test_stream_length_is_divided_by_ranks() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_ranks_together_read_what_one_reads(workers: int) -> None:
-    """Workers shuffle by generators that Lightning seeds by rank where nobody else has."""
+    """Lightning seeds the generators of workers by rank unless they are seeded already."""
     dataset = TensorDataset(torch.arange(24))
 
     def read_rank(rank: int, ranks: int) -> list[int]:
@@ -206,7 +206,7 @@ def test_dataloader_is_divided_once() -> None:
 
 
 def test_dataset_that_splits_itself_is_unchanged() -> None:
-    """As ``datasets.distributed.split_dataset_by_node`` marks it, or as the user says."""
+    """Marked by ``datasets.distributed.split_dataset_by_node`` or by the user."""
     by_node = Numbers(4)
     by_node._distributed = object()  # type: ignore[attr-defined]
     loader = DataLoader(by_node, batch_size=None)
