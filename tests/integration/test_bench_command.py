@@ -36,10 +36,10 @@ def test_bench_collectives_writes_record_plot_and_profile(run_cli: CliRunner) ->
     assert abs(profile["link_gb_per_s"] * 1e9 / rate - 1) < 1e-3
     assert abs(profile["link_latency_us"] - max(latency * 1e6, 1e-3)) < 1e-2 * latency * 1e6 + 1e-3
     assert not list(result.folder.path.glob(".*"))
-    composed = run_cli(
+    printed_config = run_cli(
         "-cd", str(result.folder.path), *TINY, "hardware=measured", "--cfg", "job"
     ).assert_ok()
-    assert f"link_gb_per_s: {profile['link_gb_per_s']}" in composed.out
+    assert f"link_gb_per_s: {profile['link_gb_per_s']}" in printed_config.out
 
 
 def test_bench_leaves_nothing_after_ctrl_c(run_cli: CliRunner) -> None:

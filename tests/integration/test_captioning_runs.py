@@ -33,7 +33,7 @@ def pictures(tmp_path: Path) -> Path:
         ids = splits.train.gather([index])[0]
         caption = " ".join(WORDS[token] for token in ids[ids > 0])
         records.append(json.dumps({"image": f"{index}.npy", "caption": caption + " "}))
-    (tmp_path / "told.jsonl").write_text("\n".join(records), "utf-8")
+    (tmp_path / "captions.jsonl").write_text("\n".join(records), "utf-8")
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def test_captioning_run_trains_evaluates_and_exports_user_images(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (
-        *(TINY, "data=captions", f"data.paths=[{pictures}/told.jsonl]", "data.image_size=32"),
+        *(TINY, "data=captions", f"data.paths=[{pictures}/captions.jsonl]", "data.image_size=32"),
         *(f"data.tokenizer={pictures}/tokenizer.json", "data.validation_fraction=0.25"),
         *(*TWO_STEPS, "tracking=none", "trainer.validate_every=2", "schedule.warmup_steps=1"),
     )

@@ -28,7 +28,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass(frozen=True)
-class Made:
+class TrainedFolders:
     """Folders of completed runs."""
 
     run: Path
@@ -37,7 +37,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Made:
+def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> TrainedFolders:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -48,13 +48,13 @@ def trained_folders(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path
             (*SMALL_RUN, "name=other", "tracking=none", "trainer.max_steps=4"),
             ("-m", *SMALL_RUN, "name=sweep", "tracking=none", "seed=1,2"),
         ):
-            code, text = typed("train", *run_overrides)
+            code, text = run_in_process("train", *run_overrides)
             assert code == 0, text
     folders = [next((folder / "runs" / name).iterdir()) for name in ("run", "other", "sweep")]
-    return Made(*folders)
+    return TrainedFolders(*folders)
 
 
-def typed(*arguments: str) -> tuple[int, str]:
+def run_in_process(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a command that runs in this process, in a UTF-8 terminal."""
     output_stream = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     with redirect_stdout(output_stream), redirect_stderr(output_stream):
@@ -76,7 +76,7 @@ def cases_of(folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def line_of(command: str, folder: Path, trained_folders: Made) -> Sequence[str]:
+def line_of(command: str, folder: Path, trained_folders: TrainedFolders) -> Sequence[str]:
     train = ("train", *SMALL_RUN, "tracking=none")
     return {
         "status": ("status", str(folder)),
@@ -90,8 +90,8 @@ def line_of(command: str, folder: Path, trained_folders: Made) -> Sequence[str]:
     }[command]
 
 
-def assert_withstood(
-    command: str, source: Path, case: tuple[str, str], trained_folders: Made
+def assert_handled(
+    command: str, source: Path, case: tuple[str, str], trained_folders: TrainedFolders
 ) -> None:
     """Run a command on a copy of ``source`` with one file damaged."""
     file_name, name = case
@@ -101,7 +101,7 @@ def assert_withstood(
     file = folder / file_name
     damages_for(file)[name](file)
     try:
-        code, text = typed(*line_of(command, folder, trained_folders))
+        code, text = run_in_process(*line_of(command, folder, trained_folders))
     except BaseException as error:
         raise AssertionError(f"{command}: {file_name} {name} raised") from error
     case_text = f"{command}: {file_name} {name} gave {code}: {text}"
@@ -146,13 +146,13 @@ SAMPLES = {
 
 @pytest.mark.parametrize("command", SAMPLES)
 def test_commands_skip_or_name_a_damaged_file(
-    command: str, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, trained_folders: TrainedFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = trained_folders.sweep if command == "resume_sweep" else trained_folders.run
     rng = random.Random(command).sample(cases_of(source), SAMPLES[command][0])
     for case in [*FAILED_ONCE[command], *rng]:
-        assert_withstood(command, source, case, trained_folders)
+        assert_handled(command, source, case, trained_folders)
 
 
 @pytest.mark.exhaustive
@@ -161,13 +161,17 @@ def test_commands_skip_or_name_a_damaged_file(
     [(name, n) for name, (_, sample_parts) in SAMPLES.items() for n in range(sample_parts)],
 )
 def test_commands_survive_many_damaged_files(
-    command: str, index: int, trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    index: int,
+    trained_folders: TrainedFolders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     is_sweep_case = command == "resume_sweep" or (index % 2 and command in ("status", "report"))
     source = trained_folders.sweep if is_sweep_case else trained_folders.run
     for case in random.Random(f"{command} {index}").sample(cases_of(source), 25):
-        assert_withstood(command, source, case, trained_folders)
+        assert_handled(command, source, case, trained_folders)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +192,14 @@ def test_commands_survive_many_damaged_files(
     ],
 )
 def test_publish_survives_a_damaged_file(
-    case: tuple[str, str], trained_folders: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, str],
+    trained_folders: TrainedFolders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with WandbServer(handlers=Views().handlers) as server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.delenv("WANDB_MODE")
-        assert_withstood("publish", trained_folders.run, case, trained_folders)
+        assert_handled("publish", trained_folders.run, case, trained_folders)

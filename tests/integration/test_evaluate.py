@@ -121,7 +121,7 @@ def test_evaluate_equals_transformers_loss_and_generation(
     assert generated_text in capsys.readouterr().out
 
 
-class Fixed(ModelModule):
+class ConstantModel(ModelModule):
     """Model whose logits do not depend on the previous tokens."""
 
     def __init__(self, *logits: float) -> None:
@@ -143,20 +143,24 @@ class Fixed(ModelModule):
         raise NotImplementedError
 
 
-def draws(module: Fixed, temperature: float, count: int, seed: int = 1) -> list[int]:
+def sampled_ids(module: ConstantModel, temperature: float, count: int, seed: int = 1) -> list[int]:
     generated = generation.generate(module, [0], 8, temperature, seed)
     return [next(generated) for _ in range(count)]
 
 
 def test_evaluate_temperature_divides_logits() -> None:
-    module = Fixed(1.0, 2.0, 0.0)
-    assert draws(module, 0, 3) == [1, 1, 1]
-    assert draws(module, 0.7, 50) == draws(module, 0.7, 50) != draws(module, 0.7, 50, seed=2)
-    counts = torch.bincount(torch.tensor(draws(module, 0.5, 4000)), minlength=3) / 4000
+    module = ConstantModel(1.0, 2.0, 0.0)
+    assert sampled_ids(module, 0, 3) == [1, 1, 1]
+    assert (
+        sampled_ids(module, 0.7, 50)
+        == sampled_ids(module, 0.7, 50)
+        != sampled_ids(module, 0.7, 50, seed=2)
+    )
+    counts = torch.bincount(torch.tensor(sampled_ids(module, 0.5, 4000)), minlength=3) / 4000
     expected = (torch.tensor([1.0, 2.0, 0.0]) / 0.5).softmax(-1)
     torch.testing.assert_close(counts, expected, rtol=0, atol=0.03)
     assert module.longest == 8
-    assert draws(module, 1e-40, 3) == [1, 1, 1]
+    assert sampled_ids(module, 1e-40, 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +198,8 @@ def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert f"has another tokenizer than {tokenizer_file}" in capsys.readouterr().err
     more = (*overrides, f"resume={run.path}", "trainer.max_steps=8")
-    changed = f"have changed since the checkpoint under {run.path} was trained"
-    with pytest.raises(CheckpointError, match=changed):
+    reason_text = f"have changed since the checkpoint under {run.path} was trained"
+    with pytest.raises(CheckpointError, match=reason_text):
         scalewise.train(scalewise.compose([*SMOKE_RUN, *more]), tmp_path / "again")
 
     text.unlink()  # what was learnt can be taken away without what it was learnt from

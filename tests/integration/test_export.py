@@ -57,8 +57,8 @@ def test_export_initializes_a_new_run(
     run, state = trained
     state_dict_adapter.export_folder(state, run.model, tmp_path)
     overrides = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
-    started = build_model(scalewise.compose(overrides).model, run.seed)
-    for name, tensor in started.state_dict().items():
+    initial_model = build_model(scalewise.compose(overrides).model, run.seed)
+    for name, tensor in initial_model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
 
 
@@ -82,9 +82,13 @@ CASES = {
     "pissa": ("adapter=pissa", *ALL_TARGETS),
     "dora": ("adapter=dora", *ALL_TARGETS),
     "ia3": ("adapter=ia3",),
-    "whole": ("adapter=lora", "adapter.rank=4", "adapter.trained=[embedding,.*norm,.*up]"),
+    "trained_parameters": (
+        "adapter=lora",
+        "adapter.rank=4",
+        "adapter.trained=[embedding,.*norm,.*up]",
+    ),
     "ia3, head": ("adapter=ia3", "model.tied=false", "adapter.trained=[head,attention.output]"),
-    "fused, whole": (
+    "fused, trained_parameters": (
         "adapter=lora",
         "adapter.targets=[feedforward.up]",
         "adapter.trained=[attention.query,embedding,position,.*norm]",
@@ -95,7 +99,15 @@ CASES = {
     "fused, dora": ("adapter=dora", "adapter.targets=[attention.query,attention.value]", *GPT2),
     "fused, ia3": ("adapter=ia3", *GPT2),
 }
-EXHAUSTIVE_CASES = ("rslora", "dora", "fused", "whole", "ia3, head", "fused, rslora", "fused, dora")
+EXHAUSTIVE_CASES = (
+    "rslora",
+    "dora",
+    "fused",
+    "trained_parameters",
+    "ia3, head",
+    "fused, rslora",
+    "fused, dora",
+)
 """GPT-2 has queries, keys and values in one matrix, and transposed."""
 
 TOKENS_BT = torch.arange(64).reshape(2, 32)

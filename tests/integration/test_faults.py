@@ -48,9 +48,11 @@ def sweep(cli_runner_in: Callable[[str], CliRunner]) -> tuple[CliResult, CliProc
 def test_sweep_records_the_status_of_every_job(sweep: tuple[CliResult, CliProcess]) -> None:
     result, _ = sweep
     for job, (status, code, reason) in zip(result.folder.jobs, FAULTS.values(), strict=True):
-        recorded = job.status
-        assert (recorded["status"], recorded["exit_code"]) == (status, code), recorded["reason"]
-        assert reason in recorded["reason"], job
+        job_status = job.status
+        assert (job_status["status"], job_status["exit_code"]) == (status, code), job_status[
+            "reason"
+        ]
+        assert reason in job_status["reason"], job
         assert not (job.path / ".ranks").exists(), job
         assert (job.path / "report.html").is_file(), job
 
@@ -119,12 +121,12 @@ def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: J
     if detection_s:
         fault_overrides.append(f"launch.timeout={detection_s}")
     status, reason = EXPECTED_OUTCOMES[fault]
-    recorded = run_job(*fault_overrides, status=status).status
+    job_status = run_job(*fault_overrides, status=status).status
     assert time.monotonic() - start < detection_s + 15
-    assert reason in recorded["reason"]
-    assert recorded["rank"] == 1
+    assert reason in job_status["reason"]
+    assert job_status["rank"] == 1
     if fault == "hang":
-        assert any("rank 1: " in line and "in happen" in line for line in recorded["log_tail"])
+        assert any("rank 1: " in line and "in happen" in line for line in job_status["log_tail"])
 
 
 def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
@@ -147,12 +149,14 @@ def test_frozen_rank_is_named(run_job: JobRunner) -> None:
     limit = fault_timeout(run_job(*STRATEGIES["fsdp"]))
     frozen = "{_target_:fixtures.faults.FreezeRank,rank:1,step:3}"
     overrides = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
-    recorded = run_job(
+    job_status = run_job(
         *STRATEGIES["fsdp"], f"+callbacks.frozen={frozen}", *overrides, status="timeout"
     ).status
-    assert recorded["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
-    assert recorded["rank"] == 1
-    assert {line.split(":")[0] for line in recorded["log_tail"]} == {"rank 0"}
+    assert (
+        job_status["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not respond"
+    )
+    assert job_status["rank"] == 1
+    assert {line.split(":")[0] for line in job_status["log_tail"]} == {"rank 0"}
 
 
 @pytest.mark.parametrize(
@@ -189,9 +193,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    mount_result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mount_result.returncode:
+        pytest.skip(f"no file system can be mounted here: {mount_result.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
@@ -238,14 +242,14 @@ def test_full_disk_at_start_leaves_only_a_status(small_disk: Path, shared_cache:
 
 
 def test_restarts_are_counted_in_the_status(run_job: JobRunner) -> None:
-    recorded = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
-    assert recorded["attempts"] == 3
+    job_status = run_job("+inject=raise", "launch.max_restarts=2", status="failed").status
+    assert job_status["attempts"] == 3
 
 
 def test_memory_limit_ends_the_run_out_of_memory(run_job: JobRunner) -> None:
     wide_model = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
-    recorded = run_job(*wide_model, status="out_of_memory").status
-    assert "launch.memory_limit_gib=null" in [fix["override"] for fix in recorded["cures"]]
+    job_status = run_job(*wide_model, status="out_of_memory").status
+    assert "launch.memory_limit_gib=null" in [fix["override"] for fix in job_status["cures"]]
 
 
 def test_callback_with_invalid_arguments_is_rejected(run_job: JobRunner) -> None:

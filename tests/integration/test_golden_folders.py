@@ -45,14 +45,14 @@ def test_golden_sweep_has_nothing_left_to_run(sweep: RunDir, run_cli: CliRunner)
 
 @pytest.mark.parametrize("number", range(4))
 def test_golden_run_resumes(number: int, sweep: RunDir, run_job: JobRunner) -> None:
-    old = sweep.jobs[number]
+    golden_job = sweep.jobs[number]
     resumed = run_job.without_defaults(
-        *old.status["overrides"], *LONGER_RUN, resume=old.checkpoint(4)
+        *golden_job.status["overrides"], *LONGER_RUN, resume=golden_job.checkpoint(4)
     )
     assert resumed.status["resumed_from"]
     assert resumed.steps == [1, 2, 3, 4, 5, 6]
-    assert resumed.column("train/loss")[:4] == old.column("train/loss")
-    full_run = run_job.without_defaults(*old.status["overrides"], *LONGER_RUN)
+    assert resumed.column("train/loss")[:4] == golden_job.column("train/loss")
+    full_run = run_job.without_defaults(*golden_job.status["overrides"], *LONGER_RUN)
     for key in ("train/loss", "val/loss"):
         assert resumed.column(key)[-1] == pytest.approx(full_run.column(key)[-1], rel=1e-2), key
 

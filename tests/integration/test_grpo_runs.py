@@ -23,7 +23,7 @@ SHORT_RUN = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
+@pytest.mark.parametrize("mode", [(), ("adapter=lora", "objective.beta=0.1")], ids=["no_kl", "kl"])
 def test_grpo_evaluation_equals_last_validation(mode: tuple[str, ...], run_cli: CliRunner) -> None:
     run = run_cli(*SHORT_RUN, *mode).assert_ok().folder
     rewards = run.column("val/reward")

@@ -47,8 +47,8 @@ def test_fit_status_agrees_with_enforced_memory_limit(
     overrides: tuple[str, ...], compose: Compose, run_cli: CliRunner
 ) -> None:
     run = compose(*WIDE_RUN, *overrides)
-    free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
-    min_bytes, _, max_bytes = free.reserved
+    unlimited_fit = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
+    min_bytes, _, max_bytes = unlimited_fit.reserved
     for limit, fit_status, code in (
         (0.9 * min_bytes, FitStatus.out_of_memory, 3),
         (1.01 * max_bytes, FitStatus.fits, 0),

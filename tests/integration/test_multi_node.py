@@ -21,7 +21,7 @@ def free_port() -> int:
         return int(free_socket.getsockname()[1])
 
 
-def agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[CliProcess]:
+def start_agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[CliProcess]:
     """Two nodes with one rank each, on the loopback interface."""
     port = free_port()
     return [
@@ -58,7 +58,7 @@ def agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[CliPro
 
 
 def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
-    for result in [agent.wait() for agent in agents(run_cli)]:
+    for result in [agent.wait() for agent in start_agents(run_cli)]:
         result.assert_ok()
     folder = result.folder
     assert folder.status["status"] == "ok"
@@ -69,7 +69,7 @@ def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
 def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     full_run = run_cli(*TINY, *RUN_OVERRIDES).assert_ok().folder
     slow_steps = (TRUST_FIXTURES, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
-    nodes = agents(run_cli, "resume=auto", "name=nodes", *slow_steps, restarts=1)
+    nodes = start_agents(run_cli, "resume=auto", "name=nodes", *slow_steps, restarts=1)
     nodes[0].wait_until(
         lambda: any(run_cli.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4"
     )
@@ -90,7 +90,7 @@ def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:
     assert same_weights(last.weights(8), full_run.weights(8))
 
 
-def tasks(runner: CliRunner, *overrides: str) -> list[CliProcess]:
+def start_tasks(runner: CliRunner, *overrides: str) -> list[CliProcess]:
     """Two tasks of one step on one node."""
     port = str(free_port())
     return [
@@ -115,7 +115,7 @@ def tasks(runner: CliRunner, *overrides: str) -> list[CliProcess]:
 
 def test_srun_tasks_are_ranks_and_exit_despite_threads(run_cli: CliRunner) -> None:
     lingering_thread = "+callbacks.lingering._target_=fixtures.faults.LingeringThread"
-    for result in [task.wait() for task in tasks(run_cli, TRUST_FIXTURES, lingering_thread)]:
+    for result in [task.wait() for task in start_tasks(run_cli, TRUST_FIXTURES, lingering_thread)]:
         result.assert_ok()
     assert result.folder.status["status"] == "ok"
     assert result.folder.status["world_size"] == 2
@@ -124,7 +124,7 @@ def test_srun_tasks_are_ranks_and_exit_despite_threads(run_cli: CliRunner) -> No
 SLOW_STEPS = (TRUST_FIXTURES, "+callbacks.slow._target_=fixtures.faults.SlowSteps")
 
 
-def listening(commands: list[CliProcess]) -> set[str]:
+def listening_addresses(commands: list[CliProcess]) -> set[str]:
     """Addresses on which the processes of these commands accept connections."""
     return {
         socket.laddr.ip
@@ -136,14 +136,14 @@ def listening(commands: list[CliProcess]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "start", [tasks, lambda runner, *overrides: [runner.start(*TINY, *overrides)]]
+    "start", [start_tasks, lambda runner, *overrides: [runner.start(*TINY, *overrides)]]
 )
 def test_single_node_ranks_listen_on_loopback_only(
     start: Callable[..., list[CliProcess]], run_cli: CliRunner
 ) -> None:
-    started = start(run_cli, *SLOW_STEPS, *RUN_OVERRIDES)
-    started[0].wait_for_step(2)
-    assert listening(started) == {"127.0.0.1"}
+    processes = start(run_cli, *SLOW_STEPS, *RUN_OVERRIDES)
+    processes[0].wait_for_step(2)
+    assert listening_addresses(processes) == {"127.0.0.1"}
 
 
 SWEEP_REJECTION = "a sweep is not supported with torchrun or srun"
@@ -151,7 +151,7 @@ SWEEP_REJECTION = "a sweep is not supported with torchrun or srun"
 
 @pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])
 def test_srun_of_a_sweep_is_rejected(sweep: tuple[str, ...], run_cli: CliRunner) -> None:
-    first, second_result = [task.wait(60) for task in tasks(run_cli, *sweep)]
+    first, second_result = [task.wait(60) for task in start_tasks(run_cli, *sweep)]
     first.assert_rejected(SWEEP_REJECTION, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
     assert (second_result.code, second_result.out, second_result.err) == (2, "", "")
     assert list(run_cli.cwd.iterdir()) == []
@@ -159,7 +159,7 @@ def test_srun_of_a_sweep_is_rejected(sweep: tuple[str, ...], run_cli: CliRunner)
 
 def test_torchrun_of_a_sweep_is_rejected_once(run_cli: CliRunner) -> None:
     first, second_result = [
-        node.wait(60) for node in agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")
+        node.wait(60) for node in start_agents(run_cli, "optimizer.lr=1e-3,2e-3", "-m")
     ]
     assert 0 not in (first.code, second_result.code)
     assert f"{first.transcript}{second_result.transcript}".count(SWEEP_REJECTION) == 1

@@ -18,17 +18,17 @@ CORES = len(os.sched_getaffinity(0))
 several_cores = pytest.mark.skipif(CORES < 2, reason="one core has no shares")
 
 
-def interval(job: RunDir) -> tuple[datetime, datetime]:
+def run_interval(job: RunDir) -> tuple[datetime, datetime]:
     status = job.status
     return datetime.fromisoformat(status["started"]), datetime.fromisoformat(status["ended"])
 
 
-def at_once(jobs: list[RunDir]) -> int:
-    spans = [interval(job) for job in jobs]
+def max_concurrent(jobs: list[RunDir]) -> int:
+    spans = [run_interval(job) for job in jobs]
     return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
 
 
-def cores(job: RunDir, rank: int = 0) -> set[int]:
+def recorded_cores(job: RunDir, rank: int = 0) -> set[int]:
     affinity_record = job.json(f"seat-{rank}.json")
     assert affinity_record["threads"] <= len(affinity_record["cores"])
     return set(affinity_record["cores"])
@@ -47,8 +47,8 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
     result = process.wait().assert_ok()
     jobs = result.folder.jobs
     assert [job.status["status"] for job in jobs] == ["ok"] * 4
-    assert at_once(jobs) == 2
-    job_cores = [cores(job) for job in jobs]
+    assert max_concurrent(jobs) == 2
+    job_cores = [recorded_cores(job) for job in jobs]
     assert job_cores[0] & job_cores[1] == set()
     assert job_cores[0] | job_cores[1] == os.sched_getaffinity(0)
     assert all(cores_of_job in job_cores[:2] for cores_of_job in job_cores)
@@ -78,7 +78,7 @@ def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
         RECORD_AFFINITY,
     )
     jobs = run_cli(*overrides).assert_ok().folder.jobs
-    assert cores(jobs[0]) & cores(jobs[1]) == set()
+    assert recorded_cores(jobs[0]) & recorded_cores(jobs[1]) == set()
 
 
 @several_cores
@@ -103,7 +103,7 @@ def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     assert outcomes[2][0] == "ok"
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["failed", "failed", "ok", "failed"]
-    assert cores(jobs[2]) == os.sched_getaffinity(0)
+    assert recorded_cores(jobs[2]) == os.sched_getaffinity(0)
     assert not (jobs[0].path / ".ranks").exists()
     assert process.remaining_processes(within=2) == []
 

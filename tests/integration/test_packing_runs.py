@@ -45,7 +45,7 @@ def conversations(tmp_path: Path) -> Path:
     return path
 
 
-def evaluated(run: RunDir, step: str) -> dict[str, float]:
+def evaluation_metrics(run: RunDir, step: str) -> dict[str, float]:
     """Metrics of step 0 or 2."""
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
     return dict(json.loads((run.path / "evaluation.json").read_text("utf-8"))[step])
@@ -62,8 +62,8 @@ def test_packing_keeps_the_untrained_loss_in_fewer_sequences(
         assert result.status == "ok", result.reason
         run = RunDir(result.folder)
         last = float(run.metrics[-1]["val/loss"])
-        assert evaluated(run, "2")["loss"] == pytest.approx(last, rel=1e-5), packing
-        untrained[packing] = evaluated(run, "0")
+        assert evaluation_metrics(run, "2")["loss"] == pytest.approx(last, rel=1e-5), packing
+        untrained[packing] = evaluation_metrics(run, "0")
     assert untrained[True]["rows"] < untrained[False]["rows"] / 2
     assert untrained[True]["labels"] == untrained[False]["labels"]
     for key in ("loss", "accuracy"):

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-def evaluated(run: RunDir, step: str = "last") -> dict[str, float]:
+def evaluation_metrics(run: RunDir, step: str = "last") -> dict[str, float]:
     assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
     record = json.loads((run.path / "evaluation.json").read_text("utf-8"))
     return dict(record[step if step != "last" else max(record, key=int)])
@@ -46,19 +46,19 @@ def test_dpo_evaluation_equals_last_validation(
     result = scalewise.train(scalewise.compose([*SHORT_RUN, *CASES[case]]), tmp_path / "run")
     assert result.status == "ok", result.reason
     run = RunDir(result.folder)
-    evaluation = evaluated(run)
+    evaluation = evaluation_metrics(run)
     for key in ("loss", "reward_margin", "reward_accuracy"):
         last = float(run.metrics[-1][f"val/{key}"])
         assert evaluation[key] == pytest.approx(last, rel=1e-4, abs=1e-5), key
     assert "7 held-out pairs" in capsys.readouterr().out
-    first = evaluated(run, "0")
+    first = evaluation_metrics(run, "0")
     assert (first["reward_margin"], first["reward_accuracy"]) == (0, 0.5)
 
 
 @EXHAUSTIVE
 def test_dpo_experiment_beats_untrained_model(run_cli: CliRunner) -> None:
     run = run_cli(TINY, "tracking=none").assert_ok().folder
-    trained_metrics, untrained_metrics = evaluated(run), evaluated(run, "0")
+    trained_metrics, untrained_metrics = evaluation_metrics(run), evaluation_metrics(run, "0")
     print(f"untrained {untrained_metrics}, trained {trained_metrics}")
     assert trained_metrics["reward_accuracy"] > 0.9 > untrained_metrics["reward_accuracy"] == 0.5
     assert trained_metrics["likelier"] > 0.8 > untrained_metrics["likelier"]

@@ -27,12 +27,12 @@ SINGLE_RETRY = {
 }
 
 
-def serving(views: Views | None = None, **faults: Any) -> WandbServer:
+def start_server(views: Views | None = None, **faults: Any) -> WandbServer:
     """Server of runs and reports with injected faults."""
     return WandbServer(handlers=(views or Views()).handlers, **faults)
 
 
-def reaching(server: WandbServer) -> dict[str, str]:
+def server_environment(server: WandbServer) -> dict[str, str]:
     return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
 
 
@@ -41,10 +41,10 @@ def publish(
 ) -> CliResult:
     server.requests.clear()
     overrides = [str(path) for path in paths]
-    return runner(*overrides, command="publish", env={**reaching(server), **(env or {})})
+    return runner(*overrides, command="publish", env={**server_environment(server), **(env or {})})
 
 
-def writes(server: WandbServer) -> set[str]:
+def write_operations(server: WandbServer) -> set[str]:
     return (
         {name for name in server.requests if not name.startswith("/sdk/")}
         - READ_OPERATIONS
@@ -92,7 +92,7 @@ class TestPublishSweep:
         sweep_folder = runner.cwd / offline_sweep.path.relative_to(offline_sweep.path.parents[2])
         shutil.copytree(offline_sweep.path, sweep_folder, symlinks=True)
         views = Views()
-        with serving(views) as server:
+        with start_server(views) as server:
             first = publish(runner, server, sweep_folder).assert_ok()
             times_created = [run.times_created for run in server.runs.values()]
             second_result = publish(runner, server, sweep_folder).assert_ok()
@@ -100,9 +100,9 @@ class TestPublishSweep:
         assert [view.saves for view in views.of_type("runs")] == [2], "one report, updated"
         return server, RunDir(sweep_folder), first, second_result
 
-    Told = tuple[WandbServer, RunDir, CliResult, CliResult]
+    Published = tuple[WandbServer, RunDir, CliResult, CliResult]
 
-    def test_published_jobs_are_one_group_in_order(self, published: Told) -> None:
+    def test_published_jobs_are_one_group_in_order(self, published: Published) -> None:
         server, sweep, *_ = published
         assert list(server.runs) == [job.status["wandb"]["id"] for job in sweep.jobs]
         group = f"{sweep.path.parent.name}/{sweep.path.name}"
@@ -111,13 +111,13 @@ class TestPublishSweep:
         assert {run.state for run in server.runs.values()} == {"finished"}
         assert server.unexpected == []
 
-    def test_published_history_has_every_step_once(self, published: Told) -> None:
+    def test_published_history_has_every_step_once(self, published: Published) -> None:
         server, sweep, *_ = published
         for job in sweep.jobs:
             assert_rows_are_those_of(job, run_of(server, job))
             assert run_of(server, job).summary["status"] == "ok", job
 
-    def test_published_config_names_the_run_folder(self, published: Told) -> None:
+    def test_published_config_names_the_run_folder(self, published: Published) -> None:
         server, sweep, *_ = published
         for job in sweep.jobs:
             config = run_of(server, job).config
@@ -125,7 +125,7 @@ class TestPublishSweep:
             assert config["host"], job
             assert config["model"]["width"] == 32, job
 
-    def test_published_files_equal_the_folder(self, published: Told) -> None:
+    def test_published_files_equal_the_folder(self, published: Published) -> None:
         server, sweep, *_ = published
         for job in sweep.jobs:
             files = run_of(server, job).files
@@ -133,7 +133,7 @@ class TestPublishSweep:
             for name in FILES:
                 assert files[name] == (job.path / name).read_bytes(), name
 
-    def test_published_summary_compares_planned_with_measured(self, published: Told) -> None:
+    def test_published_summary_compares_planned_with_measured(self, published: Published) -> None:
         server, sweep, *_ = published
         first_job, _ = sweep.jobs
         run, plan = run_of(server, first_job), first_job.json("plan.json")
@@ -154,7 +154,7 @@ class TestPublishSweep:
         assert ratio == pytest.approx(predicted / measured)
         assert dict(table_of(run, "memory/measured")["data"])["peak"] == measured
 
-    def test_published_checkpoints_are_reference_artifacts(self, published: Told) -> None:
+    def test_published_checkpoints_are_reference_artifacts(self, published: Published) -> None:
         server, sweep, *_ = published
         first_job, second_job = sweep.jobs
         last = first_job.checkpoint(8)
@@ -167,7 +167,7 @@ class TestPublishSweep:
         assert set(kinds) == {"checkpoint", "adapter"}
         assert set(kinds["adapter"].files) == {"adapter.safetensors"}
 
-    def test_publish_records_links_in_the_folder(self, published: Told) -> None:
+    def test_publish_records_links_in_the_folder(self, published: Published) -> None:
         _, sweep, first, _ = published
         urls = [job.status["wandb"]["url"] for job in sweep.jobs]
         assert all(f"/{ENTITY}/scalewise/runs/" in url for url in urls)
@@ -176,14 +176,14 @@ class TestPublishSweep:
         assert first.out.count(report) == 1
         assert all(url in (sweep.path / "report.html").read_text("utf-8") for url in urls)
 
-    def test_publish_again_sends_nothing(self, published: Told) -> None:
+    def test_publish_again_sends_nothing(self, published: Published) -> None:
         server, *_, second_result = published
         assert {
-            name for name in writes(server) if "iew" not in name and "roject" not in name
+            name for name in write_operations(server) if "iew" not in name and "roject" not in name
         } == set()
         assert "not uploaded" not in second_result.out
 
-    def test_publish_writes_the_api_key_nowhere(self, published: Told) -> None:
+    def test_publish_writes_the_api_key_nowhere(self, published: Published) -> None:
         _, _, first, second_result = published
         for result in (first, second_result):
             assert KEY not in result.transcript, result.command
@@ -205,9 +205,9 @@ def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -
     for job, upload_option in ((complete_job, "checkpoints"), (job_without_weights, "none")):
         text = (job.path / "resolved.yaml").read_text("utf-8")
         assert "log_artifacts: files" in text, job
-        changed = text.replace("log_artifacts: files", f"log_artifacts: {upload_option}")
-        (job.path / "resolved.yaml").write_text(changed)
-    with serving() as server:
+        changed_text = text.replace("log_artifacts: files", f"log_artifacts: {upload_option}")
+        (job.path / "resolved.yaml").write_text(changed_text)
+    with start_server() as server:
         publish(run_cli, server, complete_job.path, job_without_weights.path).assert_ok()
     (checkpoint,) = server.artifacts
     assert checkpoint.run == complete_job.status["wandb"]["id"]
@@ -222,7 +222,7 @@ def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
     run_cli(*TINY).assert_ok()
     run_cli(*TINY, "trainer.max_steps=12", "resume=last").assert_ok()
     first, second_folder = run_cli.folders
-    with serving() as server:
+    with start_server() as server:
         publish(run_cli, server, second_folder.path, first.path).assert_ok()
         publish(run_cli, server, first.path, second_folder.path).assert_ok()
     first_run, second_run = run_of(server, first), run_of(server, second_folder)
@@ -249,7 +249,7 @@ def test_publish_resends_history_that_the_server_lost(
 ) -> None:
     """The client marks history as sent; the server state decides."""
     job = sweep.jobs[0]
-    with serving(faults={fault: 500}) as server:
+    with start_server(faults={fault: 500}) as server:
         result = publish(run_cli, server, job.path, env=SINGLE_RETRY)
         assert result.code == 1
         assert "not uploaded" in result.out
@@ -265,7 +265,7 @@ def test_publish_continues_after_a_failed_job_or_report(sweep: RunDir, run_cli: 
     damaged_job, complete_job = sweep.jobs
     (log,) = damaged_job.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
-    with serving(faults={"upsertView": 403}) as server:
+    with start_server(faults={"upsertView": 403}) as server:
         result = publish(run_cli, server, sweep.path)
     assert result.code == 1
     assert "Traceback" not in result.transcript
@@ -290,7 +290,7 @@ def test_publish_prints_one_line_if_the_server_rejects(
     fault: int, code: int, message: str, sweep: RunDir, run_cli: CliRunner, cli_env: dict[str, str]
 ) -> None:
     before = sweep.content
-    with serving(faults={"*": fault}) as server:
+    with start_server(faults={"*": fault}) as server:
         result = publish(run_cli, server, sweep.path, env=SINGLE_RETRY)
     assert result.code == code
     assert message in result.err
@@ -303,7 +303,7 @@ def test_publish_prints_one_line_if_the_server_rejects(
 def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
     damaged_job, complete_job = sweep.jobs
     (damaged_job.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
-    with serving() as server:
+    with start_server() as server:
         result = publish(run_cli, server, sweep.path)
     assert result.code == 1
     assert "Traceback" not in result.transcript
@@ -315,10 +315,10 @@ def test_publish_skips_a_damaged_job(sweep: RunDir, run_cli: CliRunner) -> None:
 @EXHAUSTIVE
 def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> None:
     """Rows on the server are not sent again."""
-    with serving(fail_after_rows=1) as server:
+    with start_server(fail_after_rows=1) as server:
         rare_logging = ("trainer.log_every=20", "trainer.validate_every=null")
         overrides = (*TINY, *rare_logging, "trainer.max_steps=20000")
-        process = run_cli.start(*overrides, env={**reaching(server), **SINGLE_RETRY})
+        process = run_cli.start(*overrides, env={**server_environment(server), **SINGLE_RETRY})
         process.wait_until(lambda: STREAM in server.faults, "a row", 90)
         (run,) = server.runs.values()
         last_step = run.history[-1]["step"]
@@ -335,14 +335,14 @@ def test_publish_completes_a_run_after_a_server_failure(run_cli: CliRunner) -> N
 
 
 def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
-    with serving() as server:
+    with start_server() as server:
         overrides = (*TINY, *LONGER_RUN, "trainer.max_steps=20000")
-        process = run_cli.start(*overrides, env=reaching(server))
+        process = run_cli.start(*overrides, env=server_environment(server))
         folder = RunDir(process.wait_for_step(20))
         upload = publish(run_cli, server, folder.path)
         assert upload.code == 1
         assert "the run is in progress; publish it when it has ended" in upload.out
-        assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
+        assert write_operations(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
         process.kill()
         process.wait()
         publish(run_cli, server, folder.path).assert_ok()
@@ -356,8 +356,8 @@ def test_publish_marks_a_killed_run_as_failed(run_cli: CliRunner) -> None:
 
 @pytest.mark.exhaustive
 def test_slow_server_loses_no_step_and_no_history_row(run_cli: CliRunner) -> None:
-    with serving(delay=0.2) as server:
-        result = run_cli(*TINY, "parallelism=ddp", env=reaching(server)).assert_ok()
+    with start_server(delay=0.2) as server:
+        result = run_cli(*TINY, "parallelism=ddp", env=server_environment(server)).assert_ok()
     folder = result.folder
     assert len(server.runs) == 1
     assert result.out.count("W&B report") == 1, "of two ranks one speaks"
@@ -372,8 +372,10 @@ def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
     names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}
     more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(other_folder)}
     env = {f"WANDB_{name}": value for name, value in {**names, **more}.items()}
-    with serving() as server:
-        run_cli(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).assert_ok()
+    with start_server() as server:
+        run_cli(
+            *TINY, env={**env, **server_environment(server), "WANDB_MODE": "offline"}
+        ).assert_ok()
         assert server.requests == []
         result = publish(run_cli, server, run_cli.folders[0].path, env=env)
     folder, (run,) = result.assert_ok().folder, server.runs.values()

@@ -16,8 +16,8 @@ def test_report_links_runs_that_wandb_has(run_cli: CliRunner) -> None:
     result = run_cli("tracked", "own", command="report").assert_ok()
     assert result.out.splitlines() == [f"tracked/{PAGE}", f"own/{PAGE}"]
     assert result.err == ""
-    assert written(run_cli.cwd / "tracked") == {PAGE, SPEC}
-    assert written(run_cli.cwd / "own") == {PAGE}
+    assert report_files(run_cli.cwd / "tracked") == {PAGE, SPEC}
+    assert report_files(run_cli.cwd / "own") == {PAGE}
 
 
 def test_report_prints_one_line_for_a_broken_wandb_package(run_cli: CliRunner) -> None:
@@ -28,7 +28,7 @@ def test_report_prints_one_line_for_a_broken_wandb_package(run_cli: CliRunner) -
     env = {"PYTHONPATH": f"{package.parent}:{run_cli.environment['PYTHONPATH']}"}
     result = run_cli("run", command="report", env=env).assert_ok()
     assert f"cannot write {SPEC}: ImportError: half installed" in result.out
-    assert written(run_cli.cwd / "run") == {PAGE}
+    assert report_files(run_cli.cwd / "run") == {PAGE}
 
 
 def test_report_rejects_all_invalid_folders_at_once(run_cli: CliRunner) -> None:
@@ -43,5 +43,5 @@ def test_report_names_folders_without_runs(run_cli: CliRunner) -> None:
     run_cli("empty", command="report").assert_rejected("neither a run")
 
 
-def written(folder: Path) -> set[str]:
+def report_files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith("report")}

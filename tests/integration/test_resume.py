@@ -102,8 +102,8 @@ def test_resume_auto_continues_the_newest_run(
     overrides = (*KINDS[kind], EVERY_TWO_STEPS, "resume=auto")
     run_job(*overrides, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
     resumed = run_job(*overrides)
-    started = resumed.status["resumed_from"]
-    assert (started is None) == (step < 2)
+    resumed_from = resumed.status["resumed_from"]
+    assert (resumed_from is None) == (step < 2)
     assert_same(resumed, uninterrupted(kind))
 
 

@@ -34,18 +34,19 @@ WIDE_MODEL = ("model.width=128", "model.feedforward=384")
 LOW_BIT_OPTIMIZERS = ("adamw_8bit", "adamw_4bit")
 
 
-def of_group(group: str) -> dict[str, tuple[str, ...]]:
+def group_options(group: str) -> dict[str, tuple[str, ...]]:
     """Options of a group, with the overrides that each requires."""
     options = {name: (f"{group}={name}",) for name in paths.option_names(group)}
     return {**options, **EXTRA_OPTIONS.get(group, {})}
 
 
-def kinds() -> dict[str, tuple[str, ...]]:
+def run_kinds() -> dict[str, tuple[str, ...]]:
     """Options of these groups on one rank, and all strategies."""
     overrides_by_kind: dict[str, tuple[str, ...]] = {}
     for group in ("optimizer", "adapter", "quantization", "precision"):
         overrides_by_kind |= {
-            f"{group}={name}": kind_overrides for name, kind_overrides in of_group(group).items()
+            f"{group}={name}": kind_overrides
+            for name, kind_overrides in group_options(group).items()
         }
     overrides_by_kind |= {
         f"parallelism={name}": kind_overrides for name, kind_overrides in STRATEGIES.items()
@@ -59,25 +60,31 @@ def kinds() -> dict[str, tuple[str, ...]]:
                 f"optimizer={name}",
             )
     for name in ("muon", "adafactor", "schedule_free", "lion"):
-        overrides_by_kind[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("optimizer")[name])
+        overrides_by_kind[f"fsdp, {name}"] = (
+            *STRATEGIES["fsdp"],
+            *group_options("optimizer")[name],
+        )
     for name in ("nf4", "int8"):
-        overrides_by_kind[f"fsdp, {name}"] = (*STRATEGIES["fsdp"], *of_group("quantization")[name])
+        overrides_by_kind[f"fsdp, {name}"] = (
+            *STRATEGIES["fsdp"],
+            *group_options("quantization")[name],
+        )
     for strategy in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
         overrides_by_kind[f"parallelism={strategy}"] = (f"parallelism={strategy}",)
     del overrides_by_kind["optimizer=module"]  # of a user's module, which brings its own
     return overrides_by_kind
 
 
-KINDS = kinds()
+KINDS = run_kinds()
 CI_KINDS = ("optimizer=adamw_8bit", "fsdp, adamw_4bit")
 
 
-def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
+def marked_params(kind: str) -> tuple[pytest.MarkDecorator, ...]:
     strategy = kind.removeprefix("parallelism=").split(",")[0]
     return marks(strategy) if kind in CI_KINDS else (*marks(strategy), pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked_params(kind)) for kind in KINDS])
 def test_killed_run_resumes_to_the_same_result(
     kind: str, run_job: JobRunner, request: pytest.FixtureRequest
 ) -> None:

@@ -179,7 +179,7 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
     assert job.steps == list(range(1, 11))
     attempts = list(job.path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(attempts) == 2
-    attempt_states = [inspected(file) for file in attempts]
+    attempt_states = [wandb_records(file) for file in attempts]
     assert {attempt_state["run"]["run_group"] for attempt_state in attempt_states} == {
         "/".join(sweep.folder.path.parts[-2:])
     }
@@ -193,7 +193,7 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
     ] == [0]
 
 
-def inspected(file: Path) -> dict[str, Any]:
+def wandb_records(file: Path) -> dict[str, Any]:
     """First record of each type that W&B wrote for a run."""
     overrides = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     output = subprocess.run(

@@ -57,21 +57,20 @@ def processor_seconds(runner: CliRunner, *overrides: str) -> float:
     return after.children_user + after.children_system - before[2] - before[3]
 
 
-def share_of_torch(runner: CliRunner, most: float, *overrides: str) -> float:
+def torch_time_ratio(runner: CliRunner, max_ratio: float, *overrides: str) -> float:
     """Minimum time of a command over that of importing torch, over several rounds.
 
     Rounds continue until the ratio is at most ``most``, because machine load only increases it.
     """
-    actual = torchs = float("inf")
+    actual = torch_s = float("inf")
     for _ in range(8):
         actual = min(actual, processor_seconds(runner, "-m", "scalewise", *overrides))
-        torchs = min(torchs, processor_seconds(runner, "-c", "import torch"))
-        if actual <= most * torchs:
+        torch_s = min(torch_s, processor_seconds(runner, "-c", "import torch"))
+        if actual <= max_ratio * torch_s:
             break
-    print(
-        f"{' '.join(overrides)}: {actual:.2f} s, import torch {torchs:.2f} s, {actual / torchs:.2f}"
-    )
-    return actual / torchs
+    command = " ".join(overrides)
+    print(f"{command}: {actual:.2f} s, import torch {torch_s:.2f} s, {actual / torch_s:.2f}")
+    return actual / torch_s
 
 
 @pytest.mark.timed
@@ -79,7 +78,7 @@ def share_of_torch(runner: CliRunner, most: float, *overrides: str) -> float:
 def test_light_commands_start_faster_than_importing_torch(
     overrides: tuple[str, ...], run_cli: CliRunner
 ) -> None:
-    assert share_of_torch(run_cli, 0.4, *overrides) <= 0.4
+    assert torch_time_ratio(run_cli, 0.4, *overrides) <= 0.4
 
 
 REJECTED_COMMANDS = {
@@ -100,13 +99,13 @@ def test_rejected_run_leaves_no_folder(overrides: tuple[str, ...], run_cli: CliR
 @pytest.mark.timed
 def test_rejected_run_ends_quickly(run_cli: CliRunner) -> None:
     _, slowest_command, _ = REJECTED_COMMANDS
-    assert share_of_torch(run_cli, 1, "train", *slowest_command) <= 1
+    assert torch_time_ratio(run_cli, 1, "train", *slowest_command) <= 1
 
 
 @pytest.mark.timed
 def test_plan_is_faster_than_importing_torch(run_cli: CliRunner) -> None:
     overrides = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
-    assert share_of_torch(run_cli, 1, "plan", *overrides) <= 1
+    assert torch_time_ratio(run_cli, 1, "plan", *overrides) <= 1
 
 
 def test_rejected_data_leaves_no_folder(run_cli: CliRunner) -> None:

@@ -52,9 +52,9 @@ def test_user_module_of_the_current_folder_trains(cli_with_package: CliRunner) -
 
 
 def test_user_module_imports_in_dataloader_workers(cli_with_package: CliRunner) -> None:
-    streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
+    stream_overrides = ("+data.arguments.stream=true", "+data.arguments.workers=2")
     result = cli_with_package(
-        *USER_MODULE, *streamed, "parallelism=ddp", "tracking=none"
+        *USER_MODULE, *stream_overrides, "parallelism=ddp", "tracking=none"
     ).assert_ok()
     assert result.folder.steps == list(range(1, 9))
     assert "Traceback" not in result.transcript

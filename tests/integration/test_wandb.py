@@ -20,7 +20,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 LONGER_RUN = ("trainer.max_steps=400", "trainer.log_every=1", "trainer.validate_every=null")
 
 
-def reaching(server: WandbServer) -> dict[str, str]:
+def server_environment(server: WandbServer) -> dict[str, str]:
     return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
 
 
@@ -52,9 +52,9 @@ class TestOnline:
     ) -> tuple[WandbServer, CliResult]:
         with WandbServer(handlers=Views().handlers) as server:
             overrides = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
-            surroundings = {"WANDB_RUN_ID": "job4711", "WANDB_NAME": "nightly"}
-            surroundings["WANDB_RESUME"] = "allow"
-            env = {**reaching(server), **surroundings}
+            run_variables = {"WANDB_RUN_ID": "job4711", "WANDB_NAME": "nightly"}
+            run_variables["WANDB_RESUME"] = "allow"
+            env = {**server_environment(server), **run_variables}
             return server, cli_runner_in("online")(*overrides, env=env).assert_ok()
 
     def test_online_jobs_are_runs_of_one_group(
@@ -121,7 +121,7 @@ class TestOnline:
 
 def test_failed_run_is_failed_on_the_server(run_cli: CliRunner) -> None:
     with WandbServer(handlers=Views().handlers) as server:
-        result = run_cli(*TINY, "+inject=raise", env=reaching(server))
+        result = run_cli(*TINY, "+inject=raise", env=server_environment(server))
     assert result.code == 1
     assert list(server.exit_codes.values()) == [1]
     (alert,) = server.alerts
@@ -133,7 +133,7 @@ def test_failed_run_is_failed_on_the_server(run_cli: CliRunner) -> None:
 @pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=EXHAUSTIVE) for n in (401, 429))])
 def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: CliRunner) -> None:
     with WandbServer(faults={"*": fault}) as server:
-        result = run_cli(*TINY, env=reaching(server)).assert_ok()
+        result = run_cli(*TINY, env=server_environment(server)).assert_ok()
     assert result.seconds < 60
     assert_nothing_lost(result.folder, 8)
     assert result.folder.status["wandb"]["mode"] == "offline"
@@ -144,7 +144,7 @@ def test_broken_server_delays_seconds_and_switches_offline(fault: int, run_cli: 
 @pytest.mark.parametrize("server_fault", ["dies", pytest.param("breaks", marks=EXHAUSTIVE)])
 def test_lost_server_does_not_stop_training(server_fault: str, run_cli: CliRunner) -> None:
     with WandbServer() as server:
-        process = run_cli.start(*TINY, *LONGER_RUN, env=reaching(server))
+        process = run_cli.start(*TINY, *LONGER_RUN, env=server_environment(server))
         process.wait_for_step(5)
         if server_fault == "dies":
             server.shut_down()
@@ -157,7 +157,7 @@ def test_lost_server_does_not_stop_training(server_fault: str, run_cli: CliRunne
     assert process.remaining_processes() == []
     with WandbServer(handlers=Views().handlers) as second_server:
         path = str(result.folder.path)
-        run_cli(path, command="publish", env=reaching(second_server)).assert_ok()
+        run_cli(path, command="publish", env=server_environment(second_server)).assert_ok()
         (run,) = second_server.runs.values()
     assert [row["step"] for row in run.history] == list(range(1, 401))
     assert [row["train/loss"] for row in run.history] == result.folder.column("train/loss")
@@ -185,7 +185,7 @@ def test_untracked_run_records_disabled_tracking(
 
 
 def test_missing_key_prompts_nothing_on_a_terminal(run_cli: CliRunner) -> None:
-    text, code = at_a_terminal(run_cli, *TINY)
+    text, code = run_at_terminal(run_cli, *TINY)
     assert code == 0, text
     assert "Enter your choice" not in text
     assert "wandb.ai" not in text
@@ -196,12 +196,12 @@ def test_missing_key_prompts_nothing_on_a_terminal(run_cli: CliRunner) -> None:
 
 
 def test_failed_tracker_restores_the_terminal(run_cli: CliRunner) -> None:
-    text, code = at_a_terminal(run_cli, *TINY, "+inject=raise")
+    text, code = run_at_terminal(run_cli, *TINY, "+inject=raise")
     assert code == 1
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def at_a_terminal(runner: CliRunner, *arguments: str) -> tuple[str, int]:
+def run_at_terminal(runner: CliRunner, *arguments: str) -> tuple[str, int]:
     """Run a command on a pseudo terminal without input."""
     environment: dict[str, Any] = {**runner.environment, MARK_VARIABLE: "terminal", "TERM": "xterm"}
     overrides = [sys.executable, "-m", "scalewise", "train", *arguments]

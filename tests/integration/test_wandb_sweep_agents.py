@@ -20,7 +20,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 SWEEP_OVERRIDES = ("-m", *TINY, "precision=fp32,bf16_mixed", "tracking.project=mine")
 
 
-def reaching(server: SweepServer) -> dict[str, str]:
+def server_environment(server: SweepServer) -> dict[str, str]:
     first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "PATH": first}
 
@@ -34,7 +34,7 @@ class TestSweepAgent:
         cls, cli_runner_in: Callable[[str], CliRunner]
     ) -> tuple[SweepServer, CliResult, CliResult]:
         with SweepServer() as server:
-            runner, env = cli_runner_in("agent"), reaching(server)
+            runner, env = cli_runner_in("agent"), server_environment(server)
             created = runner(*SWEEP_OVERRIDES, command="wandb-sweep", env=env).assert_ok()
             agent_command = created.out.splitlines()[-1].split()
             assert agent_command[:2] == ["wandb", "agent"]
@@ -135,7 +135,7 @@ def test_wandb_sweep_prints_one_line_if_the_server_rejects(
 ) -> None:
     with SweepServer() as server:
         server.faults.update(faults)
-        result = run_cli(*SWEEP_OVERRIDES, command="wandb-sweep", env=reaching(server))
+        result = run_cli(*SWEEP_OVERRIDES, command="wandb-sweep", env=server_environment(server))
     assert result.code == code, result.failure_report
     assert message in result.err
     assert "Traceback" not in result.transcript

@@ -17,7 +17,7 @@ import scalewise as package
 from scalewise.config import paths
 
 
-def stand_on_torch() -> set[str]:
+def torch_requiring_distributions() -> set[str]:
     """Installed distributions that require torch, directly or indirectly."""
     requirements = {
         canonicalize_name(distribution.name): {
@@ -42,7 +42,7 @@ def python_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    excluded = stand_on_torch()
+    excluded = torch_requiring_distributions()
     for distribution in distributions():
         if canonicalize_name(distribution.name) in excluded:
             continue
@@ -108,12 +108,12 @@ def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, pl
 @pytest.mark.timed
 def test_plan_without_torch_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
     """On a slow machine, less than three quarters of the time of importing torch."""
-    actual = torchs = float("inf")
+    actual = torch_s = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them
         actual = min(actual, plan(*LLAMA_8B).assert_ok().seconds)
         torch = run_cli.start_process([sys.executable, "-c", "import torch"]).wait().assert_ok()
-        torchs = min(torchs, torch.seconds)
-        if actual < max(1.0, 0.75 * torchs):
+        torch_s = min(torch_s, torch.seconds)
+        if actual < max(1.0, 0.75 * torch_s):
             break
-    print(f"{actual:.2f} s, import torch {torchs:.2f} s")
-    assert actual < max(1.0, 0.75 * torchs)
+    print(f"{actual:.2f} s, import torch {torch_s:.2f} s")
+    assert actual < max(1.0, 0.75 * torch_s)

@@ -43,8 +43,8 @@ def test_activation_checkpointing_changes_no_step(
     strategy: str, option: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy(ALL_STRATEGIES[strategy], "all_at_once", run_job, *OPTIONS[option])
-    assert_same_training(run, reference_run("all_at_once"))
+    run = train_strategy(ALL_STRATEGIES[strategy], "combined", run_job, *OPTIONS[option])
+    assert_same_training(run, reference_run("combined"))
 
 
 @pytest.mark.exhaustive  # CI measures the entries of the memory breakdown
@@ -53,7 +53,7 @@ def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Pat
     base_overrides = (*TINY_DECODER, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
     metrics_by_option = {
         option: run_job.without_defaults(*base_overrides, *overrides).summary["metrics"]
-        for option, overrides in {"nothing": (), **OPTIONS}.items()
+        for option, overrides in {"none": (), **OPTIONS}.items()
         if option != "offload"
     }
     activation_bytes = {
@@ -63,11 +63,11 @@ def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Pat
     assert (
         activation_bytes["checkpoint_mixture"]
         < activation_bytes["checkpoint_selective"]
-        < activation_bytes["nothing"]
+        < activation_bytes["none"]
     )
     # Nothing but its input is left of a block; logits are not forgotten here.
-    assert activation_bytes["checkpoint_full"] < 0.5 * activation_bytes["nothing"]
+    assert activation_bytes["checkpoint_full"] < 0.5 * activation_bytes["none"]
     assert activation_bytes["offload_all"] < activation_bytes["checkpoint_full"]
     logits = 8 * 32 * 256 * 4
     peaks = {option: metrics["memory/peak_bytes"] for option, metrics in metrics_by_option.items()}
-    assert peaks["loss_chunk"] < peaks["nothing"] - logits
+    assert peaks["loss_chunk"] < peaks["none"] - logits

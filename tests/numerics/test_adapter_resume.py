@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:F
 RANK_OVERRIDES = ("adapter.rank=4", "adapter.alpha=6")
 LORA = ("adapter=lora", *RANK_OVERRIDES, "adapter.targets=[attention.query,feedforward.*]")
 ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK_OVERRIDES), "ia3": ("adapter=ia3",)}
-ADAPTERS["whole"] = (*LORA, "adapter.trained=[.*norm,head]")
+ADAPTERS["trained_parameters"] = (*LORA, "adapter.trained=[.*norm,head]")
 CI_CASES = [("lora", "fsdp")]
 EXHAUSTIVE_CASES = [
     ("lora", "tensor"),
@@ -40,7 +40,9 @@ EXHAUSTIVE_CASES = [
     ("lora", "pipeline_shard"),
 ]
 EXHAUSTIVE_CASES += [
-    (adapter, strategy) for adapter in ("pissa", "ia3", "whole") for strategy in ("fsdp", "tensor")
+    (adapter, strategy)
+    for adapter in ("pissa", "ia3", "trained_parameters")
+    for strategy in ("fsdp", "tensor")
 ]
 TOKENS_BT = torch.arange(64).reshape(2, 32)
 
@@ -85,9 +87,9 @@ def test_adapter_resume_starts_with_saved_weights(
 
 
 def test_adapter_resume_uses_schedule_free_averages(tmp_path: Path, shared_cache: Path) -> None:
-    free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
+    schedule_free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
     earlier_run = JobRunner(tmp_path, shared_cache).without_defaults(
-        *TINY_DECODER, *LLAMA, *LORA, *free
+        *TINY_DECODER, *LLAMA, *LORA, *schedule_free
     )
     module = build_run(
         compose([*TINY_DECODER, *LLAMA, *LORA, f"adapter.resume={earlier_run.path}"])
@@ -134,7 +136,7 @@ PEFT_CASES: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
         LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS, init_lora_weights="pissa"),
         ("pissa", TARGETS),
     ),
-    "whole": (
+    "trained_parameters": (
         LoraConfig(
             r=4,
             lora_alpha=6,
@@ -143,7 +145,7 @@ PEFT_CASES: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
         ),
         ("lora", "adapter.targets=[attention.query]", "adapter.trained=[attention_norm,norm,head]"),
     ),
-    "fused, whole": (
+    "fused, trained_parameters": (
         LoraConfig(
             r=4,
             lora_alpha=6,
@@ -200,9 +202,9 @@ def write_adapter(tmp_path: Path) -> WriteAdapter:
                 if parameter.requires_grad:
                     parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(folder)
-        fresh = AutoModelForCausalLM.from_pretrained(base)
+        fresh_model = AutoModelForCausalLM.from_pretrained(base)
         with torch.no_grad():
-            logits_BTV = PeftModel.from_pretrained(fresh, folder).eval()(TOKENS_BT).logits
+            logits_BTV = PeftModel.from_pretrained(fresh_model, folder).eval()(TOKENS_BT).logits
         adapter_overrides = [
             f"adapter={kind}",
             *(RANK_OVERRIDES if kind != "ia3" else ()),

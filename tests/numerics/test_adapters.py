@@ -39,7 +39,7 @@ ADAPTERS = {
     "ia3": ("adapter=ia3", "adapter.targets=[auto,attention.output,feedforward.up]"),
 }
 TRAINED_PARAMETERS = {
-    "whole": (*LORA, "adapter.trained=[embedding,.*norm,attention.key]"),
+    "trained_parameters": (*LORA, "adapter.trained=[embedding,.*norm,attention.key]"),
     "head": ("adapter=ia3", "adapter.trained=[head,feedforward.up]"),
 }
 """With modules of the model's own that are trained beside the adapter."""
@@ -49,7 +49,7 @@ CI_STRATEGIES = {
     "pissa": (),
     "dora": (),
     "ia3": ("fsdp",),
-    "whole": (),
+    "trained_parameters": (),
     "head": (),
 }
 TESTED_STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
@@ -61,7 +61,9 @@ CASES = [
     )
     for adapter, ci_strategies in CI_STRATEGIES.items()
     for strategy in (
-        STRATEGIES if adapter in ("lora", "dora", "ia3", "whole") else TESTED_STRATEGIES
+        STRATEGIES
+        if adapter in ("lora", "dora", "ia3", "trained_parameters")
+        else TESTED_STRATEGIES
     )
 ]
 
@@ -184,7 +186,9 @@ def both_models(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Mod
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
-    "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), TRAINED_PARAMETERS["whole"]], ids=str
+    "adapter",
+    [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), TRAINED_PARAMETERS["trained_parameters"]],
+    ids=str,
 )
 def test_adapter_parameter_shapes_equal_the_module(
     adapter: tuple[str, ...], shape: tuple[str, ...]
@@ -200,7 +204,7 @@ def test_adapter_parameter_shapes_equal_the_module(
     assert actual == [(w.name, w.shape, w.trainable) for w in spec.weight_census()]
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "trained_parameters", "head"])
 def test_adapter_flops_equal_torch_counter(adapter: str) -> None:
     run = compose(
         [*TINY_DECODER, *LLAMA, *(ADAPTERS | TRAINED_PARAMETERS)[adapter], "model.layers=8"]

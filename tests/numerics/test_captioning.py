@@ -35,7 +35,7 @@ def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
     spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
     module = build_model(spec, 1)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, sequence))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module(pixels, labels.long()).sum().backward()
     assert spec.info.vision is not None
     encoded = NUM_QUERIES + 1
@@ -44,14 +44,14 @@ def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
         num_attended = 2 * (sequence + NUM_QUERIES) ** 2
     pairs = spec.info.vision.attention_pairs + num_attended * spec.query_width
     predicted_flops = spec.flops(sequence) * sequence
-    assert counted.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs, rel=1e-9)
+    assert counter.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs, rel=1e-9)
 
 
 def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackModel) -> None:
     run = stack.compose("adapter=lora", "model.init=random", "model.depth=8")
     module = SingleDevice(DeviceKind.cpu).build(run)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
-    with FlopCounterMode(display=False) as counted:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(pixels, labels.long()).sum().backward()
     assert isinstance(run.model, HuggingFaceConfig)
     assert run.model.info.vision is not None
@@ -61,7 +61,7 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
     expected_flops = 14.0 * 8 * num_attended * run.model.query_width
     attention = 4.0 * run.model.info.vision.attention_pairs + expected_flops
     # The first block's inputs are frozen: gradients end in its first adapted layers.
-    counted_flops = counted.get_total_flops()
+    counted_flops = counter.get_total_flops()
     assert 9 * run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.02)
 
 

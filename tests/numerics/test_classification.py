@@ -86,14 +86,14 @@ def test_classification_adds_a_head_to_a_language_model(tmp_path: Path) -> None:
 
 
 def test_classification_head_flops_equal_torch_counter() -> None:
-    counted = {}
+    flops_by_shape = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
         module, tokens_BT = build_model(spec, 1), random_tokens(spec)
         assert spec.num_parameters == sum(p.numel() for p in module.parameters()), spec
         with FlopCounterMode(display=False) as counter:
             module(tokens_BT).sum().backward()
-        counted[spec] = counter.get_total_flops() / tokens_BT.numel()
-    (token_shape, token_flops), (class_shape, class_flops) = counted.items()
+        flops_by_shape[spec] = counter.get_total_flops() / tokens_BT.numel()
+    (token_shape, token_flops), (class_shape, class_flops) = flops_by_shape.items()
     assert token_shape.flops(48) - class_shape.flops(48) == token_flops - class_flops > 0
 
 

@@ -38,7 +38,7 @@ INEXACT_STRATEGIES += ("pipeline_shard_zbv_zero_bubble", "pipeline_context_inter
 
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
 RECOMPUTE_OPTIONS = {
-    "nothing": (),
+    "none": (),
     "full": ("memory=checkpoint_full",),
     "selective": ("memory=checkpoint_selective",),
     "mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
@@ -84,9 +84,9 @@ CI_CASES = (
 )
 EXHAUSTIVE_STRATEGIES = (
     "ddp_small_buckets",
-    "fsdp_kept",
+    "fsdp_late_reduction",
     "fsdp_prefetch",
-    "context_in_order",
+    "context_unbalanced",
     "pipeline_gpipe",
 )
 EXHAUSTIVE_STRATEGIES += (
@@ -102,7 +102,12 @@ EXHAUSTIVE_STRATEGIES += (
     "pipeline_replicate",
     "fsdp_4",
 )
-EXHAUSTIVE_STRATEGIES += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
+EXHAUSTIVE_STRATEGIES += (
+    "fsdp_zero2",
+    "fsdp_offload",
+    "context_gather",
+    "tensor_no_sequence_parallel",
+)
 EXHAUSTIVE_STRATEGIES += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
 SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
@@ -128,7 +133,7 @@ CollectiveCounts = Counter[tuple[str, tuple[int, ...], int]]
         if not any(axis in strategy for axis in UNSUPPORTED_STRATEGIES.get(option, ()))
         if not ("dpo" in option and ("pipeline" in strategy or "context" in strategy))  # as is this
         for is_default in [
-            (shape, option) == ("llama", "nothing") and strategy not in EXHAUSTIVE_STRATEGIES
+            (shape, option) == ("llama", "none") and strategy not in EXHAUSTIVE_STRATEGIES
         ]
         for runs_in_ci in [is_default or (shape, strategy, option) in CI_CASES]
     ]
@@ -152,8 +157,8 @@ def test_collectives_of_each_strategy_equal_prediction(
     [
         pytest.param(family, strategy, option, marks=() if runs_in_ci else pytest.mark.exhaustive)
         for family in ("llama", "qwen2", "gemma2")
-        for strategy in ("tensor", "tensor_alone", "shard_tensor")
-        for option in ("nothing", "full", "selective", "mixture", "loss")
+        for strategy in ("tensor", "tensor_no_sequence_parallel", "shard_tensor")
+        for option in ("none", "full", "selective", "mixture", "loss")
         for runs_in_ci in [(family, strategy, option) == ("qwen2", "tensor", "full")]
     ],
 )
@@ -187,7 +192,7 @@ def assert_collectives_equal(overrides: tuple[str, ...], run_job: JobRunner) -> 
     for rank in range(run.world_size):
         expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
         if "parallelism=ddp" in overrides:  # buckets are cut where parameters end
-            expected, actual = whole(expected), whole(actual)
+            expected, actual = merge_sizes(expected), merge_sizes(actual)
         assert actual == expected, f"rank {rank}"
 
 
@@ -224,7 +229,7 @@ def test_powersgd_collectives_equal_torch_statistics(rank: int) -> None:
     assert [state_bytes[2], state_bytes[3] - state_bytes[2]] == [num_elements, num_elements]
 
 
-def whole(messages: CollectiveCounts) -> CollectiveCounts:
+def merge_sizes(messages: CollectiveCounts) -> CollectiveCounts:
     """Bytes of each kind as one collective."""
     sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (kind, ranks, size), count in messages.items():

@@ -205,14 +205,14 @@ def test_first_micro_batch_has_the_label_count_of_the_step(batch_split):
         for batch_share in batch_shares(*batch_split)
     ]
     accumulation = batch_shares(*batch_split)[0].accumulation
-    label_totals, counted = np.zeros(steps, int), np.zeros(steps, int)
+    label_totals, label_counts = np.zeros(steps, int), np.zeros(steps, int)
     for loader in loaders:
         for index, batch in enumerate(loader):
             assert ("labels_of_step" in batch) == (index % accumulation == 0), index
-            counted[index // accumulation] += int(batch.get("labels_of_step", 0))
+            label_counts[index // accumulation] += int(batch.get("labels_of_step", 0))
             label_totals[index // accumulation] += int((batch["labels"] != IGNORED).sum())
-    assert label_totals.tolist() == counted.tolist()
-    assert counted.tolist() == [int(batch["labels_of_step"]) for batch in single_rank_batches]
+    assert label_totals.tolist() == label_counts.tolist()
+    assert label_counts.tolist() == [int(batch["labels_of_step"]) for batch in single_rank_batches]
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,13 @@ from scalewise.strategies.base import ScaledLoss
 from scalewise.strategies.single import SingleDevice
 
 PAIRS = ("objective=dpo", "objective.beta=0.5", "data.pairs=true")
-MODES = {"kept": PAIRS, "asked": (*PAIRS, "adapter=lora"), "pissa": (*PAIRS, "adapter=pissa")}
-"""What the reference says is kept, or asked each pass; PiSSA's frozen weights are no reference."""
-CI_STRATEGIES = {"kept": ("fsdp",), "asked": ("tensor",), "pissa": ()}
+MODES = {
+    "cached_reference": PAIRS,
+    "disabled_adapter": (*PAIRS, "adapter=lora"),
+    "pissa": (*PAIRS, "adapter=pissa"),
+}
+"""Cached or computed reference log-probabilities; PiSSA changes the base weights."""
+CI_STRATEGIES = {"cached_reference": ("fsdp",), "disabled_adapter": ("tensor",), "pissa": ()}
 TOLERANCE = 1e-5
 """Of a margin: a difference of log-probabilities of a hundred nats and more."""
 CASES = [
@@ -205,9 +209,9 @@ def test_dpo_under_each_strategy_equals_one_device(
     mode: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[strategy], "all_at_once", JobRunner(tmp_path, shared_cache), *MODES[mode]
+        STRATEGIES[strategy], "combined", JobRunner(tmp_path, shared_cache), *MODES[mode]
     )
-    expected = reference_run("all_at_once", *MODES[mode])
+    expected = reference_run("combined", *MODES[mode])
     assert_same_training(run, expected)
     assert_margins_equal(run, expected)
 
@@ -215,8 +219,10 @@ def test_dpo_under_each_strategy_equals_one_device(
 def test_dpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = train_strategy((), "all_at_once", JobRunner(tmp_path, shared_cache), *MODES["kept"])
-    expected = reference_run("all_at_once", *MODES["kept"])
+    run = train_strategy(
+        (), "combined", JobRunner(tmp_path, shared_cache), *MODES["cached_reference"]
+    )
+    expected = reference_run("combined", *MODES["cached_reference"])
     assert_same_training(run, expected)
     assert_margins_equal(run, expected)
     assert expected.column("train/reward_accuracy")[0] == 0.5

@@ -173,7 +173,13 @@ def test_fp8_under_each_strategy_equals_one_device(
 @pytest.mark.parametrize("scope", ["block", "whole"])
 def test_fp8_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Path) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
+    overrides = (
+        *TINY_DECODER,
+        *SGD,
+        *BATCHES["one_micro_batch"],
+        *ROWWISE,
+        "trainer.micro_batch=12",
+    )
     compiled = run_job.without_defaults(*overrides, f"compile={scope}", "compile.backend=aot_eager")
     assert_same_training(compiled, run_job.without_defaults(*overrides))
 
@@ -182,7 +188,7 @@ def test_fp8_evaluation_reports_the_fp32_loss(
     tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Padding samples affect tensorwise scales, but not rowwise scales."""
-    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_micro_batch"], *TEXT, "trainer.micro_batch=4")
     run = JobRunner(tmp_path, shared_cache).without_defaults(*overrides, *ROWWISE)
     assert cli.main(["evaluate", str(run.path)]) == 0
     record = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]

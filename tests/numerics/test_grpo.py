@@ -37,13 +37,13 @@ from scalewise.training.rollout import Rollout
 
 GRPO_OVERRIDES = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 GRPO_WITH_KL = (*GRPO_OVERRIDES, "adapter=lora", "objective.beta=0.2")
-MODES = {"free": GRPO_OVERRIDES, "paid": GRPO_WITH_KL}
+MODES = {"no_kl": GRPO_OVERRIDES, "kl": GRPO_WITH_KL}
 EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
-    ("paid", "fsdp"),
+    ("kl", "fsdp"),
     *(
         pytest.param(*case, marks=EXHAUSTIVE)
-        for case in [("free", "ddp"), ("paid", "ddp"), ("free", "fsdp")]
+        for case in [("no_kl", "ddp"), ("kl", "ddp"), ("no_kl", "fsdp")]
     ),
 ]
 
@@ -72,14 +72,14 @@ def prompts(run: RunConfig, num_padding: int = 0) -> Batch:
     return as_batch(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
 
 
-def answering(run: RunConfig) -> Rollout:
+def rollout_of(run: RunConfig) -> Rollout:
     assert isinstance(run.objective, GRPO)
     return Rollout(run.objective, run.data)
 
 
 def sample_rollout(run: RunConfig, module: ModelModule, batch: Batch, step: int = 0) -> Batch:
     with torch.no_grad():
-        return answering(run).sample(
+        return rollout_of(run).sample(
             batch,
             lambda loss_objective, loss_batch: ScaledLoss(loss_objective).compute(
                 module, loss_batch
@@ -148,10 +148,10 @@ def test_grpo_padding_samples_add_nothing(run: RunConfig, module: ModelModule) -
 def test_grpo_completions_depend_on_the_prompt_only(run: RunConfig, module: ModelModule) -> None:
     rollout_batch = prompts(run)
     expected = sample_rollout(run, module, rollout_batch)["labels"]
-    blind = {key: tensor.clone() for key, tensor in rollout_batch.items()}
-    blind["labels"][blind["labels"] != IGNORED] = 0
-    blind["inputs"][:, 1 - run.data.answer_length :] = 0
-    assert torch.equal(sample_rollout(run, module, blind)["labels"], expected)
+    changed_batch = {key: tensor.clone() for key, tensor in rollout_batch.items()}
+    changed_batch["labels"][changed_batch["labels"] != IGNORED] = 0
+    changed_batch["inputs"][:, 1 - run.data.answer_length :] = 0
+    assert torch.equal(sample_rollout(run, module, changed_batch)["labels"], expected)
     single_prompt = {key: rollout_batch[key][2:3] for key in ("inputs", "labels")}
     assert torch.equal(sample_rollout(run, module, single_prompt)["labels"], expected[8:12])
     assert not torch.equal(sample_rollout(run, module, rollout_batch, step=1)["labels"], expected)
@@ -190,9 +190,9 @@ def test_grpo_under_each_strategy_equals_one_device(
     mode: str, strategy: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = train_strategy(
-        STRATEGIES[strategy], "one_pass", JobRunner(tmp_path, shared_cache), *MODES[mode]
+        STRATEGIES[strategy], "one_micro_batch", JobRunner(tmp_path, shared_cache), *MODES[mode]
     )
-    expected = reference_run("one_pass", *MODES[mode])
+    expected = reference_run("one_micro_batch", *MODES[mode])
     assert_same_training(run, expected)
     assert_rewards_equal(run, expected)
 
@@ -201,9 +201,9 @@ def test_grpo_accumulation_changes_nothing(
     reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
 ) -> None:
     run_job = JobRunner(tmp_path, shared_cache)
-    run = train_strategy((), "one_pass", run_job, *MODES["free"], "trainer.micro_batch=3")
-    assert_same_training(run, reference_run("one_pass", *MODES["free"]))
-    assert_rewards_equal(run, reference_run("one_pass", *MODES["free"]))
+    run = train_strategy((), "one_micro_batch", run_job, *MODES["no_kl"], "trainer.micro_batch=3")
+    assert_same_training(run, reference_run("one_micro_batch", *MODES["no_kl"]))
+    assert_rewards_equal(run, reference_run("one_micro_batch", *MODES["no_kl"]))
 
 
 def assert_rewards_equal(run: RunDir, expected: RunDir) -> None:

@@ -182,11 +182,11 @@ def test_hf_offloaded_bytes_equal_prediction(
     storage_bytes: list[int] = []
     put = OffloadedStorages._offload
 
-    def counted(offloaded: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
+    def count_storage(offloaded: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
         storage_bytes.append(storage.nbytes())
         return put(offloaded, storage)
 
-    monkeypatch.setattr(OffloadedStorages, "_offload", counted)
+    monkeypatch.setattr(OffloadedStorages, "_offload", count_storage)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
     total_bytes, rank_memory = sum(storage_bytes), build_rank_memory(run.parallelism, run)

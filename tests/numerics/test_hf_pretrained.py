@@ -38,7 +38,7 @@ def assert_same_logits(folder: Path) -> None:
         torch.testing.assert_close(actual(tokens()), expected(tokens()).logits, rtol=0, atol=0)
 
 
-def changed(hf_checkpoint: HFCheckpoints, family: str, change: Change, folder: Path) -> Path:
+def write_changed(hf_checkpoint: HFCheckpoints, family: str, change: Change, folder: Path) -> Path:
     """Copy a checkpoint with changed tensors; ``change`` may write files instead."""
     shutil.copytree(hf_checkpoint(family), folder)
     tensors = change(folder, load_file(folder / WEIGHTS_FILE))
@@ -157,7 +157,7 @@ LOADED_CHECKPOINTS: list[tuple[str, Change]] = [
 def test_hf_pretrained_weights_equal_transformers(
     family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    assert_same_logits(changed(hf_checkpoint, family, change, tmp_path / family))
+    assert_same_logits(write_changed(hf_checkpoint, family, change, tmp_path / family))
 
 
 def adapter(folder: Path, tensors: Tensors) -> None:
@@ -210,7 +210,9 @@ REJECTED_CHECKPOINTS: list[tuple[Change, str, str]] = [
 def test_hf_unusable_weight_files_are_rejected_before_the_start(
     change: Change, reason: str, fix: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    spec = HuggingFaceConfig(path=str(changed(hf_checkpoint, "llama", change, tmp_path / "llama")))
+    spec = HuggingFaceConfig(
+        path=str(write_changed(hf_checkpoint, "llama", change, tmp_path / "llama"))
+    )
     (issue,) = spec.validate()
     assert reason in issue.reason
     assert fix in issue.fix
@@ -225,7 +227,7 @@ def test_hf_checkpoint_with_other_buffers_is_rejected(
     def change(folder: Path, tensors: Tensors) -> Tensors:
         return tensors | {"model.layers.0.mlp.act_fn.beta": torch.tensor(0.75)}
 
-    folder = changed(hf_checkpoint, "apertus", change, tmp_path / "apertus")
+    folder = write_changed(hf_checkpoint, "apertus", change, tmp_path / "apertus")
     with pytest.raises(CheckpointError, match=r"a buffer model\.layers\.0\.mlp\.act_fn\.beta"):
         build_model(HuggingFaceConfig(path=str(folder)), 1)
 
@@ -237,16 +239,19 @@ def test_hf_checkpoint_with_other_buffers_is_rejected(
 def test_hf_export_equals_transformers_save(
     family: str, change: Change, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    folder = changed(hf_checkpoint, family, change, tmp_path / family)
-    spec, export_folder, saved = (
+    folder = write_changed(hf_checkpoint, family, change, tmp_path / family)
+    spec, export_folder, saved_folder = (
         HuggingFaceConfig(path=str(folder)),
         tmp_path / "out",
         tmp_path / "saved",
     )
     export_model(spec, dict(build_model(spec, 1).state_dict()), export_folder)
     reference = AutoModelForCausalLM.from_pretrained(folder)
-    reference.save_pretrained(saved)
-    actual, expected = load_file(export_folder / WEIGHTS_FILE), load_file(saved / WEIGHTS_FILE)
+    reference.save_pretrained(saved_folder)
+    actual, expected = (
+        load_file(export_folder / WEIGHTS_FILE),
+        load_file(saved_folder / WEIGHTS_FILE),
+    )
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
@@ -268,5 +273,5 @@ def test_hf_dense_architectures_equal_transformers(
 def test_hf_tied_config_uses_the_head_of_the_checkpoint(
     family: str, hf_checkpoint: HFCheckpoints, tmp_path: Path
 ) -> None:
-    folder = changed(hf_checkpoint, family, tied_with_own_head, tmp_path / family)
+    folder = write_changed(hf_checkpoint, family, tied_with_own_head, tmp_path / family)
     assert_same_logits(folder)

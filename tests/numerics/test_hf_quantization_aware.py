@@ -64,14 +64,14 @@ def test_hf_qat_logits_and_gradients_equal_torchao(
     actual = SingleDevice(DeviceKind.cpu).build(run)
     assert isinstance(actual, CausalLMModule)
     reference = AutoModelForCausalLM.from_pretrained(hf_checkpoint(family))
-    prepared = QATConfig(torchao_config(run), step="prepare")
+    prepare_config = QATConfig(torchao_config(run), step="prepare")
     linear = {
         actual.hf_name(f"{key}.weight").removesuffix(".weight")
         for key, item in actual.named_modules()
         if isinstance(item, FakeQuantizedLinear)
     }
     assert len(linear) == 7 * run.model.layers
-    quantize_(reference, prepared, filter_fn=lambda _, key: key in linear)
+    quantize_(reference, prepare_config, filter_fn=lambda _, key: key in linear)
     logits, expected = actual(TOKENS_BT), reference(TOKENS_BT).logits
     assert torch.equal(logits, expected)
     for item in (logits, expected):

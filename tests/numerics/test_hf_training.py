@@ -38,11 +38,11 @@ from scalewise.export import hf_export as exports
 from scalewise.hardware import DeviceKind
 from scalewise.strategies.single import SingleDevice
 
-BATCH = "all_at_once"
+BATCH = "combined"
 EXHAUSTIVE = pytest.mark.exhaustive
 CI_CASES = (("llama", "tensor"),)
 TESTED_STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "hsdp")
-TENSOR_STRATEGIES = ("tensor", "tensor_alone", "shard_tensor", "replicate_tensor")
+TENSOR_STRATEGIES = ("tensor", "tensor_no_sequence_parallel", "shard_tensor", "replicate_tensor")
 ZERO_STRATEGIES = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 
 

@@ -26,30 +26,30 @@ def test_init_after_meta_device_equals_direct_build(spec: DecoderConfig) -> None
     assert {p.device.type for p in late_built.parameters()} == {"meta"}
     late_built.to_empty(device="cpu")
     late_built.init_weights(3)
-    fresh = build_model(spec, 3)
-    torch.testing.assert_close(late_built.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    direct_model = build_model(spec, 3)
+    torch.testing.assert_close(late_built.state_dict(), direct_model.state_dict(), rtol=0, atol=0)
     batch = random_tokens(spec)
-    torch.testing.assert_close(late_built(batch), fresh(batch), rtol=0, atol=0)
+    torch.testing.assert_close(late_built(batch), direct_model(batch), rtol=0, atol=0)
 
 
 @for_each_decoder
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_stages_have_the_weights_of_the_full_model(spec: DecoderConfig, count: int) -> None:
     full_model, batch = build_model(spec, 5).eval(), random_tokens(spec)
-    named, stage_names, x = dict(full_model.named_parameters()), set(), batch
+    full_parameters, stage_names, x = dict(full_model.named_parameters()), set(), batch
     for stage in spec.split_stages(count, batch.shape[1]):
         module = build_meta(spec, stage)
         assert {p.device.type for p in module.parameters()} == {"meta"}, stage
         module.to_empty(device="cpu")
         init_weights(spec, module.eval(), 5)
         for name, parameter in module.named_parameters():
-            torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
+            torch.testing.assert_close(parameter, full_parameters[name], rtol=0, atol=0)
             assert name not in stage_names or name in spec.tied_weights, name
             stage_names.add(name)
         assert len(module.layers()) == len(stage.layers), stage
         with torch.no_grad():
             x = module(x)
-    assert stage_names == named.keys()
+    assert stage_names == full_parameters.keys()
     with torch.no_grad():
         torch.testing.assert_close(x, full_model(batch), rtol=0, atol=0)
 
@@ -58,12 +58,12 @@ def test_stages_have_the_weights_of_the_full_model(spec: DecoderConfig, count: i
 def test_stages_of_loaded_weights_equal_the_full_model(spec: DecoderConfig, tmp_path: Path) -> None:
     export_folder(build_model(spec, 1).state_dict(), spec, tmp_path)
     pretrained_spec = replace(spec, weights=str(tmp_path))
-    named = build_model(pretrained_spec, 0).state_dict()
+    full_state = build_model(pretrained_spec, 0).state_dict()
     for stage in pretrained_spec.split_stages(3, 16):
         module = build_meta(pretrained_spec, stage).to_empty(device="cpu")
         init_weights(pretrained_spec, module, 0)
         for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
+            torch.testing.assert_close(tensor, full_state[name], rtol=0, atol=0)
 
 
 def test_weights_differ_by_matrix_and_seed() -> None:

@@ -66,11 +66,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh_gradients", [True, False])
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize(("family", "precision"), CASES)
 def test_block_memory_equals_the_operator_graph(
-    family: str, precision: str, recompute: Recompute, fresh: bool
+    family: str, precision: str, recompute: Recompute, fresh_gradients: bool
 ) -> None:
     spec, (stream, compute, master_bytes) = SPECS[family], ELEMENT_BYTES[precision]
     mixed = "bf16_mixed" in precision
@@ -87,12 +87,12 @@ def test_block_memory_equals_the_operator_graph(
         rounds_inputs=rounding.rounds_inputs,
     )
     graph = build_op_graphs(spec, shape).block
-    predicted = simulate_part(graph, recompute, fresh_gradients=fresh)
-    measured_bytes = _measured(spec, precision, recompute, fresh=fresh)
+    predicted = simulate_part(graph, recompute, fresh_gradients=fresh_gradients)
+    measured_bytes = _measured(spec, precision, recompute, fresh_gradients=fresh_gradients)
     # What the block reads stays for as long as the test has it.
     saves_input = recompute is not Recompute.nothing or any(0 in op.saved for op in graph.operators)
     input_bytes = 0 if saves_input else graph.sizes[0]
-    assert measured_bytes["kept"] == pytest.approx(predicted.saved_bytes + input_bytes, rel=1e-3)
+    assert measured_bytes["saved"] == pytest.approx(predicted.saved_bytes + input_bytes, rel=1e-3)
     assert measured_bytes["forward"] == pytest.approx(predicted.forward_peak, rel=1e-3)
     assert measured_bytes["backward"] == pytest.approx(
         predicted.backward_peak + input_bytes, rel=1e-3
@@ -100,7 +100,7 @@ def test_block_memory_equals_the_operator_graph(
 
 
 def _measured(
-    spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh: bool
+    spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh_gradients: bool
 ) -> dict[str, int]:
     module = build_meta(spec, FIRST_BLOCK)
     if "fp8" in precision:
@@ -113,7 +113,7 @@ def _measured(
     module.to(dtype)
     apply_checkpointing(FixedCheckpointing(recompute), module, FIRST_BLOCK)
     (block,) = module.layers()
-    if not fresh:
+    if not fresh_gradients:
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
     mixed = "bf16_mixed" in precision
@@ -131,4 +131,4 @@ def _measured(
         y.backward(gradient)
         backward = live_bytes.take_peak()
     # The block's output lives on here, and the gradient was there before: they cancel out.
-    return {"forward": forward, "kept": saved_bytes, "backward": backward}
+    return {"forward": forward, "saved": saved_bytes, "backward": backward}

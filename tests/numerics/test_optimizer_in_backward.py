@@ -42,8 +42,8 @@ def test_optimizer_in_backward_under_each_strategy_equals_one_device(
     strategy: str, reference_run: ReferenceRun, run_job: JobRunner
 ) -> None:
     run, reference = (
-        train_strategy(ALL_STRATEGIES[strategy], "one_pass", run_job, IN_BACKWARD),
-        reference_run("one_pass"),
+        train_strategy(ALL_STRATEGIES[strategy], "one_micro_batch", run_job, IN_BACKWARD),
+        reference_run("one_micro_batch"),
     )
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert run.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key

@@ -170,9 +170,9 @@ TRAINED_ONLY = ("lion",)
 )
 def test_optimizer_reaches_its_expected_loss(name: str, run_job: JobRunner) -> None:
     run = run_job.without_defaults(*CORPUS_TRAINING, f"optimizer={name}")
-    reached = run.column("val/loss")[-1]
-    print(f"{name}: {reached:.3f}")
-    assert reached < EXPECTED_LOSSES[name]
+    final_loss = run.column("val/loss")[-1]
+    print(f"{name}: {final_loss:.3f}")
+    assert final_loss < EXPECTED_LOSSES[name]
 
 
 TESTED_STRATEGIES = {
@@ -291,26 +291,26 @@ def test_low_bit_moments_round_trip(spec: OptimizerConfig, kind: torch.dtype) ->
             gradient = torch.randn(parameter.shape, generator=generator) * sizes
             parameter.grad = gradient.to(kind)
         optimizer.step()
-    saved = state_tensors([optimizer], {weight: "w", small_weight: "s"})
+    saved_state = state_tensors([optimizer], {weight: "w", small_weight: "s"})
     for weight_rows in (slice(0, 96), slice(0, 48), slice(64, 96)):
         shard = nn.Parameter(weight.detach()[weight_rows].clone())
         loaded_optimizer = build_from_groups(
             spec, [{"params": [shard, small_weight], "weight_decay": 0.0}]
         )
-        state_shapes = {key: value.shape for key, value in saved.items()}
+        state_shapes = {key: value.shape for key, value in saved_state.items()}
         state_shapes |= {f"{slot}/w": shard.shape for slot in ("exp_avg", "exp_avg_sq")}
         allocated = allocate_state(
             [loaded_optimizer], {shard: "w", small_weight: "s"}, state_shapes
         )
         for key, value in allocated.items():
-            saved_tensor = saved[key]
+            saved_tensor = saved_state[key]
             value.copy_(
                 saved_tensor[weight_rows] if saved_tensor.shape == weight.shape else saved_tensor
             )
         put_state([loaded_optimizer], {shard: "w", small_weight: "s"}, allocated)
         loaded_state = state_tensors([loaded_optimizer], {shard: "w", small_weight: "s"})
         for key, value in loaded_state.items():
-            saved_tensor = saved[key]
+            saved_tensor = saved_state[key]
             assert value.dtype == saved_tensor.dtype, key
             assert torch.equal(
                 value,

@@ -37,7 +37,7 @@ from scalewise.strategies.base import ScaledLoss
 LENGTHS = (11, 7, 20, 3, 13, 16)
 SEQUENCE = 32
 PACKING_OVERRIDES = ("data.packing=true",)
-CI_STRATEGIES = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
+CI_STRATEGIES = {"accumulated": (), "combined": ("context", "pipeline_gpipe")}
 CASES = [
     pytest.param(
         batch, strategy, marks=() if runs_in_ci else (*marks(strategy), pytest.mark.exhaustive)

@@ -54,7 +54,7 @@ TESTED_STRATEGIES = (
     "deepspeed_zero2",
     "deepspeed_zero3",
     "tensor",
-    "tensor_alone",
+    "tensor_no_sequence_parallel",
     "shard_tensor",
     "replicate_tensor",
 )
@@ -178,7 +178,7 @@ def test_prompt_tuning_export_round_trips_through_peft(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    batch = "accumulated" if shape is LLAMA else "all_at_once"
+    batch = "accumulated" if shape is LLAMA else "combined"
     run = reference_run(batch, *KINDS[kind])
     trained_run = load_trained(run.path)
     assert hf_export.write_export(trained_run, tmp_path / "alone", AdapterExport.alone) == [

@@ -57,10 +57,10 @@ UNSUPPORTED_STRATEGIES = ("tensor", "deepspeed")
 
 def linear(module: nn.Module) -> dict[str, nn.Linear]:
     """Linear layers of the blocks."""
-    named = module.named_modules()
+    named_modules = module.named_modules()
     return {
         name: layer
-        for name, layer in named
+        for name, layer in named_modules
         if isinstance(layer, nn.Linear) and name.startswith("blocks.")
     }
 
@@ -85,8 +85,8 @@ def test_qat_logits_and_gradients_equal_torchao(name: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *QAT_OVERRIDES[name]])
     actual = SingleDevice(DeviceKind.cpu).build(run)
     expected = SingleDevice(DeviceKind.cpu).build(compose([*TINY_DECODER, *LLAMA]))
-    prepared = QATConfig(torchao_config(run), step="prepare")
-    quantize_(expected, prepared, filter_fn=lambda _, key: key in linear(expected))
+    prepare_config = QATConfig(torchao_config(run), step="prepare")
+    quantize_(expected, prepare_config, filter_fn=lambda _, key: key in linear(expected))
     results = []
     for module in (actual, expected):
         logits = module(TOKENS_BT)
@@ -154,7 +154,7 @@ def test_qat_compiled_equals_eager(scope: str, tmp_path: Path, shared_cache: Pat
     overrides = (
         *TINY_DECODER,
         *SGD,
-        *BATCHES["one_pass"],
+        *BATCHES["one_micro_batch"],
         *QAT_OVERRIDES["qat_8da4w"],
         "trainer.micro_batch=12",
     )
@@ -183,7 +183,7 @@ def test_qat_resume_is_bitwise_equal(tmp_path: Path, shared_cache: Path) -> None
 def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, RunDir]:
     """Runs of a few steps on text, by name."""
     run_job = JobRunner(tmp_path_factory.mktemp("trained"), shared_cache)
-    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    overrides = (*TINY_DECODER, *SGD, *BATCHES["one_micro_batch"], *TEXT, "trainer.micro_batch=4")
     return {
         name: run_job.without_defaults(*overrides, *qat_overrides)
         for name, qat_overrides in QAT_OVERRIDES.items()

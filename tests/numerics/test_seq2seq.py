@@ -29,13 +29,13 @@ def test_seq2seq_flops_equal_torch_counter(
     sequence, target = sizes
     spec = HuggingFaceConfig(path=str(hf_checkpoint("t5")))
     module = build_model(spec, 1)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         inputs = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
         module(*inputs).sum().backward()
     source, width = sequence - target, spec.query_width
     pairs = 2 * source**2 + 3 * (target**2 + target * source)
     predicted_flops = spec.flops(sequence, target) * sequence
-    assert counted.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs * width, rel=1e-9)
+    assert counter.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs * width, rel=1e-9)
 
 
 def test_seq2seq_generation_equals_transformers(multi_stack_model: Stack) -> None:

@@ -9,7 +9,7 @@ from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import BATCHES, ReferenceRun, assert_same_training, train_strategy
 from fixtures.strategies import OPTION_PRODUCTS, SCHEDULE_PRODUCTS, STRATEGIES, marks
 
-CI_BATCHES = ("all_at_once",)
+CI_BATCHES = ("combined",)
 EXHAUSTIVE_STRATEGIES = (
     "fsdp_4",
     "replicate_tensor",
@@ -18,11 +18,11 @@ EXHAUSTIVE_STRATEGIES = (
     "pipeline_replicate",
 )
 EXHAUSTIVE_STRATEGIES += (
-    "tensor_alone",
+    "tensor_no_sequence_parallel",
     "ddp_small_buckets",
     "fsdp_prefetch",
-    "context_in_order",
-    "fsdp_kept",
+    "context_unbalanced",
+    "fsdp_late_reduction",
 )
 EXHAUSTIVE_STRATEGIES += (
     "fsdp_zero2",
@@ -63,7 +63,7 @@ ALL_PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("batch", ["all_at_once", "accumulated"])
+@pytest.mark.parametrize("batch", ["combined", "accumulated"])
 @pytest.mark.parametrize("product", ALL_PRODUCTS)
 def test_mesh_axes_and_options_equal_one_device(
     product: str, batch: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path

@@ -27,14 +27,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     overrides = ["mount", "-t", "tmpfs", "-o", f"size={64 * BLOCK}", "tmpfs", str(folder)]
-    mounted = subprocess.run(overrides, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    mount_result = subprocess.run(overrides, check=False, capture_output=True, text=True)
+    if mount_result.returncode:
+        pytest.skip(f"no file system can be mounted here: {mount_result.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> None:
+def fill_disk(folder: Path) -> None:
     with (folder / "fill").open("wb", 0) as file, suppress(OSError):
         while True:
             file.write(bytes(BLOCK))
@@ -45,19 +45,19 @@ def names(folder: Path) -> set[str]:
 
 
 def test_atomic_write_follows_no_link(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("theirs")
+    link_target = tmp_path / "victim"
+    link_target.write_text("theirs")
     folder = tmp_path / "run"
     folder.mkdir()
     link_names = ("x", f".x.{os.getpid()}", ".x.tmp", "x.tmp", ".x.reserve", "metrics.csv", "copy")
     for name in link_names:
-        (folder / name).symlink_to(victim)
+        (folder / name).symlink_to(link_target)
     atomic.write_atomic(folder / "x", b"ours")
     atomic.reserve_space(folder / "x", 100)
     (tmp_path / "source").write_text("copied")
     atomic.copy_atomic(tmp_path / "source", folder / "copy")
     MetricsFile(folder / "metrics.csv").append([{"step": 1}])
-    assert victim.read_text() == "theirs"
+    assert link_target.read_text() == "theirs"
     assert (folder / "x").read_text() == "ours"
     assert (folder / "copy").read_text() == "copied"
     assert not (folder / "x").is_symlink()
@@ -84,7 +84,7 @@ def test_atomic_write_respects_the_umask(tmp_path: Path) -> None:
 
 def test_atomic_write_on_a_full_disk_keeps_the_old_file(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
-    fill(disk)
+    fill_disk(disk)
     with pytest.raises(OSError, match="No space left") as excinfo:
         atomic.write_atomic(disk / "x", bytes(2 * BLOCK))
     assert excinfo.value.errno == errno.ENOSPC
@@ -95,12 +95,12 @@ def test_atomic_write_on_a_full_disk_keeps_the_old_file(disk: Path) -> None:
 def test_reserved_space_allows_repeated_writes(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     atomic.reserve_space(disk / "x", 8 * BLOCK)
-    fill(disk)
+    fill_disk(disk)
     for size in (1, 2, 3, 4):
         atomic.write_atomic(disk / "x", bytes([size]) * size * BLOCK)
         assert (disk / "x").read_bytes() == bytes([size]) * size * BLOCK, size
         (disk / "fill").unlink()
-        fill(disk)
+        fill_disk(disk)
     atomic.release_space(disk / "x")
     assert names(disk) == {"x"}
 
@@ -108,7 +108,7 @@ def test_reserved_space_allows_repeated_writes(disk: Path) -> None:
 def test_write_larger_than_the_reserve_is_not_partial(disk: Path) -> None:
     atomic.write_atomic(disk / "x", b"old")
     atomic.reserve_space(disk / "x", BLOCK)
-    fill(disk)
+    fill_disk(disk)
     with pytest.raises(OSError, match="No space left"):
         atomic.write_atomic(disk / "x", bytes(2 * BLOCK))
     assert (disk / "x").read_bytes() == b"old"
@@ -117,7 +117,7 @@ def test_write_larger_than_the_reserve_is_not_partial(disk: Path) -> None:
 
 
 def test_reserve_fails_without_free_space(disk: Path) -> None:
-    fill(disk)
+    fill_disk(disk)
     with pytest.raises(OSError, match="No space left"):
         atomic.reserve_space(disk / "x", BLOCK)
     assert names(disk) == set()
@@ -143,7 +143,7 @@ def test_reserve_is_used_if_new_blocks_are_rejected(
 def test_exit_report_is_written_on_a_full_disk(disk: Path) -> None:
     exit_reports.prepare_reports(disk)
     exit_reports.reserve_report(disk, 3)
-    fill(disk)
+    fill_disk(disk)
     tail = ("x" * 500,) * 12
     exit_reports.write_report(disk, 3, Outcome("failed", "the disk is full", 3, tail))
     assert exit_reports.read_reports(disk) == [Outcome("failed", "the disk is full", 3, tail)]

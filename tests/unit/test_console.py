@@ -15,26 +15,28 @@ import pytest
 from scalewise import console
 
 
-def left() -> TextIO:
+def pipe_without_reader() -> TextIO:
     """Pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w", encoding="utf-8")
 
 
-def full() -> TextIO:
+def full_device() -> TextIO:
     """Device without free space."""
     return open("/dev/full", "w", encoding="utf-8")
 
 
-def closed() -> TextIO:
+def closed_text_stream() -> TextIO:
     """Closed stream."""
     stream = io.StringIO()
     stream.close()
     return stream
 
 
-@pytest.mark.parametrize("stream", [left, full, closed, lambda: None])
+@pytest.mark.parametrize(
+    "stream", [pipe_without_reader, full_device, closed_text_stream, lambda: None]
+)
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_console_drops_text_of_a_closed_stream(
     stream: Callable[[], TextIO | None], name: str, monkeypatch: pytest.MonkeyPatch
@@ -69,9 +71,9 @@ def test_log_messages_are_printed_once_as_plain_lines(
         logger.debug("hidden")
         logger.info("100% of \x1b[1m a\nline")
         logger.warning("a warning")
-    printed = capsys.readouterr()
-    assert printed.out == "100% of \\x1b[1m a\\nline\n"
-    assert printed.err == "a warning\n"
+    captured = capsys.readouterr()
+    assert captured.out == "100% of \\x1b[1m a\\nline\n"
+    assert captured.err == "a warning\n"
     assert (package.handlers, package.level, package.propagate) == before
 
 

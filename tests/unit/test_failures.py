@@ -165,7 +165,7 @@ def test_job_that_cannot_start_has_failed(
     assert result.reason.startswith(REASON)
 
 
-class Breaking:
+class FailingExecutor:
     """Executor that ends one job and then fails."""
 
     def iter_results(
@@ -181,7 +181,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
     results = execute_all(
         tasks,
         tmp_path,
-        Breaking(),
+        FailingExecutor(),
         command="",
         question="",
         on_start=lambda *_: None,
@@ -197,7 +197,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 
-class Supervisors:
+class FailingSupervisors:
     """Supervisor pool whose first supervisor cannot start."""
 
     stop_signal = 0
@@ -222,7 +222,7 @@ class Supervisors:
 def test_packed_job_without_process_does_not_stop_others(order: JobSpec, tmp_path: Path) -> None:
     jobs = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
     capacity = SlotCapacity((0,), 1)
-    results = packed_executor._run_jobs(jobs, capacity, False, Supervisors(), lambda _: None)  # type: ignore[arg-type]
+    results = packed_executor._run_jobs(jobs, capacity, False, FailingSupervisors(), lambda _: None)  # type: ignore[arg-type]
     assert {task.number: result.status for task, result in results} == {
         0: "failed",
         1: "ok",

@@ -41,19 +41,19 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def assert_plain(printed: str) -> None:
+def assert_plain(output: str) -> None:
     """Assert that the text has no control characters but line feeds."""
-    for character in printed.replace("\n", ""):
+    for character in output.replace("\n", ""):
         kind = unicodedata.category(character)
-        assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"), f"{character!a} in {printed!a}"
+        assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"), f"{character!a} in {output!a}"
 
 
-def assert_shown(printed: str) -> None:
+def assert_shown(output: str) -> None:
     """Assert that the text is plain and shows the hostile string, including its markup."""
-    assert_plain(printed)
-    printed_text = "".join(printed.split())
+    assert_plain(output)
+    printed_text = "".join(output.split())
     for part in SHOWN_PARTS:
-        assert part.replace(" ", "") in printed_text, printed
+        assert part.replace(" ", "") in printed_text, output
 
 
 def test_only_one_module_prints() -> None:
@@ -82,9 +82,9 @@ def test_only_one_module_makes_consoles() -> None:
 def test_printed_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_lines("one", HOSTILE, "three", stderr=stderr)
     captured = capsys.readouterr()
-    printed = captured.err if stderr else captured.out
-    assert_shown(printed)
-    assert len(printed.splitlines()) == 3
+    output = captured.err if stderr else captured.out
+    assert_shown(output)
+    assert len(output.splitlines()) == 3
 
 
 def test_rich_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,8 +256,8 @@ def test_plan_shows_lists_as_typed(
     plan = build_plan(large_run)
     show_plan.print_plan(plan)
     show_plan.print_plan_table([({"data.paths": f"[{file}]", HOSTILE: HOSTILE}, plan)])
-    printed = capsys.readouterr().out
-    assert_shown(printed)
-    (line,) = [line for line in printed.splitlines() if line.startswith("scalewise train")]
+    output = capsys.readouterr().out
+    assert_shown(output)
+    (line,) = [line for line in output.splitlines() if line.startswith("scalewise train")]
     assert f"'data.paths=[{file}]'" in line
     assert "'callbacks=[]'" in line

@@ -431,10 +431,10 @@ class TestConfig:
         assert config_hash(compose_lines(["seed=1"])) == before
 
     def test_redacted_value_is_not_trained_with(self, compose: Callable[..., RunConfig]) -> None:
-        recorded = dict(compose_lines(["seed=1"]).as_dict()["data"])  # type: ignore[call-overload]
-        key = next(key for key, value in recorded.items() if key != "_target_")
+        record = dict(compose_lines(["seed=1"]).as_dict()["data"])  # type: ignore[call-overload]
+        key = next(key for key, value in record.items() if key != "_target_")
         with pytest.raises(ConfigError, match="was a secret, which is not recorded"):
-            parse_group("data", recorded | {key: f"https://{HIDDEN}@host"})
+            parse_group("data", record | {key: f"https://{HIDDEN}@host"})
 
 
 def test_server_url_is_shown_without_password(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def test_nan_is_rejected_in_any_group(compose: Compose) -> None:
     run = compose()
     for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
         spec: Any = getattr(run, group)
-        changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
-        assert f"{group}.{key}" in [issue.key for issue in iter_issues(changed)], (group, key)
+        changed_run = replace(run, **{group: replace(spec, **{key: float("inf")})})
+        assert f"{group}.{key}" in [issue.key for issue in iter_issues(changed_run)], (group, key)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ class TestHardware:
 
 class TestPrecision:
     @pytest.mark.parametrize(
-        ("held", "compute", "plugin", "peak"),
+        ("storage", "compute", "plugin", "peak"),
         [
             ("fp32", "fp32", "32-true", "fp32"),
             ("fp32", "bf16", "bf16-mixed", "bf16"),
@@ -143,19 +143,19 @@ class TestPrecision:
         ],
     )
     def test_precision_device_pairs_that_run(
-        self, held: str, compute: str, plugin: str, peak: str
+        self, storage: str, compute: str, plugin: str, peak: str
     ) -> None:
-        spec = Precision(FloatFormat(held), FloatFormat(compute))
+        spec = Precision(FloatFormat(storage), FloatFormat(compute))
         assert list(spec.validate()) == []
         assert spec.lightning_precision() == plugin
         assert spec.peak_kind == peak
 
     def test_precision_device_pairs_that_are_rejected(self) -> None:
         rejected_pairs = [
-            (held, compute)
-            for held in FloatFormat
+            (storage, compute)
+            for storage in FloatFormat
             for compute in FloatFormat
-            if list(Precision(held, compute).validate())
+            if list(Precision(storage, compute).validate())
         ]
         assert len(rejected_pairs) == len(FloatFormat) ** 2 - 4
 
@@ -187,16 +187,16 @@ OPTIMIZERS: list[FixedStateOptimizerConfig] = [
 ]
 
 
-def storage(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
-    named = module.named_parameters()
-    return [(Weight(name, tuple(p.shape), "attention"), p) for name, p in named]
+def weights_with_parameters(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
+    named_parameters = module.named_parameters()
+    return [(Weight(name, tuple(p.shape), "attention"), p) for name, p in named_parameters]
 
 
 class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
     def test_optimizer_slots_equal_torch_state(self, spec: FixedStateOptimizerConfig) -> None:
         layer = torch.nn.Linear(5, 7)
-        optimizer = build_optimizer(spec, storage(layer))
+        optimizer = build_optimizer(spec, weights_with_parameters(layer))
         layer(torch.ones(2, 5)).sum().backward()
         optimizer.step()
         for parameter in layer.parameters():
@@ -212,7 +212,7 @@ class TestOptimizers:
     def test_optimizer_decays_matrices_only(self, spec: OptimizerConfig) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
-        groups = build_optimizer(spec, storage(module)).param_groups
+        groups = build_optimizer(spec, weights_with_parameters(module)).param_groups
         dims_by_decay = {
             group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups
         }
@@ -222,19 +222,21 @@ class TestOptimizers:
     def test_optimizer_omits_frozen_parameters(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
-        (group,) = build_optimizer(AdamWConfig(), storage(layer)).param_groups
+        (group,) = build_optimizer(AdamWConfig(), weights_with_parameters(layer)).param_groups
         assert group["params"] == [layer.bias]
 
     def test_optimizer_fields_reach_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
         adamw = AdamWConfig(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
-        defaults = build_optimizer(adamw, storage(layer)).defaults
+        defaults = build_optimizer(adamw, weights_with_parameters(layer)).defaults
         assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
         sgd = build_optimizer(
-            SGDConfig(lr=2.0, momentum=0.5, nesterov=True), storage(layer)
+            SGDConfig(lr=2.0, momentum=0.5, nesterov=True), weights_with_parameters(layer)
         ).defaults
         assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
-        assert build_optimizer(AdamWConfig(), storage(layer)).defaults["fused"] is True
+        assert (
+            build_optimizer(AdamWConfig(), weights_with_parameters(layer)).defaults["fused"] is True
+        )
 
 
 SCHEDULES: list[ScheduleConfig] = [

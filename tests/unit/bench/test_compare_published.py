@@ -159,15 +159,17 @@ def test_published_peak_includes_quantization_and_loading() -> None:
     row = ROW | {"source": "Lightning-AI/litgpt", "precision": "bf16-true", "quant": "bnb.nf4"}
     run = published_runs.build_run(row | {"fsdp": "1"})
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    saved = 100 * 2**30 - published_runs.measured_peak(row | {"fsdp": "1"}, run, 100 * 2**30)
-    assert saved == pytest.approx(linear * (2 - 0.5625))
+    workspace_bytes = 100 * 2**30 - published_runs.measured_peak(
+        row | {"fsdp": "1"}, run, 100 * 2**30
+    )
+    assert workspace_bytes == pytest.approx(linear * (2 - 0.5625))
     published_run = published_runs.build_run(
         single_gpu_row := row | {"fsdp": "1", "act_ckpt": "none"}
     )
     tokens = published_run.trainer.micro_batch * published_run.data.sequence
     inputs = tokens * (2 * 4096 + 14336) * 2 * 32
     assert (
-        saved
+        workspace_bytes
         - (100 * 2**30 - published_runs.measured_peak(single_gpu_row, published_run, 100 * 2**30))
         == inputs
     )

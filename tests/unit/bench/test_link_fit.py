@@ -36,7 +36,7 @@ def samples(
     ]
 
 
-def link_of(measurements: list[CollectiveSample]) -> RingLink:
+def fit_samples(measurements: list[CollectiveSample]) -> RingLink:
     link = fit_link(measurements)
     assert link is not None
     return link
@@ -63,7 +63,7 @@ def test_ring_model_of_all_reduce() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_link_fit_recovers_exact_times(ranks: int) -> None:
-    link = link_of(samples(LINK, ranks))
+    link = fit_samples(samples(LINK, ranks))
     assert link.latency_s == pytest.approx(LINK.latency_s, rel=1e-6)
     assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-6)
     assert link_error(link, samples(LINK, ranks)) < 1e-6
@@ -71,13 +71,13 @@ def test_link_fit_recovers_exact_times(ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_link_fit_is_robust_to_noise(seed: int) -> None:
-    noisy = samples(LINK, 4, noise=0.1, seed=seed)
+    noisy_samples = samples(LINK, 4, noise=0.1, seed=seed)
     # Three measurements in ten were disturbed by other work.
-    noisy = [
+    noisy_samples = [
         CollectiveSample(s.kind, s.ranks, s.bytes, s.seconds * (4 if index % 10 < 3 else 1))
-        for index, s in enumerate(noisy)
+        for index, s in enumerate(noisy_samples)
     ]
-    link = link_of(noisy)
+    link = fit_samples(noisy_samples)
     assert link.latency_s == pytest.approx(LINK.latency_s, rel=0.15)
     assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.15)
 
@@ -87,7 +87,9 @@ def test_link_fit_of_large_messages_has_no_latency() -> None:
         CollectiveSample(CollectiveKind.send, 2, size, size / 1e9 * 0.999)
         for size in (2**24, 2**26)
     ]
-    link = link_of([*large_samples, CollectiveSample(CollectiveKind.send, 2, 2**25, 2**25 / 1.1e9)])
+    link = fit_samples(
+        [*large_samples, CollectiveSample(CollectiveKind.send, 2, 2**25, 2**25 / 1.1e9)]
+    )
     assert link.latency_s >= 0
     assert link.bytes_per_s == pytest.approx(1e9, rel=0.1)
 

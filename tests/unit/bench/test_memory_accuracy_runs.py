@@ -34,8 +34,10 @@ UNMEASURED_OPTIONS = {
 def chosen_options() -> set[str]:
     """Options of all measured runs, including the default ones."""
     default_choices = compose(SMALL).choices
-    named = {override for overrides in (*TRAINED, *TRAINED_SELDOM, *ZERO) for override in overrides}
-    return named | {f"{group}={default_choices[group]}" for group in GROUPS}
+    run_options = {
+        override for overrides in (*TRAINED, *TRAINED_SELDOM, *ZERO) for override in overrides
+    }
+    return run_options | {f"{group}={default_choices[group]}" for group in GROUPS}
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -156,7 +156,7 @@ def test_version_is_printed(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "offered", "not_offered"),
+    ("overrides", "expected_words", "absent_words"),
     [
         ("scalewise ", {"train", "report", "doctor"}, set()),
         ("scalewise tr", {"train"}, {"report"}),
@@ -168,8 +168,8 @@ def test_version_is_printed(
 )
 def test_completion_script_is_printed(
     overrides: str,
-    offered: set[str],
-    not_offered: set[str],
+    expected_words: set[str],
+    absent_words: set[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -179,8 +179,8 @@ def test_completion_script_is_printed(
     monkeypatch.setenv("COMP_POINT", str(len(overrides)))
     assert cli.main(["-sc", "query=bash"]) == 0
     words = set(capsys.readouterr().out.split())
-    assert offered <= words
-    assert not not_offered & words
+    assert expected_words <= words
+    assert not absent_words & words
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,29 +233,29 @@ class TestDoctor:
         }
 
 
-LONG = "x" * 5000
+LONG_NAME = "x" * 5000
 
 
 def test_long_prompt_is_not_a_folder(tmp_path: Path) -> None:
-    overrides = [str(tmp_path), f"prompt={LONG}"]
-    assert run_arguments.parse_options(overrides) == {"prompt": LONG}
+    overrides = [str(tmp_path), f"prompt={LONG_NAME}"]
+    assert run_arguments.parse_options(overrides) == {"prompt": LONG_NAME}
     folder, options = run_arguments.read_arguments("evaluate", overrides, {"prompt": ""}, [])
-    assert (folder, options) == (tmp_path, {"prompt": LONG})
+    assert (folder, options) == (tmp_path, {"prompt": LONG_NAME})
 
 
 @pytest.mark.usefixtures("cpu_machine")
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["status", LONG],
-        ["report", LONG],
-        ["export", LONG],
-        ["evaluate", LONG],
-        ["train", f"resume={LONG}"],
-        ["plan", "data=text", f"data.paths=[{LONG}]"],
-        ["plan", f"data.tokenizer={LONG}"],
-        ["plan", f"model.weights={LONG}"],
-        ["bench", "planner", f"data={LONG}"],
+        ["status", LONG_NAME],
+        ["report", LONG_NAME],
+        ["export", LONG_NAME],
+        ["evaluate", LONG_NAME],
+        ["train", f"resume={LONG_NAME}"],
+        ["plan", "data=text", f"data.paths=[{LONG_NAME}]"],
+        ["plan", f"data.tokenizer={LONG_NAME}"],
+        ["plan", f"model.weights={LONG_NAME}"],
+        ["bench", "planner", f"data={LONG_NAME}"],
     ],
     ids=lambda line: line[0] + line[-1][:12],
 )

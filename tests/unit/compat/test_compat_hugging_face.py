@@ -81,11 +81,11 @@ def test_replaced_mask_checks_are_called_by_a_model() -> None:
     calls: set[str] = set()
 
     def record(name: str, result: Any) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def record_call(*args: Any, **kwargs: Any) -> Any:
             calls.add(name)
             return result
 
-        return recorded
+        return record_call
 
     original = masking_utils._ignore_causal_mask_sdpa
     model = LlamaForCausalLM(TINY).eval()

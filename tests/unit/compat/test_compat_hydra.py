@@ -102,11 +102,11 @@ def test_replaced_composition_is_called_by_a_composition(loader: Any) -> None:
     calls: list[str] = []
 
     def record(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def record_call(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             return function(*args, **kwargs)
 
-        return recorded
+        return record_call
 
     with compat_hydra.replaced_composition(
         parse=record("parse", compat_hydra.parse_overrides),
@@ -222,11 +222,11 @@ def test_without_mode_composition_composes_once(
     load = compat_hydra.ConfigLoaderImpl.load_configuration
     load_calls: list[object] = []
 
-    def counted(*args: Any, **kwargs: Any) -> DictConfig:
+    def count_call(*args: Any, **kwargs: Any) -> DictConfig:
         load_calls.append(args)
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(compat_hydra.ConfigLoaderImpl, "load_configuration", counted)
+    monkeypatch.setattr(compat_hydra.ConfigLoaderImpl, "load_configuration", count_call)
     with compat_hydra.without_mode_composition():
         assert application() == [{"a": 1}]
     assert len(load_calls) == 1

@@ -164,10 +164,10 @@ def test_loaders_are_prepared_by_the_functions_given(
         def __len__(self) -> int:
             return len(self.source)
 
-    prepared: list[tuple[type, bool]] = []
+    prepare_calls: list[tuple[type, bool]] = []
 
     def prepare(prepared_loader: Any, is_validation: bool) -> Any:
-        prepared.append((type(prepared_loader.sampler), is_validation))
+        prepare_calls.append((type(prepared_loader.sampler), is_validation))
         return prepared_loader
 
     monkeypatch.setattr(_DataConnector, "_requires_distributed_sampler", lambda *_: True)
@@ -176,7 +176,7 @@ def test_loaders_are_prepared_by_the_functions_given(
     trainer.fit(module, loader(3), loader(2))
     batches = [entry[0] if isinstance(entry, tuple) else entry for entry in module.seen]
     assert batches == [[2.0], [1.0], [0.0], [1.0], [0.0]]
-    assert sorted(prepared, key=str) == sorted([(Reversed, False), (Reversed, True)], key=str)
+    assert sorted(prepare_calls, key=str) == sorted([(Reversed, False), (Reversed, True)], key=str)
 
 
 def test_loaders_that_are_not_sharded_keep_their_sampler(tmp_path: Path) -> None:

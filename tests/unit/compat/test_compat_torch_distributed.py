@@ -74,8 +74,8 @@ def test_modes_do_not_see_the_run_for_shapes(fake_group: None) -> None:
             sharded.exp()
         return mode.names.count("aten::exp")
 
-    counted = count(torch_distributed.uncounted_shape_propagation())
-    assert counted == 1
+    num_ops = count(torch_distributed.uncounted_shape_propagation())
+    assert num_ops == 1
 
 
 def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) -> None:
@@ -83,11 +83,11 @@ def test_mesh_and_to_empty_are_built_by_the_functions_given(fake_group: None) ->
 
     def record(name: str) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def recorded(*args: Any, **kwargs: Any) -> Any:
+            def record_call(*args: Any, **kwargs: Any) -> Any:
                 calls.append(name)
                 return original(*args, **kwargs)
 
-            return recorded
+            return record_call
 
         return wrap
 

@@ -23,7 +23,7 @@ from scalewise.run_config import RunConfig
 pytestmark = pytest.mark.usefixtures("cpu_machine")
 
 
-class Never(Command):
+class FailIfRun(Command):
     """Fails the test when it runs."""
 
     def run_single(self, *args: object) -> int:
@@ -92,7 +92,7 @@ def test_rejected_command_runs_no_job_and_leaves_nothing(
     arguments: list[str], keys: list[str], compose: Callable[..., RunConfig], tmp_path: object
 ) -> None:
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Never(), arguments)
+        run_command(FailIfRun(), arguments)
     assert sorted({issue.key for issue in excinfo.value.issues}) == keys
     assert list(tmp_path.iterdir()) == []
 
@@ -103,7 +103,7 @@ def test_rejected_command_runs_no_job_and_leaves_nothing(
 )
 def test_unknown_flag_is_rejected(arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Never(), arguments)
+        run_command(FailIfRun(), arguments)
     (issue,) = excinfo.value.issues
     assert reason in issue.reason
     assert "--cfg job" in issue.fix
@@ -120,7 +120,7 @@ def test_unknown_flag_is_rejected(arguments: list[str], reason: str) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize(
-    "command", [partial(run_command, Never()), preview_search], ids=["run", "sweep"]
+    "command", [partial(run_command, FailIfRun()), preview_search], ids=["run", "sweep"]
 )
 def test_pickled_config_is_not_loaded(
     command: Callable[[list[str]], object],
@@ -162,7 +162,7 @@ def test_hydra_flags_are_all_accepted_or_rejected() -> None:
 )
 def test_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, fix: str) -> None:
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Never(), arguments)
+        run_command(FailIfRun(), arguments)
     (issue,) = excinfo.value.issues
     assert issue.key == key
     assert fix in issue.fix
@@ -180,7 +180,7 @@ def test_wandb_sweep_rejects_ignored_flags(flags: list[str]) -> None:
 def test_help_lists_accepted_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_command(Never(), ["--hydra-help"]) == 0
+    assert run_command(FailIfRun(), ["--hydra-help"]) == 0
     output = capsys.readouterr().out
     assert "--multirun,-m" in output
     assert "--experimental-rerun" not in output
@@ -370,7 +370,7 @@ def test_rejected_name_creates_no_folder(
 def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    command = Never()
+    command = FailIfRun()
     monkeypatch.setattr(command, "run_single", lambda *_: 0)
     assert run_command(command, ["hydra.run.dir=new/../there"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -380,7 +380,7 @@ def test_existing_parent_folder_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 def test_job_folders_stay_in_the_sweep_folder(subdir: str, tmp_path: Path) -> None:
     overrides = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
     with pytest.raises(ConfigError, match=r"is outside of the sweep folder.*job\.num") as excinfo:
-        run_command(Never(), overrides)
+        run_command(FailIfRun(), overrides)
     (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == ("hydra.sweep.subdir", subdir)
     assert list(tmp_path.iterdir()) == []
@@ -413,7 +413,7 @@ def test_hydra_interpolation_is_named_by_its_key(
     monkeypatch.setenv("PLANTED_TOKEN", "Zx8Kq2Lm5Vb9Tn4Rw7Yc")
     flags = ["-m"] * (key != "hydra.run.dir")
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Never(), [*flags, "seed=1", f"{key}={value}"])
+        run_command(FailIfRun(), [*flags, "seed=1", f"{key}={value}"])
     (issue,) = excinfo.value.issues
     assert (issue.key, issue.value) == (key, value)
     assert reason in issue.reason

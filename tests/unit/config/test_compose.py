@@ -78,8 +78,8 @@ def test_compose_accepts_every_option(group: str, name: str, inputs: dict[str, l
     assert run.choices.get(group, name) == name
     json.dumps(run.as_dict())
     if group in CONFIG_GROUPS:
-        recorded = yaml.safe_load(yaml.safe_dump(run.as_dict()[group]))
-        assert parse_group(group, recorded) == getattr(run, group)
+        record = yaml.safe_load(yaml.safe_dump(run.as_dict()[group]))
+        assert parse_group(group, record) == getattr(run, group)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -280,20 +280,20 @@ def test_compose_returns_plain_python_values() -> None:
     ],
 )
 def test_recorded_value_of_another_type_is_rejected(group: str, key: str, value: object) -> None:
-    recorded = compose().as_dict()[group]
-    assert isinstance(recorded, dict)
-    assert parse_group(group, recorded) == getattr(compose(), group)
+    record = compose().as_dict()[group]
+    assert isinstance(record, dict)
+    assert parse_group(group, record) == getattr(compose(), group)
     with pytest.raises(ConfigError) as rejected:
-        parse_group(group, recorded | {key: value})
+        parse_group(group, record | {key: value})
     assert key in str(rejected.value)
 
 
 def test_recorded_option_without_a_required_field_is_rejected() -> None:
-    recorded = compose().as_dict()["model"]
-    assert isinstance(recorded, dict)
-    del recorded["width"]
+    record = compose().as_dict()["model"]
+    assert isinstance(record, dict)
+    del record["width"]
     with pytest.raises(ConfigError, match="has no width"):
-        parse_group("model", recorded)
+        parse_group("model", record)
 
 
 def test_interpolation_reads_keys_and_environment(

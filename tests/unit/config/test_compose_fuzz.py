@@ -89,13 +89,13 @@ override_lists = st.lists(overrides, min_size=1, max_size=3)
 
 def timed_compose(overrides: list[str]) -> tuple[RunConfig | ConfigError, float]:
     """Result of composing the overrides, and its processor time."""
-    started = time.process_time()
+    start_time = time.process_time()
     answer: RunConfig | ConfigError
     try:
         answer = compose(overrides)
     except ConfigError as error:
         answer = error
-    return answer, time.process_time() - started
+    return answer, time.process_time() - start_time
 
 
 def assert_composes_or_rejects(overrides: list[str]) -> None:
@@ -158,10 +158,10 @@ def test_rejected_value_is_reported_under_its_key(key: str, value: str) -> None:
         compose([override], check_machine=False)
     except ConfigError as error:
         group = key.split(".")[0]
-        named = {issue.key.split(".")[0] for issue in error.issues}
+        issue_groups = {issue.key.split(".")[0] for issue in error.issues}
         unreadable = any("override" in issue.reason for issue in error.issues)
         related_keys = {"data", "trainer", "schedule", "model", "name", "precision"}
-        assert unreadable or named & {group, *related_keys}
+        assert unreadable or issue_groups & {group, *related_keys}
 
 
 @settings(max_examples=10)

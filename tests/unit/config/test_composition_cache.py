@@ -162,7 +162,7 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
         rng.shuffle(job_overrides)
         override_lists.append(job_overrides)
 
-    def composed(overrides: list[str]) -> tuple[object, ...]:
+    def compose_job(overrides: list[str]) -> tuple[object, ...]:
         try:
             config = hydra_compose("config", overrides, return_hydra_config=True)
         except Exception as error:
@@ -172,10 +172,10 @@ def test_shared_compositions_of_related_options_equal_each_alone(seed: int, tmp_
         return repr(raw), types, OmegaConf.to_container(config.hydra.runtime)
 
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        separate_results = [composed(job_overrides) for job_overrides in override_lists]
+        separate_results = [compose_job(job_overrides) for job_overrides in override_lists]
         with shared_composition_cache():
             for job_overrides, expected in zip(override_lists, separate_results, strict=True):
-                assert composed(job_overrides) == expected, job_overrides
+                assert compose_job(job_overrides) == expected, job_overrides
     assert sum(len(result) == 3 for result in separate_results) > 10, separate_results[:9]
 
 
@@ -218,19 +218,19 @@ def test_composition_cache_evicts_old_compositions(monkeypatch: pytest.MonkeyPat
 
 def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RecordingCommand]:
     """Number of Hydra compositions for a sweep over ``count`` seeds, and its command."""
-    composed = []
+    composed_overrides = []
     compose = composition_cache.compose_defaults
 
-    def counted(*args: object, **named: object) -> object:
-        composed.append(args)
-        return compose(*args, **named)
+    def count_call(*args: object, **kwargs: object) -> object:
+        composed_overrides.append(args)
+        return compose(*args, **kwargs)
 
-    monkeypatch.setattr(composition_cache, "compose_defaults", counted)
+    monkeypatch.setattr(composition_cache, "compose_defaults", count_call)
     command = RecordingCommand()
     overrides = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
     assert app.run_command(command, overrides) == 0
     monkeypatch.undo()
-    return len(composed), command
+    return len(composed_overrides), command
 
 
 def test_composition_cache_composes_once_for_different_values(
@@ -246,14 +246,14 @@ def test_composition_cache_composes_once_for_different_values(
 
 
 def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    composed: list[object] = []
+    composed_options: list[object] = []
     compose = composition_cache.compose_defaults
 
-    def counted(*args: object, **named: object) -> object:
-        composed.append(args)
-        return compose(*args, **named)
+    def count_call(*args: object, **kwargs: object) -> object:
+        composed_options.append(args)
+        return compose(*args, **kwargs)
 
-    monkeypatch.setattr(composition_cache, "compose_defaults", counted)
+    monkeypatch.setattr(composition_cache, "compose_defaults", count_call)
     optimizers, schedules = ("adamw", "sgd", "lion"), ("cosine", "linear", "wsd")
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
@@ -261,7 +261,7 @@ def test_composition_cache_composes_each_option_once(monkeypatch: pytest.MonkeyP
             for optimizer, schedule in product(optimizers, schedules):
                 overrides = [f"optimizer={optimizer}", f"schedule={schedule}"]
                 loader.load_sweep_config(master, overrides)
-    assert len(composed) == len(optimizers) + len(schedules) - 1
+    assert len(composed_options) == len(optimizers) + len(schedules) - 1
 
 
 SWEEPS = {
@@ -276,7 +276,7 @@ SWEEPS = {
 }
 
 
-class Hashed(RecordingCommand):
+class HashConfigs(RecordingCommand):
     """Hashes the config of each job, as a sweep does before the first job starts."""
 
     def run_sweep(
@@ -299,7 +299,7 @@ class Hashed(RecordingCommand):
 def test_composition_of_a_sweep_job_takes_at_most_30_ms(axes: str) -> None:
     min_seconds = float("inf")
     for _ in range(4):
-        command = Hashed()
+        command = HashConfigs()
         start = time.process_time()
         assert app.run_command(command, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
         min_seconds = min(min_seconds, (time.process_time() - start) / len(command.runs))
@@ -317,13 +317,13 @@ def test_composition_cache_reads_each_file_once(
     loaded: list[str] = []
     load = ConfigRepository.load_config
 
-    def counted(self: ConfigRepository, config_path: str) -> object:
+    def count_call(self: ConfigRepository, config_path: str) -> object:
         loaded.append(config_path)
         return load(self, config_path)
 
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
-        monkeypatch.setattr(ConfigRepository, "load_config", counted)
+        monkeypatch.setattr(ConfigRepository, "load_config", count_call)
         with shared_composition_cache():
             for name in ("sgd", "lion", "adamw"):
                 loader.load_sweep_config(master, [f"optimizer={name}"])

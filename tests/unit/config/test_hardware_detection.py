@@ -51,10 +51,13 @@ def test_profile_is_detected_by_device_name(
     assert (hardware.total_devices, hardware.nodes) == (None, 1)
     assert hardware.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
     if profile:
-        named = compose([f"hardware={profile}"], check_machine=False).hardware
-        assert hardware.bf16_tflops == named.bf16_tflops
-        assert (hardware.match, hardware.step_scale) == (named.match, named.step_scale)
-        assert (named.read_off, named.host_memory_gib) == ("", None)
+        profile_hardware = compose([f"hardware={profile}"], check_machine=False).hardware
+        assert hardware.bf16_tflops == profile_hardware.bf16_tflops
+        assert (hardware.match, hardware.step_scale) == (
+            profile_hardware.match,
+            profile_hardware.step_scale,
+        )
+        assert (profile_hardware.read_off, profile_hardware.host_memory_gib) == ("", None)
 
 
 def test_profile_detection_takes_the_longest_match(

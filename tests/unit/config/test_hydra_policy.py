@@ -26,7 +26,7 @@ TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs"
 """Callables that Hydra itself lets a config name."""
 
 
-class Quiet(Command):
+class NoOpCommand(Command):
     """Command without effect."""
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
@@ -98,7 +98,7 @@ def test_experiment_file_cannot_run_code(
     Path("own/experiments/x.yaml").write_text(yaml.safe_dump({"hydra": node}))
     before = list(logging.getLogger().handlers)
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Quiet(), [*flags, "-cd", "own", "experiment=x"])
+        run_command(NoOpCommand(), [*flags, "-cd", "own", "experiment=x"])
     assert any(issue.key.startswith("hydra") for issue in excinfo.value.issues)
     assert logging.getLogger().handlers == before
     assert os.listdir() == ["own"]
@@ -119,7 +119,7 @@ def test_config_group_file_cannot_run_code(
     Path(f"own/hydra/{group}/x.yaml").write_text(yaml.safe_dump(config))
     added = "+" if group == "callbacks" else ""
     with pytest.raises(ConfigError) as excinfo:
-        run_command(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
+        run_command(NoOpCommand(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
     assert any(issue.key.startswith("hydra") for issue in excinfo.value.issues)
     assert os.listdir() == ["own"]
 
@@ -145,7 +145,7 @@ def test_override_cannot_run_code(overrides: str) -> None:
     assert issue.key.startswith("hydra")
     assert_fixes_work([overrides], issue, compose)
     with pytest.raises(ConfigError, match=issue.key.replace(".", r"\.")):
-        run_command(Quiet(), [overrides])
+        run_command(NoOpCommand(), [overrides])
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
@@ -156,7 +156,7 @@ def test_config_search_path_imports_no_package(
     monkeypatch.syspath_prepend(tmp_path)
     Path("evil_configs.py").write_text("open('ran', 'w')")
     with pytest.raises(ConfigError):
-        run_command(Quiet(), [flag, "pkg://evil_configs"])
+        run_command(NoOpCommand(), [flag, "pkg://evil_configs"])
     assert not Path("ran").exists()
 
 

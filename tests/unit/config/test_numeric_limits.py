@@ -65,8 +65,8 @@ def test_numeric_options_are_all_bounded(group: str, compose: Callable[..., RunC
         for entry in dataclasses.fields(spec):
             for value in values_of(hints[entry.name]):
                 key = f"{group}.{entry.name}"
-                changed = dataclasses.replace(spec, **{entry.name: value})
-                check(dataclasses.replace(run, **{group: changed}), key, value)
+                changed_spec = dataclasses.replace(spec, **{entry.name: value})
+                check(dataclasses.replace(run, **{group: changed_spec}), key, value)
                 num_options += 1
     assert num_options or group in GROUPS_WITHOUT_NUMBERS, group
 

@@ -170,10 +170,10 @@ def test_documented_defaults_equal_a_composed_run() -> None:
     run = compose(["optimizer=muon", "parallelism=fsdp", "hardware=h100_8x4"], check_machine=False)
     for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
         option = next(it for it in option_docs.group_doc(group).options if it.name == name)
-        composed = getattr(run, group)
-        assert len(option.fields) == len(dataclasses.fields(composed)), (group, name)
+        composed_spec = getattr(run, group)
+        assert len(option.fields) == len(dataclasses.fields(composed_spec)), (group, name)
         for entry in option.fields:
-            value = getattr(composed, entry.key.partition(".")[2])
+            value = getattr(composed_spec, entry.key.partition(".")[2])
             assert value == entry.default, entry.key
 
 

@@ -23,13 +23,13 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """Function that expands overrides and the contents of a sweep file, ``sweep=own``, to jobs."""
     monkeypatch.chdir(tmp_path)
 
-    def expanded(*typed: str, **sweeper: object) -> list[SweepJob]:
+    def expanded(*overrides: str, **sweeper: object) -> list[SweepJob]:
         file = tmp_path / "own" / "sweeps" / "own.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
         file.write_text(yaml.safe_dump(content, sort_keys=False))
         command = RecordingCommand()
-        assert run_command(command, ["-cd", "own", "sweep=own", *typed]) == 0
+        assert run_command(command, ["-cd", "own", "sweep=own", *overrides]) == 0
         return command.jobs
 
     return expanded

@@ -62,8 +62,8 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def metadata(folder: Path, *records: object, **more: Any) -> CaptionData:
-    path = folder / "told.jsonl"
+def caption_data(folder: Path, *records: object, **more: Any) -> CaptionData:
+    path = folder / "captions.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
     return CaptionData(paths=(str(path),), **{**DATA_OPTIONS, **more})
 
@@ -102,8 +102,8 @@ def test_image_orientation_is_applied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
 def test_image_modes_convert_to_rgb(mode: str, tmp_path: Path) -> None:
-    white, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
-    white.convert(mode).save(tmp_path / name)
+    white_image, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
+    white_image.convert(mode).save(tmp_path / name)
     assert (image_io.read_image(tmp_path / name) == np.full((3, 2, 4), 255)).all()
 
 
@@ -176,7 +176,7 @@ def test_array_archive_is_rejected_as_image(tmp_path: Path) -> None:
 
 def test_caption_sample_has_tokens_and_image(pictures: Path) -> None:
     records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
-    splits = prepare_splits(metadata(pictures, *records), 300, 0)
+    splits = prepare_splits(caption_data(pictures, *records), 300, 0)
     assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
     first_CHW, second_CHW = gather_samples(splits, 0, 1)
     assert np.array_equal(first_CHW, drawn().transpose(2, 0, 1))
@@ -185,14 +185,16 @@ def test_caption_sample_has_tokens_and_image(pictures: Path) -> None:
 
 
 def test_caption_longer_than_the_sequence_is_truncated_with_a_note(pictures: Path) -> None:
-    splits = prepare_splits(metadata(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0)
+    splits = prepare_splits(
+        caption_data(pictures, {"image": "a.npy", "caption": "so " * 40}), 300, 0
+    )
     (ids_T,) = splits.train.gather([0])
     assert (ids_T >= 0).all()
     assert "of 1 captions, data.sequence=24: 1 truncated" in splits.note
 
 
 def test_caption_cache_detects_a_changed_image(pictures: Path) -> None:
-    spec = metadata(pictures, {"image": "a.npy", "caption": "it"})
+    spec = caption_data(pictures, {"image": "a.npy", "caption": "it"})
     before_BCHW = gather_samples(prepare_splits(spec, 300, 0), 0).copy()
     np.save(pictures / "a.npy", drawn(5, 2))
     assert not np.array_equal(gather_samples(prepare_splits(spec, 300, 0), 0), before_BCHW)
@@ -209,14 +211,15 @@ def test_caption_bad_records_are_counted_and_named(
         ["a.npy"],
     )
     with pytest.raises(DataError) as excinfo:
-        prepare_splits(metadata(pictures, *records, max_bad_rows=3), 300, 0)
+        prepare_splits(caption_data(pictures, *records, max_bad_rows=3), 300, 0)
     message = str(excinfo.value)
     assert (
-        "4 records that are not a valid image with a caption: told.jsonl:2 has an image" in message
+        "4 records that are not a valid image with a caption: captions.jsonl:2 has an image"
+        in message
     )
-    assert "told.jsonl:3 has no text in 'caption'; its keys: image" in message
+    assert "captions.jsonl:3 has no text in 'caption'; its keys: image" in message
     assert "data.max_bad_rows=4" in message
-    splits = prepare_splits(metadata(pictures, *records, max_bad_rows=4), 300, 0)
+    splits = prepare_splits(caption_data(pictures, *records, max_bad_rows=4), 300, 0)
     assert len(splits.train) == 1
     assert "skipped 4 records" in capsys.readouterr().err
 
@@ -225,7 +228,7 @@ def test_caption_validation_split_is_by_image(pictures: Path) -> None:
     for index in range(8):
         np.save(pictures / f"{index}.npy", np.full((4, 4), index, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
-    splits = prepare_splits(metadata(pictures, *records, validation_fraction=0.25), 300, 0)
+    splits = prepare_splits(caption_data(pictures, *records, validation_fraction=0.25), 300, 0)
     assert isinstance(splits.validation, CaptionedTokenDataset)
     assert splits.validation.gather_pixels([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
     assert gather_samples(splits, 3)[0, 0, 0, 0] == 4
@@ -279,7 +282,7 @@ def test_synthetic_shapes_match_their_captions() -> None:
 
 
 def test_caption_data_rejects_invalid_settings(pictures: Path) -> None:
-    spec = metadata(pictures, image_size=0, packing=True)
+    spec = caption_data(pictures, image_size=0, packing=True)
     first, second = map(str, spec.validate())
     assert first == "data.image_size=0: must be positive; set data.image_size=224"
     assert second.startswith(

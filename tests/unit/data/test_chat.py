@@ -202,17 +202,17 @@ def test_chat_template_is_read_from_a_file_or_list(tokenizer: Path, tmp_path: Pa
         validation_fraction=0,
     )
     (expected,) = prepare_splits(chat, 512, 0).train.gather([0])
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
-    config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
+    template_list = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    config.write_text(json.dumps({"chat_template": template_list, "bos_token": "<s>"}))
     assert (prepare_splits(chat, 512, 0).train.gather([0])[0] == expected).all()
     body = "{{ message.content | trim }}<|im_end|>\n"
-    marked = (
+    marked_template = (
         "{% if message.role == 'assistant' %}{% generation %}" + body + "{% endgeneration %}"
         "{% else %}" + body + "{% endif %}"
     )
-    marked = CHATML.replace(body, marked)
+    marked_template = CHATML.replace(body, marked_template)
     config.write_text(json.dumps({"bos_token": "<s>"}))
-    tokenizer.with_name("chat_template.jinja").write_text(marked)
+    tokenizer.with_name("chat_template.jinja").write_text(marked_template)
     assert (prepare_splits(chat, 512, 0).train.gather([0])[0] == expected).all()
     template = chat_template(chat)
     assert (

@@ -21,7 +21,7 @@ from fixtures.chat_records import (
     text_of,
     with_template,
 )
-from fixtures.chat_templates import CHATML, GEMMA, PARTS, TOKENIZERS, write_tokenizer
+from fixtures.chat_templates import CHATML, CONTENT_PARTS, GEMMA, TOKENIZERS, write_tokenizer
 from pyarrow import parquet
 
 from scalewise.data import chat_templates
@@ -93,7 +93,7 @@ def test_chat_system_text_that_the_template_omits_is_rejected(tmp_path: Path) ->
 
 
 def test_chat_contents_are_parts_if_the_template_requires_it(tmp_path: Path) -> None:
-    options = {**DATA_OPTIONS, **with_template(tmp_path, PARTS)}
+    options = {**DATA_OPTIONS, **with_template(tmp_path, CONTENT_PARTS)}
     splits = prepare_splits(
         ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options), 1000, 0
     )

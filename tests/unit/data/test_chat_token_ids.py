@@ -136,7 +136,7 @@ TOKENIZER_FILES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("configured", [True, False], ids=["configured", "alone"])
+@pytest.mark.parametrize("configured", [True, False], ids=["configured", "default"])
 @pytest.mark.parametrize("files", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
 def test_token_ids_of_declared_tokens_equal_transformers(
     files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
@@ -274,10 +274,13 @@ def test_labels_exclude_disabled_answers(
 
 
 def test_tool_template_is_selected_for_tools(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]
+    template_list = [
+        {"name": "default", "template": CHATML},
+        {"name": "tool_use", "template": THINKING},
+    ]
     file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["byte_level"](), CHATML)
     config = json.loads(file.with_name("tokenizer_config.json").read_text())
-    config["chat_template"] = named
+    config["chat_template"] = template_list
     file.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")

@@ -138,7 +138,7 @@ PRE_TOKENIZERS = {
     "gpt2": [GPT2],
     "prefix_space": [pre_tokenizers.ByteLevel()],
     "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTE_LEVEL],
-    "digits_alone": [pre_tokenizers.Digits(individual_digits=True), GPT2],
+    "digits_individual": [pre_tokenizers.Digits(individual_digits=True), GPT2],
     "digits_grouped": [pre_tokenizers.Digits(), GPT2],
     "falcon": [pre_tokenizers.Punctuation(), GPT2, THREE_DIGITS],
     "fixed_7": [pre_tokenizers.FixedLength(7), BYTE_LEVEL],
@@ -218,30 +218,33 @@ def test_windows_align_with_pre_tokenization(
 
 @pytest.mark.usefixtures("_small_windows")
 @pytest.mark.parametrize(
-    ("make", "document", "most"),
+    ("make", "document", "max_windows"),
     [
         *((make, text(6_000, 1), 1.3) for make in (byte_level, llama2, llama3, metaspace, unigram)),
         (llama3, mixed(DIGITS, 30_000, 1), 2.5),
     ],
 )
 def test_windows_join_without_a_second_encoding(
-    make: Callable[[], Tokenizer], document: str, most: float, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Tokenizer],
+    document: str,
+    max_windows: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only windows of grouped digits are encoded twice."""
     tokenizer_of = tokenizer = make()
     calls: list[int] = []
     encode_batch = chunked_encoding._encode_batch
 
-    def counted(
+    def count_windows(
         tokenizer: Tokenizer, batch: list[chunked_encoding.Window], path: str | None
     ) -> list[Encoding]:
         calls.append(sum(len(window.text) for window in batch) * (tokenizer is tokenizer_of))
         return encode_batch(tokenizer, batch, path)
 
-    monkeypatch.setattr(chunked_encoding, "_encode_batch", counted)
+    monkeypatch.setattr(chunked_encoding, "_encode_batch", count_windows)
     list(encode_documents(tokenizer, TokenizerSource(0), [document]))
     assert len(document) > 10 * chunked_encoding.WINDOW_CHARACTERS
-    assert sum(calls) < most * len(document)
+    assert sum(calls) < max_windows * len(document)
 
 
 def test_long_document_is_encoded_in_full() -> None:

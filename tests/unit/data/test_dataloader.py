@@ -14,7 +14,7 @@ from scalewise.data.datasets import PackedDataset
 from scalewise.training.trainer import silence_lightning
 
 
-class Witness(lightning.LightningModule):
+class RecordBatches(lightning.LightningModule):
     """Records the training batches."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ class SaveAfter(lightning.Callback):
 
 def fit(folder, callbacks=(), checkpoint=None):
     dataset = PackedDataset([np.arange(401, dtype=np.uint16)], 4)
-    loader, module = TrainLoader(dataset, BatchShare(8, 4), seed=0, steps=6), Witness()
+    loader, module = TrainLoader(dataset, BatchShare(8, 4), seed=0, steps=6), RecordBatches()
     with silence_lightning():
         trainer = lightning.Trainer(
             accelerator="cpu",
@@ -71,7 +71,7 @@ def test_dataloader_state_resumes_under_lightning(tmp_path):
     assert fit(tmp_path, checkpoint=path) == uninterrupted_batches[4:]
 
 
-class Mapped(Dataset):
+class MapDataset(Dataset):
     """Map-style dataset over a memory-mapped file."""
 
     def __init__(self, tokens, sequence):
@@ -87,10 +87,10 @@ class Mapped(Dataset):
 
 
 def seconds(batches, count):
-    started = time.process_time()
+    start_time = time.process_time()
     for _ in range(count):
         next(batches)
-    return time.process_time() - started
+    return time.process_time() - start_time
 
 
 def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
@@ -105,7 +105,7 @@ def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
         actual = iter(
             TrainLoader(PackedDataset([tokens], sequence), BatchShare(8, 8), seed=0, steps=steps)
         )
-        map_loader = DataLoader(Mapped(tokens, sequence), batch_size=micro_batch, shuffle=True)
+        map_loader = DataLoader(MapDataset(tokens, sequence), batch_size=micro_batch, shuffle=True)
         ratios = []
         for _ in range(pairs + 1):
             map_seconds = seconds(iter(map_loader), count)

@@ -116,7 +116,7 @@ def test_encoding_names_an_unencodable_document(make, num_others, capfd):
     assert capfd.readouterr().err == ""
 
 
-def story(seed, words=4000):
+def random_text(seed, words=4000):
     rng = random.Random(seed)
     separators = [" ", "  ", "\n", "\n\n", " \n", "\t", "   "]
     strings = ["the", "it isn", "naïve", "123", "--", "日本", "end."]
@@ -125,11 +125,13 @@ def story(seed, words=4000):
 
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
 def test_tokenizer_training_in_chunks_gives_the_same_tokenizer(monkeypatch, chunk):
-    whole_tokenizer = train_tokenizer(TokenizerSource(400), lambda: iter([story(1), story(2)]))
+    whole_tokenizer = train_tokenizer(
+        TokenizerSource(400), lambda: iter([random_text(1), random_text(2)])
+    )
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
 
     def documents():
-        for text in (story(1), story(2)):
+        for text in (random_text(1), random_text(2)):
             yield Document((text[at : at + chunk] for at in range(0, len(text), chunk)), "a.txt")
 
     assert train_tokenizer(TokenizerSource(400), documents).to_str() == whole_tokenizer.to_str()
@@ -138,7 +140,7 @@ def test_tokenizer_training_in_chunks_gives_the_same_tokenizer(monkeypatch, chun
 def test_tokenizer_training_chunks_are_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(encoding, "MAX_WORD_CHARACTERS", 200)
-    text = story(1) + "x" * 1000 + story(2)
+    text = random_text(1) + "x" * 1000 + random_text(2)
     chunks = [*iter_training_text([text, text], len(text) + 77)]
     assert "".join(chunks) == text + text[:77]
     assert max(map(len, chunks)) <= 300

@@ -42,28 +42,28 @@ def folder(tmp_path):
     return path
 
 
-def everything(dataset):
+def all_text(dataset):
     return dataset.gather(range(len(dataset)))
 
 
 def test_hf_streamed_and_cached_sequences_are_equal(folder):
     options = {"path": str(folder), "validation_split": "test", **DATA_OPTIONS}
     cached = prepare_splits(HFDatasetData(**options), 300, 0)
-    streamed = prepare_splits(HFDatasetData(**options, streaming=True), 300, 0)
+    streamed_splits = prepare_splits(HFDatasetData(**options, streaming=True), 300, 0)
     assert not cached.train.streamed
-    assert streamed.train.streamed
-    assert len(streamed.train) == sys.maxsize
-    assert cached.tokenizer.read_text() == streamed.tokenizer.read_text()
-    expected = everything(cached.train)
-    np.testing.assert_array_equal(streamed.train.gather(range(len(expected))), expected)
-    np.testing.assert_array_equal(everything(cached.validation), everything(streamed.validation))
+    assert streamed_splits.train.streamed
+    assert len(streamed_splits.train) == sys.maxsize
+    assert cached.tokenizer.read_text() == streamed_splits.tokenizer.read_text()
+    expected = all_text(cached.train)
+    np.testing.assert_array_equal(streamed_splits.train.gather(range(len(expected))), expected)
+    np.testing.assert_array_equal(all_text(cached.validation), all_text(streamed_splits.validation))
 
 
 def test_hf_reads_parquet_folders_and_slices(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
     splits = prepare_splits(HFDatasetData(path=str(tmp_path / "pq"), **DATA_OPTIONS), 300, 0)
     jsonl = prepare_splits(HFDatasetData(path=str(folder), **DATA_OPTIONS), 300, 0)
-    np.testing.assert_array_equal(everything(splits.train), everything(jsonl.train))
+    np.testing.assert_array_equal(all_text(splits.train), all_text(jsonl.train))
     sliced_splits = prepare_splits(
         HFDatasetData(
             path=str(folder), split="train[:75%]", validation_split="train[75%:]", **DATA_OPTIONS

@@ -116,7 +116,7 @@ CONVERTED = {
     "utf_16_be_japanese": (JAPANESE, "utf-16-be"),
     "utf_32_le": (RUSSIAN, "utf-32-le"),
     "utf_32_be": (TEXT, "utf-32-be"),
-    "a_letter_cut_off": ("a\nb", "utf-16-be"),
+    "truncated_character": ("a\nb", "utf-16-be"),
 }
 
 
@@ -133,7 +133,7 @@ def test_encoding_fix_works_as_printed(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "encoding", "named"),
+    ("text", "encoding", "suggested_encodings"),
     [
         (JAPANESE, "cp932", "Shift-JIS"),
         (CODE + JAPANESE, "cp932", "Shift-JIS"),
@@ -144,12 +144,14 @@ def test_encoding_fix_works_as_printed(tmp_path, name):
         (RUSSIAN, "koi8_r", "KOI8-R"),
     ],
 )
-def test_ambiguous_encoding_is_among_the_suggestions(tmp_path, text, encoding, named):
+def test_ambiguous_encoding_is_among_the_suggestions(tmp_path, text, encoding, suggested_encodings):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as excinfo:
         texts(tmp_path / "a.txt")
     fix = excinfo.value.issues[0].fix
-    assert named in fix.partition("may be ")[2].partition(", and convert")[0].split(" or ")
+    assert suggested_encodings in fix.partition("may be ")[2].partition(", and convert")[0].split(
+        " or "
+    )
     assert "iconv -f ENCODING -t UTF-8 " in fix
 
 
@@ -446,8 +448,10 @@ def test_folder_is_rejected_with_a_file_pattern(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
     (issue,) = rejection_lines(tmp_path / folder)
     assert issue.reason == "is a folder"
-    typed = issue.fix.removeprefix("set ")
-    completed = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
+    fix_override = issue.fix.removeprefix("set ")
+    completed = subprocess.run(
+        ["sh", "-c", f"printf %s {fix_override}"], check=True, capture_output=True
+    )
     pattern = completed.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
     matches = match_paths([pattern.replace("\\'", "'")])
     assert [path.name for path in matches] == ["a.jsonl", "b.jsonl"]

@@ -98,10 +98,10 @@ def test_sentencepiece_model_requires_sentencepiece(tmp_path, monkeypatch):
     )
     real_import = builtins.__import__
 
-    def find_spec_without(name, *more, **named):
+    def find_spec_without(name, *more, **kwargs):
         if name.partition(".")[0] == "sentencepiece":
             raise ImportError(name)
-        return real_import(name, *more, **named)
+        return real_import(name, *more, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", find_spec_without)
     monkeypatch.delitem(sys.modules, "sentencepiece", raising=False)

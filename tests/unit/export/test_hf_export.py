@@ -293,7 +293,7 @@ def test_export_respects_the_umask(instruct: Path, compose: Compose, tmp_path: P
     assert (tmp_path / "merged").stat().st_mode & 0o777 == 0o750
 
 
-class Killed(BaseException):
+class ExportKilled(BaseException):
     """Interrupts an export, as a signal does."""
 
 
@@ -304,9 +304,9 @@ def test_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
         with staging_folder(to) as partial:
             (partial / "half").write_text("a", "utf-8")
             assert not to.exists()
-            raise Killed
+            raise ExportKilled
 
-    with pytest.raises(Killed):
+    with pytest.raises(ExportKilled):
         killed_export()
     assert [*tmp_path.iterdir()] == []
 
@@ -363,16 +363,16 @@ def test_export_keeps_an_existing_folder(tmp_path: Path) -> None:
 
 
 def test_export_copy_replaces_links(tmp_path: Path) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
-    victim.write_text("precious", "utf-8")
+    link_target, run = tmp_path / "victim", tmp_path / "run"
+    link_target.write_text("precious", "utf-8")
     run.mkdir()
     source = tmp_path / "tokenizer.json"
     source.write_text("{}", "utf-8")
     for name in ("tokenizer.json", "status.json"):
-        (run / name).symlink_to(victim)
+        (run / name).symlink_to(link_target)
     save_tokenizer(DataSplits(None, None, source), run)  # type: ignore[arg-type]  # rows are not asked for
     write_json(run / "status.json", {"state": "ok"})
-    assert victim.read_text("utf-8") == "precious"
+    assert link_target.read_text("utf-8") == "precious"
     assert (run / "tokenizer.json").read_text("utf-8") == "{}"
     assert not any(path.is_symlink() for path in run.iterdir())
     copy_file(source, run / "again.json")
@@ -381,5 +381,9 @@ def test_export_copy_replaces_links(tmp_path: Path) -> None:
 
 def test_export_reads_schedule_free_averages(compose: Compose, tmp_path: Path) -> None:
     assert train_run(compose, tmp_path).tensor_folders == ("model", "average")
-    free = ("optimizer=schedule_free", "schedule=constant")
-    assert train_run(compose, tmp_path, *free).tensor_folders == ("model", "average", "optimizer")
+    schedule_free = ("optimizer=schedule_free", "schedule=constant")
+    assert train_run(compose, tmp_path, *schedule_free).tensor_folders == (
+        "model",
+        "average",
+        "optimizer",
+    )

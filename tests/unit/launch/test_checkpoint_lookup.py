@@ -74,9 +74,9 @@ def test_lookup_orders_runs_by_utc_start(compose: Compose, tmp_path: Path, resum
         "2026-01-01_15-00-00": "2026-01-01T10:00:00-05:00",
         "2026-01-01_09-00-00": "2026-01-01T09:00:00+00:00",
     }
-    for name, started in start_times.items():
+    for name, start_time in start_times.items():
         write_run(run, tmp_path / name, 5)
-        write_json(tmp_path / name / "status.json", {"status": "failed", "started": started})
+        write_json(tmp_path / name / "status.json", {"status": "failed", "started": start_time})
     newest = tmp_path / "2026-01-01_15-00-00" / "checkpoints"
     assert lookup(run, tmp_path / "now") == manifest.checkpoint_path(newest, 5)
 
@@ -142,8 +142,10 @@ def test_lookup_auto_starts_from_scratch_after_a_finished_run(
 def test_lookup_skips_a_run_without_checkpoint(compose: Compose, tmp_path: Path) -> None:
     older = write_run(compose(), tmp_path / "2026-01-01", 5)
     write_run(compose(), tmp_path / "2026-01-02")
-    torn = write_run(compose(), tmp_path / "2026-01-03", 9)
-    (file,) = (manifest.checkpoint_path(torn / "checkpoints", 9) / "model").iterdir()
+    run_without_checkpoint = write_run(compose(), tmp_path / "2026-01-03", 9)
+    (file,) = (
+        manifest.checkpoint_path(run_without_checkpoint / "checkpoints", 9) / "model"
+    ).iterdir()
     os.truncate(file, 1)
     expected = manifest.checkpoint_path(older / "checkpoints", 5)
     assert lookup(compose("resume=last"), tmp_path / "2026-01-04") == expected
@@ -348,8 +350,8 @@ def test_resume_accepts_moved_files(compose: Compose, tmp_path: Path) -> None:
         "data.paths": f"the checkpoint under {folder} {reason_start}"
     }
     (tmp_path / "disk1" / "tokenizer.json").write_text("{ }")
-    changed = f"the files have changed since the checkpoint under {folder} was trained"
-    assert reasons(run_on_disk("disk1"), folder) == {"data.tokenizer": changed}
+    reason_text = f"the files have changed since the checkpoint under {folder} was trained"
+    assert reasons(run_on_disk("disk1"), folder) == {"data.tokenizer": reason_text}
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

@@ -83,7 +83,7 @@ def test_progress_of_a_run_that_ends_while_read(
     write_json(sweep / "sweep.json", record)
     write_job(sweep / "0", "running", **process_fields)
 
-    def end_while_checked(pid: object, started: object) -> bool:
+    def end_while_checked(pid: object, start_time: object) -> bool:
         for folder in (tmp_path / "run", sweep / "0"):
             write_json(folder / "status.json", {"status": "ok", "name": "a-run", **process_fields})
         write_json(sweep / "sweep.json", {**record, "ended": "2026-01-01T00:01:00"})

@@ -109,10 +109,12 @@ class TestDemand:
         return peak_memory.worst_rank_breakdown(run).peak
 
     def test_job_demand_is_bounded_by_the_memory_limit(self, compose: Compose) -> None:
-        free = compose("model=llama_160m", "hardware=cpu")
+        unlimited_run = compose("model=llama_160m", "hardware=cpu")
         limited_run = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
-        saved = job_demand(free, self.ROOM).memory - job_demand(limited_run, self.ROOM).memory
-        assert saved == self.peak(free) - GIB > 0
+        saved_bytes = (
+            job_demand(unlimited_run, self.ROOM).memory - job_demand(limited_run, self.ROOM).memory
+        )
+        assert saved_bytes == self.peak(unlimited_run) - GIB > 0
 
     def test_job_demand_on_gpu_counts_host_processes(self, compose: Compose) -> None:
         run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", check_machine=False)

@@ -123,7 +123,7 @@ def test_slurm_requests_devices(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "changed", "message"),
+    ("overrides", "changes", "message"),
     [
         ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks cannot be divided evenly"),
         ("", {"gpus_per_node": 2}, "the run uses the CPU"),
@@ -133,7 +133,7 @@ def test_slurm_requests_devices(
 )
 def test_slurm_rejects_invalid_settings(
     overrides: str,
-    changed: dict[str, Any],
+    changes: dict[str, Any],
     message: str,
     options: dict[str, Any],
     sbatch: Path,
@@ -142,7 +142,7 @@ def test_slurm_rejects_invalid_settings(
 ) -> None:
     task = SweepTask(0, JobSpec(compose(*overrides.split(), check_machine=False)), tmp_path / "0")
     with pytest.raises(ConfigError, match=re.escape(message)):
-        next(engine(options | changed).iter_results([task], lambda task: None))
+        next(engine(options | changes).iter_results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()
 
 

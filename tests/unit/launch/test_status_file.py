@@ -21,7 +21,7 @@ from scalewise.typed_override import command_line
 
 
 def make_status(**changes: Any) -> Status:
-    started = datetime.now(UTC) - timedelta(seconds=90)
+    start_time = datetime.now(UTC) - timedelta(seconds=90)
     fields: dict[str, Any] = {
         "verb": "train",
         "name": "a-run",
@@ -33,7 +33,7 @@ def make_status(**changes: Any) -> Status:
         "changed": (),
         "world_size": 1,
         "config_hash": "0123456789abcdef",
-        "started": started.isoformat(timespec="seconds"),
+        "started": start_time.isoformat(timespec="seconds"),
     }
     return Status(**fields | changes)
 

@@ -128,8 +128,8 @@ class TestInputs:
 
 
 def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
-    named = {key.replace("__", "."): value for key, value in varied.items()}
-    return EarlierJob(number, digest, named, Path(str(number)), (), None)
+    varied_settings = {key.replace("__", "."): value for key, value in varied.items()}
+    return EarlierJob(number, digest, varied_settings, Path(str(number)), (), None)
 
 
 @pytest.mark.parametrize(

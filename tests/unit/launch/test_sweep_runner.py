@@ -20,7 +20,7 @@ from scalewise.run_files import read_json, write_json
 NO_CALLBACKS: dict[str, Any] = {"on_start": lambda *_: None, "on_end": lambda *_: None}
 
 
-class Ends:
+class EndsAtOnce:
     """Executor that stops before its first job starts."""
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ def tasks(compose: Callable[..., RunConfig], tmp_path: Path) -> list[SweepTask]:
 
 def test_rejected_sweep_leaves_no_record(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **NO_CALLBACKS)
+        execute_all(tasks, tmp_path, EndsAtOnce(refuse), command="", question="", **NO_CALLBACKS)
     assert not (tmp_path / "sweep.json").exists()
 
 
@@ -60,12 +60,12 @@ def test_resumed_sweep_keeps_its_record(tasks: list[SweepTask], tmp_path: Path) 
     before = {"jobs": [], "process": {}, "question": "Why?"}
     write_json(tmp_path / "sweep.json", before)
     with pytest.raises(ConfigError):
-        execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **NO_CALLBACKS)
+        execute_all(tasks, tmp_path, EndsAtOnce(refuse), command="", question="", **NO_CALLBACKS)
     assert read_json(tmp_path / "sweep.json") == before
 
 
 def test_signal_before_the_first_job_is_recorded(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGINT between the jobs of the sweep"):
-        execute_all(tasks, tmp_path, Ends(interrupt), command="", question="", **NO_CALLBACKS)
+        execute_all(tasks, tmp_path, EndsAtOnce(interrupt), command="", question="", **NO_CALLBACKS)
     record = read_json(tmp_path / "sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 2  # type: ignore[attr-defined]  # JSON

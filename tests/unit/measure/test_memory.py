@@ -151,10 +151,10 @@ def test_live_bytes_follow_allocation_and_release(counter: type) -> None:
 
 @for_each_counter
 def test_memory_probe_excludes_earlier_allocations(counter: type) -> None:
-    old = torch.zeros(1000)
+    earlier_tensor = torch.zeros(1000)
     with counter() as live_bytes:
-        old.view(10, 100).t()
-        old.add_(1)
+        earlier_tensor.view(10, 100).t()
+        earlier_tensor.add_(1)
         assert live_bytes.current_bytes == 0
 
 
@@ -182,14 +182,14 @@ def test_host_peak_includes_this_process() -> None:
 
 @for_each_counter
 def test_memory_probe_follows_earlier_storages(counter: type) -> None:
-    old, resized_tensor = torch.zeros(1000), torch.zeros(500)
+    earlier_tensor, resized_tensor = torch.zeros(1000), torch.zeros(500)
     live_bytes = counter([resized_tensor])
-    live_bytes.track([old])
+    live_bytes.track([earlier_tensor])
     with live_bytes:
         assert (live_bytes.current_bytes, live_bytes.resizable_bytes) == (6000, 2000)
-        assert live_bytes.tracked_bytes([old]) == 4000
+        assert live_bytes.tracked_bytes([earlier_tensor]) == 4000
         resized_tensor.untyped_storage().resize_(0)
-        del old
+        del earlier_tensor
         assert (live_bytes.current_bytes, live_bytes.resizable_bytes) == (0, 0)
         assert live_bytes.take_peak() == 6000
 
@@ -228,11 +228,11 @@ def test_memory_peak_excludes_late_gloo_releases(monkeypatch: pytest.MonkeyPatch
 def test_memory_peak_does_not_wait_for_collectives_of_fake_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(memory.time, "sleep", waits.append)
+    wait_calls: list[float] = []
+    monkeypatch.setattr(memory.time, "sleep", wait_calls.append)
     with FakeTensorMode(), LiveBytes() as live_bytes:
-        sent = torch.zeros(256)
-        torch.ops._c10d_functional.wait_tensor(sent)
+        sent_tensor = torch.zeros(256)
+        torch.ops._c10d_functional.wait_tensor(sent_tensor)
         received = torch.zeros(256)
-        assert live_bytes.take_peak() == sent.nbytes + received.nbytes
-    assert waits == []
+        assert live_bytes.take_peak() == sent_tensor.nbytes + received.nbytes
+    assert wait_calls == []

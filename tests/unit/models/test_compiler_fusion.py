@@ -14,7 +14,7 @@ from scalewise.planner.peak_memory import worst_rank_breakdown
 X, WIDE_SIZE, SUM_SIZE = 1000, 4000, 10
 
 
-def norm_and_product() -> OpGraph:
+def norm_and_matmul() -> OpGraph:
     """Graph of a decomposed norm, a matmul, and an activation that a second matmul reads."""
     graph = OpGraph()
     x = graph.add_tensor(X)
@@ -33,7 +33,7 @@ def norm_and_product() -> OpGraph:
 
 
 def test_fusion_recomputes_tensors_read_by_kernels_only() -> None:
-    graph = norm_and_product()
+    graph = norm_and_matmul()
     eager, compiled = (
         simulate_part(op_graph, Recompute.nothing, fresh_gradients=True)
         for op_graph in (graph, fuse(graph))
@@ -44,7 +44,7 @@ def test_fusion_recomputes_tensors_read_by_kernels_only() -> None:
 
 
 def test_fusion_does_not_move_tensors_read_by_kernels_only() -> None:
-    graph = norm_and_product()
+    graph = norm_and_matmul()
     compiled = fuse(graph)
     assert compiled.fused_intermediates == {1, 2, 5}
     for operator in graph.operators:

@@ -190,18 +190,18 @@ def test_hf_qat_skips_layers_with_biases(family: str, hf_checkpoint: HFCheckpoin
 
 BLIP2_WITH_IMAGES = {**BLIP2, "model_type": "blip-2"}
 UNSUPPORTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "unbegun": ({"model_type": "t5"}, "does not set decoder_start_token_id"),
+    "no_start_token": ({"model_type": "t5"}, "does not set decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is not a supported language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads other inputs than text (llava)"),
-    "blip2_unbegun": (
+    "blip2_no_start_token": (
         {**BLIP2_WITH_IMAGES, "text_config": {**BLIP2_T5_TEXT, "decoder_start_token_id": None}},
         "does not set decoder_start_token_id",
     ),
-    "blip2_asks": (
+    "blip2_qformer_text": (
         {**BLIP2_WITH_IMAGES, "qformer_config": {"use_qformer_text_input": True}},
         "has a Q-Former that reads text",
     ),
-    "blip2_cuts": (
+    "blip2_partial_patches": (
         {**BLIP2_WITH_IMAGES, "vision_config": {"image_size": 30, "patch_size": 8}},
         "requires square images of full patches (image_size 30, patch_size 8)",
     ),

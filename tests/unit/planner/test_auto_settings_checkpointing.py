@@ -31,7 +31,7 @@ PIPELINE_RUN = (
 ZERO_BUBBLE = (*PIPELINE_RUN, "parallelism.pipeline_schedule=interleaved_zero_bubble")
 
 
-def everything(run: RunConfig) -> Iterator[RunConfig]:
+def all_mixtures(run: RunConfig) -> Iterator[RunConfig]:
     """All mixtures of two recomputation kinds, by number of blocks."""
     layers = run.model.layers
     for other_recompute, recompute in combinations(Recompute, 2):
@@ -40,12 +40,12 @@ def everything(run: RunConfig) -> Iterator[RunConfig]:
             yield replace(run, memory=checkpointing)
 
 
-def extremes(run: RunConfig) -> tuple[int, int]:
-    most = replace(run, memory=FixedCheckpointing())
+def checkpointing_extremes(run: RunConfig) -> tuple[int, int]:
+    no_checkpointing = replace(run, memory=FixedCheckpointing())
     full_checkpointing = replace(run, memory=FixedCheckpointing(Recompute.full))
     return peak_memory.worst_rank_breakdown(
         full_checkpointing
-    ).peak, peak_memory.worst_rank_breakdown(most).peak
+    ).peak, peak_memory.worst_rank_breakdown(no_checkpointing).peak
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.25, 0.5, 0.75, 0.95])
@@ -54,7 +54,7 @@ def test_auto_checkpointing_is_optimal_within_the_budget(
     overrides: tuple[str, ...], fraction: float, compose: Compose
 ) -> None:
     run = compose(*overrides, "memory=auto", check_machine=False)
-    low, high = extremes(run)
+    low, high = checkpointing_extremes(run)
     budget = low + fraction * (high - low)
     limited = replace(run, memory=AutoCheckpointing(budget / GIB))
     resolved_run = resolve_auto_checkpointing(RunVariant(limited)).run
@@ -65,7 +65,7 @@ def test_auto_checkpointing_is_optimal_within_the_budget(
     recompute_s = step_time.recompute_seconds(resolved_run, rates)
     other_recompute_s = [
         step_time.recompute_seconds(it, rates)
-        for it in everything(run)
+        for it in all_mixtures(run)
         if peak_memory.worst_rank_breakdown(it).peak <= budget
     ]
     assert recompute_s <= min(other_recompute_s) * 1.001
@@ -126,7 +126,7 @@ def test_auto_checkpointing_reports_that_it_does_not_suffice(compose: Compose) -
 
 def test_auto_checkpointing_omits_matmul_saving_for_some_schedules(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
-    low, high = extremes(run)
+    low, high = checkpointing_extremes(run)
     limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
     resolved_run = resolve_auto_checkpointing(RunVariant(limited)).run
     assert Recompute.selective not in resolved_run.memory.count_by_recompute(run.model.layers)

@@ -76,11 +76,11 @@ def test_auto_micro_batch_takes_the_largest_that_fits(strategy: str, compose: Co
 
 
 def test_auto_micro_batch_tries_divisors_only(compose: Compose) -> None:
-    piped = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
+    pipeline_overrides = (*STRATEGIES["pipeline_one_f_one_b"], "trainer.global_batch=12")
     micro_batches = [
         variant.run.micro_batch
         for variant in auto_settings.micro_batch_variants(
-            RunVariant(compose(*TRAINING, *piped, check_machine=False))
+            RunVariant(compose(*TRAINING, *pipeline_overrides, check_machine=False))
         )
     ]
     assert micro_batches == [2, 4, 6, 12]

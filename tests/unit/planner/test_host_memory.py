@@ -58,11 +58,11 @@ def test_host_memory_of_an_offloaded_optimizer(run_of: Compose) -> None:
     assert entries["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
     assert "offloaded gradients" not in entries
     assert rank_traffic(run, build_rank_memory(run.parallelism, run)).link == 3 * weights
-    saved = (
+    saved_bytes = (
         peak_memory.worst_rank_breakdown(default_run).peak
         - peak_memory.worst_rank_breakdown(run).peak
     )
-    assert saved == pytest.approx(2 * weights, rel=1e-3)
+    assert saved_bytes == pytest.approx(2 * weights, rel=1e-3)
 
 
 def test_paged_optimizer_state_moves_only_without_room(run_of: Compose) -> None:
@@ -115,7 +115,7 @@ def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
     run = compose(*TRAINING[:-2], *offload_overrides, check_machine=False)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
     assert lines(run)["offloaded activations"] == 8 * inputs
-    piped = (
+    pipeline_overrides = (
         "parallelism=pipeline",
         "parallelism.pipeline=2",
         "parallelism.pipeline_micro_batches=4",
@@ -124,7 +124,11 @@ def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
         override for override in TRAINING[:-2] if not override.startswith("parallelism")
     ]
     pipeline_run = compose(
-        *base_overrides, *offload_overrides, *piped, "trainer.micro_batch=4", check_machine=False
+        *base_overrides,
+        *offload_overrides,
+        *pipeline_overrides,
+        "trainer.micro_batch=4",
+        check_machine=False,
     )
     rank_memory = build_rank_memory(pipeline_run.parallelism, pipeline_run, 0)
     assert rank_memory.in_flight == 2  # of one row each, through the layers of a stage

@@ -44,21 +44,27 @@ def plan_of(compose: Compose) -> Compose:
 def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     """A pair has two sequences; without an adapter, reference log-probabilities are cached."""
     pairs = ("objective=dpo", "data.pairs=true")
-    overrides_by_name = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
-    overrides_by_name["asked"] = (*pairs, "adapter=lora")
+    overrides_by_name = {"text": (), "cached_reference": pairs, "frozen": ("adapter=lora",)}
+    overrides_by_name["disabled_adapter"] = (*pairs, "adapter=lora")
     runs = {
         name: compose(*LLAMA, *overrides, check_machine=False)
         for name, overrides in overrides_by_name.items()
     }
     steps = {name: run_step for name, run in runs.items() if (run_step := predict_step_time(run))}
-    assert steps["kept"].matmul == pytest.approx(2 * steps["text"].matmul, rel=0.01)
-    assert steps["asked"].matmul == pytest.approx(2 * steps["frozen"].matmul, rel=0.01)
-    assert [name for name, step in steps.items() if step.forward_only] == ["asked"]
-    compute_s = steps["kept"].matmul + steps["kept"].attention + steps["kept"].pointwise
-    assert compute_s / 4 < steps["asked"].forward_only < compute_s / 2.5
-    assert runs["kept"].flops_per_step == 2 * runs["text"].flops_per_step
+    assert steps["cached_reference"].matmul == pytest.approx(2 * steps["text"].matmul, rel=0.01)
+    assert steps["disabled_adapter"].matmul == pytest.approx(2 * steps["frozen"].matmul, rel=0.01)
+    assert [name for name, step in steps.items() if step.forward_only] == ["disabled_adapter"]
+    compute_s = (
+        steps["cached_reference"].matmul
+        + steps["cached_reference"].attention
+        + steps["cached_reference"].pointwise
+    )
+    assert compute_s / 4 < steps["disabled_adapter"].forward_only < compute_s / 2.5
+    assert runs["cached_reference"].flops_per_step == 2 * runs["text"].flops_per_step
     forward_flops = runs["text"].flops_per_token / 3
-    assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + forward_flops
+    assert (
+        runs["disabled_adapter"].flops_per_token == runs["frozen"].flops_per_token + forward_flops
+    )
 
 
 def ledger(gib: float) -> MemoryBreakdown:
@@ -134,13 +140,13 @@ def test_suggested_fix_makes_the_run_fit(
     plan = plan_of(*typed_overrides)
     assert plan.fit.status is FitStatus.out_of_memory
     assert plan.suggested_fix is not None
-    typed = compose(
+    fixed_run = compose(
         *replace_overrides(typed_overrides, plan.suggested_fix.overrides), check_machine=False
     )
-    typed_fit = check_fit(typed)
+    typed_fit = check_fit(fixed_run)
     assert typed_fit.status is FitStatus.fits
     assert typed_fit.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
-    assert typed.global_batch == plan.run.global_batch
+    assert fixed_run.global_batch == plan.run.global_batch
 
 
 def test_run_that_fits_has_no_suggested_fix(plan_of: Compose) -> None:
@@ -164,8 +170,8 @@ def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> No
         for work in OpWork
     }
     # A causal kernel skips half of what the model's own count has.
-    counted = flops_by_work[OpWork.matmul] + 2 * flops_by_work[OpWork.attention]
-    assert counted == pytest.approx(run.model.flops(256) * 2 * 256)
+    expected_flops = flops_by_work[OpWork.matmul] + 2 * flops_by_work[OpWork.attention]
+    assert expected_flops == pytest.approx(run.model.flops(256) * 2 * 256)
 
 
 def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
@@ -311,9 +317,9 @@ def step(plan_of: Compose, *overrides: str) -> StepTime:
 
 def test_step_time_prefers_measured_rates(plan_of: Compose) -> None:
     default_step = step(plan_of, "hardware.product_share=0.5")
-    reached = step(plan_of, "hardware.fp32_reached_tflops=0.05")
-    assert reached.matmul == pytest.approx(default_step.matmul)
-    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * reached.matmul
+    calibrated_step = step(plan_of, "hardware.fp32_reached_tflops=0.05")
+    assert calibrated_step.matmul == pytest.approx(default_step.matmul)
+    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * calibrated_step.matmul
 
 
 def test_step_time_includes_launch_latency(plan_of: Compose) -> None:

@@ -44,15 +44,15 @@ def test_sweep_totals_count_unknown_jobs(compose: Compose) -> None:
     assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
 
 
-@pytest.mark.parametrize(("hardware", "hinted"), [("cpu", True), ("h100", False)])
+@pytest.mark.parametrize(("hardware", "expects_hint"), [("cpu", True), ("h100", False)])
 def test_sweep_table_hints_at_missing_rates(
-    hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
+    hardware: str, expects_hint: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
     print_totals(sum_plans([build_plan(compose(*overrides, check_machine=False))]), None)
     stdout = capsys.readouterr().out
     assert "; 1 without a predicted time" in stdout
-    assert (NO_TIME in stdout) == hinted
+    assert (NO_TIME in stdout) == expects_hint
 
 
 def test_rejected_job_shows_the_memory_breakdown(compose: Compose) -> None:

@@ -63,12 +63,14 @@ def test_search_overrides_reproduce_the_candidate(
         kinds[type(run.parallelism), axes, candidate.training_overrides] = candidate
     assert len(kinds) > 4
     for candidate in list(kinds.values())[:: max(1, len(kinds) // 12)]:
-        typed = plan_of(
+        candidate_plan = plan_of(
             *replace_overrides((f"plan.search={search}", *NODE_RUN), candidate.overrides)
         )
-        assert typed.fit.breakdown.peak == candidate.fit.breakdown.peak, candidate.overrides
+        assert candidate_plan.fit.breakdown.peak == candidate.fit.breakdown.peak, (
+            candidate.overrides
+        )
         if candidate.step_time is not None:
-            assert typed.step_time == candidate.step_time, candidate.overrides
+            assert candidate_plan.step_time == candidate.step_time, candidate.overrides
 
 
 def test_search_best_beats_every_candidate(
@@ -150,9 +152,9 @@ def test_search_candidates_keep_the_global_batch(find_strategies: FindStrategies
 
 
 def test_search_keeps_typed_values(find_strategies: FindStrategies) -> None:
-    typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
+    typed_overrides = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
     for candidate in find_strategies(
-        "all", *LARGE_RUN, *typed, "adapter=none", "optimizer=adamw"
+        "all", *LARGE_RUN, *typed_overrides, "adapter=none", "optimizer=adamw"
     ).candidates:
         run = candidate.run
         assert run.parallelism.sizes["tensor"] == 8, candidate

@@ -125,11 +125,11 @@ class TestAblation:
         ids=[
             "two",
             "one at a time",
-            "compiler alone",
+            "compile only",
             "one setting twice",
-            "taken back",
-            "nothing",
-            "much at once",
+            "reverted",
+            "no change",
+            "several changes",
         ],
     )
     def test_ablation_is_not_detected_for_other_sweeps(
@@ -331,9 +331,9 @@ class TestCoordinates:
 
 
 def test_job_that_never_started_did_not_run() -> None:
-    started = datetime(2026, 3, 14, tzinfo=UTC)
+    start_time = datetime(2026, 3, 14, tzinfo=UTC)
     jobs = [
-        RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=started),
+        RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=start_time),
         RunRecord("1", 1, "interrupted", varied_settings={"seed": 2}),
     ]
     text = sections.matrix_heading(sweep({"seed": (1, 2)}, jobs))

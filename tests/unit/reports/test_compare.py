@@ -40,7 +40,7 @@ def sweep(
     )
 
 
-def four() -> compare.ReportComparison:
+def sweep_of_four() -> compare.ReportComparison:
     axes = {"precision": ("fp32", "bf16_mixed"), "parallelism": ("single", "ddp")}
     job_values = [
         ("fp32", "single", 509.4, 4.02, 3.81, [9.0, 7.0, 6.0]),
@@ -58,7 +58,7 @@ def four() -> compare.ReportComparison:
 
 class TestNames:
     def test_job_name_orders_strategy_before_precision(self) -> None:
-        assert [j.name for j in four().jobs] == [
+        assert [j.name for j in sweep_of_four().jobs] == [
             "single · fp32",
             "ddp · fp32",
             "single · bf16",
@@ -123,7 +123,7 @@ class TestBest:
         assert compare.best_index([], True, number_format.format_whole) is None
 
     def test_pareto_front_has_undominated_jobs(self) -> None:
-        assert [job.name for job in four().pareto_front] == ["ddp · bf16", "single · bf16"]
+        assert [job.name for job in sweep_of_four().pareto_front] == ["ddp · bf16", "single · bf16"]
 
     def test_not_finite_is_never_best(self) -> None:
         jobs = [run(0, {"seed": 0}, tokens=math.nan), run(1, {"seed": 1}, tokens=3.0)]
@@ -132,7 +132,7 @@ class TestBest:
 
 class TestDistance:
     def test_distance_uses_common_steps(self) -> None:
-        comparison = four()
+        comparison = sweep_of_four()
         assert compare.largest_distance(comparison.jobs[1], comparison.jobs[0]) == pytest.approx(
             2e-6
         )
@@ -238,7 +238,7 @@ class TestNumbers:
 class TestSentences:
     def test_summary_sentence_states_the_result(self) -> None:
         summary = (
-            summary_sentences.summary_text(four(), number_format.memory_unit([4 * GIB]))
+            summary_sentences.summary_text(sweep_of_four(), number_format.memory_unit([4 * GIB]))
             .striptags()
             .replace("\u00a0", " ")
         )
@@ -260,7 +260,7 @@ class TestSentences:
         )
 
     def test_loss_heading_separates_equal_from_lossy_settings(self) -> None:
-        assert sections.loss_heading(four()) == (
+        assert sections.loss_heading(sweep_of_four()) == (
             "One job matches single · fp32 within 2.0e−6; two jobs differ by 3.0e−3 to 4.0e−3"
         )
 
@@ -323,8 +323,10 @@ class TestRedact:
         assert report_redaction.redact_text(raw) == expected
 
     def test_redact_removes_terminal_colors(self) -> None:
-        red = "\x1b[31mred\x1b[0m"
-        redacted = report_redaction.redact_values({"log_tail": [red], "reason": red, "name": red})
+        escape_sequence = "\x1b[31mred\x1b[0m"
+        redacted = report_redaction.redact_values(
+            {"log_tail": [escape_sequence], "reason": escape_sequence, "name": escape_sequence}
+        )
         escaped_text = "\\x1b[31mred\\x1b[0m"
         assert redacted == {"log_tail": ["red"], "reason": "red", "name": escaped_text}
 

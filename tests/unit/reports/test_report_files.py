@@ -263,9 +263,9 @@ class TestSweep:
         memory_match = re.search(r"least memory, ([\d.]+) GiB", fit_status.replace("\u00a0", " "))
         assert fastest_match is not None
         assert memory_match is not None
-        marked = re.findall(r'<span class="best">([\d.,%]+)<span', table)
-        assert fastest_match[1] in marked
-        assert memory_match[1] in marked
+        best_values = re.findall(r'<span class="best">([\d.,%]+)<span', table)
+        assert fastest_match[1] in best_values
+        assert memory_match[1] in best_values
         assert f"{fastest_match[1]} tok/s" in words(part(source, "overview"))
         assert memory_match[1] in words(part(source, "memory"))
 

@@ -26,7 +26,7 @@ from scalewise.reports import files, records, report_model, wandb_blocks, wandb_
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_wandb_account(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environment without an API key and network."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
@@ -242,11 +242,11 @@ def test_wandb_report_escapes_hostile_strings(tmp_path: Path) -> None:
         return failed_job if number else {"steps": 9, "machine": {"device": HOSTILE}}
 
     folder = make_sweep(tmp_path / "s", {"data": [HOSTILE, "b"]}, job, question=HOSTILE)
-    unfenced = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text(folder))
-    assert "\\[x\\]\\(javascript" in unfenced
+    text_without_code = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text(folder))
+    assert "\\[x\\]\\(javascript" in text_without_code
     for markup in ("](", "<img", "![i]", "</script>"):
-        assert markup not in re.sub(r"\\.", "", unfenced), markup
-    rows = [line for line in unfenced.splitlines() if line.startswith("| ")]
+        assert markup not in re.sub(r"\\.", "", text_without_code), markup
+    rows = [line for line in text_without_code.splitlines() if line.startswith("| ")]
     assert rows
 
 

@@ -28,8 +28,8 @@ def phase_bytes_of(persistent_bytes: int, temporary_bytes: int) -> StepTrace:
         "head": persistent_bytes + temporary_bytes,
         "optimizer": persistent_bytes + 9,
     }
-    named = {f"memory/{name}_bytes": size for name, size in phase_bytes.items()}
-    return StepTrace(persistent_bytes + temporary_bytes, moments, named, (6,))
+    metrics = {f"memory/{name}_bytes": size for name, size in phase_bytes.items()}
+    return StepTrace(persistent_bytes + temporary_bytes, moments, metrics, (6,))
 
 
 @pytest.fixture
@@ -52,10 +52,12 @@ def test_trace_phases_are_its_peak_points() -> None:
         StepPhase.backward_loss: 150,
         StepPhase.optimizer: 109,
     }
-    at_step = {entry.name: entry.bytes.get(StepPhase.optimizer, 0) for entry in breakdown.entries}
-    assert at_step["parameters"] == 100
-    assert at_step["gradients"] == 7
-    assert at_step["what else is alive"] == 2
+    optimizer_bytes = {
+        entry.name: entry.bytes.get(StepPhase.optimizer, 0) for entry in breakdown.entries
+    }
+    assert optimizer_bytes["parameters"] == 100
+    assert optimizer_bytes["gradients"] == 7
+    assert optimizer_bytes["what else is alive"] == 2
 
 
 def test_trace_peak_points_all_have_a_phase() -> None:

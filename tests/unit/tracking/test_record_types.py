@@ -64,12 +64,12 @@ def test_record_value_of_another_type_is_named(change: dict[str, object], expect
 def test_record_readers_reject_a_field_of_another_type(
     name: str, value: str, tmp_path: Path
 ) -> None:
-    declared = RECORDS[name]
-    hints = get_type_hints(declared) if isinstance(declared, type) else {"any": str}
+    record_type = RECORDS[name]
+    hints = get_type_hints(record_type) if isinstance(record_type, type) else {"any": str}
     for key in hints:
         content = json.dumps({key: WRONG_TYPE_VALUES[value]})
         (tmp_path / name).write_text(content, "utf-8")
-        if not any(type_mismatches(json.loads(content), declared)):
+        if not any(type_mismatches(json.loads(content), record_type)):
             continue
         load_file = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
         with pytest.raises(RecordError, match=rf"{name} is damaged: .+; restore it from a copy"):
@@ -78,10 +78,10 @@ def test_record_readers_reject_a_field_of_another_type(
 
 
 @pytest.mark.parametrize(
-    ("recorded_value", "declared"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
+    ("recorded_value", "record_type"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
 )
-def test_record_fields_are_all_declared(recorded_value: Any, declared: Any) -> None:
-    assert {field.name for field in fields(recorded_value)} == set(get_type_hints(declared))
+def test_record_fields_are_all_declared(recorded_value: Any, record_type: Any) -> None:
+    assert {field.name for field in fields(recorded_value)} == set(get_type_hints(record_type))
 
 
 def test_golden_records_are_accepted() -> None:

@@ -80,12 +80,12 @@ def test_resume_in_another_folder_copies_metrics(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "c.csv") == []
 
 
-@pytest.mark.parametrize("torn", ["3", "3,0.1,", "", ",,,,", "abc,1"])
-def test_truncated_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
+@pytest.mark.parametrize("truncated_row", ["3", "3,0.1,", "", ",,,,", "abc,1"])
+def test_truncated_last_row_is_dropped(tmp_path: Path, truncated_row: str) -> None:
     path = tmp_path / "metrics.csv"
     MetricsFile(path).append({"step": step} for step in (1, 2))
     with path.open("a") as file:
-        file.write(torn)
+        file.write(truncated_row)
     MetricsFile(path, after_step=9)
     assert steps_of(path) == [1, 2]
 

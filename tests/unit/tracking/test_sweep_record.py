@@ -107,12 +107,12 @@ def test_single_run_without_process_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "started"),
+    ("pid", "start_time"),
     [(UNUSED_PID, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
 )
-def test_process_liveness_is_detected(pid: object, started: object) -> None:
+def test_process_liveness_is_detected(pid: object, start_time: object) -> None:
     """In the last case another process reuses the process id."""
-    assert not sweep_record.is_same_process(pid, started)
+    assert not sweep_record.is_same_process(pid, start_time)
 
 
 def test_undecodable_metrics_rows_are_dropped(tmp_path: Path) -> None:

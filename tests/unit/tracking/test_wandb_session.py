@@ -103,9 +103,9 @@ def test_unresponsive_dns_delays_less_than_two_seconds(
         raise OSError("no answer")
 
     monkeypatch.setattr(socket, "create_connection", hang)
-    started = time.monotonic()
+    start_time = time.monotonic()
     assert choose_mode(WandbConfig()) is WandbMode.offline
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - start_time < 2
     released.set()
 
 
@@ -204,7 +204,7 @@ def test_disabled_tracker_accepts_every_call() -> None:
     assert session.facts["mode"] == "disabled"
 
 
-class Failing(NullSession):
+class FailingSession(NullSession):
     """Tracker session that lost its network."""
 
     def __init__(self, *_: object) -> None:
@@ -215,7 +215,7 @@ class Failing(NullSession):
         raise ConnectionError("gone\naway")
 
 
-class Refusing(NullSession):
+class RejectingSession(NullSession):
     """Tracker session that cannot start; records the requested modes."""
 
     modes: list[WandbMode]
@@ -231,7 +231,7 @@ def test_lost_network_prints_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(wandb_session, "WandbSession", Failing)
+    monkeypatch.setattr(wandb_session, "WandbSession", FailingSession)
     monkeypatch.setenv("WANDB_MODE", "online")
     tracker = open_session(compose(), tmp_path, {})
     for _ in range(3):
@@ -253,11 +253,11 @@ def test_failed_tracker_start_does_not_stop_a_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wandb_session, "WandbSession", Refusing)
-    monkeypatch.setattr(Refusing, "modes", [], raising=False)
+    monkeypatch.setattr(wandb_session, "WandbSession", RejectingSession)
+    monkeypatch.setattr(RejectingSession, "modes", [], raising=False)
     monkeypatch.setenv("WANDB_MODE", mode)
     assert open_session(compose(), tmp_path, {}).facts["mode"] == "disabled"
-    assert Refusing.modes == expected_modes
+    assert RejectingSession.modes == expected_modes
 
 
 def test_rejected_wandb_settings_print_one_line(
@@ -266,11 +266,11 @@ def test_rejected_wandb_settings_print_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(wandb_session, "WandbSession", Refusing)
-    monkeypatch.setattr(Refusing, "modes", [], raising=False)
+    monkeypatch.setattr(wandb_session, "WandbSession", RejectingSession)
+    monkeypatch.setattr(RejectingSession, "modes", [], raising=False)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "soon")
     open_session(compose(), tmp_path, {})
-    assert Refusing.modes == ["offline"]
+    assert RejectingSession.modes == ["offline"]
     assert "W&B mode is offline" in capsys.readouterr().out
 
 

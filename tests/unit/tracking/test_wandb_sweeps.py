@@ -20,7 +20,7 @@ from scalewise.tracking.wandb_session import _without_flat_keys
 PRECISION = ChoiceAxis("precision", ("fp32", "bf16_mixed"))
 
 
-def configured(*space: Axis, **options: Any) -> dict[str, Any]:
+def sweep_config(*space: Axis, **options: Any) -> dict[str, Any]:
     return wandb_sweeps.wandb_sweep_config(
         SearchConfig(**options), space, ["seed=3"], "name", "why?"
     )
@@ -45,7 +45,7 @@ def configured(*space: Axis, **options: Any) -> dict[str, Any]:
     ],
 )
 def test_wandb_parameters_cover_every_axis(axis: Axis, parameter: dict[str, Any]) -> None:
-    assert configured(axis)["parameters"] == {axis.key: parameter}
+    assert sweep_config(axis)["parameters"] == {axis.key: parameter}
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ def test_wandb_parameters_cover_every_axis(axis: Axis, parameter: dict[str, Any]
 def test_wandb_methods_cover_every_sampler(
     options: dict[str, Any], method: str, cap: int | None
 ) -> None:
-    config = configured(PRECISION, **options)
+    config = sweep_config(PRECISION, **options)
     assert (config["method"], config.get("run_cap")) == (method, cap)
 
 
 def test_wandb_sweep_metric_is_a_summary_key() -> None:
     objective = {"throughput/tokens_per_s": "maximize"}
-    config = configured(PRECISION, objectives=objective)
+    config = sweep_config(PRECISION, objectives=objective)
     assert config["metric"] == {"name": "final/throughput/tokens_per_s", "goal": "maximize"}
 
 
 def test_wandb_sweep_command_is_a_train_command() -> None:
     """Builds the command as the W&B client does."""
-    config = configured(PRECISION, IntervalAxis("optimizer.lr", 1e-5, 1e-2))
+    config = sweep_config(PRECISION, IntervalAxis("optimizer.lr", 1e-5, 1e-2))
     args = {"precision": {"value": "bf16_mixed"}, "optimizer.lr": {"value": 3e-05}}
     words = create_sweep_command_args({"args": args})
     words |= {"env": ["env"], "interpreter": ["python"], "program": [config["program"]]}
@@ -87,10 +87,10 @@ def test_wandb_sweep_command_is_a_train_command() -> None:
 def test_wandb_sweep_rejects_unsupported_searches() -> None:
     objectives = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
     with pytest.raises(ConfigError, match="one metric"):
-        configured(PRECISION, objectives=objectives)
-    assert configured(PRECISION, objectives=objectives, sampler="random")["method"] == "random"
+        sweep_config(PRECISION, objectives=objectives)
+    assert sweep_config(PRECISION, objectives=objectives, sampler="random")["method"] == "random"
     with pytest.raises(ConfigError, match="requires a step"):
-        configured(IntervalAxis("a", 1.0, 2.0), sampler="grid")
+        sweep_config(IntervalAxis("a", 1.0, 2.0), sampler="grid")
 
 
 def test_wandb_sweep_notes_omitted_settings() -> None:

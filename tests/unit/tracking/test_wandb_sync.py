@@ -23,7 +23,7 @@ from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 
 
 @dataclass
-class Found:
+class ServerRun:
     """Run in a server response."""
 
     summary: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def test_sync_sends_steps_after_the_last_on_the_server(
     last_server_step: int | None, windows: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     run_folder = folder_of(tmp_path, 10)
-    server_run = Found({} if last_server_step is None else {"step": last_server_step})
+    server_run = ServerRun({} if last_server_step is None else {"step": last_server_step})
     assert [
         (row["step"], row["train/loss"]) for row in _missing_rows(run_folder, server_run)
     ] == windows
@@ -59,14 +59,16 @@ def test_sync_sends_steps_after_the_last_on_the_server(
 def test_sync_omits_steps_before_a_resume(tmp_path: Path) -> None:
     run_facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
     run_folder = folder_of(tmp_path, 10, wandb=run_facts)
-    assert [row["step"] for row in _missing_rows(run_folder, Found())] == [10]
+    assert [row["step"] for row in _missing_rows(run_folder, ServerRun())] == [10]
 
 
 def test_sync_validation_ends_a_window(tmp_path: Path) -> None:
     run_folder = folder_of(tmp_path, 2)
     file = MetricsFile(tmp_path / "metrics.csv", after_step=2)
     file.append([{"step": 3, "train/loss": 1.0, "val/loss": 5.0}, {"step": 4, "train/loss": 2.0}])
-    assert [(row["step"], row.get("val/loss")) for row in _missing_rows(run_folder, Found())] == [
+    assert [
+        (row["step"], row.get("val/loss")) for row in _missing_rows(run_folder, ServerRun())
+    ] == [
         (3, 5),
         (4, None),
     ]
@@ -111,10 +113,10 @@ def test_sync_builds_a_table_of_the_plan(compose: Callable[..., RunConfig]) -> N
         assert kind, (kind, axes)
         assert payload, (kind, axes)
         assert isinstance(axes, str), (kind, axes)
-    declared = [
+    predicted_bytes = [
         collective.bytes * collective.count for collective in list_collectives(run.parallelism, run)
     ]
-    assert sum(row[-1] for row in predicted_tables["plan/collectives"].rows) == sum(declared)
+    assert sum(row[-1] for row in predicted_tables["plan/collectives"].rows) == sum(predicted_bytes)
 
 
 def test_sync_tables_omit_unmeasured_values() -> None:
@@ -203,8 +205,11 @@ class TestGroup:
         folder = tmp_path / "name" / "time"
         assert with_wandb_group(JobSpec(run), folder, None).tracking.group == "name/time"
         assert with_wandb_group(JobSpec(run, sweep="s/t"), folder, None).tracking.group == "s/t"
-        named = compose("experiment=smoke", "tracking.group=mine")
-        assert with_wandb_group(JobSpec(named, sweep="s/t"), folder, None).tracking.group == "mine"
+        run_with_group = compose("experiment=smoke", "tracking.group=mine")
+        assert (
+            with_wandb_group(JobSpec(run_with_group, sweep="s/t"), folder, None).tracking.group
+            == "mine"
+        )
 
     def test_group_of_a_resumed_run_is_the_first_attempt(
         self, compose: Callable[..., RunConfig], tmp_path: Path

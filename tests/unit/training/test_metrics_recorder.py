@@ -159,7 +159,7 @@ def test_recorder_summary_has_medians(compose: Composed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "device", "ranks", "callbacks", "counted"),
+    ("compiled", "device", "ranks", "callbacks", "is_measured"),
     [
         ("block", DeviceKind.cpu, 1, [], True),
         ("block", DeviceKind.cpu, 2, [], False),
@@ -173,13 +173,13 @@ def test_recorder_counts_memory_of_compiled_steps(
     device: DeviceKind,
     ranks: int,
     callbacks: list[Profiler],
-    counted: bool,
+    is_measured: bool,
     compose: Composed,
 ) -> None:
     run = compose(f"compile={compiled}")
     run = replace(run, hardware=replace(run.hardware, device=device))
     trainer: Any = SimpleNamespace(world_size=ranks, callbacks=callbacks)
-    assert MetricsRecorder(run, 0, [])._can_measure(trainer) == counted
+    assert MetricsRecorder(run, 0, [])._can_measure(trainer) == is_measured
 
 
 def test_recorder_keeps_an_error_before_the_first_step(compose: Composed) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from scalewise.training.user_dataloaders import ShardedIterable, shard_dataloaders
 
 
-class Numbers(IterableDataset[int]):
+class NumberStream(IterableDataset[int]):
     """Iterable dataset without a length."""
 
     def __init__(self, count: int) -> None:
@@ -30,7 +30,7 @@ class Numbers(IterableDataset[int]):
         yield from range(self.count)
 
 
-class Counted(Numbers):
+class SizedNumberStream(NumberStream):
     """Iterable dataset with a length."""
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ def test_validation_mean_equals_one_device() -> None:
 def test_sized_stream_notes_repeated_samples() -> None:
     stub_trainer = trainer()
     notes = shard_dataloaders(stub_trainer, 0, 4, split_iterable=True)
-    for stream in (Counted(13), Counted(12), Numbers(13)):
+    for stream in (SizedNumberStream(13), SizedNumberStream(12), NumberStream(13)):
         stub_trainer._data_connector._prepare_dataloader(
             DataLoader(stream, batch_size=2), False, RunningStage.VALIDATING
         )
@@ -150,7 +150,7 @@ def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any
 @pytest.mark.parametrize("count", [0, 1, 3, 12, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
-    rank_items = [list(ShardedIterable(Numbers(count), rank, ranks)) for rank in range(ranks)]
+    rank_items = [list(ShardedIterable(NumberStream(count), rank, ranks)) for rank in range(ranks)]
     assert len({len(rank_batches) for rank_batches in rank_items}) == 1
     order = [item for group in zip(*rank_items, strict=True) for item in group]
     assert order[:count] == list(range(count))
@@ -158,10 +158,10 @@ def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
 
 
 def test_stream_length_is_divided_by_ranks() -> None:
-    assert len(ShardedIterable(Counted(13), 0, 4)) == 4
-    assert ShardedIterable(Counted(13), 0, 4).count == 13
+    assert len(ShardedIterable(SizedNumberStream(13), 0, 4)) == 4
+    assert ShardedIterable(SizedNumberStream(13), 0, 4).count == 13
     with pytest.raises(TypeError):
-        len(ShardedIterable(Numbers(13), 0, 4))
+        len(ShardedIterable(NumberStream(13), 0, 4))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -202,14 +202,14 @@ def test_batch_sampler_of_another_loader_is_divided() -> None:
 
 
 def test_dataloader_is_divided_once() -> None:
-    assert list(prepared(DataLoader(Numbers(4), batch_size=None), 1, 2)) == [1, 3]
+    assert list(prepared(DataLoader(NumberStream(4), batch_size=None), 1, 2)) == [1, 3]
 
 
 def test_dataset_that_splits_itself_is_unchanged() -> None:
     """Marked by ``datasets.distributed.split_dataset_by_node`` or by the user."""
-    by_node = Numbers(4)
+    by_node = NumberStream(4)
     by_node._distributed = object()  # type: ignore[attr-defined]
     loader = DataLoader(by_node, batch_size=None)
     assert list(prepared(loader, 1, 2)) == [0, 1, 2, 3]
-    loader = DataLoader(Numbers(4), batch_size=None)
+    loader = DataLoader(NumberStream(4), batch_size=None)
     assert list(prepared(loader, 1, 2, streams=False)) == [0, 1, 2, 3]

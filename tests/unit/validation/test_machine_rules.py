@@ -97,8 +97,8 @@ def test_device_without_bf16_is_sent_to_a_precision_that_it_accepts(
     hardware: str, precision: str
 ) -> None:
     overrides = [f"hardware={hardware}", "hardware.bf16_tflops=0"]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as excinfo:
         compose([*overrides, "precision=bf16_mixed"], check_machine=False)
-    (issue,) = caught.value.issues
+    (issue,) = excinfo.value.issues
     assert issue.fix == f"set precision={precision}"
     compose([*overrides, issue.fix.removeprefix("set ")], check_machine=False)
