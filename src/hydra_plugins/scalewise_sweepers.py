@@ -73,7 +73,7 @@ class OptunaSweeper(LaunchingSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the search. Raises ``ConfigError`` for invalid options before any job runs."""
-        from scalewise.commands.search import TrialRunner
+        from scalewise.commands.trial_runner import TrialRunner
 
         axes = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         TrialRunner(self.loader, self.config, self.launcher).run(axes, self.options)

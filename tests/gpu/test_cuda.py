@@ -9,7 +9,7 @@ from fixtures.strategies import marks
 import scalewise
 from scalewise.bench import calibrate, profile
 from scalewise.data.prepare import prepare_splits
-from scalewise.measure.step_time import StepTimer
+from scalewise.measure.step_timer import StepTimer
 from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups

@@ -22,7 +22,7 @@ from fixtures.run_folders import (
     strategy_job,
 )
 
-from scalewise.reports import files
+from scalewise.reports import html_report
 
 pytestmark = pytest.mark.browser
 
@@ -97,11 +97,11 @@ def probe(path: Path, tmp_path: Path, width: int, dark_theme: bool) -> dict[str,
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pages")
     return {
-        "run": files.write_page(make_run(root / "run")),
-        "failed": files.write_page(make_run(root / "failed", **out_of_memory())),
-        "sweep": files.write_page(make_sweep(root / "sweep", STRATEGY_GRID, strategy_job)),
-        "grid": files.write_page(make_sweep(root / "grid", GRID, grid_job)),
-        "ladder": files.write_page(make_sweep(root / "ladder", ABLATION, ablation_job)),
+        "run": html_report.write_page(make_run(root / "run")),
+        "failed": html_report.write_page(make_run(root / "failed", **out_of_memory())),
+        "sweep": html_report.write_page(make_sweep(root / "sweep", STRATEGY_GRID, strategy_job)),
+        "grid": html_report.write_page(make_sweep(root / "grid", GRID, grid_job)),
+        "ladder": html_report.write_page(make_sweep(root / "ladder", ABLATION, ablation_job)),
     }
 
 
@@ -134,7 +134,7 @@ LAYOUT_SCRIPT = """<script>addEventListener("load", () => {
 
 @pytest.mark.timed
 def test_report_page_of_two_hundred_jobs_opens(tmp_path: Path) -> None:
-    path = files.write_page(make_sweep(tmp_path / "large", LARGE_GRID, large_job))
+    path = html_report.write_page(make_sweep(tmp_path / "large", LARGE_GRID, large_job))
     assert path.stat().st_size < 10e6
     path.write_text(path.read_text("utf-8").replace("</body>", LAYOUT_SCRIPT), "utf-8")
     overrides = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",

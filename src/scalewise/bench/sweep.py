@@ -21,7 +21,7 @@ from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ScalewiseError
 from scalewise.launch import processes
 from scalewise.launch.job import JobSpec, execute
-from scalewise.reports import files
+from scalewise.reports import html_report
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
 from scalewise.units import format_seconds
@@ -106,7 +106,7 @@ def _warm_overhead(run: RunConfig, folder: Path) -> JobOverhead:
     """Overhead of a job of a sweep."""
     start = time.time()
     result = execute(JobSpec(run, sweep="bench/sweep"), folder)
-    files.write_page(result.folder)
+    html_report.write_page(result.folder)
     if result.status != "ok":
         raise ScalewiseError(f"the measured job ended as {result.status}: {result.reason}")
     return _overhead_since(folder, start)

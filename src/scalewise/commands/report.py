@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue
-from scalewise.reports import files
+from scalewise.reports import html_report
 from scalewise.tracking.sweep_record import release_reserved
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(ConfigIssue("", "", f"{name} is not a folder") for name in missing)
     for folder in folders:
         release_reserved(folder)
-    pages = files.write_reports(folders)
+    pages = html_report.write_reports(folders)
     for path in pages:
         print_lines(path)
     return 0 if len(pages) == len(folders) else EXIT_CODES["failed"]

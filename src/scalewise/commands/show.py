@@ -152,9 +152,9 @@ def _ranks_text(job_spec: JobSpec) -> str:
 def _write_reports(folders: Sequence[Path]) -> None:
     """Write the reports of ``folders`` and print the path of the last one."""
     with report_errors("no report"):
-        from scalewise.reports import files
+        from scalewise.reports import html_report
 
-        for page in files.write_reports(folders)[-1:]:
+        for page in html_report.write_reports(folders)[-1:]:
             print_lines(f"report {_short_text(page)}")
 
 

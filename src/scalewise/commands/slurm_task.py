@@ -80,10 +80,10 @@ def _run_rank(task: SweepTask) -> Result:
 
 def _write_report(folder: Path) -> None:
     """Write the report of the job, as the submitting process may have ended."""
-    from scalewise.reports import files
+    from scalewise.reports import html_report
 
     with report_errors("no report"):
-        for page in files.write_reports([folder]):
+        for page in html_report.write_reports([folder]):
             print_lines(f"report {page}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import files, wandb_report
+from scalewise.reports import html_report, wandb_report
 from scalewise.run_files import load_json, read_json, write_json
 from scalewise.tracking import sweep_record
 from scalewise.tracking.connection import server_error_text
@@ -116,7 +116,7 @@ class ReportPublication:
     def _rewrite_page(self, folder: Path) -> None:
         """Write ``report.html`` again, with the W&B URLs."""
         try:
-            files.write_page(folder)
+            html_report.write_page(folder)
         except OSError as error:  # a full disk does not stop the upload
             self._record_failure(folder, f"report.html: {error}")
 

@@ -21,7 +21,7 @@ from wandb_workspaces.reports.v2 import gql
 from scalewise.compat import wandb as compat_wandb
 from scalewise.errors import ScalewiseError
 from scalewise.reports import records, report_model, report_redaction
-from scalewise.reports.files import WANDB_REPORT_FILE
+from scalewise.reports.html_report import WANDB_REPORT_FILE
 from scalewise.reports.records import RunRecord, SweepRecord, report_runs, wandb_run_ids
 from scalewise.reports.report_model import ReportModel
 from scalewise.reports.wandb_blocks import ReportBlocks, run_set_filter, to_plain_text

@@ -13,7 +13,7 @@ import pytest
 from fixtures.run_folders import make_sweep
 
 from scalewise.hpo.screen import ScreeningDesign, fractional_design
-from scalewise.reports import compare, factorial_report, files, records, report_model
+from scalewise.reports import compare, factorial_report, html_report, records, report_model
 from scalewise.reports.factorial_report import FactorEffects, factor_effects, student_t_95
 from scalewise.reports.records import SweepRecord
 
@@ -226,7 +226,7 @@ class TestPage:
         rows = dict(section.numbers.rows)
         assert rows["memory checkpoint_full"][0] == "+30%"
         assert rows["memory checkpoint_full"][2] == "\u221250%"
-        html = files.build_page(report_model.build_report(sweep))
+        html = html_report.build_page(report_model.build_report(sweep))
         assert 'id="effects"' in html
         assert "precision \u00d7 memory" in html
 
@@ -248,7 +248,7 @@ class TestPage:
         record = records.read_record(sweep_folder)
         assert isinstance(record, SweepRecord)
         assert factorial_report.screening_section(compare.compare_sweep(record)) is None
-        assert 'id="effects"' not in files.build_page(report_model.build_report(record))
+        assert 'id="effects"' not in html_report.build_page(report_model.build_report(record))
 
     def test_three_values_are_not_a_screening(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", **{"optimizer.lr": [1, 2, 3]})

@@ -22,7 +22,7 @@ from fixtures.run_folders import (
 )
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import files, records, report_model, wandb_blocks, wandb_report
+from scalewise.reports import html_report, records, report_model, wandb_blocks, wandb_report
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ class TestReportModel:
             "sweep": lambda: make_sweep(tmp_path / "s", STRATEGY_GRID, strategy_job),
         }[record_kind]()
         report = report_model.build_report(records.read_record(folder))
-        source = files.write_page(folder).read_text("utf-8")
+        source = html_report.write_page(folder).read_text("utf-8")
         page_words = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
         parts = [
             f"{part.topic}. {wandb_blocks.to_plain_text(part.finding)}" for part in report.parts

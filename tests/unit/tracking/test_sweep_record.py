@@ -17,7 +17,7 @@ from scalewise.errors import ConfigError
 from scalewise.launch import job_progress
 from scalewise.launch.checkpoint_lookup import reject_running
 from scalewise.launch.sweep_resume import resumed_folder
-from scalewise.reports import files
+from scalewise.reports import html_report
 from scalewise.run_files import read_metrics, write_json
 from scalewise.tracking import sweep_record
 
@@ -143,7 +143,7 @@ def test_unwritable_sweep_folder_prints_one_line(
     def raise_permission_error(folders: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "somewhere/.report.html")
 
-    monkeypatch.setattr(files, "write_reports", raise_permission_error)
+    monkeypatch.setattr(html_report, "write_reports", raise_permission_error)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "scalewise: somewhere/.report.html: Permission denied\n"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scalewise.hardware import DeviceKind
-from scalewise.measure.step_time import StepTimer
+from scalewise.measure.step_timer import StepTimer
 from scalewise.metric_names import STEP_PHASES
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig

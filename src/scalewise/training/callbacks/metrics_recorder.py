@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from scalewise.callback_config import EMAArgs, ProfilerArgs
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
-from scalewise.measure.step_time import OTHER, StepTimer
+from scalewise.measure.step_timer import OTHER, StepTimer
 from scalewise.metric_names import STEP_PHASES
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig

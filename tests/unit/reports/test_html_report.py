@@ -19,8 +19,9 @@ from fixtures.run_folders import (
 )
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import files, records
+from scalewise.reports import records
 from scalewise.reports.chart_layout import NO_CHART
+from scalewise.reports.html_report import write_page
 from scalewise.run_files import RecordError
 
 
@@ -42,7 +43,7 @@ def part(source: str, anchor: str) -> str:
 
 class TestRun:
     def test_run_page_has_its_sections(self, run_folder: Path) -> None:
-        source = text_of(files.write_page(run_folder))
+        source = text_of(write_page(run_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "memory",
             "time",
@@ -54,33 +55,31 @@ class TestRun:
 
     def test_page_is_written_without_a_temporary_file(self, run_folder: Path) -> None:
         before = set(run_folder.iterdir())
-        assert files.write_page(run_folder) == run_folder / "report.html"
+        assert write_page(run_folder) == run_folder / "report.html"
         assert set(run_folder.iterdir()) - before == {run_folder / "report.html"}
 
     def test_page_is_deterministic(self, run_folder: Path) -> None:
-        first = files.write_page(run_folder).read_bytes()
-        assert files.write_page(run_folder).read_bytes() == first
+        first = write_page(run_folder).read_bytes()
+        assert write_page(run_folder).read_bytes() == first
 
     def test_page_loads_no_remote_resource(self, run_folder: Path) -> None:
-        source = text_of(files.write_page(run_folder))
+        source = text_of(write_page(run_folder))
         assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)[^\"']*", source)
         assert not re.findall(r"@import|url\((?!#)", source)
 
     def test_picture_ids_are_unique(self, run_folder: Path) -> None:
-        match = re.findall(r'\bid="([^"]+)"', text_of(files.write_page(run_folder)))
+        match = re.findall(r'\bid="([^"]+)"', text_of(write_page(run_folder)))
         assert len(match) == len(set(match))
 
     def test_page_pictures_use_the_page_colors(self, run_folder: Path) -> None:
-        svgs = re.findall(
-            r'(?s)<svg style="max-width.*?</svg>', text_of(files.write_page(run_folder))
-        )
+        svgs = re.findall(r'(?s)<svg style="max-width.*?</svg>', text_of(write_page(run_folder)))
         colours = {c for svg in svgs for c in re.findall(r'(?:fill|stroke)="([^"]+)"', svg)}
         assert svgs
         assert all(c in ("none", "transparent") or c.startswith("var(--") for c in colours), colours
         assert not any("font-family" in svg or "aria-roledescription" in svg for svg in svgs)
 
     def test_page_hides_home_and_secrets(self, run_folder: Path) -> None:
-        source = text_of(files.write_page(run_folder))
+        source = text_of(write_page(run_folder))
         assert "/home/" not in source
         assert "hf_abcdef" not in source
         assert "[hidden]" in source
@@ -99,7 +98,7 @@ PIPELINE: dict[str, float | None] = {
 class TestPipeline:
     def test_pipeline_passes_are_one_part(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", step_s=1.0, metrics=PIPELINE, world_size=2)
-        source = text_of(files.write_page(folder))
+        source = text_of(write_page(folder))
         text = words(part(source, "time"))
         assert "Forward + backward takes 90% of the step" in text
         assert "forward + backward 900" in text
@@ -113,13 +112,13 @@ class TestPipeline:
             return {"metrics": PIPELINE if number else fast | time_metrics}
 
         folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
-        text = words(part(text_of(files.write_page(folder)), "time"))
+        text = words(part(text_of(write_page(folder)), "time"))
         assert "forward + backward time differs most: 300 ms vs. 900 ms" in text
 
 
 class TestFailedRun:
     def test_failed_page_shows_reason_and_fixes(self, tmp_path: Path) -> None:
-        source = text_of(files.write_page(make_run(tmp_path / "r", **out_of_memory())))
+        source = text_of(write_page(make_run(tmp_path / "r", **out_of_memory())))
         text = words(part(source, "failed"))
         assert "The run ran out of memory" in text
         assert "first backward" in text
@@ -131,31 +130,28 @@ class TestFailedRun:
         "status", ["failed", "timeout", "interrupted", "refused", "running", "odd_one"]
     )
     def test_every_status_has_a_page(self, tmp_path: Path, status: str) -> None:
-        assert files.write_page(
+        assert write_page(
             make_run(tmp_path / "r", steps=12, status=status, reason="because")
         ).exists()
 
     def test_failed_page_draws_partial_curves(self, tmp_path: Path) -> None:
-        source = text_of(files.write_page(make_run(tmp_path / "r", steps=30, status="interrupted")))
+        source = text_of(write_page(make_run(tmp_path / "r", steps=30, status="interrupted")))
         assert {"failed", "loss", "time"} <= set(re.findall(r'<section id="(\w+)">', source))
 
 
 def test_page_compares_out_of_memory_with_the_plan(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", **out_of_memory(plan=plan_record(4.6, 1.4, 4.25)))
-    text = words(part(text_of(files.write_page(folder)), "failed")).replace("\u00a0", " ")
+    text = words(part(text_of(write_page(folder)), "failed")).replace("\u00a0", " ")
     assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in text
 
 
 class TestTorn:
     def test_page_shows_data_notes(self, run_folder: Path) -> None:
         add_notes(run_folder, "each step: 10 samples <padded> to 12")
-        assert (
-            "Each step: 10 samples &lt;padded&gt; to 12."
-            in files.write_page(run_folder).read_text()
-        )
+        assert "Each step: 10 samples &lt;padded&gt; to 12." in write_page(run_folder).read_text()
 
     def test_page_without_summary_and_metrics(self, tmp_path: Path) -> None:
-        source = text_of(files.write_page(make_run(tmp_path / "r", summary=False)))
+        source = text_of(write_page(make_run(tmp_path / "r", summary=False)))
         assert "The run finished." in source
 
     def test_page_drops_a_truncated_last_line(self, run_folder: Path) -> None:
@@ -170,22 +166,22 @@ class TestTorn:
     )
     def test_page_of_an_invalid_summary(self, run_folder: Path, content: str) -> None:
         (run_folder / "summary.json").write_text(content, "utf-8")
-        assert files.write_page(run_folder).exists()
+        assert write_page(run_folder).exists()
 
     @pytest.mark.parametrize(
         "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
     )
     def test_page_of_invalid_metrics(self, run_folder: Path, content: str) -> None:
         (run_folder / "metrics.csv").write_text(content, "utf-8")
-        assert files.write_page(run_folder).exists()
+        assert write_page(run_folder).exists()
 
     def test_page_reports_a_nan_loss(self, run_folder: Path) -> None:
         lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
         (run_folder / "metrics.csv").write_text(lines, "utf-8")
-        assert "becomes non-finite at step 3" in words(text_of(files.write_page(run_folder)))
+        assert "becomes non-finite at step 3" in words(text_of(write_page(run_folder)))
 
     def test_page_omits_an_invalid_start_time(self, tmp_path: Path) -> None:
-        assert files.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
+        assert write_page(make_run(tmp_path / "r", started="yesterday")).exists()
 
     @pytest.mark.parametrize(
         "field",
@@ -208,12 +204,12 @@ class TestTorn:
         self, tmp_path: Path, field: dict[str, Any]
     ) -> None:
         with pytest.raises(RecordError, match=rf"status.json is damaged: {next(iter(field))}"):
-            files.write_page(make_run(tmp_path / "r", **field))
+            write_page(make_run(tmp_path / "r", **field))
 
     def test_page_shows_a_damaged_job(self, tmp_path: Path) -> None:
         sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
         make_run(sweep / "0", log_tail=3)
-        assert files.write_page(sweep).exists()
+        assert write_page(sweep).exists()
         record = records.read_record(sweep)
         assert isinstance(record, records.SweepRecord)
         assert "status.json is damaged: log_tail is 3, not a list" in record.jobs[0].reason
@@ -223,14 +219,14 @@ class TestTorn:
         if content is not None:
             (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(ScalewiseError, match="neither a run"):
-            files.write_page(tmp_path)
+            write_page(tmp_path)
         assert not (tmp_path / "report.html").exists()
 
     @pytest.mark.parametrize("content", ["", "{", "[]"])
     def test_page_names_a_damaged_status(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(RecordError, match=r"status\.json is damaged"):
-            files.write_page(tmp_path)
+            write_page(tmp_path)
         assert not (tmp_path / "report.html").exists()
 
 
@@ -240,23 +236,23 @@ class TestSweep:
         jobs = sorted(path.parent for path in sweep.glob("*/summary.json"))
         for job in jobs:
             add_notes(job, "all epochs: 3 repeated", *["each step: 2 empty"] * (job == jobs[0]))
-        source = text_of(files.write_page(sweep))
+        source = text_of(write_page(sweep))
         assert source.count("all epochs: 3 repeated") + source.count("All epochs: 3 repeated") == 1
         assert source.count(": each step: 2 empty.") == 1
 
     def test_sweep_page_has_its_sections(self, sweep_folder: Path) -> None:
-        source = text_of(files.write_page(sweep_folder))
+        source = text_of(write_page(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
             "overview", "comparison", "changes", "memory", "time", "loss", "tradeoff",
             "coordinates", "failed", "reproduce",
         ]  # fmt: skip
 
     def test_page_is_deterministic(self, sweep_folder: Path) -> None:
-        first = files.write_page(sweep_folder).read_bytes()
-        assert files.write_page(sweep_folder).read_bytes() == first
+        first = write_page(sweep_folder).read_bytes()
+        assert write_page(sweep_folder).read_bytes() == first
 
     def test_sweep_page_sentences_equal_the_table(self, sweep_folder: Path) -> None:
-        source = text_of(files.write_page(sweep_folder))
+        source = text_of(write_page(sweep_folder))
         fit_status = words(source[source.index('class="summary">') + 16 :].split("</p>")[0])
         table = part(source, "comparison")
         fastest_match = re.search(r"fastest at ([\d,]+) tok/s", fit_status)
@@ -270,13 +266,13 @@ class TestSweep:
         assert memory_match[1] in words(part(source, "memory"))
 
     def test_sweep_page_marks_the_best_in_text(self, sweep_folder: Path) -> None:
-        source = part(text_of(files.write_page(sweep_folder)), "comparison")
+        source = part(text_of(write_page(sweep_folder)), "comparison")
         assert (
             source.count('class="best">') - 1 == source.count('<span class="vh"> best</span>') > 0
         )
 
     def test_sweep_page_sorts_missing_values_last(self, sweep_folder: Path) -> None:
-        source = part(text_of(files.write_page(sweep_folder)), "comparison")
+        source = part(text_of(write_page(sweep_folder)), "comparison")
         values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
         metric_values = [float(v) for v in values if v]
         assert metric_values == sorted(metric_values, reverse=True)
@@ -284,7 +280,7 @@ class TestSweep:
 
     def test_sweep_page_of_one_job(self, tmp_path: Path) -> None:
         source = text_of(
-            files.write_page(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
+            write_page(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
         )
         assert "One precision, one job ran" in words(source)
         assert 'class="best">1' not in source
@@ -295,7 +291,7 @@ class TestSweep:
             STRATEGY_GRID,
             lambda n, v: out_of_memory(reason=f"Job {n} was too large."),
         )
-        source = text_of(files.write_page(folder))
+        source = text_of(write_page(folder))
         assert "No job finished: 4 out of memory." in words(source)
         assert re.findall(r'<section id="(\w+)">', source) == [
             "overview",
@@ -307,9 +303,7 @@ class TestSweep:
 
     def test_sweep_page_groups_equal_failures(self, tmp_path: Path) -> None:
         source = text_of(
-            files.write_page(
-                make_sweep(tmp_path / "s", STRATEGY_GRID, lambda n, v: out_of_memory())
-            )
+            write_page(make_sweep(tmp_path / "s", STRATEGY_GRID, lambda n, v: out_of_memory()))
         )
         assert source.count('<article class="card">') == 1
         assert "3 more jobs with the same failure" in words(source)
@@ -318,14 +312,14 @@ class TestSweep:
         folder = make_sweep(
             tmp_path / "s", STRATEGY_GRID, lambda n, v: strategy_job(n, v) if n == 0 else None
         )
-        assert "one of four jobs ran" in words(text_of(files.write_page(folder)))
+        assert "one of four jobs ran" in words(text_of(write_page(folder)))
 
     def test_sweep_page_without_jobs(self, tmp_path: Path) -> None:
-        assert files.write_page(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
+        assert write_page(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
 
     def test_sweep_page_of_a_job_without_status(self, sweep_folder: Path) -> None:
         (sweep_folder / "1" / "status.json").unlink()
-        assert "no readable status.json" in words(text_of(files.write_page(sweep_folder)))
+        assert "no readable status.json" in words(text_of(write_page(sweep_folder)))
 
     def test_sweep_page_ignores_job_folders_outside(self, tmp_path: Path) -> None:
         make_run(tmp_path / "other", reason="must not be read")
@@ -343,9 +337,7 @@ class TestSweep:
             "precision": ["fp32", "bf16_mixed"],
             "optimizer.lr": [1, 2, 3],
         }
-        source = text_of(
-            files.write_page(make_sweep(tmp_path / "s", axes, lambda n, v: {"steps": 5}))
-        )
+        source = text_of(write_page(make_sweep(tmp_path / "s", axes, lambda n, v: {"steps": 5})))
         assert part(source, "overview").count('<table class="matrix">') == 2
 
 
@@ -370,7 +362,7 @@ def test_page_escapes_hostile_strings(tmp_path: Path) -> None:
 
     axes = {"data": [HOSTILE, "b", "c"], HOSTILE: ["x", HOSTILE]}
     folder = make_sweep(tmp_path / "s", axes, job, question=HOSTILE, name=HOSTILE, command=HOSTILE)
-    source = text_of(files.write_page(folder))
+    source = text_of(write_page(folder))
     assert "<img" not in source
     assert source.count("<script>") == source.count("</script>") == 1
     assert "javascript:" not in source
@@ -378,7 +370,7 @@ def test_page_escapes_hostile_strings(tmp_path: Path) -> None:
 
 
 def test_page_of_two_hundred_jobs(tmp_path: Path) -> None:
-    path = files.write_page(make_sweep(tmp_path / "s", LARGE_GRID, large_job))
+    path = write_page(make_sweep(tmp_path / "s", LARGE_GRID, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
     assert part(source, "comparison").count("<tr") == 201
@@ -394,9 +386,9 @@ def test_page_shows_the_publish_command(tmp_path: Path) -> None:
         }
 
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job)
-    assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(files.write_page(folder)))
+    assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(write_page(folder)))
     moved_sweep = make_sweep(tmp_path / "moved", {"seed": [1, 2]}, job)
-    assert "scalewise publish" not in words(text_of(files.write_page(moved_sweep)))
+    assert "scalewise publish" not in words(text_of(write_page(moved_sweep)))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +408,7 @@ def test_page_shows_the_retry_command(
 
     command = f"scalewise train {overrides}"
     folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
-    section_words = words(part(text_of(files.write_page(folder)), "reproduce"))
+    section_words = words(part(text_of(write_page(folder)), "reproduce"))
     assert ("Retry failed jobs" in section_words) == bool(retry_command)
     assert f"{command} {retry_command}" in section_words or not retry_command
 
@@ -427,7 +419,7 @@ def test_page_links_wandb_runs(tmp_path: Path) -> None:
 
     report_links = {"report": "https://w/reports/x--1"}
     folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=report_links)
-    source = part(text_of(files.write_page(folder)), "reproduce")
+    source = part(text_of(write_page(folder)), "reproduce")
     assert re.findall(r'<a href="([^"]+)"', source) == [
         "https://w/reports/x--1", "https://w/run0", "https://w/run1",
     ]  # fmt: skip
@@ -439,7 +431,7 @@ def test_page_compares_memory_with_the_plan(tmp_path: Path) -> None:
     peak = summary["metrics"]["memory/peak_bytes"]
     summary["metrics"]["plan/peak_bytes"] = 1.04 * peak
     (folder / "summary.json").write_text(json.dumps(summary), "utf-8")
-    source = text_of(files.write_page(folder))
+    source = text_of(write_page(folder))
     assert "Predicted peak memory: " in source
     assert "error 4%" in source
 
