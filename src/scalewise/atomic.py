@@ -44,6 +44,15 @@ def copy_atomic(source: Path, path: Path) -> None:
         shutil.copyfileobj(content, file)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Write a file, or the entries of a folder, from the page cache to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def disk_full_reason(error: BaseException) -> tuple[str, str] | None:
     """Reason and fix of a write that failed for disk space; None for any other exception."""
     match = _OS_ERROR.search(str(error))

@@ -14,7 +14,6 @@ unsharded model, so that every parallelism strategy can load checkpoints of all 
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,11 +120,11 @@ def _complete_save(partial: Path, path: Path, step: int) -> None:
     files = {str(file.relative_to(partial)): fingerprint(file) for file in paths}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
     write_json(partial / MANIFEST, manifest)
-    _sync(partial)
+    atomic.sync_to_disk(partial)
     if path.exists():
         shutil.rmtree(path)
     partial.rename(path)
-    _sync(path.parent)
+    atomic.sync_to_disk(path.parent)
 
 
 def _contiguous_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -278,14 +277,6 @@ def released_weights(path: Path, names: Iterable[str] | None = None) -> dict[str
         averages = full_tensors(path, AVERAGE, weights)
         weights |= {name: tensor.to(weights[name].dtype) for name, tensor in averages.items()}
     return weights
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class BackgroundWriter:

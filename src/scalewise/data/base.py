@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from scalewise.data.tokenizer import TokenizerSource
 from scalewise.errors import ConfigIssue
 from scalewise.typed_override import format_override
-
-if TYPE_CHECKING:
-    pass
 
 
 class DataConfig(ABC):
@@ -37,7 +35,7 @@ class DataConfig(ABC):
     @property
     def trains_tokenizer(self) -> bool:
         """Whether a tokenizer is trained on the texts, since none is given."""
-        return getattr(self, "tokenizer", "") is None
+        return False
 
     @property
     def answer_length(self) -> int:
@@ -70,3 +68,44 @@ class DataConfig(ABC):
                 yield ConfigIssue(
                     key, value, "must be positive", f"set {format_override(key, default)}"
                 )
+
+
+class TokenizedDataConfig(DataConfig):
+    """Options of texts that a given or trained tokenizer encodes."""
+
+    tokenizer: str | None
+    """Path of the given tokenizer; None: train one."""
+    vocabulary: int
+    """Vocabulary size of the trained BPE, in tokens."""
+    end_of_text: str
+    """Token between documents."""
+    special_tokens: bool = True
+    """Whether documents get the special tokens of a given tokenizer's post-processor."""
+    validation_fraction: float = 0.0
+    """Fraction of the texts that is held out for validation."""
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether a tokenizer is trained on the texts, since none is given."""
+        return self.tokenizer is None
+
+    @property
+    def required_vocabulary(self) -> int | None:
+        """Vocabulary size of the tokenizer that is trained; None with a given one."""
+        return self.vocabulary if self.trains_tokenizer else None
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        """Tokenizer of the texts."""
+        return TokenizerSource(
+            self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
+        )
+
+    def validate(self) -> Iterator[ConfigIssue]:
+        """Yield issues of the sequence length, the tokenizer and the validation fraction."""
+        yield from self.non_positive_issues("sequence")
+        yield from self.tokenizer_source.validate()
+        if not 0 <= self.validation_fraction < 1:
+            reason = "must be at least 0 and below 1"
+            fix = "set data.validation_fraction=0.05"
+            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)

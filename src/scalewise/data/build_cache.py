@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scalewise.atomic import disk_full_reason
+from scalewise.atomic import disk_full_reason, sync_to_disk
 from scalewise.errors import DataError
 from scalewise.failures import exception_message
 
@@ -81,17 +81,9 @@ def _build_folder(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial_folder)
         for path in (*partial_folder.iterdir(), partial_folder):
-            _flush(path)
+            sync_to_disk(path)
         partial_folder.rename(folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_to_disk(folder.parent)

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scalewise.data.base import DataConfig
+from scalewise.data.base import TokenizedDataConfig
 from scalewise.data.input_files import path_issues
 from scalewise.data.record_files import CHAT_SUFFIXES
-from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
 
 @register_option("data", "chat")
 @dataclass(frozen=True)
-class ChatData(DataConfig):
+class ChatData(TokenizedDataConfig):
     """Conversations, rendered by the tokenizer's chat template; only answers are labels."""
 
     sequence: int = 256
@@ -49,30 +49,15 @@ class ChatData(DataConfig):
 
     implementation = "scalewise.data.chat_cache"
 
-    @property
-    def required_vocabulary(self) -> int | None:
-        """Vocabulary size of the tokenizer that is trained; None with a given one."""
-        return self.vocabulary if self.tokenizer is None else None
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield absent or unknown files, and values out of range."""
-        yield from self.non_positive_issues("sequence")
-        yield from self.tokenizer_source.validate()
-        if not 0 <= self.validation_fraction < 1:
-            reason = "must be at least 0 and below 1"
-            fix = "set data.validation_fraction=0.05"
-            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
+        yield from super().validate()
         if self.max_bad_rows < 0:
             fix = "set data.max_bad_rows=0"
             yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", fix)
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.jsonl]'")
         yield from path_issues("data.paths", self.paths, CHAT_SUFFIXES, "my/*.jsonl")
-
-    @property
-    def tokenizer_source(self) -> TokenizerSource:
-        """Tokenizer of the conversations."""
-        return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)
 
 
 @register_option("data", "preference")

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scalewise.data.base import DataConfig
-from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
+from scalewise.data.base import TokenizedDataConfig
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
 
 @register_option("data", "corpus")
 @dataclass(frozen=True)
-class StdlibCorpus(DataConfig):
+class StdlibCorpus(TokenizedDataConfig):
     """Source text of Python's standard library: real prose and code without a download."""
 
     sequence: int = 256
@@ -31,20 +31,10 @@ class StdlibCorpus(DataConfig):
 
     implementation = "scalewise.data.stdlib_sources"
 
-    @property
-    def required_vocabulary(self) -> int | None:
-        """Vocabulary size of the tokenizer that is trained; None with a given one."""
-        return self.vocabulary if self.tokenizer is None else None
-
-    @property
-    def tokenizer_source(self) -> TokenizerSource:
-        """Tokenizer of the text."""
-        return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield values out of range."""
-        yield from self.non_positive_issues("sequence", "megabytes")
-        yield from self.tokenizer_source.validate()
+        yield from self.non_positive_issues("megabytes")
+        yield from super().validate()
 
 
 @register_option("data", "corpus_pairs")

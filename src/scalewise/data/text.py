@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from scalewise.data.base import DataConfig
+from scalewise.data.base import DataConfig, TokenizedDataConfig
 from scalewise.data.input_files import file_suffix, match_paths, path_issues
 from scalewise.data.record_files import RECORD_SUFFIXES
 from scalewise.data.text_files import PLAIN_SUFFIXES
-from scalewise.data.tokenizer import END_OF_TEXT, TokenizerSource
+from scalewise.data.tokenizer import END_OF_TEXT
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
 
@@ -30,7 +30,7 @@ class TokenDtype(Enum):
 
 @register_option("data", "text")
 @dataclass(frozen=True)
-class TextData(DataConfig):
+class TextData(TokenizedDataConfig):
     """Text files, tokenized once into a cache, and again when a file changes."""
 
     sequence: int = 256
@@ -54,19 +54,9 @@ class TextData(DataConfig):
 
     implementation = "scalewise.data.tokenized_cache"
 
-    @property
-    def required_vocabulary(self) -> int | None:
-        """Vocabulary size of the tokenizer that is trained; None with a given one."""
-        return self.vocabulary if self.tokenizer is None else None
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield absent or unknown files, a missing field, and values out of range."""
-        yield from self.non_positive_issues("sequence")
-        yield from self.tokenizer_source.validate()
-        if not 0 <= self.validation_fraction < 1:
-            reason = "must be at least 0 and below 1"
-            fix = "set data.validation_fraction=0.05"
-            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
+        yield from super().validate()
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "set 'data.paths=[my/*.txt]'")
         yield from path_issues(
@@ -77,17 +67,10 @@ class TextData(DataConfig):
             reason = f"{records[0]} contains records, whose text field is not set"
             yield ConfigIssue("data.field", "null", reason, "set data.field=text")
 
-    @property
-    def tokenizer_source(self) -> TokenizerSource:
-        """Tokenizer of the text."""
-        return TokenizerSource(
-            self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
-        )
-
 
 @register_option("data", "hf")
 @dataclass(frozen=True)
-class HFDatasetData(DataConfig):
+class HFDatasetData(TokenizedDataConfig):
     """A dataset of the ``datasets`` library, tokenized once or while streaming.
 
     A Hub dataset is tokenized again only when one of these options changes; set ``revision`` to pin
@@ -124,15 +107,9 @@ class HFDatasetData(DataConfig):
 
     implementation = "scalewise.data.hf_datasets"
 
-    @property
-    def required_vocabulary(self) -> int | None:
-        """Vocabulary size of the tokenizer that is trained; None with a given one."""
-        return self.vocabulary if self.tokenizer is None else None
-
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an empty path, an absent local folder, and values out of range."""
-        yield from self.non_positive_issues("sequence")
-        yield from self.tokenizer_source.validate()
+        yield from super().validate()
         if not self.path:
             fix = "set data.path=roneneldan/TinyStories, or a folder"
             yield ConfigIssue("data.path", "''", "is empty", fix)
@@ -143,13 +120,6 @@ class HFDatasetData(DataConfig):
         for field in ("split", "field"):
             if not getattr(self, field):
                 yield ConfigIssue(f"data.{field}", "''", "is empty", f"set data.{field}=NAME")
-
-    @property
-    def tokenizer_source(self) -> TokenizerSource:
-        """Tokenizer of the text."""
-        return TokenizerSource(
-            self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
-        )
 
     @property
     def dataset_folder(self) -> Path:
