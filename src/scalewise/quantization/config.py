@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -122,6 +122,15 @@ class BitsAndBytesConfig(QuantizationConfig):
         return target_modules.linear_layers(model)
 
 
+def _byte_parts(weight: Weight, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Weight, ...]:
+    """Parts of a packed weight, by the name that replaces ``weight``; elements are bytes."""
+    prefix = weight.name.removesuffix("weight")
+    return tuple(
+        replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
+        for suffix, shape in shapes.items()
+    )
+
+
 @dataclass(frozen=True)
 class FourBitConfig(BitsAndBytesConfig):
     """4-bit codes with one scale per block (QLoRA; Dettmers et al., 2023, section 3)."""
@@ -139,7 +148,6 @@ class FourBitConfig(BitsAndBytesConfig):
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Codes, scales and, with ``double``, the scales and the mean of the scales."""
-        prefix = weight.name.removesuffix("weight")
         num_scales = ceil(weight.numel / BLOCK_ELEMENTS)
         second_level = (ceil(num_scales / SCALES_PER_BLOCK) + 1, FP32_BYTES)
         shapes: dict[str, tuple[int, ...]] = {
@@ -148,10 +156,7 @@ class FourBitConfig(BitsAndBytesConfig):
         }
         if self.double:
             shapes["scale_of_scales"] = second_level
-        return tuple(
-            replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
-            for suffix, shape in shapes.items()
-        )
+        return _byte_parts(weight, shapes)
 
 
 @register_option("quantization", "nf4")
@@ -187,15 +192,8 @@ class Int8Config(BitsAndBytesConfig):
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Integers, and the scale of each row."""
-        prefix = weight.name.removesuffix("weight")
         shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32_BYTES)}
-        return tuple(
-            replace(weight, name=f"{prefix}{suffix}", shape=shape, element_bytes=1)
-            for suffix, shape in shapes.items()
-        )
-
-
-"""Bytes of a scale, and of a word."""
+        return _byte_parts(weight, shapes)
 
 
 @register_option("quantization", "qat_int4")
