@@ -112,7 +112,7 @@ def test_resume_auto_continues_the_newest_run(
     [
         pytest.param("single", "_write_tensors", marks=EXHAUSTIVE),
         pytest.param("single", "_sync", marks=EXHAUSTIVE),
-        pytest.param("ddp", "_fingerprint", marks=EXHAUSTIVE),
+        pytest.param("ddp", "_fingerprint_files", marks=EXHAUSTIVE),
         ("fsdp", "_complete_save"),
         pytest.param("fsdp", "_begin_save", marks=EXHAUSTIVE),
         pytest.param("ddp", "_write_tensors", marks=EXHAUSTIVE),

@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ FORMAT = "scalewise-checkpoint"
 VERSION = 2
 TRAINING, MANIFEST = "training.pt", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_SHARD_NAME = re.compile(r"(?:.*/)?shard-(\d+)-")
+_THREADS = 8
+"""Threads that compute checksums, which release Python's lock."""
 
 RECOVERY_FIX = "use an earlier checkpoint, or restore this one from a copy"
 
@@ -31,9 +35,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def verify_checkpoint(path: Path) -> int:
-    """Return the step of a checkpoint; raise ``CheckpointError`` if it is damaged."""
-    for name, reason in damaged_files(path):
+def verify_checkpoint(path: Path, rank: int = 0, world_size: int = 1) -> int:
+    """Return the step of a checkpoint; raise ``CheckpointError`` if it is damaged.
+
+    Each of ``world_size`` ranks reads other files.
+    """
+    for name, reason in damaged_files(path, rank, world_size):
         raise CheckpointError.for_key(
             "resume", path, f"is damaged ({name}: {reason})", RECOVERY_FIX
         )
@@ -45,21 +52,44 @@ def step_of(path: Path) -> int:
     return _manifest(path)[0]
 
 
-def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
+def damaged_files(path: Path, rank: int = 0, world_size: int = 1) -> Iterator[tuple[str, str]]:
     """Compare the files of a checkpoint with its manifest; yield (name, damage).
 
     Raises:
         CheckpointError: the folder has no valid manifest.
     """
-    for name, recorded in _manifest(path)[1].items():
-        file = path / name
-        expected = recorded["bytes"]
-        if not file.is_file():
-            yield name, "is missing"
-        elif (size := file.stat().st_size) != expected:
-            yield name, f"has {size} of {expected} bytes"
-        elif fingerprint(file) != recorded:
-            yield name, "has another checksum"
+    recorded_files = _manifest(path)[1]
+    names = files_of_rank(recorded_files, rank, world_size)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        damages = pool.map(lambda name: _damage(path / name, recorded_files[name]), names)
+        yield from ((name, damage) for name, damage in zip(names, damages, strict=True) if damage)
+
+
+def _damage(file: Path, recorded: dict[str, int]) -> str:
+    expected = recorded["bytes"]
+    if not file.is_file():
+        return "is missing"
+    if (size := file.stat().st_size) != expected:
+        return f"has {size} of {expected} bytes"
+    return "" if fingerprint(file) == recorded else "has another checksum"
+
+
+def files_of_rank(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """Files that a rank writes: its shards; for rank 0 also files without a shard number."""
+    shards = {name: _SHARD_NAME.match(name) for name in names}
+    return [
+        name
+        for name, shard in shards.items()
+        if (int(shard[1]) - 1 if shard else 0) % world_size == rank
+    ]
+
+
+def fingerprints(folder: Path, rank: int = 0, world_size: int = 1) -> dict[str, dict[str, int]]:
+    """Fingerprints of the files in a checkpoint folder that a rank wrote, by name."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    names = files_of_rank((str(file.relative_to(folder)) for file in files), rank, world_size)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(fingerprint, map(folder.joinpath, names)), strict=True))
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, Any]]:

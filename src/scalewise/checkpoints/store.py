@@ -43,7 +43,7 @@ from scalewise.checkpoints.manifest import (
     RECOVERY_FIX,
     TRAINING,
     VERSION,
-    fingerprint,
+    fingerprints,
     verify_checkpoint,
 )
 from scalewise.errors import CheckpointError
@@ -95,8 +95,8 @@ def save_checkpoint(
             for part, named in tensors.items():
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 _write_tensors(_contiguous_copies(named), writer, group)
-            step = training_state.step
-            _leader_first(group, lambda: _complete_save(partial, path, step), is_leader)
+            files, step = _fingerprint_files(partial, group), training_state.step
+            _leader_first(group, lambda: _complete_save(partial, path, step, files), is_leader)
     except BaseException:
         if is_leader:
             shutil.rmtree(partial, ignore_errors=True)
@@ -115,9 +115,29 @@ def _begin_save(partial: Path, training_state: PackedState, parts: Iterable[str]
     (partial / TRAINING).write_bytes(training_state.content)
 
 
-def _complete_save(partial: Path, path: Path, step: int) -> None:
-    paths = sorted(file for file in partial.rglob("*") if file.is_file())
-    files = {str(file.relative_to(partial)): fingerprint(file) for file in paths}
+def _fingerprint_files(partial: Path, group: Group) -> dict[str, dict[str, int]]:
+    """Fingerprints of all files by name; each rank reads those that it wrote."""
+    if group is None:
+        return fingerprints(partial)
+    own: dict[str, dict[str, int]] | str
+    failure = None
+    try:
+        own = fingerprints(partial, dist.get_rank(group), dist.get_world_size(group))
+    except OSError as error:  # raised below, after the other ranks know
+        own, failure = str(error), error
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, own, group=group)
+    for rank, result in enumerate(results):
+        if isinstance(result, str):
+            raise failure or CheckpointError.for_key(
+                "checkpoint", result, f"rank {rank} failed to save"
+            )
+    return dict(sorted(item for files in results for item in files.items()))
+
+
+def _complete_save(
+    partial: Path, path: Path, step: int, files: Mapping[str, Mapping[str, int]]
+) -> None:
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
     write_json(partial / MANIFEST, manifest)
     atomic.sync_to_disk(partial)
@@ -181,12 +201,17 @@ def _leader_first(group: Group, action: Callable[[], None], is_leader: bool) -> 
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Load the training state of a checkpoint.
+    """Load the training state of a checkpoint; each rank verifies other files of it.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, is damaged, or contains pickled objects.
     """
-    verify_checkpoint(path)
+    is_distributed = dist.is_initialized()
+    verify_checkpoint(
+        path,
+        dist.get_rank() if is_distributed else 0,
+        dist.get_world_size() if is_distributed else 1,
+    )
     try:
         state = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     except (MemoryError, OSError):

@@ -54,7 +54,7 @@ def find_checkpoint(
             "set a path, or resume=null",
         )
     path = path.absolute()
-    step = manifest.verify_checkpoint(path)
+    step = manifest.step_of(path)
     reject_running(resume, path.parents[1])
     issues = list(resume_issues(run, path.parents[1]))
     if step > steps or (step == steps and resume != "auto"):
@@ -218,11 +218,14 @@ def _group_values(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def _resolve_path(path: Path) -> Path | None:
-    if (path / manifest.MANIFEST).is_file() or not path.is_dir():
-        return path
-    if (path / "checkpoints").is_dir():
+    """Undamaged checkpoint at ``path``, or the newest one of a run folder; None without one."""
+    is_checkpoint = (path / manifest.MANIFEST).is_file() or not path.is_dir()
+    if not is_checkpoint and (path / "checkpoints").is_dir():
         return _newest_complete_checkpoint(path / "checkpoints")
-    return _newest_complete_checkpoint(path) if manifest.list_checkpoints(path) else path
+    if not is_checkpoint and manifest.list_checkpoints(path):
+        return _newest_complete_checkpoint(path)
+    manifest.verify_checkpoint(path.absolute())
+    return path
 
 
 def _newest_complete_checkpoint(folder: Path) -> Path | None:

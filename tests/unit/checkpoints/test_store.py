@@ -151,6 +151,88 @@ def test_checkpoint_with_a_missing_file_is_rejected(saved: Path, kind: str) -> N
     assert rejection_message(saved) == f"is damaged ({name}: is missing)"
 
 
+def fill_shards(folder: Path, ranks: int) -> list[str]:
+    """Write the files of a checkpoint of several ranks; returns their names in order."""
+    names = [
+        f"{part}/shard-{rank:05d}-model-00001-of-00001.safetensors"
+        for part in ("model", "optimizer")
+        for rank in range(1, ranks + 1)
+    ]
+    names.append(manifest.TRAINING)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    return names
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 8])
+def test_ranks_hash_each_file_once_and_their_own_shards(tmp_path: Path, readers: int) -> None:
+    names = fill_shards(tmp_path, ranks=3)
+    parts = [manifest.fingerprints(tmp_path, rank, readers) for rank in range(readers)]
+    assert sorted(name for part in parts for name in part) == names
+    assert {name: it for part in parts for name, it in part.items()} == manifest.fingerprints(
+        tmp_path
+    )
+    if readers == 3:
+        assert [*parts[1]] == [name for name in names if "shard-00002" in name]
+
+
+def test_each_rank_detects_damage_of_its_shards(tmp_path: Path) -> None:
+    path = manifest.checkpoint_path(tmp_path, 3)
+    path.mkdir()
+    names = fill_shards(path, ranks=3)
+    header = {"format": manifest.FORMAT, "version": manifest.VERSION, "step": 3}
+    content = header | {"files": manifest.fingerprints(path)}
+    (path / manifest.MANIFEST).write_text(json.dumps(content))
+    (path / names[1]).write_text(names[2])
+    found = [[*manifest.damaged_files(path, rank, 3)] for rank in range(3)]
+    assert found == [[], [(names[1], "has another checksum")], []]
+
+
+def test_resumed_ranks_share_the_verification(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    fingerprint = manifest.fingerprint
+
+    def record(file: Path) -> dict[str, int]:
+        read.append(file.name)
+        return fingerprint(file)
+
+    monkeypatch.setattr(manifest, "fingerprint", record)
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(store.dist, name, lambda value=value: value)
+    assert store.load_state(saved) == trainer_state()
+    assert read == []  # rank 0 wrote all files, and verifies them
+
+
+@pytest.mark.parametrize("failed_rank", [None, 0, 1])
+def test_fingerprints_of_all_ranks_are_gathered(
+    failed_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = fill_shards(tmp_path, ranks=2)
+    of_rank_0 = manifest.fingerprints(tmp_path, 0, 2)
+    group: Any = object()
+
+    def gather(results: list[Any], own: Any, group: object) -> None:
+        results[:] = ["no space" if failed_rank == 0 else of_rank_0, own]
+
+    def fail(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(store.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(store.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(store.dist, "all_gather_object", gather)
+    if failed_rank == 1:
+        monkeypatch.setattr(store, "fingerprints", fail)
+    if failed_rank is None:
+        gathered = store._fingerprint_files(tmp_path, group)
+        assert [*gathered] == names
+        assert gathered == manifest.fingerprints(tmp_path)
+        return
+    expected = (OSError, "no space") if failed_rank else (CheckpointError, "rank 0 failed to save")
+    with pytest.raises(expected[0], match=expected[1]):
+        store._fingerprint_files(tmp_path, group)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
