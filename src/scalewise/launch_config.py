@@ -38,6 +38,11 @@ class Launch:
     null: no limit."""
     grace: float = 30.0
     """Time that a rank has to write a checkpoint after SIGTERM before it is killed, in seconds."""
+    collective_timeout: float = 1800.0
+    """Time after which a collective operation fails that not all ranks have joined, in seconds."""
+    gc_every: int | None = 50
+    """Interval between garbage collections in a rank, in optimizer steps, instead of Python's
+    automatic ones, which delay all ranks at different steps; null: automatic ones."""
     refuse_unfit: bool = False
     """Whether a job is rejected, and not tried, if the plan is certain that it runs
     out of memory."""
@@ -56,8 +61,11 @@ class Launch:
                 yield ConfigIssue(f"launch.{key}", value, "must be positive, or null")
         if self.max_restarts < 0:
             yield ConfigIssue("launch.max_restarts", self.max_restarts, "must be 0 or more")
-        if not self.grace > 0:
-            yield ConfigIssue("launch.grace", self.grace, "must be positive")
+        for key in ("grace", "collective_timeout"):
+            if not getattr(self, key) > 0:
+                yield ConfigIssue(f"launch.{key}", getattr(self, key), "must be positive")
+        if self.gc_every is not None and self.gc_every < 1:
+            yield ConfigIssue("launch.gc_every", self.gc_every, "must be 1 or more, or null")
         if self.isolation is Isolation.none and self.needs_own_process:
             yield ConfigIssue(
                 "launch.isolation",

@@ -129,6 +129,16 @@ def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: J
         assert any("rank 1: " in line and "in happen" in line for line in job_status["log_tail"])
 
 
+def test_rank_that_ignores_signals_ends_soon_after_another_failed(run_job: JobRunner) -> None:
+    frozen = "{_target_:fixtures.faults.FreezeRank,rank:0,step:3}"
+    overrides = ("trusted_packages=[fixtures]", f"+callbacks.frozen={frozen}")
+    oom = ("+inject=oom", "callbacks.inject.rank=1", "callbacks.inject.step=3")
+    folder = run_job(*STRATEGIES["ddp"], *overrides, *oom, status="out_of_memory")
+    assert folder.status["rank"] == 1
+    seconds_after_failure = time.time() - folder.path.joinpath("frozen").stat().st_mtime
+    assert seconds_after_failure < 25  # torch elastic waits for 30 s
+
+
 def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
     overrides = (
         "trusted_packages=[fixtures]",

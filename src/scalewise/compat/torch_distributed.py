@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,12 @@ __all__ = [
     "functional_collectives",
     "gradient_metadata",
     "init_fake_process_group",
+    "on_rank_failure",
     "replaced_mesh_init",
     "replaced_stage_metadata",
     "replaced_to_empty",
     "schedule_stages",
+    "set_group_timeouts",
     "uncounted_shape_propagation",
     "unsharded_gradients",
 ]
@@ -90,6 +93,35 @@ def unsharded_gradients(parameter: Any) -> list[Tensor]:
     if hasattr(parameter, "_unsharded_param"):  # set by the first all-gather
         gradients.append(parameter._unsharded_param.grad)
     return [gradient for gradient in gradients if gradient is not None]
+
+
+_WAIT_FOR_RANKS = "torch.multiprocessing.spawn:ProcessContext._join_procs_with_timeout"
+
+
+@contextmanager
+def on_rank_failure(action: Callable[[Mapping[int, int]], None]) -> Iterator[None]:
+    """Call ``action`` with the process IDs by rank after a failed rank, before torch elastic waits.
+
+    Torch elastic waits for 30 s for the other ranks to end by SIGTERM, and has no option for it.
+    """
+    wait_for_ranks = private.get(_WAIT_FOR_RANKS)
+
+    def wait(context: Any, timeout: float) -> None:
+        action({rank: process.pid for rank, process in enumerate(context.processes)})
+        wait_for_ranks(context, timeout)
+
+    with private.replaced(_WAIT_FOR_RANKS, wait):
+        yield
+
+
+@private.reads("_set_pg_timeout", "_world")
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of all process groups of this process.
+
+    Groups of a device mesh have the default one; the public API sets it for new groups only.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @private.reads("_stage")

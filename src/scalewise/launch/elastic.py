@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scalewise import console
-from scalewise.launch import exit_reports, processes, rendezvous, signals
+from scalewise.compat import torch_distributed
+from scalewise.launch import exit_reports, flight_recorder, processes, rendezvous, signals
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.launch.processes import (
     ResourceAffinity,
@@ -34,6 +36,9 @@ from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
 
 ELASTIC = "torch.distributed.elastic"
+PEER_GRACE = 5.0
+"""Time for the other ranks to write their exit reports after one has failed, in seconds; a rank
+that waits in a collective of a device ignores SIGTERM."""
 TIMEOUT_GRACE = 5.0
 """Time from SIGTERM to SIGKILL after a timeout, in seconds; a hung process ignores SIGTERM."""
 
@@ -84,8 +89,9 @@ def run_entry(
         shutdown_timeout=max(1, round(launch.grace)),
     )
     watchdog = Watchdog(launch.timeout, folder)
+    peers = torch_distributed.on_rank_failure(partial(_kill_later, folder))
     try:
-        with signals.forward_signals(_SignalForwarder()), _silence_elastic_log(), watchdog:
+        with signals.forward_signals(_SignalForwarder()), _silence_elastic_log(), watchdog, peers:
             elastic_launch(config, run_with_affinity)(current_affinity(), entry, *arguments)
         outcome = next(
             (o for o in exit_reports.read_reports(folder) if o.status == "pruned"), Outcome("ok")
@@ -113,6 +119,32 @@ class _SignalForwarder:
             raise SignalException("a signal to the launcher", signal.Signals(number))
         if number == signal.SIGINT:
             processes.terminate(processes.descendants(), grace=0.0)
+
+
+def _kill_later(folder: Path, pids: Mapping[int, int]) -> None:
+    """Kill ranks that have no exit report after ``PEER_GRACE`` seconds.
+
+    The others have ended, or finish their W&B session.
+
+    Args:
+        folder: Run folder.
+        pids: Process IDs by rank.
+    """
+    ranks: dict[int, psutil.Process] = {}
+    for rank, pid in pids.items():
+        with suppress(psutil.NoSuchProcess):
+            ranks[rank] = psutil.Process(pid)
+
+    def kill() -> None:
+        reported_ranks = {outcome.rank for outcome in exit_reports.read_reports(folder)}
+        for rank, process in ranks.items():
+            if rank not in reported_ranks:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    timer = threading.Timer(PEER_GRACE, kill)
+    timer.daemon = True
+    timer.start()
 
 
 class Watchdog:
@@ -173,7 +205,13 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
     """
     outcomes = exit_reports.read_reports(folder)
     reported_ranks = {outcome.rank for outcome in outcomes}
+    causes = [
+        outcome for outcome in outcomes if outcome.status not in ("ok", "pruned", "interrupted")
+    ]
+    has_cause = any(not cause.peer_failure for cause in causes)
     for rank, failure in sorted(error.failures.items()):
+        if has_cause and failure.exitcode == -signal.SIGABRT:
+            continue  # NCCL aborts a rank that waits for a failed one
         if failure.exitcode < 0 and rank not in reported_ranks:
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
@@ -182,9 +220,6 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
             return exit_reports.read_crash(folder, rank) or Outcome(
                 "failed", f"rank {rank} was killed by {name}", rank
             )
-    causes = [
-        outcome for outcome in outcomes if outcome.status not in ("ok", "pruned", "interrupted")
-    ]
     if causes:
         return min(causes, key=lambda cause: cause.peer_failure)
     if outcomes and outcomes[0].status == "interrupted":
@@ -241,13 +276,14 @@ def train_as_rank(
 
 
 def begin_rank(folder: Path, grace: float) -> None:
-    """Set up signal handlers, stack dumps and the watch of the launcher in this rank process."""
+    """Set up signal handlers, dumps and the watch of the launcher in this rank process."""
     # Data loader workers have to be forked: spawned ones cannot import a trusted package of the
     # current folder.
     reset_start_method()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored by the fork server
     exit_reports.dump_stacks_on_signal(folder, int(os.environ["RANK"]))
     exit_reports.dump_stacks_on_crash(folder, int(os.environ["RANK"]))
+    flight_recorder.enable_recorder(folder, os.environ)
     _end_with_launcher(min(grace, ORPHAN_GRACE_S))
 
 

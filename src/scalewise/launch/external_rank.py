@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import exit_reports, locks, rendezvous, signals
+from scalewise.hardware import DeviceKind
+from scalewise.launch import exit_reports, flight_recorder, locks, rendezvous, signals
 from scalewise.launch.elastic import LAUNCHER_LOST_WAIT_S
 from scalewise.launch.job import (
     ExternalRank,
@@ -70,6 +72,7 @@ def _run_rank_job(
         with signals.raise_on_signals("before training began"):
             run_folder, resume = _broadcast_job(job_spec.run, run_folder, resume)
             exit_reports.dump_stacks_on_crash(run_folder, rank)
+            flight_recorder.enable_recorder(run_folder, os.environ)
             if run_folder != folder:
                 with suppress(OSError):
                     folder.rmdir()  # Hydra creates one for each rank
@@ -116,17 +119,21 @@ def _begin_job(
 
 def _broadcast_job(run: RunConfig, folder: Path, resume: Path | None) -> tuple[Path, Path | None]:
     """Initialize the process group; return the folder and checkpoint that rank 0 selected."""
-    on_cuda = run.hardware.device == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    device = None
+    if run.hardware.device is DeviceKind.cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         rendezvous.use_loopback()
-    if (store := _connect_store()) is None:
-        dist.init_process_group(backend)
-    else:
+    # Lightning passes both too, but to no group that exists.
+    options: dict[str, Any] = {
+        "device_id": device,
+        "timeout": timedelta(seconds=run.launch.collective_timeout),
+    }
+    if (store := _connect_store()) is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        options |= {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device else "gloo", **options)
     values: list[Any] = [folder, resume]
     dist.broadcast_object_list(values)
     return values[0], values[1]

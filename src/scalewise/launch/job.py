@@ -20,7 +20,14 @@ from scalewise.checkpoints import manifest
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError
 from scalewise.failures import report_errors
-from scalewise.launch import exit_reports, external_launcher, locks, processes, signals
+from scalewise.launch import (
+    exit_reports,
+    external_launcher,
+    flight_recorder,
+    locks,
+    processes,
+    signals,
+)
 from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
@@ -358,6 +365,7 @@ def finish_job(
     status: Status, outcome: Outcome, job_spec: JobSpec, attempts: int, folder: Path
 ) -> Result:
     """Write the outcome of a job to ``status.json`` and return the result."""
+    outcome = flight_recorder.add_dump_path(outcome, folder)
     with signals.ignore_signals():
         with report_errors(f"status.json of {folder} is not updated"):
             status.with_outcome(outcome, job_spec.run, attempts, folder).write(folder)

@@ -18,6 +18,8 @@ PEER_FAILURE_MESSAGES = (
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited or there was a network error",
+    "remote process exiting prematurely",
+    "NCCL communicator was aborted",
 )
 """Error messages of gloo and NCCL after the failure of a peer."""
 
@@ -90,7 +92,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # only an imported torch raises
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    messages = ("can't allocate memory", "out of memory", "cannot allocate memory")
+    messages = (
+        "can't allocate memory",
+        "out of memory",
+        "cannot allocate memory",
+        "_status_alloc_failed",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT: no workspace
+        "cufft_alloc_failed",
+        "device_allocation_failed",  # cuDNN 9
+    )
     return isinstance(error, RuntimeError | OSError) and any(
         message in str(error).lower() for message in messages
     )

@@ -20,7 +20,7 @@ from scalewise import regular_files
 from scalewise.compat.optuna_submitit import submit_command
 from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
-from scalewise.launch import executor, exit_reports, signals, slurm_cli
+from scalewise.launch import executor, exit_reports, flight_recorder, signals, slurm_cli
 from scalewise.launch.executor import StartCallback, SweepTask
 from scalewise.launch.job import Result
 from scalewise.run_config import RunConfig
@@ -236,6 +236,7 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
     tail = regular_files.read_text(log[0], errors="replace").splitlines()[-12:] if log else []
     name = _OUTCOMES.get(state, "failed")
     if outcome is not None:
+        outcome = flight_recorder.add_dump_path(outcome, folder)
         reason = f"{outcome.reason}; {reason}"
         tail = list(outcome.log_tail) or tail
     end = datetime.now(UTC)

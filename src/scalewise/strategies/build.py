@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
@@ -13,10 +14,17 @@ if TYPE_CHECKING:
 
 
 @lazy_dispatch
-def build_strategy(config: ParallelismConfig, device: DeviceKind) -> ParallelStrategy:
+def build_strategy(
+    config: ParallelismConfig, device: DeviceKind, timeout: timedelta
+) -> ParallelStrategy:
     """Build the Lightning strategy of ``config``, in the process of a rank.
 
-    ``device``: kind of the rank's device. A strategy registers a function for its config in the
-    module that ``config.implementation`` names.
+    A strategy registers a function for its config in the module that ``config.implementation``
+    names.
+
+    Args:
+        config: Config of the parallelism.
+        device: Kind of the rank's device.
+        timeout: Timeout of the collectives of the process group.
     """
     raise not_registered(build_strategy, config)

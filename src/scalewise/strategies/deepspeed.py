@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
     spec: DeepSpeedConfig
     run: RunConfig
 
-    def __init__(self, spec: DeepSpeedConfig, device: DeviceKind) -> None:
+    def __init__(self, spec: DeepSpeedConfig, device: DeviceKind, timeout: timedelta) -> None:
         os.environ["DS_ACCELERATOR"] = device.value  # read when deepspeed is first imported
         config = {"zero_optimization": {"stage": spec.stage}}
-        super().__init__(config=config, logging_level=logging.ERROR)
+        super().__init__(config=config, logging_level=logging.ERROR, timeout=timeout)
         self.spec, self._device = spec, device
         self._swap_folder = (
             SwapFolder(spec.nvme_path) if "async_io" in spec.native_extensions else None
@@ -271,5 +272,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
 
 @build_strategy.register
-def _build_deepspeed(config: DeepSpeedConfig, device: DeviceKind) -> ScalewiseDeepSpeedStrategy:
-    return ScalewiseDeepSpeedStrategy(config, device)
+def _build_deepspeed(
+    config: DeepSpeedConfig, device: DeviceKind, timeout: timedelta
+) -> ScalewiseDeepSpeedStrategy:
+    return ScalewiseDeepSpeedStrategy(config, device, timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -60,8 +61,8 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
     spec: MeshConfig
     has_sharded_state = True
 
-    def __init__(self, spec: MeshConfig) -> None:
-        super().__init__()
+    def __init__(self, spec: MeshConfig, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
         self.spec = spec
         self._sequence_sharding: SequenceSharding | None = None
         self._pipeline: PipelineRunner | None = None
@@ -235,5 +236,5 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
 
 
 @build_strategy.register
-def _build_mesh(config: MeshConfig, device: DeviceKind) -> ParallelStrategy:
-    return SingleDevice(device) if config.world_size == 1 else MeshStrategy(config)
+def _build_mesh(config: MeshConfig, device: DeviceKind, timeout: timedelta) -> ParallelStrategy:
+    return SingleDevice(device) if config.world_size == 1 else MeshStrategy(config, timeout)

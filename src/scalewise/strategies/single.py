@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -20,5 +22,5 @@ class SingleDevice(ParallelStrategy, SingleDeviceStrategy):
 
 
 @build_strategy.register
-def _build_single(config: SingleConfig, device: DeviceKind) -> SingleDevice:
+def _build_single(config: SingleConfig, device: DeviceKind, timeout: timedelta) -> SingleDevice:
     return SingleDevice(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
@@ -48,7 +49,7 @@ def fake_training(
 
 def _fake_strategy(run: RunConfig) -> ParallelStrategy:
     """Parallelism strategy of a run in the fake process group of ``fake_ranks``."""
-    strategy = build_strategy(run.parallelism, DeviceKind.cpu)
+    strategy = build_strategy(run.parallelism, DeviceKind.cpu, timedelta())
     if isinstance(strategy, MeshStrategy):
         strategy.parallel_devices = [torch.device("cpu")]
         # The fake process group exists already; Lightning would create a real one.

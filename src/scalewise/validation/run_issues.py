@@ -35,7 +35,7 @@ from scalewise.validation.trainer_rules import (
 
 NAME_PATTERN = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
 """Pattern of valid run names: limits of W&B and of folder names."""
-SECONDS_FIELDS = ("launch.timeout", "launch.grace")
+SECONDS_FIELDS = ("launch.timeout", "launch.grace", "launch.collective_timeout")
 """Fields in seconds."""
 MAX_WAIT_SECONDS = 10**9
 """Maximum of ``SECONDS_FIELDS``: 30 years, below the 290 years of kernel timers."""

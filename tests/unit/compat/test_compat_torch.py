@@ -3,7 +3,9 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from inspect import getsource, signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Replicate
+from torch.multiprocessing.spawn import ProcessContext
 from torch.nn import functional as F
 from torch.optim import Muon
 from torch.utils.checkpoint import checkpoint
@@ -40,6 +44,30 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_failed_rank_is_reported_before_torch_elastic_waits_for_the_others() -> None:
+    calls: list[str] = []
+    processes = [SimpleNamespace(pid=pid, join=lambda t: calls.append("join")) for pid in (70, 71)]
+    context: Any = SimpleNamespace(processes=processes)
+    method = ProcessContext._join_procs_with_timeout
+    with torch_distributed.on_rank_failure(lambda pids: calls.append(str(pids))):
+        ProcessContext._join_procs_with_timeout(context, 0.0)
+    assert calls == ["{0: 70, 1: 71}", "join", "join"]
+    assert ProcessContext._join_procs_with_timeout is method
+    source = getsource(ProcessContext.join)
+    assert source.index("process.terminate()") < source.index(
+        "self._join_procs_with_timeout(30 if grace_period is None else grace_period)"
+    )
+    assert "self._pc.join(-1)" in getsource(MultiprocessContext._poll)
+
+
+def test_timeout_of_all_groups_is_set(one_rank: None) -> None:
+    groups: list[Any] = [dist.group.WORLD, dist.new_group([0])]
+    torch_distributed.set_group_timeouts(timedelta(seconds=7))
+    for group in groups:
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=7)
 
 
 def test_dispatch_mode_sees_operators_also_of_the_backward_pass() -> None:

@@ -29,6 +29,27 @@ from scalewise.launch.outcomes import LOG_LINES, Outcome, outcome_of_exception
             "you tried",
             0,
         ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "out_of_memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            0,
+        ),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+            "out_of_memory",
+            "CUDNN_STATUS_ALLOC_FAILED",
+            0,
+        ),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            "out_of_memory",
+            "DEVICE_ALLOCATION_FAILED",
+            0,
+        ),
+        (RuntimeError("NCCL communicator was aborted on rank 0"), "failed", "lost the connec", 0),
         (OSError(12, "Cannot allocate memory"), "out_of_memory", "Cannot allocate", 0),
         (RuntimeError("mat1 and mat2"), "failed", "RuntimeError: mat1 and mat2", 0),
         (ValueError("out of memory"), "failed", "ValueError: out of memory", 0),

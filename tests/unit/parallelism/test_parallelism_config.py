@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from lightning.pytorch import strategies
@@ -167,6 +168,6 @@ def test_open_mesh_sizes_are_resolved() -> None:
 def test_parallelism_configs_build_lightning_strategies(
     spec: ParallelismConfig, expected: str
 ) -> None:
-    strategy = build_strategy(spec, DeviceKind.cpu)
+    strategy = build_strategy(spec, DeviceKind.cpu, timedelta(seconds=7))
     assert isinstance(strategy, ParallelStrategy)
     assert isinstance(strategy, getattr(strategies, expected))
