@@ -19,6 +19,7 @@ from scalewise.console import print_lines
 from scalewise.errors import EXIT_CODES, ScalewiseError, format_value
 from scalewise.failures import describe_exception
 from scalewise.launch import external_launcher
+from scalewise.torch_environment import set_torch_variables
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 """Environment variable that enables tracebacks, as in any Hydra application."""
@@ -50,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     console.open_standard_streams()
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # no imports from this folder
-    # Before torch is imported: on a busy processor, spinning OpenMP threads are 10x slower.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    set_torch_variables(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides profiler warnings
     with console.shield_streams():
         try:

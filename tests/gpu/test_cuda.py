@@ -1,5 +1,8 @@
 """Tests that require a CUDA device; run by ``make gpu``."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups
 from scalewise.precision.config import FIRST_CAPABILITY
+from scalewise.training.device_setup import device_cores
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,3 +203,42 @@ def test_calibrate_writes_a_profile_of_the_device(
         value = figures[name]
         assert isinstance(value, float), name
         assert value > 0, name
+
+
+def test_allocator_has_expandable_segments(tmp_path: Path) -> None:
+    code = (
+        "import os; from scalewise.torch_environment import set_torch_variables;"
+        "set_torch_variables(os.environ); import torch; torch.ones(1, device='cuda');"
+        "print({segment['is_expandable'] for segment in torch.cuda.memory_snapshot()})"
+    )
+    environment = {key: os.environ[key] for key in os.environ if "ALLOC_CONF" not in key}
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == "{True}"
+
+
+def test_rank_runs_on_cores_next_to_its_device() -> None:
+    cores = device_cores(0)
+    assert cores
+    assert cores <= set(range(os.cpu_count() or 0))
+
+
+def test_hung_rank_leaves_a_flight_recorder_dump(tmp_path: Path) -> None:
+    """On one device NCCL has one rank, whose collectives cannot hang: the dump needs two."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("requires two CUDA devices")
+    overrides = ["parallelism=ddp", "launch.collective_timeout=10", "+inject=hang"]
+    run = scalewise.compose([*SMOKE_RUN, *overrides, "callbacks.inject.rank=1"])
+    result = scalewise.train(run, tmp_path / "run")
+    assert result.status == "failed"
+    assert f"NCCL Flight Recorder: {tmp_path / 'run'}/flight_recorder_rank_*" in result.reason
+    assert (tmp_path / "run" / "flight_recorder_rank_0").exists()
+
+
+def test_out_of_memory_at_the_limit_ends_all_ranks(tmp_path: Path) -> None:
+    ranks = min(2, torch.cuda.device_count())
+    overrides = ["launch.isolation=process", "launch.memory_limit_gib=0.05", "model.width=1024"]
+    if ranks == 2:
+        overrides.append("parallelism=ddp")
+    result = scalewise.train(scalewise.compose([*SMOKE_RUN, *overrides]), tmp_path / "run")
+    assert result.status == "out_of_memory", result.reason

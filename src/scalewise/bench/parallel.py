@@ -25,8 +25,9 @@ from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, read_json, write_json
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
+from scalewise.training.device_setup import RankInfo, set_device
 from scalewise.training.lightning_module import TrainingModule
-from scalewise.training.trainer import RankInfo, build_trainer, set_device, silence_lightning
+from scalewise.training.trainer import build_trainer, silence_lightning
 from scalewise.units import format_seconds
 
 WARM_UP_STEPS = 4

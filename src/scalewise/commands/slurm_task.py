@@ -28,6 +28,7 @@ from scalewise.launch.job import (
 )
 from scalewise.launch.outcomes import Outcome, outcome_of_exception
 from scalewise.run_files import read_json, write_json
+from scalewise.torch_environment import set_torch_variables
 from scalewise.validation.run_issues import iter_machine_issues
 
 
@@ -129,7 +130,7 @@ def _requeue_outcome(time_limit_near: bool) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
+    set_torch_variables(os.environ)
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # child processes import no code from this folder
     code = main(sys.argv[1:])
     sys.stdout.flush()

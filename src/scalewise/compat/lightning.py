@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from scalewise.compat import PrivateNames
 
 __all__ = [
-    "HookedDDPStrategy",
     "call_through_wrapper",
     "configure_optimizers",
     "data_fetcher",
@@ -50,19 +49,9 @@ if not TYPE_CHECKING:
     __getattr__ = private.missing_name
 
 
-class HookedDDPStrategy(DDPStrategy):
-    """Lightning's DDP strategy with hooks on every device; the public option is for CUDA only."""
-
-    def register_hooks(self) -> None:
-        """Register communication hooks with the DDP module; called when it is built."""
-
-    def _register_ddp_hooks(self) -> None:
-        self.register_hooks()
-
-
 @private.reads("_ddp_kwargs")
 def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
-    """Arguments of the DDP module that will be built; the public API sets them only."""
+    """Arguments of the DDP module; the public API sets them only."""
     return strategy._ddp_kwargs
 
 

@@ -20,7 +20,8 @@ MAX_PROBE_MICRO_BATCHES = {DeviceKind.cuda: 2, DeviceKind.cpu: 8}
 On the CPU, fragmentation grows with each one, until the largest tensor does not fit."""
 
 PROBE_HEADROOM = 0.05
-"""Fraction of ``launch.memory_limit_gib`` that a probe leaves free, as peaks vary between runs."""
+"""Fraction of ``launch.memory_limit_gib``, or of a CUDA device's memory without one, that a probe
+leaves free, as peaks vary between runs."""
 
 
 def probe_status(run: RunConfig) -> str:
@@ -45,6 +46,9 @@ def shorten_run(run: RunConfig) -> RunConfig:
     On the CPU it also saves a checkpoint, which allocates main memory.
     """
     trainer, checkpoint, memory_limit = run.trainer, run.checkpoint, run.launch.memory_limit_gib
+    hardware = run.hardware
+    if hardware.device is DeviceKind.cuda and hardware.memory_gib is not None:
+        memory_limit = memory_limit or hardware.memory_gib - hardware.context_gib
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return replace(
         run,

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from scalewise.launch import signals
+from scalewise.torch_environment import set_torch_variables
 from scalewise.units import GIB, KIB
 
 PRELOAD_MODULE = "scalewise.launch.forkserver_preload"
@@ -31,8 +32,7 @@ def start_forkserver(imports: Iterable[str] = ()) -> None:
     ``imports``: additional modules. Returns before the imports are complete. Later calls in this
     process have no effect.
     """
-    # Set before torch is imported: spinning OpenMP threads are 10x slower on a busy machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    set_torch_variables(os.environ)
     multiprocessing.set_forkserver_preload([PRELOAD_MODULE, *imports])
     # The forkserver inherits the ignored signals, as Ctrl-C reaches it too.
     with signals.ignore_signals(), _use_safe_path():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
+
+import torch
 
 from scalewise import console
 from scalewise.hardware import DeviceKind
@@ -14,9 +17,9 @@ from scalewise.launch.rank_mode import InProcess, run_ranks
 from scalewise.run_config import RunConfig
 from scalewise.run_files import WANDB_FACTS, write_json
 from scalewise.tracking.wandb_session import NullSession, open_session
+from scalewise.training.device_setup import RankInfo
 from scalewise.training.fit import fit_run
 from scalewise.training.signal_stop import STOP
-from scalewise.training.trainer import RankInfo
 
 
 @run_ranks.register(InProcess)
@@ -28,7 +31,11 @@ def _run_in_process(
     tracking_metadata: dict[str, object] | None,
 ) -> Outcome:
     with signals.restore_handlers():
-        return run_attempt(run, folder, resume, tracking_metadata)
+        outcome = run_attempt(run, folder, resume, tracking_metadata)
+    if run.hardware.device is DeviceKind.cuda and run.world_size == 1:
+        gc.collect()  # the trainer and its modules refer to each other
+        torch.cuda.empty_cache()
+    return outcome
 
 
 def run_attempt(

@@ -269,6 +269,15 @@ class ParallelStrategy(Strategy):
         for optimizer, counts in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer_state_dict.set_counts_or_settings(optimizer, counts)
 
+    def teardown(self) -> None:
+        """Release the module's wrapper; neither model nor optimizer state is copied to the host.
+
+        Does not wait for the device, whose collectives do not end if another rank has failed.
+        """
+        self.model = self.lightning_module
+        self.precision_plugin.teardown()
+        self.checkpoint_io.teardown()
+
     def _parameter_names(self) -> dict[nn.Parameter, str]:
         assert self.lightning_module is not None
         named_parameters = self.lightning_module.named_parameters()

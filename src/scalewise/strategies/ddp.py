@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -21,7 +23,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from scalewise.compat.lightning import HookedDDPStrategy, ddp_arguments
+from scalewise.compat.lightning import ddp_arguments
 from scalewise.hardware import DeviceKind
 from scalewise.optimizers.build import build_from_groups, build_parameter_groups
 from scalewise.parallelism.ddp import CommHook, DDPConfig
@@ -37,13 +39,14 @@ CONSTANT_BUFFERS: dict[str, Any] = {_BUFFERS_NAME if _HAS_NEW_NAME else "broadca
 """Disables the broadcast of buffers at each forward pass: they depend on shapes alone."""
 
 
-class DataParallelStrategy(ParallelStrategy, HookedDDPStrategy):
+class DataParallelStrategy(ParallelStrategy, DDPStrategy):
     """Lightning's DDP strategy, with communication hooks on every device."""
 
     spec: DDPConfig
 
-    def __init__(self, spec: DDPConfig) -> None:
+    def __init__(self, spec: DDPConfig, timeout: timedelta) -> None:
         super().__init__(
+            timeout=timeout,
             bucket_cap_mb=spec.bucket_mib,
             gradient_as_bucket_view=spec.gradient_as_bucket_view,
             static_graph=spec.static_graph,
@@ -71,12 +74,21 @@ class DataParallelStrategy(ParallelStrategy, HookedDDPStrategy):
         optimizer_class: Any = partial(build_from_groups, run.optimizer)
         return ZeroRedundancyOptimizer(groups, optimizer_class)
 
-    def register_hooks(self) -> None:
-        """Register the communication hook of the config with the DDP module."""
+    def configure_ddp(self) -> None:
+        """Wrap the module in DDP, with the communication hook of the config.
+
+        On the current stream: on Lightning's side stream, backward passes wait for each gradient.
+        """
+        assert self.model is not None
+        self.model = DistributedDataParallel(
+            self.model, device_ids=self.determine_ddp_device_ids(), **ddp_arguments(self)
+        )
+        self._register_comm_hook(self.model)
+
+    def _register_comm_hook(self, module: DistributedDataParallel) -> None:
         hook = self.spec.comm_hook
         if hook is CommHook.none:
             return
-        assert isinstance(self.model, DistributedDataParallel)
         if hook is CommHook.post_local_sgd:
             local_group, _ = dist.new_subgroups(group_size=1)
             state: Any = post_localSGD_hook.PostLocalSGDState(
@@ -95,7 +107,7 @@ class DataParallelStrategy(ParallelStrategy, HookedDDPStrategy):
                 function = default_hooks.fp16_compress_wrapper(function)
         else:
             state, function = None, getattr(default_hooks, f"{hook}_compress_hook")
-        self.model.register_comm_hook(state, function)
+        module.register_comm_hook(state, function)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -124,5 +136,5 @@ class DataParallelStrategy(ParallelStrategy, HookedDDPStrategy):
 
 
 @build_strategy.register
-def _build_ddp(config: DDPConfig, device: DeviceKind) -> DataParallelStrategy:
-    return DataParallelStrategy(config)
+def _build_ddp(config: DDPConfig, device: DeviceKind, timeout: timedelta) -> DataParallelStrategy:
+    return DataParallelStrategy(config, timeout)

@@ -18,16 +18,10 @@ from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.reference_logprobs import ReferenceLogProbs
+from scalewise.training.device_setup import RankInfo, set_device
 from scalewise.training.lightning_module import TrainingModule
 from scalewise.training.signal_stop import STOP
-from scalewise.training.trainer import (
-    RankInfo,
-    build_trainer,
-    log_notes,
-    set_device,
-    silence_lightning,
-    write_summary,
-)
+from scalewise.training.trainer import build_trainer, log_notes, silence_lightning, write_summary
 from scalewise.training.user_module import fit_user_module
 
 COST_PREFIXES = ("memory/", "throughput/", "time/")
@@ -57,7 +51,7 @@ def fit_run(
         return
     splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
     steps = run.num_steps(len(splits.train))
-    start = manifest.verify_checkpoint(resume) if resume else 0
+    start = manifest.step_of(resume) if resume else 0
     if resume:
         trained_run.check_tokenizer(splits, resume.parents[1])
     if rank_info.rank == 0:

@@ -1,4 +1,4 @@
-"""Lightning Trainer of a run, device setup and ``summary.json``, for any module."""
+"""Lightning Trainer of a run and ``summary.json``, for any module."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
@@ -27,38 +26,15 @@ from scalewise.tracking.wandb_session import NullSession
 from scalewise.training.callbacks.checkpointing import CheckpointSaver
 from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, MetricsRecorder, Row
 from scalewise.training.callbacks.pruning import Pruning
+from scalewise.training.callbacks.rank_process import RankProcess
+from scalewise.training.device_setup import RankInfo
 from scalewise.training.fp16_precision import FP16Precision
 from scalewise.training.import_class import instantiate_callbacks
-from scalewise.units import GIB
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_FRACTION = 0.1
 """Fraction of the steps excluded from medians, while caches and allocators warm up."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Rank of this process."""
-
-    rank: int
-    """Global rank."""
-    local_rank: int
-    """Rank within the node."""
-    local_world_size: int
-    """Number of ranks on the node."""
-
-
-def set_device(run: RunConfig, rank_info: RankInfo) -> None:
-    """Select the device of this process, its memory limit and its number of CPU threads."""
-    torch.set_float32_matmul_precision(run.precision.matmul_precision)
-    if run.hardware.device is DeviceKind.cuda:
-        torch.cuda.set_device(rank_info.local_rank)
-        if (limit := run.launch.memory_limit_gib) is not None:
-            total_bytes = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / total_bytes))
-    elif run.world_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // rank_info.local_world_size))
 
 
 def build_trainer(
@@ -85,6 +61,7 @@ def build_trainer(
     """
     saver, wait_marker = CheckpointSaver(run, folder), DataWaitMarker(recorder)
     callbacks: list[Callback] = [
+        RankProcess(run),
         *first_callbacks,
         recorder,
         *instantiate_callbacks(run),
@@ -93,13 +70,14 @@ def build_trainer(
         wait_marker,
     ]
     every = run.trainer.validate_every
+    timeout = timedelta(seconds=run.launch.collective_timeout)
     has_launcher = launched_world_size() is not None
     is_fp16 = run.precision.compute is FloatFormat.fp16
     defaults: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": rank_info.local_world_size if run.world_size > 1 else 1,
         "num_nodes": max(1, run.world_size // rank_info.local_world_size),
-        "strategy": build_strategy(run.parallelism, run.hardware.device),
+        "strategy": build_strategy(run.parallelism, run.hardware.device, timeout),
         "precision": None if is_fp16 else run.precision.lightning_precision(),
         # An explicit environment keeps Lightning from detecting a cluster.
         "plugins": [

@@ -29,9 +29,9 @@ from scalewise.training import import_class
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row, trainer_strategy
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
+from scalewise.training.device_setup import RankInfo
 from scalewise.training.signal_stop import STOP
 from scalewise.training.trainer import (
-    RankInfo,
     build_trainer,
     log_notes,
     silence_lightning,
@@ -60,7 +60,7 @@ def fit_user_module(
     run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
     """Train a user-defined module; the arguments are those of ``fit_run``."""
-    start = manifest.verify_checkpoint(resume) if resume else 0
+    start = manifest.step_of(resume) if resume else 0
     files: list[MetricsFile] = []
     terminals: list[ProgressDisplay] = []
 

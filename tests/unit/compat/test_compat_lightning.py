@@ -69,20 +69,6 @@ def loader(count: int) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(count)).view(-1, 1), batch_size=1)  # type: ignore[arg-type]
 
 
-def test_hooked_ddp_registers_hooks_when_the_module_is_built() -> None:
-    assert not hasattr(DDPStrategy, "register_hooks")
-    assert "self._register_ddp_hooks()" in getsource(DDPStrategy.configure_ddp)
-    calls: list[object] = []
-
-    class Strategy(lightning.HookedDDPStrategy):
-        def register_hooks(self) -> None:
-            calls.append(self)
-
-    strategy = Strategy()
-    strategy._register_ddp_hooks()
-    assert calls == [strategy]
-
-
 def test_ddp_arguments_are_passed_to_the_ddp_module() -> None:
     strategy = DDPStrategy(static_graph=True, bucket_cap_mb=3)
     assert lightning.ddp_arguments(strategy) == {"static_graph": True, "bucket_cap_mb": 3}

@@ -195,6 +195,19 @@ def test_micro_batch_trial_is_a_short_run(compose: Compose) -> None:
     assert (short_run.trainer.max_steps, short_run.accumulation, short_run.micro_batch) == (2, 8, 4)
     on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))
     assert shorten_run(on_gpu).accumulation == 2
+    assert short_run.launch.memory_limit_gib is None
     assert short_run.checkpoint == CheckpointConfig(best=False, at_end=True)
     assert check_fit(short_run).breakdown.peak == check_fit(run).breakdown.peak
     assert shorten_run(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "memory", "probe_limit"), [(None, 80.5, 76.0), (40.0, 80.5, 38.0), (None, None, None)]
+)
+def test_micro_batch_trial_on_cuda_leaves_headroom(
+    compose: Compose, limit: float | None, memory: float | None, probe_limit: float | None
+) -> None:
+    run = compose("experiment=smoke", "hardware=cpu", "trainer.micro_batch=4")
+    hardware = replace(run.hardware, device=DeviceKind.cuda, memory_gib=memory, context_gib=0.5)
+    run = replace(run, hardware=hardware, launch=replace(run.launch, memory_limit_gib=limit))
+    assert shorten_run(run).launch.memory_limit_gib == probe_limit
