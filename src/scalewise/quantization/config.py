@@ -21,6 +21,7 @@ BLOCK_ELEMENTS = 64
 SCALES_PER_BLOCK = 256
 """Scales per second-level scale."""
 FP32_BYTES = 4
+"""Bytes of a scale, and of a 32-bit word."""
 CODES_PER_WORD = 8
 """4-bit codes per exported 32-bit word."""
 
