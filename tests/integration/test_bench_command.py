@@ -74,7 +74,7 @@ def test_step_overhead_is_small_compared_with_a_plain_loop(run_cli: CliRunner) -
     result = run_cli("parallel", command="bench", timeout=280).assert_ok()
     record = result.folder.json("parallel.json")
     for strategy, layout_record in record["layouts"].items():
-        noise = max(1.0, layout_record["self_check"]["median"])  # two hand-written loops are alike
+        noise = max(1.0, layout_record["self_check"]["median"])  # both loops are hand-written
         assert layout_record["ratio"]["low"] <= BOUND * noise, (strategy, layout_record)
     assert min(record["launch_s"]["all"]) <= LAUNCH_BOUND
 
@@ -112,7 +112,7 @@ def test_throttled_link_has_the_requested_bandwidth() -> None:
             assert listener.wait(30) == 0
         seconds, sent_bytes = time.monotonic() - start_time, link.read_sent_bytes(1) - bytes_before
     assert 2_000_000 < sent_bytes < 2_400_000
-    assert seconds > (2_000_000 - 300_000) / (40e6 / 8)  # a burst goes through at once
+    assert seconds > (2_000_000 - 300_000) / (40e6 / 8)  # a burst passes without delay
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert not set(link.names) & set(namespaces.stdout.split())
 

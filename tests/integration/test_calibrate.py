@@ -30,7 +30,7 @@ def test_calibrate_measures_a_profile_that_plan_uses(run_cli: CliRunner) -> None
     text = profile(run_cli.cwd, "mine")
     assert text.startswith("# Measured by `scalewise calibrate` on 20")
     assert "torch 2." in text.splitlines()[0]
-    assert "launch_us " in text.split("defaults:")[0]  # its spread
+    assert "launch_us " in text.split("defaults:")[0]  # relative spread
     profile_options = yaml.safe_load(text)
     assert profile_options.keys() >= KEYS
     assert all(profile_options[key] > 0 for key in KEYS)

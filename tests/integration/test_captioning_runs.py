@@ -72,7 +72,7 @@ def test_captioning_run_captions_held_out_images(run_cli: CliRunner) -> None:
     result = run_cli(TINY, "tracking=none").assert_ok()
     assert result.seconds < 120
     metrics = result.folder.summary["metrics"]
-    assert metrics["val/loss_first"] > 3  # nats a token
+    assert metrics["val/loss_first"] > 3  # nats per token
     assert metrics["val/loss"] < 0.25
     assert cli.main(["evaluate", str(result.folder.path)]) == 0
     (evaluation,) = json.loads((result.folder.path / "evaluation.json").read_text("utf-8")).values()

@@ -56,7 +56,7 @@ class Trapped:
         imported_names = self.marker.read_text() if self.marker.exists() else ""
         assert imported_names == "", f"{command} imported {imported_names.split()}"
         assert "was imported" not in result.transcript
-        # torch makes one cache folder a user, whatever is run.
+        # torch creates one cache folder per user in any run.
         inductor_cache = f"torchinductor_{getpass.getuser()}"
         remaining_files = sorted(
             path.name for path in self.temporary.iterdir() if path.name != inductor_cache

@@ -141,7 +141,7 @@ SAMPLES = {
     "resume": (1, 8),
     "resume_sweep": (0, 8),
 }
-"""How many cases are drawn for ``make test``, and how many times 25 for the exhaustive tests."""
+"""Sampled cases for ``make test``, and multiples of 25 for the exhaustive tests."""
 
 
 @pytest.mark.parametrize("command", SAMPLES)

@@ -36,10 +36,10 @@ ADAMW = (
 )
 SGD = (*ADAMW, "optimizer=sgd", "optimizer.lr=0.3")
 LARGER_MODEL = ("model.width=128", "model.feedforward=512", "model.layers=6")
-"""More than a MiB of masters on a rank: what is smaller DeepSpeed leaves in memory."""
+"""More than 1 MiB of master weights per rank: DeepSpeed keeps smaller ones in memory."""
 
 EXHAUSTIVE = pytest.mark.exhaustive
-"""Compiles for a minute or three where it has not been done, and trains larger models."""
+"""Compiles extensions for up to three minutes, and trains larger models."""
 
 OFFLOAD_STRATEGIES = {
     "deepspeed_zero1_offload": ("parallelism=deepspeed_zero1", "parallelism.offload_optimizer=cpu"),
@@ -96,7 +96,7 @@ def test_deepspeed_offload_equals_one_device(strategy: str, run_job: JobRunner) 
 @pytest.mark.parametrize(
     "kind",
     [
-        "zero3",  # the stage that shares out most
+        "zero3",  # the stage that partitions most
         *(pytest.param(kind, marks=EXHAUSTIVE) for kind in ("zero1", "zero2", *BF16)),
         *OFFLOAD_PARAMS,
     ],
@@ -206,7 +206,7 @@ def test_zero_partition_memory_is_exact(stage: int, run_job: JobRunner) -> None:
     norms = sum(4 * weight.numel for weight in model.weight_census() if weight.numel < 100)
     weight_bytes = (
         weights if stage < 3 else partition_bytes + norms
-    )  # stage 3 keeps whole what is small
+    )  # stage 3 does not partition small parameters
     master_bytes = partition_bytes
     assert metrics["memory/parameters_bytes"] == weight_bytes + master_bytes + buffers
     assert metrics["memory/gradients_bytes"] == pytest.approx(partition_bytes, abs=64)  # padded

@@ -202,7 +202,7 @@ def test_evaluate_rejects_changed_data(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(CheckpointError, match=reason_text):
         scalewise.train(scalewise.compose([*SMOKE_RUN, *more]), tmp_path / "again")
 
-    text.unlink()  # what was learnt can be taken away without what it was learnt from
+    text.unlink()  # the run can be used without its training data
     assert cli.main(["export", str(run.path), f"to={tmp_path}/there"]) == 0
     assert (tmp_path / "there" / "tokenizer.json").read_bytes() == earlier_bytes
 

@@ -113,7 +113,7 @@ EXHAUSTIVE_CASES = (
 TOKENS_BT = torch.arange(64).reshape(2, 32)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # PEFT asks it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # PEFT reads it
 @pytest.mark.parametrize(
     "case",
     [
@@ -143,7 +143,9 @@ def test_export_writes_adapters_merged_and_separate(case: str, tmp_path: Path) -
     base = AutoModelForCausalLM.from_pretrained(adapter_folder / "base")
     assert_close(PeftModel.from_pretrained(base, adapter_folder), trained_logits)
 
-    if case == "pissa":  # alone it is LoRA of twice the rank, beside the model's own matrices
+    if (
+        case == "pissa"
+    ):  # separately exported, it is LoRA of twice the rank on the original matrices
         second_adapter = (
             "adapter=lora",
             "adapter.rank=8",
@@ -184,7 +186,7 @@ def test_export_command_writes_a_folder_once(
     card = (export_folder / "README.md").read_text("utf-8")
     assert "after 4 of 4 steps" in card
     assert "scalewise train experiment=smoke" in card
-    (result.folder / "summary.json").unlink()  # as of a run that was killed
+    (result.folder / "summary.json").unlink()  # as in a killed run
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/killed"]) == 0
     capsys.readouterr()
     assert "a run that did not finish" in (tmp_path / "killed" / "README.md").read_text("utf-8")

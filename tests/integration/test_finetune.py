@@ -37,7 +37,7 @@ def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
     assert [step_metrics["plan/peak_bytes"] for step_metrics in metrics] == pytest.approx(
         peaks, rel=0.05
     )
-    # From packed rows until fewer bits, or weights, are trained, memory and time change alone.
+    # From packing until fewer bits or weights are trained, only memory and time change.
     losses = [step_metrics["train/loss"] for step_metrics in metrics[1:7]]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     page = (result.folder.path / "report.html").read_text("utf-8")

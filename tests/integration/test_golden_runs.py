@@ -48,12 +48,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pipeline x shards": (*LLAMA, *mesh(pipeline=2, shards=2)),
 }
 MACHINE = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-"""Equal bits are expected of equal kernels alone."""
+"""Bitwise equal results are expected for equal kernels only."""
 OPEN_MAPPINGS = {
     "status": {"machine", "versions", "choices"},
     "plan": {"ledger", "phases", "step_parts"},
 }
-"""Of these keys of a file the keys below are not frozen: they name what a run happens to have."""
+"""Keys below these keys of a file are not frozen, because they depend on the run."""
 
 
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:

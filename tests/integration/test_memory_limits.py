@@ -29,7 +29,7 @@ WIDE_RUN = (
     "trainer.validate_every=null",
     "schedule.warmup_steps=0",
 )
-"""State of a gigabyte, next to which a process is small, and few rows."""
+"""State of 1 GB, much larger than a process, and few samples."""
 RUN_OVERRIDES = [
     (),
     ("precision=bf16_mixed", "checkpoint=none"),

@@ -27,7 +27,7 @@ LARGE_RUN = (
     "trainer.micro_batch=auto",
     "trainer.validate_every=null",
 )
-"""Activations of a gigabyte at 64 rows, next to which a process is small."""
+"""Activations of 1 GB with 64 samples, much larger than a process."""
 
 
 @pytest.mark.exhaustive

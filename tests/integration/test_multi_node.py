@@ -49,7 +49,7 @@ def start_agents(runner: CliRunner, *overrides: str, restarts: int = 0) -> list[
             {
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
-                # Else agents that count restarts differently find addresses of the dead.
+                # Otherwise agents with different restart counts find addresses of ended processes.
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
         )

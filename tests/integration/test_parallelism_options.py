@@ -18,7 +18,7 @@ SHORT_RUN = (
 
 
 CI_STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
-"""Those that CI starts from a line; it takes steps in the others too (numerics)."""
+"""Strategies that CI starts on the command line; numerics tests train the others."""
 
 
 @pytest.mark.usefixtures("deepspeed_extensions")

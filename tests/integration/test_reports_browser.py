@@ -71,7 +71,7 @@ def probe(path: Path, tmp_path: Path, width: int, dark_theme: bool) -> dict[str,
     copy = tmp_path / "probe.html"
     copy.write_text(source.replace("</body>", PROBE_SCRIPT), "utf-8")
     target = copy
-    if width < 500:  # a window is never narrower: the page stands in a frame
+    if width < 500:  # windows have a minimum width: the page is shown in a frame
         target = tmp_path / "frame.html"
         target.write_text(FRAME_PAGE.replace("WIDTH", str(width)), "utf-8")
     theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark_theme else []
@@ -106,7 +106,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 NUM_CHARTS = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 10}
-"""How many pictures each page shows at one width."""
+"""Number of charts of each page at one width."""
 
 
 @pytest.mark.parametrize("dark_theme", [False, True], ids=["light", "dark"])

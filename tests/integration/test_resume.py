@@ -272,7 +272,7 @@ def test_run_killed_at_a_random_time_resumes(
             process.process.wait(rng.random() * 0.4)
         process.kill()
         result = process.wait()
-        if result.code == 0:  # it was quicker than the moment
+        if result.code == 0:  # the run ended before the kill
             break
     else:
         result = run_cli(*overrides).assert_ok()

@@ -16,7 +16,7 @@ from scalewise.config import paths
 
 STEPS = 6
 SEED = 23
-"""Of the steps at which runs are killed; printed with each."""
+"""Seed of the steps at which runs are killed; printed with each step."""
 SMALL_RUN = (
     *TINY_DECODER,
     *LLAMA,
@@ -30,7 +30,7 @@ SMALL_RUN = (
     "checkpoint.keep=0",
 )
 WIDE_MODEL = ("model.width=128", "model.feedforward=384")
-"""Matrices that are large enough for moments of few bits, on each of two ranks too."""
+"""Matrices that are large enough for low-bit moments, also on two ranks."""
 LOW_BIT_OPTIMIZERS = ("adamw_8bit", "adamw_4bit")
 
 
@@ -71,7 +71,7 @@ def run_kinds() -> dict[str, tuple[str, ...]]:
         )
     for strategy in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
         overrides_by_kind[f"parallelism={strategy}"] = (f"parallelism={strategy}",)
-    del overrides_by_kind["optimizer=module"]  # of a user's module, which brings its own
+    del overrides_by_kind["optimizer=module"]  # requires a user-defined class
     return overrides_by_kind
 
 

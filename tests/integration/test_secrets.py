@@ -32,7 +32,7 @@ SECRET_PARTS = (
     "fedcba9876543210",
     "KEYofBASEurl55",
 )
-"""What tells that a secret got out, in whatever form."""
+"""Parts of secrets that reveal a leak in any form."""
 
 
 def assert_nowhere(result: Iterable[CliResult], server: WandbServer | None = None) -> None:

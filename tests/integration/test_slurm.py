@@ -76,7 +76,7 @@ class Sweep:
         def again() -> bool:
             time.sleep(0.5)
             if self.slurm.jobs().get(self.id(index)) == "PENDING":
-                time.sleep(2)  # a node takes no job within the second in which it ended it
+                time.sleep(2)  # a node accepts no job in the second in which its last job ended
                 self.slurm.start_now(self.id(index))
             return read_json(self.job(index).path / "status.json").get("attempts") == 2
 
@@ -184,7 +184,7 @@ def test_slurm_preemption_requeues_jobs(partition: str, submit: Callable[..., Sw
         "/".join(sweep.folder.path.parts[-2:])
     }
     assert len({attempt_state["run"]["run_id"] for attempt_state in attempt_states}) == 2
-    # Slurm's SIGTERM reaches W&B's own process too: the first attempt has its rows, and no end.
+    # Slurm's SIGTERM also ends the W&B process: the first attempt has history but no exit record.
     assert all("history" in attempt_state for attempt_state in attempt_states)
     assert [
         attempt_state["exit"].get("exit_code", 0)

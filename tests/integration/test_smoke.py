@@ -17,9 +17,9 @@ from scalewise.planner.host_memory import checkpoint_bytes
 
 SINGLE_STEP_NOTE = "measured in one step"
 FORWARD_BACKWARD_TIME = "time/forward_backward_s"
-"""What only a pipeline has, and it lacks the two parts instead."""
+"""Metric of pipelines only, which lack its two parts."""
 OTHER_OBJECTIVES = ("reward", "kl", "accuracy")
-"""What preferences, rewards and classes are told by."""
+"""Metrics of preferences, rewards and classes."""
 REASONS = {
     "val/loss": "at validations only",
     **{key: SINGLE_STEP_NOTE for key in METRICS if key.startswith("memory/")},
@@ -86,7 +86,7 @@ def test_status_records_overrides_and_outcome(run: CliResult, folder: RunDir) ->
     assert status["command"].startswith("scalewise train experiment=smoke")
     assert status["overrides"] == (folder.path / "overrides.txt").read_text().splitlines()
     assert status["wandb"]["mode"] == "offline"
-    assert (run.cwd / status["wandb"]["folder"]).is_dir()  # as `wandb sync` takes it
+    assert (run.cwd / status["wandb"]["folder"]).is_dir()  # as `wandb sync` expects it
 
 
 def test_metrics_have_one_row_per_window_and_every_key(folder: RunDir) -> None:

@@ -60,7 +60,7 @@ def processor_seconds(runner: CliRunner, *overrides: str) -> float:
 def torch_time_ratio(runner: CliRunner, max_ratio: float, *overrides: str) -> float:
     """Minimum time of a command over that of importing torch, over several rounds.
 
-    Rounds continue until the ratio is at most ``most``, because machine load only increases it.
+    Rounds continue until the ratio is at most ``max_ratio``: machine load only increases it.
     """
     actual = torch_s = float("inf")
     for _ in range(8):

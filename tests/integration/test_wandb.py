@@ -218,7 +218,7 @@ def run_at_terminal(runner: CliRunner, *arguments: str) -> tuple[str, int]:
         except BlockingIOError:
             time.sleep(0.05)
             continue
-        except OSError:  # the other side closed
+        except OSError:  # the terminal is closed
             break
         content += chunk
     _, status = os.waitpid(process, 0)

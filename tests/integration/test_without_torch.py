@@ -72,7 +72,7 @@ def test_environment_has_no_torch(python_without_torch: Path, run_cli: CliRunner
 
 
 TRANSFORMERS_EXPERIMENT = "finetune/captioning_tiny"
-"""What it holds is known by a trace of its model alone, which is torch's."""
+"""Its memory requires a trace of the model, and thus torch."""
 OTHER_EXPERIMENTS = [
     name for name in paths.option_names("experiment") if name != TRANSFORMERS_EXPERIMENT
 ]
@@ -109,7 +109,7 @@ def test_experiments_that_do_not_fit_get_a_fix_without_torch(experiment: str, pl
 def test_plan_without_torch_takes_less_than_a_second(plan: Plan, run_cli: CliRunner) -> None:
     """On a slow machine, less than three quarters of the time of importing torch."""
     actual = torch_s = float("inf")
-    for _ in range(8):  # a busy machine only ever adds to them
+    for _ in range(8):  # load on the machine only increases them
         actual = min(actual, plan(*LLAMA_8B).assert_ok().seconds)
         torch = run_cli.start_process([sys.executable, "-c", "import torch"]).wait().assert_ok()
         torch_s = min(torch_s, torch.seconds)

@@ -65,7 +65,7 @@ def test_activation_checkpointing_saves_memory(tmp_path: Path, shared_cache: Pat
         < activation_bytes["checkpoint_selective"]
         < activation_bytes["none"]
     )
-    # Nothing but its input is left of a block; logits are not forgotten here.
+    # Only the input of a block is saved; logits are not recomputed.
     assert activation_bytes["checkpoint_full"] < 0.5 * activation_bytes["none"]
     assert activation_bytes["offload_all"] < activation_bytes["checkpoint_full"]
     logits = 8 * 32 * 256 * 4

@@ -25,7 +25,7 @@ from scalewise.models.decoder import state_dict_adapter
 from scalewise.strategies.single import SingleDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
-"""PEFT asks for it."""
+"""PEFT emits it."""
 
 RANK_OVERRIDES = ("adapter.rank=4", "adapter.alpha=6")
 LORA = ("adapter=lora", *RANK_OVERRIDES, "adapter.targets=[attention.query,feedforward.*]")
@@ -180,7 +180,7 @@ PEFT_CASES: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
         ("dora", FUSED_TARGETS),
     ),
 }
-"""GPT-2 has queries, keys and values in one matrix, which share an A."""
+"""GPT-2 has queries, keys and values in one matrix with a shared A."""
 
 WriteAdapter = Callable[[str], tuple[list[str], Path, Tensor]]
 
@@ -194,7 +194,7 @@ def write_adapter(tmp_path: Path) -> WriteAdapter:
         shape = [*TINY_DECODER, *(GPT2 if case.startswith("fused") else LLAMA)]
         run, base, folder = compose(shape), tmp_path / "base", tmp_path / "adapter"
         state_dict_adapter.export_folder(build_model(run.model, 1).state_dict(), run.model, base)
-        peft_config = deepcopy(config)  # PEFT writes the base into it
+        peft_config = deepcopy(config)  # PEFT stores the base model there
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_config)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -30,7 +30,7 @@ LORA = (
     "adapter.rank=4",
     "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
 )
-"""Layers of both kinds: those cut by their outputs and those cut by their inputs."""
+"""Column-parallel and row-parallel layers."""
 ADAPTERS = {
     "lora": LORA,
     "rslora": ("adapter=rslora", *LORA[1:]),
@@ -42,7 +42,7 @@ TRAINED_PARAMETERS = {
     "trained_parameters": (*LORA, "adapter.trained=[embedding,.*norm,attention.key]"),
     "head": ("adapter=ia3", "adapter.trained=[head,feedforward.up]"),
 }
-"""With modules of the model's own that are trained beside the adapter."""
+"""With model modules that are trained next to the adapter."""
 CI_STRATEGIES = {
     "lora": ("deepspeed_zero3",),
     "rslora": (),
@@ -211,10 +211,10 @@ def test_adapter_flops_equal_torch_counter(adapter: str) -> None:
     )
     module = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # the counter omits attention on CPU
         module(tokens).float().logsumexp(-1).sum().backward()
     attention = 14.0 * run.data.sequence * run.model.query_width * run.model.layers
     counted_flops = counter.get_total_flops() / tokens.numel()
-    # The first block's inputs are frozen: gradients end in its first adapted layers.
+    # The inputs of the first block are frozen: its first adapted layers have no input gradient.
     assert run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.05)
     assert counted_flops < run.model.flops(run.data.sequence) - attention

@@ -39,7 +39,9 @@ def test_captioning_flops_equal_torch_counter(stack: MultiStackModel) -> None:
         module(pixels, labels.long()).sum().backward()
     assert spec.info.vision is not None
     encoded = NUM_QUERIES + 1
-    num_attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
+    num_attended = encoded**2 + 2 * sequence * (
+        sequence + encoded
+    )  # one encoder layer, two decoder layers
     if not stack.has_encoder:
         num_attended = 2 * (sequence + NUM_QUERIES) ** 2
     pairs = spec.info.vision.attention_pairs + num_attended * spec.query_width
@@ -51,7 +53,7 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
     run = stack.compose("adapter=lora", "model.init=random", "model.depth=8")
     module = SingleDevice(DeviceKind.cpu).build(run)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
-    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # the counter omits attention on CPU
         module(pixels, labels.long()).sum().backward()
     assert isinstance(run.model, HuggingFaceConfig)
     assert run.model.info.vision is not None
@@ -60,7 +62,7 @@ def test_captioning_flops_omit_gradients_below_the_adapter(stack: MultiStackMode
         num_attended = (NUM_QUERIES + 1) ** 2 + 9 * (9 + NUM_QUERIES + 1)
     expected_flops = 14.0 * 8 * num_attended * run.model.query_width
     attention = 4.0 * run.model.info.vision.attention_pairs + expected_flops
-    # The first block's inputs are frozen: gradients end in its first adapted layers.
+    # The inputs of the first block are frozen: its first adapted layers have no input gradient.
     counted_flops = counter.get_total_flops()
     assert 9 * run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.02)
 

@@ -19,7 +19,7 @@ from scalewise.checkpoints.store import BackgroundWriter
 TOLERANCE = 1e-5
 STEPS = (
     "optimizer.lr=1e-2",
-    "optimizer.epsilon=1e-3",  # AdamW's first steps would blow rounding of zero gradients up
+    "optimizer.epsilon=1e-3",  # first steps of AdamW would amplify rounding of zero gradients
     "schedule=constant",
     "schedule.warmup_steps=0",
     "trainer.max_steps=4",
@@ -160,7 +160,7 @@ def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> Non
         )
         for is_background in blocked
     }
-    for index in range(4):  # by turns, as the disk is others' too
+    for index in range(4):  # alternating, because the disk is shared
         for is_background, writer in writers.items():
             path = tmp_path / f"{is_background}-{index}"
             start = time.perf_counter()
@@ -168,6 +168,8 @@ def test_async_checkpoint_blocks_training_for_a_copy_only(tmp_path: Path) -> Non
             writer.submit(partial(store.save_checkpoint, path, staged_checkpoint, packed_state))
             blocked[is_background].append(time.perf_counter() - start)
             writer.finish()
-    ratio = min(blocked[True][1:]) / min(blocked[False][1:])  # the first makes room
+    ratio = min(blocked[True][1:]) / min(
+        blocked[False][1:]
+    )  # the first write allocates the buffers
     print(f"training is blocked for {ratio:.1%} of a save")
     assert ratio <= 0.15

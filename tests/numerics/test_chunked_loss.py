@@ -154,7 +154,7 @@ def test_chunked_loss_stores_few_logits_at_a_time(make_case: Callable[[int, int]
 def test_chunked_loss_is_as_fast_as_the_full_loss(make_case: Callable[[int, int], Case]) -> None:
     case = make_case(TOKENS, VOCABULARY)
     ratios = []
-    for _ in range(5):  # by turns
+    for _ in range(5):  # alternating
         seconds = []
         for chunk in (None, CHUNK_SIZE):
             start = time.process_time()

@@ -65,7 +65,7 @@ def test_classification_logits_equal_transformers(spec: DecoderConfig, tmp_path:
     peer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert peer.config.num_labels == 3
     with torch.no_grad():
-        for tokens_T in tokens_BT:  # without a padding token it takes one row at a time
+        for tokens_T in tokens_BT:  # without a padding token, one sequence at a time
             expected_1C = peer(tokens_T[None]).logits
             torch.testing.assert_close(module(tokens_T[None])[:, -1], expected_1C)
     loaded_model = build_model(replace(model, weights=str(tmp_path)), 2)

@@ -73,9 +73,9 @@ RECOMPUTE_OPTIONS = {
     "down": ("adapter=lora", "adapter.targets=[.*up]", "adapter.trained=[feedforward.down]"),
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
-"""What is computed, and perhaps sent, a second time, or not asked for."""
+"""Options that recompute activations and collectives, or skip collectives."""
 MUON = ("fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
-"""Layouts from whose shards it gathers its updates."""
+"""Strategies under which Muon gathers its updates from shards."""
 RUN_OPTIONS = {**RECOMPUTE_OPTIONS, "muon": ("optimizer=muon",)}
 CI_CASES = (
     ("gpt2", "tensor", "full"),
@@ -111,7 +111,7 @@ EXHAUSTIVE_STRATEGIES += (
 EXHAUSTIVE_STRATEGIES += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
 SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
-"""What keeps results for one backward, of which zero-bubble schedules make two."""
+"""Options that save results for one backward; zero-bubble schedules run two."""
 UNSUPPORTED_STRATEGIES = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
 """Axes that shard samples, heads or layers, which adapters reject."""
 
@@ -191,7 +191,7 @@ def assert_collectives_equal(overrides: tuple[str, ...], run_job: JobRunner) -> 
     folder = run_job.without_defaults(*overrides)
     for rank in range(run.world_size):
         expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
-        if "parallelism=ddp" in overrides:  # buckets are cut where parameters end
+        if "parallelism=ddp" in overrides:  # buckets end at parameter boundaries
             expected, actual = merge_sizes(expected), merge_sizes(actual)
         assert actual == expected, f"rank {rank}"
 

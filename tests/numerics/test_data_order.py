@@ -30,7 +30,7 @@ def batch_shares(global_batch, micro_batch, ranks):
 
 
 batch_splits = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
-"""A global batch, the micro batch and the ranks that share it, evenly or not."""
+"""Global batch, micro-batch and number of ranks, whether divisible or not."""
 
 
 @settings(deadline=None, max_examples=60)

@@ -189,7 +189,7 @@ def test_decoder_option_parameter_shapes_equal_the_module(name: str) -> None:
 
 @for_each_decoder
 def test_decoder_flops_equal_torch_counter(spec: DecoderConfig) -> None:
-    # torch's counter knows flash attention on CUDA only: count the CPU's by the same formulas
+    # torch counts flash attention on CUDA only: count it on CPU by the same formulas
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     cpu = {
@@ -269,7 +269,7 @@ def test_decoder_dropout_acts_in_training_only() -> None:
 @for_each_hf_decoder
 def test_decoder_bf16_error_is_that_of_transformers(spec: DecoderConfig) -> None:
     batch, actual_error, expected_error = random_tokens(spec), 0.0, 0.0
-    for seed in range(8):  # which of the two rounds better differs from weights to weights
+    for seed in range(8):  # which of the two rounds better depends on the weights
         expected, actual = hf_model(spec, seed), build_model(spec, 0).eval()
         actual.load_state_dict(from_hf_state_dict(expected.state_dict(), spec))
         with torch.no_grad():

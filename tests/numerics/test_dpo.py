@@ -43,7 +43,7 @@ MODES = {
 """Cached or computed reference log-probabilities; PiSSA changes the base weights."""
 CI_STRATEGIES = {"cached_reference": ("fsdp",), "disabled_adapter": ("tensor",), "pissa": ()}
 TOLERANCE = 1e-5
-"""Of a margin: a difference of log-probabilities of a hundred nats and more."""
+"""Of a margin: the difference of log-probabilities of 100 nats or more."""
 CASES = [
     pytest.param(
         mode_name, strategy, marks=() if runs_in_ci else (*marks(strategy), pytest.mark.exhaustive)
@@ -176,11 +176,11 @@ def test_dpo_flops_equal_torch_counter() -> None:
     run = compose([*TINY_DECODER, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # the counter omits attention on CPU
         with torch.no_grad(), disable_adapter(run.adapter, module):
             module(tokens)
         module(tokens).float().logsumexp(-1).sum().backward()
-    passes = 3.5 + 1  # forward and backward of attention, and the reference's forward
+    passes = 3.5 + 1  # attention forward and backward, and the reference forward
     attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
     counted_flops = counter.get_total_flops() / tokens.numel()
     assert run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.05)

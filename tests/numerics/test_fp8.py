@@ -38,9 +38,9 @@ FP8 = ("precision=fp8", "precision.compute=fp32")
 ROWWISE = (*FP8, "precision.recipe=rowwise")
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 E4M3_STEP, E5M2_STEP = 2.0**-4, 2.0**-3
-"""Largest relative errors of numbers that are rounded to 3 bits of mantissa, and to 2."""
+"""Largest relative rounding errors with 3 and with 2 mantissa bits."""
 SMALLEST_SCALED = {E4M3_STEP: 2.0**-10 / 448, E5M2_STEP: 2.0**-17 / 57344}
-"""Largest errors of those near 0, over the largest number of their scale."""
+"""Largest rounding errors near 0, relative to the largest value of the scale."""
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])

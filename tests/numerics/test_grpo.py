@@ -128,7 +128,7 @@ def test_grpo_gradients_equal_the_formula(run: RunConfig, module: ModelModule) -
     loss.backward()
     assert_tensors_close(_gradients(module), gradients, "gradients")
     assert kl > 0
-    torch.testing.assert_close(loss, expected + 1 - reward)  # what is lost of the whole reward
+    torch.testing.assert_close(loss, expected + 1 - reward)  # the missing part of the full reward
 
 
 def _gradients(module: ModelModule) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def test_grpo_flops_equal_torch_counter() -> None:
     run = compose([*TINY_DECODER, *LLAMA, *GRPO_OVERRIDES, "model.layers=8"])
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     batch = prompts(run)
-    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # the counter omits attention on CPU
         rollout_batch = sample_rollout(run, module, batch)
         ScaledLoss(run.objective).compute(module, rollout_batch)[0].backward()
     passes = 3.5 + run.data.answer_length

@@ -123,7 +123,7 @@ BUCKET_CASES = [
     for case_overrides in ZERO
     if "precision=bf16_mixed" not in case_overrides and any("bucket" in s for s in case_overrides)
 ]
-"""What one bucket of all gradients holds depends on when gloo lets go of its copy."""
+"""With one bucket for all gradients, the peak depends on when gloo releases its copy."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ from scalewise.strategies.single import SingleDevice
 
 EXHAUSTIVE = pytest.mark.exhaustive
 FAMILIES = ("llama", "granite", "mistral")
-"""Those whose linear layers have no biases."""
+"""Families whose linear layers have no biases."""
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ SINGLE_DEVICE_OPTIONS = {
         for option in SINGLE_DEVICE_OPTIONS
         for runs_in_ci in [
             (family, option) == ("gpt2", "loss_chunk")
-        ]  # tied: the head has no matrix
+        ]  # tied: the head has no matrix of its own
     ],
 )
 def test_hf_memory_options_change_no_step(
@@ -277,7 +277,9 @@ def quantize_with_transformers(folder: Path) -> PreTrainedModel:
     nf4_options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kind = BitsAndBytesConfig(load_in_4bit=True, **nf4_options)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind)
-    return model.train()  # else bitsandbytes packs otherwise, and fails at narrow matrices
+    return (
+        model.train()
+    )  # otherwise bitsandbytes uses another packing, which fails for narrow matrices
 
 
 @pytest.mark.parametrize("family", DECODER_MODELS)
@@ -297,7 +299,9 @@ SMALL_PISSA = ("adapter=pissa", *SMALL_LORA[1:])
 ADAPTER_CASES = ((), SMALL_LORA, ("adapter=ia3",), SMALL_PISSA, (*SMALL_LORA, "quantization=nf4"))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # from PEFT internals
 @pytest.mark.parametrize(
     "more",
     [
@@ -338,7 +342,9 @@ def test_hf_run_evaluates_exports_and_resumes(
     assert_tensors_close(resumed_run.weights(), actual_run.weights(), "weights after step 2")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # from PEFT internals
 @pytest.mark.parametrize("family", DECODER_MODELS)
 def test_hf_lora_modules_equal_peft(family: str, hf_checkpoint: HFCheckpoints) -> None:
     run = compose([*training_overrides(hf_checkpoint(family), "adapter=lora")])

@@ -22,7 +22,7 @@ TRAINING = (
     "launch.isolation=process",
 )
 MAX_LOSS_DIFFERENCE = 0.02
-"""Largest relative distance of the held-out loss after 60 steps."""
+"""Largest relative difference of the validation loss after 60 steps."""
 
 EXHAUSTIVE = pytest.mark.exhaustive
 HOOKS = {
@@ -34,7 +34,7 @@ HOOKS = {
 BF16 = ("ddp", "fsdp", "hsdp", "tensor", "context", "pipeline_one_f_one_b", "shard_tensor")
 EMULATES_BF16 = resolve_for_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16
 CI_STRATEGIES = () if EMULATES_BF16 else ("fsdp",)
-"""Where bf16 is emulated, each takes minutes."""
+"""With emulated bf16, each takes minutes."""
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def test_peak_memory_equals_prediction(overrides: tuple[str, ...], run_job: JobR
 
 
 COMPILED_BLOCKS = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
-"""A loss so small that the step is fullest in a block."""
+"""A loss so small that the peak is in a block."""
 LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
 
 

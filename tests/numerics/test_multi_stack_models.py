@@ -182,7 +182,9 @@ def test_multi_stack_adapter_equals_one_device(
     assert_same_training(actual_run, stack.train_on_one_device(run_job, *adapter))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # from PEFT internals
 @pytest.mark.parametrize("family", MULTI_STACK_MODELS)
 def test_multi_stack_lora_modules_equal_peft(family: str, multi_stack_model: Stack) -> None:
     stack = multi_stack_model(family)
@@ -200,7 +202,9 @@ def test_multi_stack_lora_modules_equal_peft(family: str, multi_stack_model: Sta
 
 @EXHAUSTIVE
 @for_each_family
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # from PEFT internals
 @pytest.mark.parametrize(
     "more",
     [(), LORA, ("adapter=ia3",), ("adapter=dora",), (*LORA, "model.init=random")],

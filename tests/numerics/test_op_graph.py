@@ -89,7 +89,7 @@ def test_block_memory_equals_the_operator_graph(
     graph = build_op_graphs(spec, shape).block
     predicted = simulate_part(graph, recompute, fresh_gradients=fresh_gradients)
     measured_bytes = _measured(spec, precision, recompute, fresh_gradients=fresh_gradients)
-    # What the block reads stays for as long as the test has it.
+    # The test itself keeps the input of the block alive.
     saves_input = recompute is not Recompute.nothing or any(0 in op.saved for op in graph.operators)
     input_bytes = 0 if saves_input else graph.sizes[0]
     assert measured_bytes["saved"] == pytest.approx(predicted.saved_bytes + input_bytes, rel=1e-3)
@@ -130,5 +130,5 @@ def _measured(
         forward, saved_bytes = live_bytes.take_peak(), live_bytes.current_bytes - size
         y.backward(gradient)
         backward = live_bytes.take_peak()
-    # The block's output lives on here, and the gradient was there before: they cancel out.
+    # The output of the block stays alive, and the gradient existed before: they cancel out.
     return {"forward": forward, "saved": saved_bytes, "backward": backward}

@@ -147,18 +147,18 @@ EXPECTED_LOSSES = {
     "schedule_free": 6.4,
     "sgd": 7.0,
 }
-"""Held-out loss after 60 steps, nats, a little above what was measured; it begins at 9.0."""
+"""Validation loss after 60 steps in nats, slightly above the measured one; it starts at 9.0."""
 
 
 def test_optimizers_all_have_an_expected_loss() -> None:
     optimizer_names = set(paths.option_names("optimizer")) - {
         "module"
-    }  # a user-defined module brings its own
+    }  # requires a user-defined class
     assert set(EXPECTED_LOSSES) == optimizer_names
 
 
 TRAINED_ONLY = ("lion",)
-"""What CI trains here: AdamW trains in most other tests."""
+"""Optimizers that CI trains here: AdamW trains in most other tests."""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ TESTED_STRATEGIES = {
     "muon": ("ddp", "pipeline_one_f_one_b", "fsdp", "hsdp", "context", "pipeline_shard", "fsdp_4"),
 }
 TOLERANCES = {("adamw_8bit", "tensor"): 1e-4}
-"""Of a matrix that is cut by its columns, other numbers share a scale, and round otherwise."""
+"""Column sharding changes the elements that share a scale, and thus their rounding."""
 STEPS = (
     *TINY_DECODER,
     *LLAMA,
@@ -198,7 +198,7 @@ STEPS = (
     "trainer.validate_every=2",
     "trainer.validation_rows=4",
 )
-"""Four steps, validated twice: schedule-free AdamW is elsewhere then."""
+"""Four steps, validated twice: schedule-free AdamW switches weights for validation."""
 
 
 CI_STRATEGIES = {
@@ -210,7 +210,7 @@ CI_STRATEGIES = {
     "adafactor": (),
     "muon": ("fsdp",),
 }
-"""Those that CI takes: the others are of the same code, or of less."""
+"""Strategies that CI runs: the others use the same code or less."""
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_optimizer_under_each_strategy_equals_one_device(
 
 
 WIDE_MODEL = ("model.width=128", "model.feedforward=384", "model.heads=4")
-"""Matrices of which a rank's share has numbers enough to become codes."""
+"""Matrices whose shards are large enough to be quantized."""
 
 
 RESUMED_OPTIMIZERS = ("lion", "adafactor", "muon", "schedule_free")

@@ -38,7 +38,7 @@ from scalewise.strategies.single import SingleDevice
 from scalewise.validation.run_issues import iter_machine_issues
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
-"""PEFT asks for it."""
+"""PEFT emits it."""
 
 VIRTUAL_TOKENS = ("adapter.tokens=6", "model.context=38")
 KINDS = {kind: (f"adapter={kind}", *VIRTUAL_TOKENS) for kind in ("prompt", "prefix")}
@@ -151,7 +151,7 @@ def test_prompt_tuning_equals_peft(kind: str, shape: tuple[str, ...], tmp_path: 
     labels_BT[:, -1] = IGNORED
     actual_logits = actual(TOKENS_BT)
     peft_tokens_BT = TOKENS_BT.clone()
-    peft_tokens_BT[:, 0] = IGNORED  # which the last vector would be asked for
+    peft_tokens_BT[:, 0] = IGNORED  # which the last vector would predict
     expected = reference(TOKENS_BT, labels=peft_tokens_BT)
     torch.testing.assert_close(actual_logits, expected.logits[:, -32:], rtol=1e-5, atol=1e-5)
     loss = F.cross_entropy(actual_logits.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED)
@@ -245,7 +245,7 @@ def test_prompt_tuning_of_tensor_ranks_loads_elsewhere(
 def test_prompt_tuning_flops_equal_torch_counter(kind: str) -> None:
     run = compose([*TINY_DECODER, *LLAMA, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
-    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+    with FlopCounterMode(display=False) as counter:  # the counter omits attention on CPU
         module(TOKENS_BT).float().logsumexp(-1).sum().backward()
     queries = 38 / 32 if kind == "prompt" else 1
     attention = 14.0 * 38 * run.model.query_width * run.model.layers * queries

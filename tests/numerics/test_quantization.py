@@ -48,7 +48,7 @@ QUANTIZATION_PARAMS = [
 ]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 UNSUPPORTED_STRATEGIES = ("tensor", "deepspeed")
-"""Options that reject quantized matrices."""
+"""Strategies that reject quantized matrices."""
 CASES = [
     pytest.param(
         name,
@@ -191,7 +191,7 @@ def test_quantized_bytes_equal_bitsandbytes(
         tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")
     ]
     stored_tensors = [tensor for tensor in stored_tensors if tensor.numel() > 1]
-    if isinstance(packing, FourBitConfig):  # what is no tensor lies packed as text
+    if isinstance(packing, FourBitConfig):  # non-tensor state is packed as text
         stored_tensors = [
             stored_tensors[0],
             *(t for k, t in layer.state_dict().items() if k.endswith("absmax")),

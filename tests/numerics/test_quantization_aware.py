@@ -50,9 +50,9 @@ from scalewise.strategies.single import SingleDevice
 EXHAUSTIVE = pytest.mark.exhaustive
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 SEEDS = {("qat_8da4w", "context_gather"): 2}
-"""With seed 1 one of 393,216 activations lies at 53.49999 levels, and falls on either side."""
+"""With seed 1, one of 393,216 activations is at 53.49999 levels and may round either way."""
 UNSUPPORTED_STRATEGIES = ("tensor", "deepspeed")
-"""Options that reject rounded matrices."""
+"""Strategies that reject quantization-aware training."""
 
 
 def linear(module: nn.Module) -> dict[str, nn.Linear]:

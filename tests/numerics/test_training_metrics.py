@@ -160,7 +160,7 @@ def test_step_phases_of_several_ranks_sum_to_the_wall_time(
     ranks = compose([*DELAYED_RANKS, *STRATEGIES[strategy]]).world_size
     end_times = [run.json(f"turns-{rank}.json")["ended"] for rank in range(ranks)]
     seconds = run.column("time/step_s")
-    for first in (0, 10, 20):  # logging, after every tenth, is no part of a step
+    for first in (0, 10, 20):  # logging after every tenth step is not part of a step
         recorded_s = sum(seconds[first + 1 : first + 9])
         wall_s = [times[first + 8] - times[first] for times in end_times]
         nearest_s = min(wall_s, key=lambda candidate_s: abs(candidate_s - recorded_s))
@@ -178,9 +178,9 @@ def test_pipeline_step_has_no_separate_forward_and_backward_time(run_job: JobRun
         assert (row["time/forward_s"], row["time/backward_s"]) == ("", ""), row
     for key in ("time/forward_backward_s", "time/optimizer_s"):
         seconds = run.column(key)
-        for first in (0, 10, 20):  # one rank's window: every other step of it is its own turn
+        for first in (0, 10, 20):  # window of one rank: it is delayed in every other step
             own_s = [delay for delay in seconds[first : first + 10] if delay >= DELAY_S]
-            assert len(own_s) >= 5, key  # one that comes late waits less than another dawdles
+            assert len(own_s) >= 5, key  # a late rank waits less than the delay of another
     metrics = run.summary["metrics"]
     assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
 

@@ -128,7 +128,10 @@ def test_user_module_ranks_share_an_iterable_dataset(
 ) -> None:
     """Shuffled in each epoch, or in order."""
     stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
-    stream += ("+data.arguments.rows=24", "callbacks=none")  # the guard sees two rows a rank
+    stream += (
+        "+data.arguments.rows=24",
+        "callbacks=none",
+    )  # the guard receives two samples per rank
     single_run = run_job.without_defaults(*USER_MODULE, *stream)
     run = run_job.without_defaults(
         *USER_MODULE, *stream, *strategy, f"+data.arguments.batch_size={BATCH_SIZE // ranks}"

@@ -185,7 +185,7 @@ def test_failed_executor_records_every_job(order: JobSpec, tmp_path: Path) -> No
         command="",
         question="",
         on_start=lambda *_: None,
-        on_end=raise_too_many,  # costs what is told, and nothing else
+        on_end=raise_too_many,  # has no other consequence
     )
     assert [result.status for result in results] == ["ok", "failed", "failed"]
     record = read_json(tmp_path / "sweep.json")

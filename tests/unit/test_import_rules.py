@@ -16,9 +16,9 @@ PACKAGES = ("scalewise", "hydra_plugins")
 OWN_PREFIXES = ("scalewise.", "hydra_plugins.scalewise_")
 FILES = sorted(SOURCE.rglob("*.py"))
 LOCAL_IMPORTS = ("scalewise/__init__.py", "scalewise/cli.py", "scalewise/commands/")
-"""Modules that import their command, or the API, when it is used."""
+"""Modules with local imports of commands or of the API."""
 PLUGINS = "hydra_plugins/"
-"""Hydra imports all plugins to find them, in every command."""
+"""Hydra imports all plugins in every command."""
 CONFIGS = "Configs import no torch and no builder"
 
 

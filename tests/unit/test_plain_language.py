@@ -70,9 +70,7 @@ FROZEN_NAMES = {
     "bench/memory_accuracy.py": {"foreseen"},
     "launch/status_file.py": {"cures"},
     "plan_config.py": {"ledger"},
-    "unit/bench/test_profile.py": {"foreseen"},
     "unit/launch/test_status_file.py": {"cures"},
-    "unit/planner/test_plan.py": {"ledger"},
     "record_types.py": {"cures", "ledger"},
 }
 """Names that are keys of records, run folders and options, by file."""

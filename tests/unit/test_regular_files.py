@@ -19,7 +19,7 @@ from scalewise.reports import records
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path.name)  # its path may not be long
+        server.bind(path.name)  # socket paths are limited in length
 
 
 KINDS: dict[str, Callable[[Path], None]] = {

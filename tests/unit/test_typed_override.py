@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 FIX_VERBS = re.compile(
     r"(set|give|write|add|try|use|choose|have|leave|remove|put|if you trust|the default|to add)\b"
 )
-"""How fixes begin."""
+"""Verbs with which fixes begin."""
 
 
 def read_back(overrides: str) -> object:

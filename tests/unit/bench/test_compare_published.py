@@ -63,7 +63,7 @@ def test_published_framework_is_identified_by_source() -> None:
     kempner_run = published_runs.build_run(
         ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"}
     )
-    assert kempner_run.precision.parameters is FloatFormat.bf16  # whatever its rows call it
+    assert kempner_run.precision.parameters is FloatFormat.bf16  # for any GPU name in the rows
     assert (
         build_rank_memory(kempner_run.parallelism, kempner_run).forward_spec.loss_element_bytes == 2
     )

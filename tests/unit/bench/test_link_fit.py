@@ -72,7 +72,7 @@ def test_link_fit_recovers_exact_times(ranks: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_link_fit_is_robust_to_noise(seed: int) -> None:
     noisy_samples = samples(LINK, 4, noise=0.1, seed=seed)
-    # Three measurements in ten were disturbed by other work.
+    # Three of ten measurements are outliers.
     noisy_samples = [
         CollectiveSample(s.kind, s.ranks, s.bytes, s.seconds * (4 if index % 10 < 3 else 1))
         for index, s in enumerate(noisy_samples)

@@ -62,7 +62,7 @@ def test_step_scale_is_the_median_with_its_spread(file: Path, tmp_path: Path) ->
     assert stored_profile["launch_us"] == 3.0
     second_scale = profile.learn_step_scale(
         tmp_path / "runs", file
-    )  # the figures that count are the others
+    )  # only the other figures are used
     assert second_scale == scale
     assert file.read_text().count("Step scale fitted") == 1
 
@@ -89,8 +89,8 @@ def test_step_scale_is_reset_by_calibration(file: Path, tmp_path: Path) -> None:
         {"status": "failed"},
         {"torch": "1.0"},
         {"used": {"launch_us": 9.0}},
-        {"foreseen": None},
-        {"took": None},
+        {"predicted_s": None},
+        {"measured_s": None},
     ],
     ids=str,
 )
@@ -100,7 +100,7 @@ def test_step_scale_ignores_other_runs(
     before = file.read_text()
     for index in range(2):
         write_finished_run(tmp_path / "runs" / str(index), 0.2)
-    write_finished_run(tmp_path / "runs" / "other", **({"took": 0.2} | settings))
+    write_finished_run(tmp_path / "runs" / "other", **({"measured_s": 0.2} | settings))
     (tmp_path / "runs" / "torn").mkdir()
     (tmp_path / "runs" / "torn" / "plan.json").write_text("{")
     with pytest.raises(ConfigError, match=r"2 runs in .* at least 3 are required"):

@@ -74,7 +74,7 @@ def test_compare_command_shows_measured_and_predicted(
     rows = {line.split("  ")[0]: line.split() for line in stdout.splitlines() if line}
     assert rows["memory"][-2:] == ["none", "checkpoint_full"]
     assert rows["block activations"][-1] == "-67%"
-    assert "optimizer state" not in rows  # the same in both
+    assert "optimizer state" not in rows  # equal in both runs
     assert rows["time/step_s"] == ["time/step_s", "200", "ms", "300", "ms", "+50%"]
 
 

@@ -42,9 +42,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ok", 0, 0, 1, True),
         ("failed", 1, 0, 1, True),
         ("refused", 2, 0, 1, True),
-        ("ok", 0, 1, 1, False),  # rank 0 speaks for the job
+        ("ok", 0, 1, 1, False),  # rank 0 reports for the job
         ("interrupted", CANCELLED, 0, 1, True),
-        ("interrupted", WARNED, 0, 1, False),  # it waits again
+        ("interrupted", WARNED, 0, 1, False),  # it is queued again
         ("interrupted", WARNED, 0, 0, True),
     ],
 )

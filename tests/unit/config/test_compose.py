@@ -99,7 +99,7 @@ def test_compose_accepts_every_experiment_with_a_question(name: str) -> None:
 
 
 SEARCHES = ("screen", "search_learning_rate")
-"""Sweeps whose jobs are not the products of what they list."""
+"""Sweeps whose jobs are not the product of their axes."""
 
 
 @pytest.mark.parametrize("name", SEARCHES)

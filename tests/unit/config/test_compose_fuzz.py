@@ -15,9 +15,9 @@ from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
 MAX_SLOWDOWN = 8
-"""How often the defaults are composed in the processor time of any line, at the most."""
+"""Largest ratio of the processor time of any overrides to that of the defaults."""
 MAX_SECONDS = 0.5
-"""Processor time, in seconds, that is looked at no further."""
+"""Processor time in seconds below which the ratio is not checked."""
 
 KEYS = [
     key for key in flatten(compose(check_machine=False).as_dict()) if not key.startswith("choices")
@@ -102,7 +102,7 @@ def assert_composes_or_rejects(overrides: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer, seconds = timed_compose(overrides)
-        if seconds >= MAX_SECONDS:  # a busy machine is slow once, a slow line always
+        if seconds >= MAX_SECONDS:  # a busy machine is slow once, slow overrides always
             default_seconds = min(timed_compose([])[1] for _ in range(3))
             assert (
                 min(timed_compose(overrides)[1] for _ in range(3)) < MAX_SLOWDOWN * default_seconds

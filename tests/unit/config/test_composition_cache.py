@@ -137,7 +137,7 @@ FILES = {
     "a: {sub: {three: 3}}\nb: {linked: {extra: 1}}",
     "whole/h": "# @package _global_\nb: {linked: null}\nc: '${a}'\nname: h",
 }
-"""Options that add, replace, refer to each other, and set what belongs to another."""
+"""Options that add, replace and interpolate keys, and set keys of other groups."""
 CHOICES = (
     ("a=x", "a=y", "a=z", "a=w", "~a", "a=absent"),
     ("b=p", "b=q", "b=r", "b.kind=typed", "b={kind: typed}"),
@@ -303,7 +303,7 @@ def test_composition_of_a_sweep_job_takes_at_most_30_ms(axes: str) -> None:
         start = time.process_time()
         assert app.run_command(command, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
         min_seconds = min(min_seconds, (time.process_time() - start) / len(command.runs))
-        if min_seconds <= 0.03:  # a busy machine only ever adds to it
+        if min_seconds <= 0.03:  # load on the machine only increases it
             break
     print(f"{axes}: {1e3 * min_seconds:.1f} ms a job")
     assert min_seconds <= 0.03

@@ -88,4 +88,4 @@ def test_edited_file_is_read_again(tmp_path: Path) -> None:
             config = source.load_config("mine").config
             assert isinstance(config, DictConfig), rate
             assert config.lr == rate, rate
-            config.lr = 7.0  # is the caller's own
+            config.lr = 7.0  # belongs to the caller

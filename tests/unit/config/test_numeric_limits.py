@@ -21,7 +21,7 @@ from scalewise.validation.run_issues import iter_issues
 FLOATS = (1e23, -1e23, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e-300, 0.0, 1e10)
 INTEGERS = (2**63 - 1, -(2**63), -1, 0, 10**30, 2**40)
 NEGATIVE_OPTIONS = {"optimizer.beta2_decay"}
-"""Fields in which a negative number means something."""
+"""Fields that accept negative numbers."""
 REQUIRED_OVERRIDES = {
     "prefix": ("data.sequence=128",),
     "prompt": ("data.sequence=128",),
@@ -32,7 +32,7 @@ REQUIRED_OVERRIDES = {
     "int8": ("adapter=lora",),
     "nf4": ("adapter=lora",),
 }
-"""What options need beside them."""
+"""Overrides that options require."""
 
 
 def values_of(hint: Any) -> tuple[float, ...]:
@@ -72,7 +72,7 @@ def test_numeric_options_are_all_bounded(group: str, compose: Callable[..., RunC
 
 
 GROUPS_WITHOUT_NUMBERS = {"precision", "compile", "tracking", "plan"}
-"""Groups without a number."""
+"""Groups without numeric options."""
 
 
 def check(run: RunConfig, key: str, value: float) -> None:

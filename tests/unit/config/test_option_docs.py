@@ -35,7 +35,7 @@ PRIVATE_WORDS = re.compile(
     r"|complaints?|specs?|of your own|the user's|the suite|pictures?|held(?!.out)|holds)\b",
     re.IGNORECASE,
 )
-"""Words that stand for terms of PyTorch, Lightning and Hydra, which are to be used instead."""
+"""Private words for which PyTorch, Lightning and Hydra have terms."""
 DIMENSIONLESS = {
     *("alpha", "answers", "attention_share", "bandwidth_share", "beta", "beta1"),
     *(
@@ -160,7 +160,7 @@ def test_option_examples_are_valid_overrides(option: OptionDoc) -> None:
     config = OmegaConf.structured(schemas.schema_mirror(cls))
     for entry in option.fields:
         value = example_value(entry)
-        if value == "NUMBER":  # a placeholder: the reader knows the number
+        if value == "NUMBER":  # a placeholder for a number that the user knows
             continue
         parsed = OverridesParser.create().parse_override(override(entry.key, value))
         OmegaConf.update(config, entry.key.partition(".")[2], parsed.value())

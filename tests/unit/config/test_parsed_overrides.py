@@ -166,7 +166,7 @@ def test_sweep_of_too_many_jobs_is_rejected_without_listing(
             RecordingCommand(), ["-m", *overrides]
         )
     issues = {issue.key: issue for issue in excinfo.value.issues}
-    issue = issues.get(key) or issues[""]  # W&B has the grid by its size alone
+    issue = issues.get(key) or issues[""]  # for W&B, only the size of the grid is known
     assert reason in issue.reason
     assert issue.fix
 

@@ -92,7 +92,7 @@ def test_image_orientation_is_applied(tmp_path: Path) -> None:
     bright_HW3 = np.zeros((16, 32, 3), np.uint8)
     bright_HW3[:, :16] = 200  # the left half
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # a quarter turn to the right
+    exif[ExifTags.Base.Orientation] = 6  # rotated clockwise by 90 degrees
     Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=exif, quality=95)
     actual_CHW = image_io.read_image(tmp_path / "a.JPG")
     assert actual_CHW.shape == (3, 32, 16)
@@ -244,7 +244,7 @@ def test_caption_batches_have_images_and_labels() -> None:
         assert batch["labels"].shape == (2, 9)
     labels = sum((batch["labels"] != -100).sum() for batch in (first, second))
     assert first["labels_of_step"] == labels == 3 * CAPTION_TOKENS
-    assert (second["labels"][1] == -100).all()  # a row that fills the micro batch up
+    assert (second["labels"][1] == -100).all()  # a padding sample
     assert (second["inputs"][1] == 0).all()
 
 

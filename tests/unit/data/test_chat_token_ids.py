@@ -96,7 +96,7 @@ def test_token_ids_equal_apply_chat_template(tokenizer: str, tmp_path: Path) -> 
 def test_token_ids_equal_the_transformers_tokenizer_class(kind: str, tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["prepending"](), TEMPLATES["llama2"])
     config = json.loads(file.with_name("tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": kind, "pad_token": "<pad>"}  # which the file lacks
+    config |= {"tokenizer_class": kind, "pad_token": "<pad>"}  # absent from the file
     file.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": TURNS}) + "\n")
@@ -219,7 +219,7 @@ def test_rewriting_template_trains_on_the_last_answer_with_a_note(
     assert "answers not trained on, since the chat template changes them" in splits.note
     assert splits.note.endswith(": 1")
     cached_splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
-    assert cached_splits.note == splits.note  # of the cache
+    assert cached_splits.note == splits.note  # from the cache
 
 
 def test_messages_that_rewrite_the_last_answer_are_left_out(tmp_path: Path) -> None:

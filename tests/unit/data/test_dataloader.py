@@ -112,7 +112,7 @@ def test_dataloader_is_three_times_as_fast_as_map_style(tmp_path):
             ratios.append(map_seconds / seconds(actual, count))
     finally:
         torch.set_num_threads(threads)
-    # The first pair pays for the pages that are not mapped yet.
+    # The first pair includes page faults.
     ratio = statistics.median(ratios[1:])
     print(f"loader: {ratio:.1f} times a map-style DataLoader")
     assert ratio >= 3

@@ -25,7 +25,7 @@ DATA_OPTIONS: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_f
     [
         ([10, 10], [[0], [1]]),
         ([4, 6, 3, 7], [[0, 1], [2, 3]]),
-        ([5, 4, 7, 3, 1], [[0, 1, 4], [2, 3]]),  # 3 leaves less room beside 7 than beside 5
+        ([5, 4, 7, 3, 1], [[0, 1, 4], [2, 3]]),  # 3 fits 7 with less remaining space than 5
         ([1] * 25, [list(range(10)), list(range(10, 20)), list(range(20, 25))]),
         ([], []),
     ],
@@ -42,7 +42,7 @@ def test_packing_fills_few_sequences(seed: int) -> None:
     assert sorted(text for bin_lengths in bins for text in bin_lengths) == list(range(500))
     assert max(int(lengths[bin_lengths].sum()) for bin_lengths in bins) <= 100
     lower_bound = -(-int(lengths.sum()) // 100)
-    assert len(bins) <= 11 / 9 * lower_bound + 4  # Johnson, 1973, of any decreasing fit
+    assert len(bins) <= 11 / 9 * lower_bound + 4  # Johnson, 1973, bound of decreasing fits
     assert bins == best_fit_pack(lengths, 100)
 
 

@@ -40,7 +40,7 @@ TOKEN_DATA = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights for the config ``DESCRIBED``."""
+    """Folder with random weights of a small model."""
     folder = tmp_path_factory.mktemp("weights")
     config = AutoConfig.from_pretrained(LLAMA_CONFIG_DIR)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -103,7 +103,7 @@ def test_seq2seq_batches_mark_padding() -> None:
         assert batch["inputs"].min() == -1 or batch is second
     labels = sum((batch["labels"] != -100).sum() for batch in (first, second))
     assert first["labels_of_step"] == labels
-    assert (second["labels"][1] == -100).all()  # a row that fills the micro batch up
+    assert (second["labels"][1] == -100).all()  # a padding sample
     assert torch.equal(first["inputs"].clamp(min=0), first["inputs"] * (first["inputs"] >= 0))
 
 

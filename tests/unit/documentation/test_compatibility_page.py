@@ -34,7 +34,9 @@ def test_matrix_page_equals_the_record() -> None:
 def test_matrix_record_equals_current_rejections(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: name)  # all is installed there
+    monkeypatch.setattr(
+        "ctypes.util.find_library", lambda name: name
+    )  # everything is installed there
     assert (cell.rejection() or compatibility_matrix.RUNS) == compatibility_matrix.load_record()[
         cell
     ]

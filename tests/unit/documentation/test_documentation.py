@@ -29,7 +29,7 @@ OTHER_COMMANDS = {
     "source": lambda line: line == "source .venv/bin/activate",
     "pip": lambda line: line == "pip install -e .",  # run by an integration test
 }
-"""Lines that call no subcommand of scalewise, by their first word, and what is checked of them."""
+"""Checks of lines that call no subcommand of scalewise, by first word."""
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
@@ -126,7 +126,7 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
     """Overrides among the arguments of a benchmark; asserts that its options exist."""
     try:
         return split_options(words, options)[1]
-    except ConfigError as error:  # of files that are not there
+    except ConfigError as error:  # of files that do not exist
         if {issue.key for issue in error.issues} <= {"data", "learn", "name"}:
             return []
         raise

@@ -355,7 +355,7 @@ def test_export_follows_no_links(tmp_path: Path) -> None:
 def test_export_keeps_an_existing_folder(tmp_path: Path) -> None:
     to = tmp_path / "export"
     to.mkdir()
-    with staging_folder(to) as partial:  # an empty one is taken
+    with staging_folder(to) as partial:  # an empty folder is accepted
         (partial / "file").write_text("a", "utf-8")
     with pytest.raises(ConfigError, match="already exists"), staging_folder(to):
         pass

@@ -140,7 +140,7 @@ class TestEffects:
             "C x K": pytest.approx(0, abs=1e-9),
         }
         assert effects.degrees_of_freedom == 9
-        sum_of_squares = 8 * 8 + 16 * 0.25**2  # of the repeats, and of the effect left out
+        sum_of_squares = 8 * 8 + 16 * 0.25**2  # from the repeats and the omitted effect
         half_width = 2.262 * 2 * math.sqrt(sum_of_squares / 9 / 16)
         for effect in effects.effects:
             assert effect.low is not None

@@ -182,7 +182,7 @@ class TestStudy:
                 points.append(trial.params["optimizer.lr"])
                 optuna_search.tell_outcome(trial, trial_outcome(1.0))
         assert optuna_study.open_study(search, SPACE, tmp_path).ask_trials() == []
-        assert len(set(points)) == 4  # and not the same draws twice
+        assert len(set(points)) == 4  # other samples than before
 
     def test_study_of_another_search_is_rejected(self, tmp_path: Path) -> None:
         file = str(tmp_path / "search.journal")
@@ -316,7 +316,9 @@ class TestKilledSweep:
         for number, trial in enumerate(killed_search.ask_trials()):
             killed_search.assign_job(trial, tmp_path, number, tmp_path / str(number))
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
-        job(tmp_path, 1, "running", "ok", **{"val/loss": 2.0})  # killed before it was listed
+        job(
+            tmp_path, 1, "running", "ok", **{"val/loss": 2.0}
+        )  # killed before the record was updated
         job(tmp_path, 2, "running", "running")
         resumed_search = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
         assert len(resumed_search.reclaim_trials()) == 4

@@ -17,7 +17,7 @@ from scalewise.run_config import RunConfig
 
 registry.import_options()
 SPECS = [(group, name) for group, named in registry.OPTIONS.items() for name in named]
-SPECS.remove(("model", "decoder"))  # it has no defaults; every composed run has one
+SPECS.remove(("model", "decoder"))  # required field, set in every composed run
 
 
 def round_trip(run: RunConfig, folder: Path) -> bool:

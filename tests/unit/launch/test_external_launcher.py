@@ -66,7 +66,7 @@ def test_single_srun_task_is_a_rank() -> None:
     environment = single_task_environment | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
     adopt_slurm_step(environment, min_tasks=1)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
-    assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
+    assert environment["MASTER_ADDR"] == "127.0.0.1"  # for any name of the single node
 
 
 def test_sbatch_script_is_a_single_process() -> None:

@@ -29,7 +29,9 @@ def write_job(folder: Path, status: str, num_rows: int = 0, **fields: Any) -> No
         for step in range(1, num_rows + 1):
             values = {"step": str(step), "train/loss": f"{9 - step / 1000}", "time/step_s": "0.5"}
             lines.append(",".join(values.get(key, "") for key in METRICS))
-        (folder / "metrics.csv").write_text("\n".join(lines) + "\n401,7.")  # the last is torn
+        (folder / "metrics.csv").write_text(
+            "\n".join(lines) + "\n401,7."
+        )  # the last row is truncated
 
 
 def write_sweep(folder: Path, *statuses: str) -> Path:

@@ -42,7 +42,7 @@ def test_rendezvous_store_listens_on_loopback_only() -> None:
 
 
 def test_gloo_uses_loopback_unless_an_interface_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
     del os.environ["GLOO_SOCKET_IFNAME"]
     rendezvous.use_loopback()
     name = os.environ["GLOO_SOCKET_IFNAME"]

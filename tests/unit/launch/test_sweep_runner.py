@@ -31,7 +31,7 @@ class EndsAtOnce:
     ) -> Iterator[tuple[SweepTask, Result]]:
         self._end()
         raise AssertionError("it continues")
-        yield  # a generator, as engines are
+        yield  # a generator, as in executors
 
 
 def refuse() -> None:

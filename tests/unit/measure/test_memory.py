@@ -25,7 +25,7 @@ PARAMETERS = 4 * (
 )
 NUM_PARAMETERS = 4
 ACTIVATIONS = 4 * (BATCH_SIZE * HIDDEN_WIDTH + BATCH_SIZE * OUTPUT_WIDTH + 1)
-"""What backward needs: the ReLU's result and the square's input; and the loss itself."""
+"""Bytes saved for backward: output of the ReLU and input of the square; and the loss."""
 
 
 class Network(nn.Module):
@@ -67,7 +67,7 @@ def test_memory_of_adamw_by_phase(steps: int) -> None:
     assert phase_bytes["gradients"] == PARAMETERS
     assert (
         phase_bytes["optimizer"] == 2 * PARAMETERS + 4 * NUM_PARAMETERS
-    )  # and a step count a tensor
+    )  # and a step count for each tensor
     assert phase_bytes["activations"] == ACTIVATIONS
 
 
@@ -142,7 +142,7 @@ def test_live_bytes_follow_allocation_and_release(counter: type) -> None:
         del view
         gc.collect()
         assert live_bytes.current_bytes == 1024
-        assert live_bytes.take_peak() == pytest.approx(2048, abs=64)  # and a number on its way
+        assert live_bytes.take_peak() == pytest.approx(2048, abs=64)  # and one temporary element
         assert live_bytes.take_peak() == 1024
         assert live_bytes.tracked_bytes([a, a[:3]]) == 1024
     torch.zeros(999)

@@ -133,8 +133,10 @@ def test_fusion_kernel_reuses_its_inputs() -> None:
         for op_graph in (graph, fuse(graph))
     )
     input_and_output_bytes = X + WIDE_SIZE + WIDE_SIZE + X + 8
-    assert eager == input_and_output_bytes + 3 * WIDE_SIZE  # two, and their sum
-    assert compiled == input_and_output_bytes + 4 * WIDE_SIZE  # and the kernel makes no other
+    assert eager == input_and_output_bytes + 3 * WIDE_SIZE  # two tensors and their sum
+    assert (
+        compiled == input_and_output_bytes + 4 * WIDE_SIZE
+    )  # and the kernel allocates no other tensor
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp8"])

@@ -177,7 +177,7 @@ def test_decoder_stages_balance_flops(
 @pytest.mark.parametrize(
     ("name", "count", "layers"),
     [
-        ("decoder_nano", 2, [3, 1]),  # its head is worth 3.2 blocks: 7.2 / 2 would be 3.6
+        ("decoder_nano", 2, [3, 1]),  # the head costs 3.2 blocks: 7.2 / 2 would be 3.6
         ("gpt2_124m", 2, [9, 3]),  # 5.5
         ("llama3_8b", 4, [9, 9, 8, 6]),  # 2.4
         ("llama3_1b", 8, [3, 2, 2, 2, 2, 2, 2, 1]),  # 4.3

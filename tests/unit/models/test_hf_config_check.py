@@ -56,7 +56,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 OTHER_ROPE_THETA = {"rope_type": "default", "rope_theta": 5e5}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 CONFIG_OF_OLD_VERSION = {"model_type": "llama", **SIZES}
-"""As transformers wrote it before its version 5."""
+"""Format of transformers before version 5."""
 EIGHT_HEADS = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
 USE_HF_MODEL = "set model=hf model.path="
 DOWNLOAD_AGAIN = "download config.json again"
@@ -243,7 +243,7 @@ def test_config_is_rejected_or_gives_equal_logits(
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     reference.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    if "rope_scaling" in more:  # as files of transformers 4 have it
+    if "rope_scaling" in more:  # as in files of transformers 4
         text.pop("rope_parameters")
     (tmp_path / "config.json").write_text(json.dumps(text | more), "utf-8")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()

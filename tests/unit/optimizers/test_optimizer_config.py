@@ -35,10 +35,20 @@ NUM_ELEMENTS = 64 * 128
         (SGDConfig(momentum=0.0), MATRIX, 1, 0),
         (LionConfig(), MATRIX, 1, 4 * NUM_ELEMENTS),
         (AdamWConfig(), MATRIX, 1, 8 * NUM_ELEMENTS),
-        (AdamWConfig(), MATRIX, 3, 8 * 22 * 128),  # the first of three has a row more than the last
+        (
+            AdamWConfig(),
+            MATRIX,
+            3,
+            8 * 22 * 128,
+        ),  # the first of three ranks has one row more than the last
         (ScheduleFreeConfig(), MATRIX, 1, 8 * NUM_ELEMENTS),
         (AdamW8bitConfig(), MATRIX, 1, 2 * (NUM_ELEMENTS + NUM_ELEMENTS // 256 * 4 + 256 * 4)),
-        (AdamW8bitConfig(), MATRIX, 4, 8 * NUM_ELEMENTS // 4),  # below 4096 numbers they stay whole
+        (
+            AdamW8bitConfig(),
+            MATRIX,
+            4,
+            8 * NUM_ELEMENTS // 4,
+        ),  # tensors below 4096 elements are not quantized
         (AdamW4bitConfig(), MATRIX, 1, 2 * (NUM_ELEMENTS // 2 + NUM_ELEMENTS // 128 * 4 + 16 * 4)),
         (AdamW4bitConfig(), NORM, 1, 8 * 128),
         (AdafactorConfig(), MATRIX, 1, 4 * (64 + 128)),

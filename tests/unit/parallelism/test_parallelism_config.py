@@ -28,7 +28,7 @@ MESHES: list[tuple[MeshConfig, list[int], int]] = [
     (MeshConfig(replicate=2, shards=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
     (MeshConfig(pipeline=2, shards=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
 ]
-"""Meshes, the share of the rows that each rank reads, and the ranks gradients are averaged over."""
+"""Meshes, the data-parallel rank of each rank, and the number of ranks that average gradients."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ TRAINING = (
     "trainer.micro_batch=auto",
 )
 LARGE_MODEL = ("model=llama_160m", "data.sequence=32")
-"""Much state and few tokens: twice the micro-batch is within the error of the prediction."""
+"""Large state and few tokens: doubling the micro-batch is within the prediction error."""
 STRATEGY_NAMES = [
     "ddp",
     "fsdp",

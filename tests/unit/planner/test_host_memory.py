@@ -131,7 +131,7 @@ def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
         check_machine=False,
     )
     rank_memory = build_rank_memory(pipeline_run.parallelism, pipeline_run, 0)
-    assert rank_memory.in_flight == 2  # of one row each, through the layers of a stage
+    assert rank_memory.in_flight == 2  # of one sample each, for the layers of a stage
     stage_bytes = inputs * rank_memory.num_layers // run.model.layers
     assert lines(pipeline_run)["offloaded activations"] == 2 * 2 * stage_bytes
     on_disk = compose(*TRAINING[:-2], *offload_overrides, "hardware=cpu", check_machine=False)

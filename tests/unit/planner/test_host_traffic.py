@@ -81,7 +81,7 @@ def test_host_traffic_repeats_per_micro_batch(run_of: Compose) -> None:
 def test_host_traffic_of_deepspeed_offload(deepspeed: Compose) -> None:
     state = deepspeed("deepspeed_zero2", "parallelism.offload_optimizer=cpu")
     shard = state.model.num_parameters * 4 / 8
-    in_bf16 = shard / 2  # what is at work; masters and state are stepped in fp32
+    in_bf16 = shard / 2  # compute copies; master weights and state are updated in fp32
     assert host_traffic(state).link == pytest.approx(2 * in_bf16, rel=1e-3)
     assert host_traffic(deepspeed("deepspeed_zero3_offload")).link == pytest.approx(
         3 * in_bf16, rel=1e-3

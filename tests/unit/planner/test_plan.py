@@ -67,7 +67,7 @@ def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     )
 
 
-def ledger(gib: float) -> MemoryBreakdown:
+def breakdown_of_size(gib: float) -> MemoryBreakdown:
     entry = MemoryEntry("all", dict.fromkeys(ALL_PHASES, int(gib * GIB)), "", "")
     return MemoryBreakdown((entry,))
 
@@ -77,7 +77,7 @@ def ledger(gib: float) -> MemoryBreakdown:
     [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
 )
 def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus) -> None:
-    fit = FitReport(ledger(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
+    fit = FitReport(breakdown_of_size(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
     assert fit.status is fit_status
     min_bytes, expected_bytes, max_bytes = fit.reserved
     assert min_bytes == int(gib * GIB) + GIB < expected_bytes < max_bytes
@@ -85,10 +85,10 @@ def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus
 
 
 def test_cpu_reserve_equals_allocation() -> None:
-    fit = FitReport(ledger(79.5), capacity=80 * GIB, context_bytes=0, on_cpu=True)
+    fit = FitReport(breakdown_of_size(79.5), capacity=80 * GIB, context_bytes=0, on_cpu=True)
     assert fit.status is FitStatus.fits
     assert (
-        FitReport(ledger(1), capacity=None, context_bytes=0, on_cpu=True).status
+        FitReport(breakdown_of_size(1), capacity=None, context_bytes=0, on_cpu=True).status
         is FitStatus.unknown
     )
 
@@ -169,7 +169,7 @@ def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> No
         )
         for work in OpWork
     }
-    # A causal kernel skips half of what the model's own count has.
+    # A causal kernel skips half of the FLOPs that the model counts.
     expected_flops = flops_by_work[OpWork.matmul] + 2 * flops_by_work[OpWork.attention]
     assert expected_flops == pytest.approx(run.model.flops(256) * 2 * 256)
 
@@ -188,7 +188,7 @@ def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
     assert fast_step.seconds == pytest.approx(sum(fast_step.parts().values()))
     tokens = run.tokens_per_step / run.world_size
     min_bytes = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
-    assert fast_step.matmul == pytest.approx(min_bytes, rel=0.1)  # the embedding is no product
+    assert fast_step.matmul == pytest.approx(min_bytes, rel=0.1)  # the embedding is not a matmul
 
 
 def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -> None:
@@ -285,7 +285,7 @@ def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compos
         check_fit(run_variant)
     rate = len(runs) / (time.process_time() - start)
     print(f"{rate:,.0f} breakdowns/s")
-    assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
+    assert rate > 500  # 2,000 are expected on an idle machine; this one may be busy
 
 
 def test_plan_imports_no_torch() -> None:

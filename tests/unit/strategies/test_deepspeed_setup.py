@@ -103,7 +103,7 @@ def test_deepspeed_config_is_derived_from_the_run(compose: Compose) -> None:
     )
     deepspeed_config = build_deepspeed_config(
         run.parallelism, run, "/disk", run.model.num_parameters, run.trainable_parameters
-    )  # it is DeepSpeed
+    )  # DeepSpeed only
     assert deepspeed_config["gradient_accumulation_steps"] == 3
     assert deepspeed_config["gradient_clipping"] == 0.5
     assert deepspeed_config["bf16"]["enabled"]

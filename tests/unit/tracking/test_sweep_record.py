@@ -24,7 +24,7 @@ from scalewise.tracking import sweep_record
 THIS_HOST = socket.gethostname()
 FUTURE_TIME = "2096-10-02T07:06:40+00:00"
 UNUSED_PID = 2**22 + 1
-"""A process number that Linux never gives."""
+"""Process id that Linux never assigns."""
 
 
 def row(number: int, status: str, **more: object) -> dict[str, object]:

@@ -59,7 +59,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "requested_mode", "mode"),
     [
-        ("online", WandbMode.disabled, WandbMode.disabled),  # as wandb.init(mode="disabled") has it
+        ("online", WandbMode.disabled, WandbMode.disabled),  # as in wandb.init(mode="disabled")
         ("offline", WandbMode.online, WandbMode.offline),
         ("disabled", WandbMode.auto, WandbMode.disabled),
         ("dryrun", WandbMode.auto, WandbMode.offline),

@@ -17,7 +17,7 @@ SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "optimizer_overrides",
     [
         (),
         ("optimizer.fused=false",),
@@ -31,8 +31,10 @@ SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate
     ],
     ids=" ".join,
 )
-def test_cuda_run_resumes_with_the_same_losses(parts: tuple[str, ...], tmp_path: Path) -> None:
-    overrides = [*SMOKE, *parts, "checkpoint.every=2", "trainer.max_steps=6"]
+def test_cuda_run_resumes_with_the_same_losses(
+    optimizer_overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    overrides = [*SMOKE, *optimizer_overrides, "checkpoint.every=2", "trainer.max_steps=6"]
     losses = []
     for name in ("uninterrupted", "resumed"):
         run = scalewise.compose(overrides)
