@@ -63,9 +63,18 @@ _METRICS = (
     MetricInfo(
         "throughput/tflops_per_s_per_device",
         "TFLOP/s",
-        "Model FLOPs per second per device, excluding recomputation",
+        "Model FLOPs per second per device: 6 per weight and causal attention",
     ),
-    MetricInfo("throughput/mfu", "", "Model FLOPs utilization of the hardware profile's peak"),
+    MetricInfo(
+        "throughput/mfu",
+        "",
+        "Model FLOPs utilization of the profile's peak: 6 FLOPs per weight and causal attention",
+    ),
+    MetricInfo(
+        "throughput/mfu_palm",
+        "",
+        "Model FLOPs utilization by PaLM's convention, where attention is not causal",
+    ),
     MetricInfo("time/step_s", "s", "Step time of the slowest rank of the window"),
     MetricInfo("time/data_s", "s", "Waiting for data and its transfer to the device, on that rank"),
     MetricInfo("time/forward_s", "s", "Forward pass and loss"),

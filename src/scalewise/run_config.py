@@ -20,7 +20,7 @@ from scalewise.hardware import (
 from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ScheduleConfig
 from scalewise.memory_config import ActivationCheckpointing
-from scalewise.models.base import ModelConfig, Weight
+from scalewise.models.base import AttentionFlops, ModelConfig, Weight
 from scalewise.objectives import ObjectiveConfig
 from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
@@ -188,18 +188,33 @@ class RunConfig:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of one token's forward and backward pass, without recomputation.
+        """Model FLOPs per token: 6 per weight and causal attention, without recomputation."""
+        return self.count_flops(AttentionFlops.causal)
+
+    def count_flops(self, attention: AttentionFlops) -> float:
+        """Return the FLOPs of one token's forward and backward pass.
 
         A forward-only pass counts as a third of the model's FLOPs.
+
+        Args:
+            attention: Convention by which attention is counted.
         """
-        sequence = self.data.sequence
-        forward_only = self.model.flops(sequence) / 3 * self.extra_forward_passes
-        return self.adapter.flops(self.model, sequence, self.data.target_length) + forward_only
+        sequence, target = self.data.sequence, self.data.target_length
+        forward_only = self.model.flops(sequence, 0, attention) / 3 * self.extra_forward_passes
+        return self.adapter.flops(self.model, sequence, target, attention) + forward_only
 
     @property
     def flops_per_step(self) -> float:
-        """FLOPs of one optimizer step over all ranks, without recomputation."""
+        """Model FLOPs of one optimizer step over all ranks."""
         return self.flops_per_token * self.tokens_per_step
+
+    @property
+    def palm_to_causal_flops(self) -> float:
+        """Ratio of the FLOPs by PaLM's convention, where attention is not causal, to model FLOPs.
+
+        It is also the ratio of the two conventions of model FLOPs utilization (MFU).
+        """
+        return self.count_flops(AttentionFlops.palm) / self.flops_per_token
 
     def weight_census(self) -> tuple[Weight, ...]:
         """All parameter tensors of the model and its adapter."""

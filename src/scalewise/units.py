@@ -41,6 +41,11 @@ def format_dollars(dollars: float) -> str:
     return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
 
 
+def format_mfu(mfu: float, palm: float) -> str:
+    """Format a model FLOPs utilization by both conventions: ``MFU 41.0% (PaLM 45.6%)``."""
+    return f"MFU {mfu:.1%} (PaLM {palm:.1%})"
+
+
 def _scale(count: float, units: tuple[str, ...], base: int) -> str:
     """Format a count in the smallest unit in which the rounded value is below ``base``."""
     value, digits, index = float(count), 0, 0

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scalewise import compose
 from scalewise.adapters.build import apply_adapter
 from scalewise.hardware import DeviceKind
+from scalewise.models.base import AttentionFlops
 from scalewise.models.build import build_model
 from scalewise.strategies.single import SingleDevice
 
@@ -216,5 +217,7 @@ def test_adapter_flops_equal_torch_counter(adapter: str) -> None:
     attention = 14.0 * run.data.sequence * run.model.query_width * run.model.layers
     counted_flops = counter.get_total_flops() / tokens.numel()
     # The inputs of the first block are frozen: its first adapted layers have no input gradient.
-    assert run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.05)
+    assert run.count_flops(AttentionFlops.kernel) - attention == pytest.approx(
+        counted_flops, rel=0.05
+    )
     assert counted_flops < run.model.flops(run.data.sequence) - attention

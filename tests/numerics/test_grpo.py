@@ -26,6 +26,7 @@ from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch, as_batch
 from scalewise.data.prepare import prepare_splits
 from scalewise.hardware import DeviceKind
+from scalewise.models.base import AttentionFlops
 from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_model
 from scalewise.objectives import GRPO, IGNORED
@@ -182,7 +183,9 @@ def test_grpo_flops_equal_torch_counter() -> None:
     passes = 3.5 + run.data.answer_length
     attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
     counted_flops = counter.get_total_flops() / rollout_batch["inputs"].numel()
-    assert run.flops_per_token - attention == pytest.approx(counted_flops, rel=0.05)
+    assert run.count_flops(AttentionFlops.kernel) - attention == pytest.approx(
+        counted_flops, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("mode", "strategy"), CASES)

@@ -15,6 +15,7 @@ from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
 from scalewise.evaluation import validation_metrics
 from scalewise.evaluation.generation import generate_answer
+from scalewise.models.base import AttentionFlops
 from scalewise.models.build import build_model
 from scalewise.models.hf.config import HuggingFaceConfig
 
@@ -25,7 +26,7 @@ Stack = Callable[[str], MultiStackModel]
 def test_seq2seq_flops_equal_torch_counter(
     sizes: tuple[int, int], hf_checkpoint: HFCheckpoints
 ) -> None:
-    """torch counts 12 FLOPs for attention where flash attention's backward takes 14."""
+    """torch counts no recomputed scores; half of the target's pairs are causal."""
     sequence, target = sizes
     spec = HuggingFaceConfig(path=str(hf_checkpoint("t5")))
     module = build_model(spec, 1)
@@ -34,8 +35,13 @@ def test_seq2seq_flops_equal_torch_counter(
         module(*inputs).sum().backward()
     source, width = sequence - target, spec.query_width
     pairs = 2 * source**2 + 3 * (target**2 + target * source)
-    predicted_flops = spec.flops(sequence, target) * sequence
-    assert counter.get_total_flops() == pytest.approx(predicted_flops - 2 * pairs * width, rel=1e-9)
+    kernel, palm, causal = (
+        spec.flops(sequence, target, attention) * sequence
+        for attention in (AttentionFlops.kernel, AttentionFlops.palm, AttentionFlops.causal)
+    )
+    assert counter.get_total_flops() == pytest.approx(palm, rel=1e-9)
+    assert kernel - palm == pytest.approx(2 * pairs * width)
+    assert palm - causal == pytest.approx(6 * 3 * target**2 * width)
 
 
 def test_seq2seq_generation_equals_transformers(multi_stack_model: Stack) -> None:

@@ -152,6 +152,7 @@ def test_metric_keys_are_frozen() -> None:
         "throughput/unpadded_tokens_per_s",
         "throughput/tflops_per_s_per_device",
         "throughput/mfu",
+        "throughput/mfu_palm",
         "time/step_s",
         "time/data_s",
         "time/forward_s",

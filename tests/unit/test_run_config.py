@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from scalewise.hardware import DeviceKind
+from scalewise.models.base import AttentionFlops
 from scalewise.registry import registered_targets
 from scalewise.run_config import RunConfig
 from scalewise.validation.run_issues import iter_issues
@@ -57,7 +58,8 @@ def test_run_config_step_arithmetic(
     num_padding = run.accumulation * run.samples_per_forward - global_batch
     assert 0 <= num_padding < run.samples_per_forward
     assert run.tokens_per_step == tokens
-    assert run.flops_per_step == run.model.flops(run.data.sequence) * tokens
+    flops = run.model.flops(run.data.sequence, 0, AttentionFlops.causal)
+    assert run.flops_per_step == flops * tokens
 
 
 @pytest.mark.parametrize(

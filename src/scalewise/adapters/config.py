@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from scalewise.adapters import target_modules
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, TPStyle, Weight, is_adapter_weight
+from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight, is_adapter_weight
 from scalewise.registry import register_option
 
 
@@ -106,7 +106,13 @@ class AdapterConfig:
         """Tensor-parallel style of each module with parameters, including added ones."""
         return model.tensor_parallel_styles()
 
-    def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
+    def flops(
+        self,
+        model: ModelConfig,
+        sequence: int,
+        target: int = 0,
+        attention: AttentionFlops = AttentionFlops.kernel,
+    ) -> float:
         """FLOPs of one forward and backward pass, per token, as ``ModelConfig.flops``.
 
         A frozen m x n layer saves its weight gradient, 2 m n per token. An added one costs 6 m n,
@@ -128,8 +134,9 @@ class AdapterConfig:
         }:
             head_numel = model.output_size * model.width  # also if tied
             frozen_numel += head_numel * model.token_fraction("head", sequence, target)
-        skipped_flops = 2.0 * frozen_numel + model.skipped_backward_flops(trained, sequence)
-        return model.flops(sequence, target) - skipped_flops + 6.0 * added_numel
+        skipped_flops = 2.0 * frozen_numel
+        skipped_flops += model.skipped_backward_flops(trained, sequence, attention)
+        return model.flops(sequence, target, attention) - skipped_flops + 6.0 * added_numel
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""
@@ -161,6 +168,12 @@ class NoAdapterConfig(AdapterConfig):
         """Weights of the model, all trained."""
         return model.weight_census()
 
-    def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
+    def flops(
+        self,
+        model: ModelConfig,
+        sequence: int,
+        target: int = 0,
+        attention: AttentionFlops = AttentionFlops.kernel,
+    ) -> float:
         """FLOPs of one forward and backward pass, per token."""
-        return model.flops(sequence, target)
+        return model.flops(sequence, target, attention)

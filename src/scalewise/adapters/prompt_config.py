@@ -8,7 +8,7 @@ from itertools import groupby
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.registry import register_option
 
 PROMPT_NAME = "prompt.weight"
@@ -63,14 +63,22 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
         """Styles of the model's modules; the vectors are replicated."""
         return model.tensor_parallel_styles() | {"prompt": TPStyle.prompt}
 
-    def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
+    def flops(
+        self,
+        model: ModelConfig,
+        sequence: int,
+        target: int = 0,
+        attention: AttentionFlops = AttentionFlops.kernel,
+    ) -> float:
         """FLOPs of one forward and backward pass, per token of the text.
 
         Blocks process the vectors too; the head, whose weight is frozen, processes the tokens only.
         """
         positions, head_numel = sequence + self.tokens, model.output_size * model.width
         block_flops = (
-            model.flops(positions) - 6.0 * head_numel - 2.0 * self.count_block_parameters(model)
+            model.flops(positions, attention=attention)
+            - 6.0 * head_numel
+            - 2.0 * self.count_block_parameters(model)
         )
         return block_flops * positions / sequence + 4.0 * head_numel
 
@@ -109,7 +117,13 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
             f"blocks.*.{name}": TPStyle.row for name in PREFIX_NAMES
         }
 
-    def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
+    def flops(
+        self,
+        model: ModelConfig,
+        sequence: int,
+        target: int = 0,
+        attention: AttentionFlops = AttentionFlops.kernel,
+    ) -> float:
         """FLOPs of one forward and backward pass, per token of the text.
 
         Attention reads the prefix as well. All matrices are frozen, including the head's; the
@@ -118,4 +132,5 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
         head_numel = model.output_size * model.width
         first_numel = model.width * (model.query_width + 2 * model.kv_width)
         skipped_numel = self.count_block_parameters(model) + head_numel + first_numel
-        return model.flops(sequence + self.tokens) - 2.0 * skipped_numel
+        prefix_flops = attention.count(0.0, model.layers * self.tokens * model.query_width)
+        return model.flops(sequence, attention=attention) + prefix_flops - 2.0 * skipped_numel

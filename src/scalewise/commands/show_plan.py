@@ -20,7 +20,14 @@ from scalewise.planner.step_time import step_part_title
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.typed_override import command_line, replace_overrides
-from scalewise.units import GIGA, format_bytes, format_count, format_dollars, format_seconds
+from scalewise.units import (
+    GIGA,
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_mfu,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from scalewise.tracing.step_trace import StepTrace
@@ -148,7 +155,7 @@ def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     for key in keys:
         table.add_column(key, overflow="fold")
     table.add_column("fit")
-    for name in ("peak memory", "free", "step time", "tok/s", "MFU"):
+    for name in ("peak memory", "free", "step time", "tok/s", "MFU", "MFU (PaLM)"):
         table.add_column(name, justify="right")
     table.add_column("overrides" if any(plan.overrides for _, plan in rows) else "suggested fix")
     for assignments, plan in rows:
@@ -161,6 +168,7 @@ def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             MISSING if plan.step_time is None else format_seconds(plan.step_time.seconds),
             MISSING if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
             MISSING if plan.mfu is None else f"{plan.mfu:.1%}",
+            MISSING if plan.mfu_palm is None else f"{plan.mfu_palm:.1%}",
             " ".join(plan.overrides)
             or (plan.suggested_fix.override_text if plan.suggested_fix else ""),
         )
@@ -282,7 +290,9 @@ def _print_time(console: Console, plan: Plan) -> None:
         console.print(NO_TIME, style="dim")
         return
     low, high = map(format_seconds, interval)
-    rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"
+    rates = f"{plan.tokens_per_s:,.0f} tok/s"
+    if plan.mfu is not None and plan.mfu_palm is not None:
+        rates += f", {format_mfu(plan.mfu, plan.mfu_palm)}"
     console.print()
     console.print(f"Step time: {format_seconds(step.seconds)} ({low} to {high}), {rates}")
     shares = [

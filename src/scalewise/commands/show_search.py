@@ -96,6 +96,7 @@ def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidat
         "step time",
         "tok/s",
         "MFU",
+        "MFU (PaLM)",
         "per 1B tokens",
     ):
         table.add_column(name, justify="right")
@@ -113,6 +114,7 @@ def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidat
             format_seconds(candidate.step_seconds) if candidate.step_time else MISSING,
             f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else MISSING,
             f"{candidate.mfu:.1%}" if candidate.mfu else MISSING,
+            f"{candidate.mfu_palm:.1%}" if candidate.mfu_palm else MISSING,
             format_dollars(dollars) if dollars else MISSING,
             style="bold" if candidate is best else "",
         )

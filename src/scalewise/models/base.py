@@ -5,13 +5,34 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from pathlib import Path
 from typing import ClassVar, Self
 
 from scalewise.errors import ConfigIssue
+
+
+class AttentionFlops(Enum):
+    """Convention by which the FLOPs of attention in forward and backward are counted.
+
+    The values are FLOPs per pair of a query and a key and per feature of the query: without, and
+    with a causal mask. The matmuls of scores and values take 4 in forward and 8 in backward.
+    """
+
+    kernel = (14.0, 14.0)
+    """Flash attention recomputes the scores in backward; masked pairs count, as in
+    ``torch.utils.flop_counter``."""
+    palm = (12.0, 12.0)
+    """No recomputation; masked pairs count (Chowdhery et al., 2022, PaLM, appendix B)."""
+    causal = (12.0, 6.0)
+    """No recomputation; half of the pairs are masked and do not count."""
+
+    def count(self, causal_pairs: float, full_pairs: float = 0.0) -> float:
+        """FLOPs of pairs times features, with and without a causal mask."""
+        full, causal = self.value
+        return causal * causal_pairs + full * full_pairs
 
 
 @dataclass(frozen=True)
@@ -178,7 +199,9 @@ class ModelConfig(ABC):
         """Return every parameter once, in the order of ``module.named_parameters()``."""
 
     @abstractmethod
-    def flops(self, sequence: int, target: int = 0) -> float:
+    def flops(
+        self, sequence: int, target: int = 0, attention: AttentionFlops = AttentionFlops.kernel
+    ) -> float:
         """Return the FLOPs of one forward and backward pass, per token of a sequence.
 
         A multiply-add counts as two FLOPs.
@@ -187,13 +210,16 @@ class ModelConfig(ABC):
             sequence: Sequence length, in tokens.
             target: Target tokens at the end of the sequence; an encoder-decoder model encodes the
                 tokens before them.
+            attention: Convention by which attention is counted.
         """
 
     def token_fraction(self, name: str, sequence: int, target: int) -> float:
         """Return the fraction of the tokens that a matrix is applied to; other names: the head."""
         return 1.0
 
-    def skipped_backward_flops(self, trained_names: Collection[str], sequence: int) -> float:
+    def skipped_backward_flops(
+        self, trained_names: Collection[str], sequence: int, attention: AttentionFlops
+    ) -> float:
         """Return the backward FLOPs per token that autograd skips below all ``trained_names``.
 
         FLOPs of the weight gradients of frozen matrices in blocks are not included.

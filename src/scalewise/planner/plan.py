@@ -61,12 +61,20 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: FLOP/s of the model over the peak of the devices."""
+        """Model FLOPs utilization: FLOP/s of the model over the peak of the devices.
+
+        The FLOPs are 6 per weight, and those of causal attention.
+        """
         run = self.run
         peak = run.hardware.peak_flops(run.precision.peak_kind)
         if self.step_time is None or not peak:
             return None
         return run.flops_per_step / run.world_size / self.step_time.seconds / peak
+
+    @property
+    def mfu_palm(self) -> float | None:
+        """Model FLOPs utilization by PaLM's convention, where attention is not causal."""
+        return None if self.mfu is None else self.mfu * self.run.palm_to_causal_flops
 
     def seconds_for(self, tokens: float) -> float | None:
         """Return the training time for ``tokens``, in seconds."""

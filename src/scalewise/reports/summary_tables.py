@@ -312,6 +312,7 @@ def comparison_table(comparison: ReportComparison, unit: MemoryUnit) -> list[Tab
         error_column("peak error", PEAK),
         column("$ per billion tokens", PRICE, 1, number_format.format_price),
         column("MFU", "throughput/mfu", -1, number_format.format_utilization),
+        column("MFU (PaLM)", "throughput/mfu_palm", -1, number_format.format_utilization),
         column("train loss", LOSS, 1, number_format.format_loss),
         column("val loss", VALIDATION_LOSS, 1, number_format.format_loss),
         column("preference accuracy", PREFERENCE_ACCURACY, -1, number_format.format_utilization),

@@ -76,7 +76,8 @@ SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
         "Throughput",
         _curve_panels(
             (SPEED, "Tokens per second, all ranks"),
-            ("throughput/mfu", "Model FLOPs utilization (MFU)"),
+            ("throughput/mfu", "Model FLOPs utilization (MFU), causal attention"),
+            ("throughput/mfu_palm", "Model FLOPs utilization (MFU), PaLM's convention"),
             (STEP, "Step time (s)"),
             ("time/data_s", "Time waiting for data (s)"),
         ),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from scalewise.models.base import StageSlice, TPStyle
+from scalewise.models.base import AttentionFlops, StageSlice, TPStyle
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
@@ -136,6 +136,12 @@ def test_decoder_flops_are_six_per_weight_plus_attention() -> None:
     )
     assert SMALL_DECODER.flops(0) == 6 * weights
     assert SMALL_DECODER.flops(16) - SMALL_DECODER.flops(0) == 14 * 2 * 16 * 32
+
+
+@pytest.mark.parametrize(("attention", "per_pair"), [("kernel", 14), ("palm", 12), ("causal", 6)])
+def test_decoder_attention_flops_by_convention(attention: str, per_pair: int) -> None:
+    flops = SMALL.flops(16, 0, AttentionFlops[attention])
+    assert flops - SMALL.flops(0) == per_pair * 2 * 16 * 32
 
 
 specs = st.builds(

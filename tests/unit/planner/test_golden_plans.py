@@ -95,6 +95,7 @@ def numbers_of(overrides: str) -> dict[str, Any]:
         "interval of seconds": plan.step_seconds_range and list(plan.step_seconds_range),
         "tokens/s": plan.tokens_per_s,
         "MFU": plan.mfu,
+        "MFU (PaLM)": plan.mfu_palm,
         "suggested fix": list(plan.suggested_fix.overrides) if plan.suggested_fix else None,
         "chosen": list(plan.overrides),
         "sums": sorted(v for v in vars(sums).values() if isinstance(v, int | float)),

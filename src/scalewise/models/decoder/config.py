@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.registry import register_option
 from scalewise.typed_override import format_override
@@ -187,7 +187,9 @@ class DecoderConfig(ModelConfig):
         if self.bias and self.norm is NormKind.layernorm:
             yield Weight(f"{name}.bias", (self.width,), "bias", layer)
 
-    def flops(self, sequence: int, target: int = 0) -> float:
+    def flops(
+        self, sequence: int, target: int = 0, attention: AttentionFlops = AttentionFlops.kernel
+    ) -> float:
         """Return the FLOPs of one forward and backward pass, per token of a ``sequence``.
 
         A linear layer with m x n weights costs 2mn FLOPs per token in forward and twice that in
@@ -196,15 +198,16 @@ class DecoderConfig(ModelConfig):
         multiplies each query with S keys, and its weights with S values: 2 matmuls of 2 S A FLOPs,
         A = ``query_width``. The backward of flash attention has 5 such matmuls, one of which
         recomputes the scores: 2.5 times the forward. The sum per layer and token is
-        4 S A * 3.5 = 14 S A (12 S A in PaLM, which does not count the recomputation).
+        4 S A * 3.5 = 14 S A (12 S A without the recomputation; ``attention`` selects the
+        convention).
 
-        Every query counts against the full sequence, as in ``torch.utils.flop_counter`` and PaLM. A
-        kernel that skips masked scores executes about half of this: (S + 1) / 2S.
+        Every query counts against the full sequence, except with ``AttentionFlops.causal``, which
+        counts half of it.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
         block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
-        attention = 14.0 * sequence * self.query_width
-        return self.layers * (block + attention) + 6.0 * self.output_size * self.width
+        attention_flops = attention.count(sequence * self.query_width)
+        return self.layers * (block + attention_flops) + 6.0 * self.output_size * self.width
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the architecture, and of pretrained weights that do not exist."""

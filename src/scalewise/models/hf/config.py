@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.models.base import ModelConfig, TPStyle, Weight
+from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.models.hf.hub import model_tokenizer
 from scalewise.models.hf.model_info import (
     COLUMN,
@@ -161,14 +161,16 @@ class HuggingFaceConfig(ModelConfig):
         """Return every parameter of the module, in the order of ``named_parameters()``."""
         return self.info.weight_census
 
-    def flops(self, sequence: int, target: int = 0) -> float:
+    def flops(
+        self, sequence: int, target: int = 0, attention: AttentionFlops = AttentionFlops.kernel
+    ) -> float:
         """Return the FLOPs of one forward and backward pass, per token of a ``sequence``.
 
         6 per element of each matrix in the blocks and of the head. Attention takes 14 times the
         sequence length times the query width in each layer; :meth:`DecoderConfig.flops` has the
-        derivation. Matrices of an encoder are applied to the source tokens only, those of a decoder
-        to the target tokens. Target tokens attend to themselves and to the source. For an image,
-        each stack has its own number of positions.
+        derivation, and ``attention`` selects the convention. Matrices of an encoder are applied to
+        the source tokens only, those of a decoder to the target tokens. Target tokens attend to
+        themselves and to the source. For an image, each stack has its own number of positions.
         """
         matrices = sum(
             weight.numel * self.token_fraction(weight.name, sequence, target)
@@ -177,19 +179,24 @@ class HuggingFaceConfig(ModelConfig):
         )
         tied = self.vocabulary * self.width if self.tied_weights else 0
         *_, decoder = self.info.stack_starts
-        pairs = decoder * (sequence - target) ** 2
+        full_pairs = decoder * (sequence - target) ** 2
         keys, queries = sequence, target or sequence
         vision_pairs = 0
         if vision := self.info.vision:
             queries = sequence + vision.decoder_tokens
             keys = queries + vision.encoder_tokens
-            pairs, vision_pairs = (
+            full_pairs, vision_pairs = (
                 (decoder - self.info.stack_starts[2]) * vision.encoder_tokens**2,
                 vision.attention_pairs,
             )
-        pairs += (self.layers - decoder) * queries * keys
-        attention = 14.0 * (pairs * self.query_width + vision_pairs) / sequence
-        return 6.0 * (matrices + tied * self.token_fraction("", sequence, target)) + attention
+        decoder_layers = self.layers - decoder
+        full_pairs += decoder_layers * queries * (keys - queries)
+        attention_flops = attention.count(
+            decoder_layers * queries**2 * self.query_width,
+            full_pairs * self.query_width + vision_pairs,
+        )
+        matmul_flops = 6.0 * (matrices + tied * self.token_fraction("", sequence, target))
+        return matmul_flops + attention_flops / sequence
 
     def token_fraction(self, name: str, sequence: int, target: int) -> float:
         """Return the fraction of the tokens that a matrix is applied to; other names: the head."""
@@ -201,7 +208,9 @@ class HuggingFaceConfig(ModelConfig):
             return 1.0
         return (sequence - target if layer in self.info.source_layers else target) / sequence
 
-    def skipped_backward_flops(self, trained_names: Collection[str], sequence: int) -> float:
+    def skipped_backward_flops(
+        self, trained_names: Collection[str], sequence: int, attention: AttentionFlops
+    ) -> float:
         """Return the backward FLOPs per token of vision model and Q-Former, if both are frozen."""
         vision = self.info.vision
         if vision is None:
@@ -210,7 +219,8 @@ class HuggingFaceConfig(ModelConfig):
         prefixes = ("head.language_model.", *(f"blocks.{n}." for n in range(start, self.layers)))
         if not all(name.startswith(prefixes) for name in trained_names):
             return 0.0
-        skipped = 10.0 * vision.attention_pairs  # 14 in forward and backward, minus 4 in forward
+        forward_flops = 4.0 * vision.attention_pairs
+        skipped = attention.count(0.0, vision.attention_pairs) - forward_flops
         for weight in self.weight_census():
             positions = vision.tokens_by_layer.get(weight.name.removesuffix(".weight"), 0)
             if len(weight.shape) > 1 and not weight.name.startswith(prefixes):

@@ -253,13 +253,18 @@ class MetricsRecorder(Callback):
         }
 
     def flops_metrics(self, seconds: float) -> Row:
-        """Compute rate and model FLOPs utilization (MFU) of one device, for a step time."""
+        """Compute rate and model FLOPs utilization (MFU) of one device, for a step time.
+
+        MFU by both conventions: with causal attention, and with PaLM's.
+        """
         run = self.run
         flops = run.flops_per_step / run.world_size / seconds
         peak = run.hardware.peak_flops(run.precision.peak_kind)
+        mfu = flops / self._device_peak_flops(peak) if peak else None
         return {
             "throughput/tflops_per_s_per_device": flops / 1e12,
-            "throughput/mfu": flops / self._device_peak_flops(peak) if peak else None,
+            "throughput/mfu": mfu,
+            "throughput/mfu_palm": None if mfu is None else mfu * run.palm_to_causal_flops,
         }
 
     def _device_peak_flops(self, peak: float) -> float:

@@ -12,6 +12,7 @@ from scalewise.plain_console import PlainConsole
 from scalewise.planner.plan import predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import tables
+from scalewise.units import format_mfu
 
 Row = dict[str, Any]
 BAR_WIDTH = 12
@@ -92,7 +93,7 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:
         mfu = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
-        parts.insert(4, f"MFU {mfu:.1%}")
+        parts.insert(4, format_mfu(mfu, mfu * run.palm_to_causal_flops))
     if "val/loss" in last:
         texts = [text.format(last[key]) for key, text in VALIDATION_FORMATS.items() if key in last]
         parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *texts]))
