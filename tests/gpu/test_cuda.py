@@ -135,6 +135,7 @@ def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
     adamw = build_from_groups(run.optimizer, [{"params": [parameter], "weight_decay": 0.0}])
     parameter.grad = torch.ones_like(parameter)
     adamw.step()
+    adamw.wait_for_state()
     moment_before = adamw.state[parameter]["exp_avg"]
     adamw.encode(parameter)
     moment_after = adamw.state[parameter]["exp_avg"]

@@ -5,7 +5,7 @@ Names are the same for every parallelism strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ SCALAR_SLOTS = ("step", "mu_product", "eta", "mu")
 Names = Mapping[nn.Parameter, str]
 
 
-def state_tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Tensor]:
+def state_tensors(optimizers: Sequence[Optimizer], names: Names) -> dict[str, Tensor]:
     """State tensors of this rank by name; scalars have one element."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "wait_for_state"):
+            optimizer.wait_for_state()
     return {
         f"{slot}/{names[parameter]}": _unsharded_state(value)
         for optimizer, _, parameter in _optimized_parameters(optimizers)

@@ -140,8 +140,8 @@ def test_decoder_flops_are_six_per_weight_plus_attention() -> None:
 
 @pytest.mark.parametrize(("attention", "per_pair"), [("kernel", 14), ("palm", 12), ("causal", 6)])
 def test_decoder_attention_flops_by_convention(attention: str, per_pair: int) -> None:
-    flops = SMALL.flops(16, 0, AttentionFlops[attention])
-    assert flops - SMALL.flops(0) == per_pair * 2 * 16 * 32
+    flops = SMALL_DECODER.flops(16, 0, AttentionFlops[attention])
+    assert flops - SMALL_DECODER.flops(0) == per_pair * 2 * 16 * 32
 
 
 specs = st.builds(
