@@ -6,6 +6,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta, build_model
+from scalewise.models.op_graph import Recompute
 from scalewise.precision.build import apply_precision
 from scalewise.precision.config import Float8, ScalingRecipe
+from scalewise.strategies.activation_checkpointing import checkpoint_block
 from scalewise.strategies.single import SingleDevice
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -196,3 +199,31 @@ def test_fp8_evaluation_reports_the_fp32_loss(
     assert record["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
     assert record["loss_in_fp32"] != record["loss"]
     assert record["loss_in_fp32"] == pytest.approx(record["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ScalingRecipe)
+def test_selective_checkpointing_repeats_no_fp8_matmul(
+    recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operator that CUDA runs, which the emulation replaces by a matmul in fp32."""
+    calls: list[torch.Size] = []
+    scaled_mm = torch._scaled_mm
+
+    def counted(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(a.shape)
+        return scaled_mm(a, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counted)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=False)
+    counts = {}
+    for recompute in Recompute:
+        layers = [nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32, bias=False)]
+        block = convert_to_float8_training(nn.Sequential(*layers).bfloat16(), config=config)
+        if recompute is not Recompute.nothing:
+            checkpoint_block(block, save_matmuls=recompute is Recompute.selective)
+        x = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)
+        calls.clear()
+        block(x).sum().backward()
+        counts[recompute] = len(calls)
+    assert counts[Recompute.selective] == counts[Recompute.nothing] == 6
+    assert counts[Recompute.full] > 6

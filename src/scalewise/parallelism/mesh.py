@@ -97,7 +97,8 @@ class MeshConfig(ParallelismConfig):
     loss_parallel: bool = True
     """Whether the loss is computed from logits sharded along the vocabulary."""
     async_tensor: bool = False
-    """Whether compiled matmuls overlap with tensor-parallel communication; CUDA only."""
+    """Whether matmuls overlap with tensor-parallel communication; not implemented, so that only
+    false is accepted."""
     attention: ContextAttention = ContextAttention.ulysses
     """Communication of attention across the context axis."""
     balanced: bool = True

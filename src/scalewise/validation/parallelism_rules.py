@@ -164,8 +164,8 @@ def _mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
             "is not supported with tensor parallelism on the CPU by torch",
             "set compile=none",
         )
-    if mesh.async_tensor and on_cpu:
-        key, reason = "parallelism.async_tensor", "requires CUDA symmetric memory"
+    if mesh.async_tensor:
+        key, reason = "parallelism.async_tensor", "is not implemented: no collective would overlap"
         yield ConfigIssue(key, True, reason, f"set {key}=false")
 
 

@@ -205,7 +205,7 @@ REJECTED_MESHES: list[RejectionCase] = [
     (
         ["parallelism=tensor", "parallelism.async_tensor=true"],
         "parallelism.async_tensor",
-        "symmetric memory",
+        "not implemented",
         "set parallelism.async_tensor=false",
     ),
     (
@@ -301,3 +301,12 @@ UNEVEN_BATCH = ["trainer.micro_batch=3", "trainer.global_batch=8"]
 )
 def test_similar_valid_combinations_are_accepted(overrides: list[str]) -> None:
     assert isinstance(compose(overrides), RunConfig)
+
+
+def test_async_tensor_is_rejected_on_cuda() -> None:
+    overrides = ["parallelism=tensor", "parallelism.async_tensor=true", "compile=block"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*overrides, "hardware=h100"], check_machine=False)
+    (issue,) = caught.value.issues
+    assert issue.key == "parallelism.async_tensor"
+    assert "not implemented" in issue.reason
