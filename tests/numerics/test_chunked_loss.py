@@ -9,11 +9,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from scalewise.compat.torch import TorchDispatchMode
 from scalewise.measure.memory import LiveBytes
 from scalewise.objectives.config import IGNORED, CausalLM
 from scalewise.objectives.losses import chunked_loss, sum_over_tokens
@@ -128,6 +130,40 @@ def test_chunked_loss_in_mixed_precision_is_close(make_case: Callable[[int, int]
     full_loss_error, chunks = errors
     assert max(full_loss_error) < 0.01
     assert all(chunk < 1.05 * error for chunk, error in zip(chunks, full_loss_error, strict=True))
+
+
+class HeadCasts(TorchDispatchMode):
+    """Number of casts of the head to bf16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape == (300, WIDTH):
+            self.count += result.dtype is torch.bfloat16
+        return result
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunked_loss_casts_the_head_once(
+    make_case: Callable[[int, int], Case], trains: bool
+) -> None:
+    """Under the autocast of Lightning, which does not cache casts; gradients are the same."""
+    case = make_case(50, 300)
+    losses = []
+    for chunk in (24, 1000):
+        with (
+            torch.set_grad_enabled(trains),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+            HeadCasts() as casts,
+        ):
+            objective, weights = CausalLM(chunk), case.head.parameters
+            loss = chunked_loss(objective, weights)(case.head, case.x_BTW, case.labels_BT)
+            assert casts.count == 1
+            case.head(case.x_BTW)
+            assert casts.count == 2
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 TOKENS, VOCABULARY, CHUNK_SIZE = 2048, 32_000, 128

@@ -9,6 +9,7 @@ sequences (DPO, the chosen answer first) or prompts (GRPO); G answers to one pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -234,12 +235,13 @@ def chunked_loss_with_gradients(
     no logits are recomputed, and the gradients of ``weights`` are stored from the forward pass on.
     """
     trained = [weight for weight in weights if weight.requires_grad]
-    if not torch.is_grad_enabled() or not (trained or x_BTW.requires_grad):
-        sums = [chunk_loss(*chunk) for chunk in _chunks(x_BTW, labels_BT, chunk_tokens)]
-        return sum(sums[1:], sums[0])
-    arguments = (chunk_loss, chunk_tokens, labels_BT, x_BTW, *trained)
-    total: Tensor = ChunkedLossWithGradients.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
-    return total
+    with _cached_casts(x_BTW.device.type):
+        if not torch.is_grad_enabled() or not (trained or x_BTW.requires_grad):
+            sums = [chunk_loss(*chunk) for chunk in _chunks(x_BTW, labels_BT, chunk_tokens)]
+            return sum(sums[1:], sums[0])
+        arguments = (chunk_loss, chunk_tokens, labels_BT, x_BTW, *trained)
+        total: Tensor = ChunkedLossWithGradients.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+        return total
 
 
 class ChunkedLossWithGradients(torch.autograd.Function):
@@ -300,6 +302,21 @@ def _chunks(x_BTW: Tensor, labels_BT: Tensor, chunk_tokens: int) -> Iterator[tup
             x_BTW[:, start : start + tokens_per_sequence],
             labels_BT[:, start : start + tokens_per_sequence],
         )
+
+
+@contextmanager
+def _cached_casts(device: str) -> Iterator[None]:
+    """Context in which autocast casts each trained parameter once instead of at each use.
+
+    The precision plugins of Lightning disable this cache, since gradients of the uses are then
+    added in the data type of the cast. Here each chunk takes its gradients by itself.
+    """
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    with torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=True):
+        yield
+    torch.clear_autocast_cache()
 
 
 def _identity(tensor: Tensor) -> Tensor:
