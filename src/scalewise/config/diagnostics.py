@@ -5,21 +5,16 @@ For malformed text Hydra and OmegaConf raise many exception types, hence the bro
 """
 
 import dataclasses
-import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from types import UnionType
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from scalewise import registry
 from scalewise.config import paths
 from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.launchers import launcher_issues
@@ -30,6 +25,7 @@ from scalewise.config.parsed_overrides import (
     override_text,
     override_values,
 )
+from scalewise.config.value_issues import first_sentence, value_issues
 from scalewise.errors import (
     ConfigError,
     ConfigIssue,
@@ -39,13 +35,8 @@ from scalewise.errors import (
     suggested_option,
 )
 from scalewise.redaction import contains_secret
-from scalewise.run_config import RunConfig
-from scalewise.typed_override import format_override, shell_word
+from scalewise.typed_override import shell_word
 
-COMPOSING = " raised while composing config:"
-"""End of a line of Hydra that names a file; the next line has the reason."""
-PRESETS = ("experiment", "sweep")
-"""Groups whose options set keys of other groups."""
 GRAMMAR = "write group=option or group.key=value, and quote values with spaces"
 
 
@@ -80,7 +71,7 @@ def _issue_from_error(error: Exception, overrides: Sequence[str]) -> ConfigIssue
     """Config issue of an exception of Hydra, with its key if it is known."""
     key = getattr(error, "full_key", None)
     if not (isinstance(error, InterpolationResolutionError) and key):
-        return ConfigIssue("", "", _first_sentence(error))
+        return ConfigIssue("", "", first_sentence(error))
     values = {key.lstrip("+"): value for key, _, value in (it.partition("=") for it in overrides)}
     return unresolved_issue(key, values.get(key, "${...}"), error)
 
@@ -133,9 +124,9 @@ def diagnose_overrides(
         )
         if config is None:
             return issues
-        valid = [o for o in values if not _extend(issues, _value_issue(o, config, loader))]
+        valid = [o for o in values if not _extend(issues, value_issues(o, config, loader))]
         _extend(issues, _hydra_issues(valid, compatible))
-        if any(issue.key in PRESETS for issue in issues):
+        if any(issue.key in paths.PRESETS for issue in issues):
             return issues  # the values of the preset are missing
         is_remote = config.hydra.runtime.choices["hydra/launcher"] in remote_launchers
         check_machine = check_machine and not is_remote
@@ -164,7 +155,7 @@ def _option_names(group: str, loader: ConfigLoader) -> list[str]:
         options = loader.get_group_options(group)
     except (OSError, ValueError):  # not a valid file name
         return []
-    if group.split("/")[0] not in (*paths.GROUPS, *PRESETS):
+    if group.split("/")[0] not in (*paths.GROUPS, *paths.PRESETS):
         return options
     subgroups = loader.list_groups(group)
     return options + [
@@ -182,7 +173,9 @@ def _compose_compatible(
         return config, compatible
     compatible, config = [], _try_compose([])
     distinct = {override_text(override): override for override in groups}
-    for text, override in sorted(distinct.items(), key=lambda it: override_key(it[1]) in PRESETS):
+    for text, override in sorted(
+        distinct.items(), key=lambda it: override_key(it[1]) in paths.PRESETS
+    ):
         result = _try_compose([*compatible, text])
         if isinstance(result, Exception):
             issues.append(_issue_from_conflict(override, result, compatible))
@@ -201,15 +194,15 @@ def _issue_from_conflict(
 
     An experiment or sweep that sets keys of an option conflicts with other options.
     """
-    if isinstance(error, MissingConfigException) and override_key(override) in PRESETS:
+    if isinstance(error, MissingConfigException) and override_key(override) in paths.PRESETS:
         return _missing_option_issue(override, error)
     key = getattr(error.__context__, "full_key", None) or ""
-    for choice in compatible_overrides if override_key(override) in PRESETS else ():
+    for choice in compatible_overrides if override_key(override) in paths.PRESETS else ():
         if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
             reason = f"sets keys that {choice} lacks, such as {key}"
             fix = f"remove it, or choose another {override_key(override)}"
             return ConfigIssue(override_key(override), display_value(override), reason, fix)
-    return ConfigIssue(override_key(override), display_value(override), _first_sentence(error))
+    return ConfigIssue(override_key(override), display_value(override), first_sentence(error))
 
 
 def _missing_option_issue(preset: Override, error: MissingConfigException) -> ConfigIssue:
@@ -223,7 +216,9 @@ def _missing_option_issue(preset: Override, error: MissingConfigException) -> Co
 
 def _choices_of(override: Override, compatible_overrides: Sequence[str]) -> list[str]:
     """Options that an experiment or sweep chooses, so that their keys exist."""
-    config = _try_compose([override_text(override)]) if override_key(override) in PRESETS else None
+    config = (
+        _try_compose([override_text(override)]) if override_key(override) in paths.PRESETS else None
+    )
     if not isinstance(config, DictConfig):
         return []
     choices = OmegaConf.select(config, "hydra.runtime.choices")
@@ -246,7 +241,7 @@ def _hydra_issues(
         result = _try_compose([*compatible_overrides, override_text(override)])
         if isinstance(result, Exception):
             yield ConfigIssue(
-                override_key(override), display_value(override), _first_sentence(result)
+                override_key(override), display_value(override), first_sentence(result)
             )
 
 
@@ -270,7 +265,7 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
         return
     if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
         return
-    in_defaults = group in (*paths.GROUPS, *PRESETS)
+    in_defaults = group in (*paths.GROUPS, *paths.PRESETS)
     if override.is_add() and in_defaults:
         fix = f"remove the +: {shell_word(text[1:])}"
         yield ConfigIssue(group, display_value(override), "is already chosen", fix)
@@ -284,7 +279,7 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
         if isinstance(value, dict):
             continue
         if value is None or (isinstance(value, list) and group != "callbacks"):
-            optional = group in PRESETS
+            optional = group in paths.PRESETS
             fix = f"write {shell_word('~' + group)}" if optional else did_you_mean("", options)
             yield ConfigIssue(group, value, "requires one option", fix)
             continue
@@ -293,130 +288,3 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
                 yield ConfigIssue(
                     group, choice, "no such option", suggested_option(group, str(choice), options)
                 )
-
-
-def _value_issue(
-    override: Override, config: DictConfig, loader: ConfigLoader
-) -> Iterator[ConfigIssue]:
-    key = override_key(override)
-    if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
-        return
-    adds = override.is_add() or override.is_force_add()
-    if not adds and not _exists(config, key):
-        shown_value = display_value(override)
-        fix = _closest_key(key, config, loader)
-        if _accepts_new_keys(key.rpartition(".")[0], config) and not fix.startswith("did you mean"):
-            fix = f"to add an entry, write {shell_word(f'+{key}={shown_value}')}"
-        yield ConfigIssue(key, shown_value, "no such key", fix)
-        return
-    if override.is_delete():
-        if not key.startswith("callbacks."):
-            fix = f"set {key}=VALUE"
-            yield ConfigIssue(key, None, "cannot be deleted", fix)
-        return
-    default = _node_at(config, key)
-    for value in override_values(override):
-        if isinstance(value, dict) and not adds and _accepts_new_keys(key, config):
-            fix = f"write {shell_word(f'+{key}={display_value(override)}')}"
-            yield ConfigIssue(key, display_value(override), "adds entries", fix)
-            continue
-        try:
-            with open_dict(config):
-                OmegaConf.update(config, key, value, merge=True, force_add=adds)
-        except Exception as error:
-            yield _type_issue(key, value, default, _declared_type(key, config), error)
-
-
-def _accepts_new_keys(key: str, config: DictConfig) -> bool:
-    """Return whether a key accepts entries of any name."""
-    declared = typing.get_origin(_declared_type(key, config))
-    return key.split(".")[0] == "callbacks" or declared is Mapping
-
-
-def _exists(config: DictConfig, key: str) -> bool:
-    *parents, leaf = key.split(".")
-    node = _node_at(config, ".".join(parents)) if parents else config
-    return isinstance(node, DictConfig) and leaf in node
-
-
-def _node_at(config: DictConfig, key: str) -> Any:
-    try:
-        return OmegaConf.select(config, key)
-    except Exception:  # a malformed key or a failing interpolation
-        return None
-
-
-def _type_issue(
-    key: str, value: object, default: object, declared_type: Any, error: Exception
-) -> ConfigIssue:
-    """Config issue of a value that is not of the declared type of its key."""
-    kinds = (
-        typing.get_args(declared_type) if isinstance(declared_type, UnionType) else (declared_type,)
-    )
-    kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
-    fix = (
-        f"the default is {format_override(key, default)}"
-        if isinstance(default, str | int | float) and default != ""
-        else ""
-    )
-    if declared_type is None or (isinstance(value, str) and "${" in value):
-        return ConfigIssue(key, value, _first_sentence(error), fix)
-    if value is None:
-        return ConfigIssue(key, value, "cannot be null", fix)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        names = [member.name for member in kind]
-        close = did_you_mean(str(value), names)
-        reason = f"is not one of {', '.join(names)}"
-        return ConfigIssue(key, value, reason, close if close.startswith("did") else fix)
-    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return ConfigIssue(key, value, "is not an integer", f"set {key}={int(value)}")
-    if typing.get_origin(kind) is tuple:
-        entry = "TEXT" if isinstance(value, dict | list) else value
-        return ConfigIssue(key, value, "is not a list", f"set {format_override(key, [entry])}")
-    reason = {
-        int: "is not an integer",
-        float: "is not a number",
-        bool: "is not true or false",
-        str: "is not a string",
-    }.get(kind, _first_sentence(error))
-    return ConfigIssue(key, value, reason, fix)
-
-
-def _declared_type(key: str, config: DictConfig) -> Any:
-    """Type that a config class declares for a key; None without a declaration."""
-    group, _, field = key.partition(".")
-    if not field:
-        return None if group in paths.GROUPS else typing.get_type_hints(RunConfig).get(group)
-    cls = registry.registered_targets().get(str(_node_at(config, f"{group}._target_")))
-    return typing.get_type_hints(cls).get(field) if cls is not None else None
-
-
-def _closest_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
-    *parents, leaf = key.split(".")
-    node = _node_at(config, ".".join(parents)) if parents else config
-    if not isinstance(node, DictConfig):
-        return _closest_key(".".join(parents), config, loader) if len(parents) else ""
-    if leaf in node:
-        return f"{key} has no keys below it"
-    group = ".".join(parents)
-    schemas = [
-        name
-        for name, cls in registry.OPTIONS.get(group, {}).items()
-        if leaf in (entry.name for entry in dataclasses.fields(cls))
-    ]
-    if options := sorted(name for schema in schemas for name in paths.option_names(group, schema)):
-        return f"it is a key of {group}={', '.join(options)}"
-    names = [str(name) for name in node if name not in ("_target_", "hydra")]
-    if not parents:
-        names += PRESETS
-    return did_you_mean(leaf, names, ".".join([*parents, ""]))
-
-
-def _first_sentence(error: Exception) -> str:
-    """First sentence of an exception of Hydra or OmegaConf."""
-    if isinstance(error, RecursionError):
-        return "is nested too deeply"
-    lines = str(error).strip().splitlines()
-    if len(lines) > 1 and lines[0].endswith(COMPOSING):
-        return f"{lines[0].partition(':')[0]}: {lines[1].strip()}"
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__

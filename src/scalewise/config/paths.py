@@ -30,6 +30,9 @@ GROUPS = (
 CLOSED_GROUPS = tuple(group for group in GROUPS if group != "callbacks")
 """Groups whose options must be registered classes."""
 
+PRESETS = ("experiment", "sweep")
+"""Groups whose options set keys of other groups."""
+
 
 @cache
 def project_root() -> Path:
@@ -79,7 +82,7 @@ def mount_configs(user_folder: Path | None = None) -> None:
     MOUNTED_FILES.clear()
     USER_FOLDERS[:] = [user_folder] if user_folder else []
     for base in (project_root(), *USER_FOLDERS):
-        for group in ("experiment", "sweep"):
+        for group in PRESETS:
             for folder in (base / f"{group}s", base / group):
                 for file in folder.rglob("*.yaml"):
                     MOUNTED_FILES[f"{group}/{file.relative_to(folder).as_posix()}"] = file
