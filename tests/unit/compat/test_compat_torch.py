@@ -278,7 +278,8 @@ def test_fake_tensor_mode_has_no_data() -> None:
     with compat_torch.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(torch.ones(3))
         assert (fake + torch.ones(3)).shape == (3,)
-    assert type(fake) is not Tensor
+    assert isinstance(fake, compat_torch.FakeTensor)
+    assert not isinstance(torch.ones(3), compat_torch.FakeTensor)
 
 
 def test_apply_hook_runs_after_each_move_and_cast() -> None:
