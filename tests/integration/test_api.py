@@ -42,7 +42,7 @@ def test_api_trains_twice_in_one_script(strategy: str, run_cli: CliRunner) -> No
     assert result.folder.path == Path(second[2])
     assert (run.path / "report.html").is_file()
     assert not same_weights(run.weights(), result.folder.weights())
-    assert process.remaining_processes(within=3) == []
+    assert process.remaining_processes(max_wait=3) == []
 
 
 def test_api_returns_failed_runs_as_results(run_cli: CliRunner) -> None:
@@ -85,7 +85,7 @@ def test_torchrun_reports_a_failed_rank(run_cli: CliRunner) -> None:
     process = run_cli.start_process(torchrun("+inject=raise", "callbacks.inject.rank=1"))
     result = process.wait()
     assert result.code != 0
-    assert process.remaining_processes(within=3) == []
+    assert process.remaining_processes(max_wait=3) == []
     assert len(result.folders) == 1
 
 
@@ -107,7 +107,7 @@ def test_torchrun_saves_a_checkpoint_on_sigterm(run_cli: CliRunner) -> None:
     result = process.wait(45)
     assert result.folder.status["status"] == "interrupted"
     assert result.folder.checkpoints != []
-    assert process.remaining_processes(within=3) == []
+    assert process.remaining_processes(max_wait=3) == []
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import Path
 
 import pytest
+from fixtures import faults
 from fixtures.cli_runner import (
     TINY,
     UNTRACKED,
@@ -77,7 +78,7 @@ def test_sweep_command_fails_without_a_traceback(
 
 def test_sweep_leaves_no_process(sweep: tuple[CliResult, CliProcess]) -> None:
     _, command = sweep
-    assert command.remaining_processes(within=2) == []
+    assert command.remaining_processes(max_wait=2) == []
 
 
 def test_failed_rank_keeps_its_log_tail(sweep: tuple[CliResult, CliProcess]) -> None:
@@ -153,6 +154,18 @@ def test_segfault_reports_its_location(run_cli: CliRunner) -> None:
     assert "in on_train_batch_start" in status["log_tail"][-3]
     assert "Fatal Python error: Segmentation fault" in result.err
     assert "in string_at" in result.err
+
+
+def test_reason_of_an_aborted_rank_names_its_flight_recorder_dump(run_job: JobRunner) -> None:
+    overrides = (
+        "trusted_packages=[fixtures]",
+        "+callbacks.crash={_target_:fixtures.faults.AbortWithDump}",
+    )
+    folder = run_job(*STRATEGIES["ddp"], *overrides, status="failed")
+    location, dump = folder.status["reason"].split("; ")
+    assert location.startswith(f"rank 1 was killed by SIGABRT in {faults.__file__}:")
+    assert dump == f"NCCL Flight Recorder: {folder.path}/flight_recorder_rank_*"
+    assert "in on_train_batch_start" in folder.status["log_tail"][-2]
 
 
 def test_frozen_rank_is_named(run_job: JobRunner) -> None:

@@ -57,7 +57,7 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
     progress_lines = [line for line in result.out.splitlines() if " | " in line]
     assert {line.split(" | ")[0].strip() for line in progress_lines} == {"0", "1", "2", "3"}
     assert sum("4/4" in line for line in progress_lines) == 4
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
     assert (result.folder.path / "report.html").is_file()
 
 
@@ -105,7 +105,7 @@ def test_killed_packed_job_frees_its_slot(run_cli: CliRunner) -> None:
     assert [job["status"] for job in record["jobs"]] == ["failed", "failed", "ok", "failed"]
     assert recorded_cores(jobs[2]) == os.sched_getaffinity(0)
     assert not (jobs[0].path / ".ranks").exists()
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_signal_ends_packed_jobs_and_saves_each(
         name = signal.Signals(signal_number).name
         assert f"{name} after step {step}" in job.status["reason"], job
     assert not result.folder.jobs[2].path.exists()
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
@@ -146,7 +146,7 @@ def test_signal_before_training_ends_a_packed_sweep(run_cli: CliRunner) -> None:
     assert "Traceback" not in result.transcript
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 @pytest.mark.exhaustive
@@ -162,7 +162,7 @@ def test_packed_jobs_save_when_the_sweep_is_killed(run_cli: CliRunner) -> None:
     folder = process.wait_for_step(2).parent
     process.process.kill()
     process.process.wait(5)
-    assert process.remaining_processes(within=20) == []
+    assert process.remaining_processes(max_wait=20) == []
     stepped = [RunDir(file.parent) for file in folder.glob("*/metrics.csv")]
     assert {job.status["status"] for job in stepped if job.metrics} == {"interrupted"}
     result = run_cli(*overrides, "resume_sweep=last").assert_ok()

@@ -44,7 +44,7 @@ def test_killed_sweep_resumes(strategy: str, run_cli: CliRunner) -> None:
     process = run_cli.start(*overrides)
     killed_result = process.wait()
     assert killed_result.code == -signal.SIGKILL, killed_result.failure_report
-    assert process.remaining_processes(within=15) == []
+    assert process.remaining_processes(max_wait=15) == []
     sweep, before = killed_result.folder, finished_files(killed_result.folder)
     assert [job["status"] for job in sweep.json("sweep.json")["jobs"]] == [
         "ok",

@@ -55,7 +55,7 @@ def test_signal_saves_a_checkpoint_and_ends_the_run(
     result = process.wait(30)
     assert time.monotonic() - start < 20
     assert_interrupted(result, result.folder, signal_number)
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
     next_step = result.folder.checkpoints[-1] + 2
     resumed = run_cli(
         *LONG_RUN, f"parallelism={strategy}", "resume=last", f"trainer.max_steps={next_step}"
@@ -90,7 +90,7 @@ def test_signal_ends_a_sweep(signal_number: int, group: bool, run_cli: CliRunner
     record = result.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
     assert record["ended"] is not None
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=EXHAUSTIVE), "ddp"])
@@ -109,7 +109,7 @@ def test_signal_is_reported_to_the_tracker(strategy: str, run_cli: CliRunner) ->
     records = [json.loads(line) for line in output.splitlines()]
     assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [130]
     assert any(record["type"] == "history" for record in records)
-    assert process.remaining_processes(within=3) == []
+    assert process.remaining_processes(max_wait=3) == []
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=EXHAUSTIVE), "ddp"])
@@ -124,7 +124,7 @@ def test_second_ctrl_c_ends_at_once(strategy: str, run_cli: CliRunner) -> None:
     result = process.wait(15)
     assert result.code == 130, result.failure_report
     assert run.status["status"] == "interrupted"
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 def _stuck_at(step: int) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def test_ranks_end_with_a_killed_launcher(fault: str, run_cli: CliRunner) -> Non
     run = RunDir(process.wait_for_step(4))
     process.process.kill()
     process.process.wait(5)
-    assert process.remaining_processes(within=15) == []
+    assert process.remaining_processes(max_wait=15) == []
     process.wait()
     next_step = run.checkpoints[-1] + 2
     resumed = run_cli(
@@ -174,7 +174,7 @@ def test_signal_before_training_ends_the_run(
     assert result.code == EXIT_CODES[signal.Signals(signal_number)], result.failure_report
     assert "Traceback" not in result.transcript
     assert result.folder.status["status"] == "interrupted"
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_signal_while_starting_leaves_no_partial_run(delay: float, run_cli: CliR
     assert "Traceback" not in result.transcript
     for run in result.folders:
         assert run.status["status"] == "interrupted", run
-    assert process.remaining_processes(within=2) == []
+    assert process.remaining_processes(max_wait=2) == []
