@@ -52,7 +52,8 @@ class RankProcess(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect automatically during validation, which has no steps."""
-        gc.enable()
+        if self._launch.gc_every is not None:
+            gc.enable()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Disable automatic garbage collection again."""
