@@ -71,6 +71,7 @@ FROZEN_NAMES = {
     "launch/status_file.py": {"cures"},
     "plan_config.py": {"ledger"},
     "unit/launch/test_status_file.py": {"cures"},
+    "unit/training/test_user_module.py": {"ledger"},
     "record_types.py": {"cures", "ledger"},
 }
 """Names that are keys of records, run folders and options, by file."""
