@@ -71,16 +71,16 @@ FROZEN_NAMES = {
     "launch/status_file.py": {"cures"},
     "plan_config.py": {"ledger"},
     "unit/launch/test_status_file.py": {"cures"},
-    "unit/training/test_user_module.py": {"ledger"},
     "record_types.py": {"cures", "ledger"},
 }
 """Names that are keys of records, run folders and options, by file."""
 FROZEN_TEXTS = (
     "bench ledger",
+    "plan.method=ledger",
     "activations of other pieces",
     "has refusal, which is not supported",
 )
-"""Commands, keys of plan.json and keys of chat records."""
+"""Commands, option values, keys of plan.json and keys of chat records."""
 SOURCES = sorted(
     path
     for folder in ("src", "tests")
