@@ -1,4 +1,4 @@
-"""Plans from configs alone: fit status, suggested fixes and step times."""
+"""Plans from configs alone: fit status, suggested fixes and collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from fixtures.strategies import LLAMA_8B
+from fixtures.strategies import LLAMA_8B_STEP
 
 from scalewise.config import paths
 from scalewise.errors import ConfigError
@@ -20,25 +20,14 @@ from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
-from scalewise.planner.plan import build_plan, dollars_per_billion_tokens, plan_record
+from scalewise.planner.plan import Plan, build_plan, dollars_per_billion_tokens, plan_record
 from scalewise.planner.rank_memory import forward_spec
-from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import replace_overrides
 from scalewise.units import GIB
 
 Compose = Callable[..., RunConfig]
-
-LLAMA = (
-    *LLAMA_8B,
-    "trainer.micro_batch=1",
-    "trainer.global_batch=8",
-)
-
-
-@pytest.fixture
-def plan_of(compose: Compose) -> Compose:
-    return lambda *overrides: build_plan(compose(*overrides, check_machine=False))
 
 
 def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
@@ -47,7 +36,7 @@ def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     overrides_by_name = {"text": (), "cached_reference": pairs, "frozen": ("adapter=lora",)}
     overrides_by_name["disabled_adapter"] = (*pairs, "adapter=lora")
     runs = {
-        name: compose(*LLAMA, *overrides, check_machine=False)
+        name: compose(*LLAMA_8B_STEP, *overrides, check_machine=False)
         for name, overrides in overrides_by_name.items()
     }
     steps = {name: run_step for name, run in runs.items() if (run_step := predict_step_time(run))}
@@ -130,11 +119,15 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
     ids=" ".join,
 )
 def test_suggested_fix_makes_the_run_fit(
-    overrides: tuple[str, ...], plan_of: Compose, compose: Compose
+    overrides: tuple[str, ...], plan_of: Callable[..., Plan], compose: Compose
 ) -> None:
     changes_strategy = any(override.startswith("parallelism=") for override in overrides)
     typed_overrides = [
-        *(override for override in LLAMA if not (changes_strategy and "shards=" in override)),
+        *(
+            override
+            for override in LLAMA_8B_STEP
+            if not (changes_strategy and "shards=" in override)
+        ),
         *overrides,
     ]
     plan = plan_of(*typed_overrides)
@@ -149,8 +142,8 @@ def test_suggested_fix_makes_the_run_fit(
     assert fixed_run.global_batch == plan.run.global_batch
 
 
-def test_run_that_fits_has_no_suggested_fix(plan_of: Compose) -> None:
-    plan = plan_of(*LLAMA, "memory=checkpoint_full")
+def test_run_that_fits_has_no_suggested_fix(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of(*LLAMA_8B_STEP, "memory=checkpoint_full")
     assert plan.fit.status is FitStatus.fits
     assert plan.suggested_fix is None
 
@@ -172,75 +165,6 @@ def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> No
     # A causal kernel skips half of the FLOPs that the model counts.
     expected_flops = flops_by_work[OpWork.matmul] + 2 * flops_by_work[OpWork.attention]
     assert expected_flops == pytest.approx(run.model.flops(256) * 2 * 256)
-
-
-def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
-    run = compose(*LLAMA, "hardware.step_scale=1", check_machine=False)
-    slow_step, fast_step = (
-        predict_step_time(
-            replace(run, hardware=replace(run.hardware, product_share=matmul_fraction))
-        )
-        for matmul_fraction in (0.4, 0.8)
-    )
-    assert slow_step is not None
-    assert fast_step is not None
-    assert slow_step.matmul == pytest.approx(2 * fast_step.matmul, rel=0.05)
-    assert fast_step.seconds == pytest.approx(sum(fast_step.parts().values()))
-    tokens = run.tokens_per_step / run.world_size
-    min_bytes = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
-    assert fast_step.matmul == pytest.approx(min_bytes, rel=0.1)  # the embedding is not a matmul
-
-
-def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -> None:
-    default_step, checkpointed_step = (
-        predict_step_time(compose(*LLAMA, f"memory={memory}", check_machine=False))
-        for memory in ("none", "checkpoint_full")
-    )
-    assert default_step is not None
-    assert checkpointed_step is not None
-    assert default_step.recompute == 0
-    forward = (default_step.matmul + default_step.attention + default_step.pointwise) / 3
-    assert checkpointed_step.recompute == pytest.approx(forward, rel=0.2)
-
-
-def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
-    overrides = ("parallelism=pipeline", "parallelism.pipeline=4", "hardware=h100", *LLAMA[3:8])
-    steps = {
-        chunks: predict_step_time(
-            compose(
-                "model=llama3_8b",
-                *overrides,
-                "trainer.micro_batch=32",
-                f"parallelism.pipeline_micro_batches={chunks}",
-                check_machine=False,
-            )
-        )
-        for chunks in (4, 32)
-    }
-    bubble_fractions = {
-        chunks: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
-        for chunks, step in steps.items()
-        if step
-    }
-    assert bubble_fractions[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / micro-batches
-    assert bubble_fractions[32] == pytest.approx(3 / 32, rel=0.1)
-
-
-def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
-    overrides = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
-    intra_node, inter_node = (
-        predict_step_time(
-            compose(
-                *overrides, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False
-            )
-        )
-        for ranks in (8, 16)
-    )
-    assert intra_node is not None
-    assert inter_node is not None
-    assert (
-        inter_node.exposed_communication["tensor"] > 4 * intra_node.exposed_communication["tensor"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +194,7 @@ def test_collectives_are_named_by_mesh_axes(
 
 @pytest.mark.timed
 def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compose) -> None:
-    run = compose(*LLAMA, check_machine=False)
+    run = compose(*LLAMA_8B_STEP, check_machine=False)
     grid = list(product((1, 2, 4, 8), (2, 4, 8, 16, 32, 64, 128, 256)))
     runs = [
         replace(
@@ -289,7 +213,7 @@ def test_plan_computes_thousands_of_memory_breakdowns_per_second(compose: Compos
 
 
 def test_plan_imports_no_torch() -> None:
-    arguments = ["plan", *LLAMA, "trainer.micro_batch=8", "trainer.global_batch=64"]
+    arguments = ["plan", *LLAMA_8B_STEP, "trainer.micro_batch=8", "trainer.global_batch=64"]
     code = "import sys; sys.modules['torch'] = None; from scalewise.cli import main; "
     code += f"sys.exit(main({arguments!r}))"
     completed = subprocess.run(
@@ -299,63 +223,20 @@ def test_plan_imports_no_torch() -> None:
     assert "Suggested fix: " in completed.stdout
 
 
-CPU = (
-    "experiment=smoke",
-    "hardware=cpu",
-    "hardware.memory_gb_per_s=10",
-    "hardware.fp32_tflops=0.1",
-    "trainer.micro_batch=4",
-    "trainer.global_batch=8",
-)
-
-
-def step(plan_of: Compose, *overrides: str) -> StepTime:
-    step_time = plan_of(*CPU, *overrides).step_time
-    assert isinstance(step_time, StepTime)
-    return step_time
-
-
-def test_step_time_prefers_measured_rates(plan_of: Compose) -> None:
-    default_step = step(plan_of, "hardware.product_share=0.5")
-    calibrated_step = step(plan_of, "hardware.fp32_reached_tflops=0.05")
-    assert calibrated_step.matmul == pytest.approx(default_step.matmul)
-    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * calibrated_step.matmul
-
-
-def test_step_time_includes_launch_latency(plan_of: Compose) -> None:
-    run = plan_of(*CPU).run
-    operators = (
-        len(build_op_graphs(run.model, forward_spec(run, 4, 128)).block.operators)
-        * run.model.layers
-    )
-    latency_step = step(plan_of, "hardware.launch_us=100000")
-    compute_s = latency_step.matmul + latency_step.attention + latency_step.pointwise
-    assert compute_s >= operators * run.accumulation * 0.1
-    assert latency_step.pointwise > 100 * step(plan_of).pointwise
-
-
-def test_step_time_divides_a_processor_among_ranks(plan_of: Compose) -> None:
-    two_rank_step = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
-    one_rank_step = step(plan_of)
-    assert two_rank_step.matmul == pytest.approx(one_rank_step.matmul)
-    assert two_rank_step.pointwise == pytest.approx(one_rank_step.pointwise)
-
-
-def test_step_time_includes_data_loading(plan_of: Compose) -> None:
-    assert step(plan_of).data_loading == 0
-    tokens = plan_of(*CPU).run.tokens_per_step
-    assert step(plan_of, "hardware.loader_tokens_per_s=1000").data_loading == tokens / 1000
-
-
-def test_memory_limit_reduces_the_device(plan_of: Compose) -> None:
-    full_device_plan = plan_of(*LLAMA, "hardware=h200")
-    limited_plan = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
+def test_memory_limit_reduces_the_device(plan_of: Callable[..., Plan]) -> None:
+    full_device_plan = plan_of(*LLAMA_8B_STEP, "hardware=h200")
+    limited_plan = plan_of(*LLAMA_8B_STEP, "hardware=h200", "launch.memory_limit_gib=80")
     assert limited_plan.fit.capacity == 80 * GIB < (full_device_plan.fit.capacity or 0)
-    assert plan_of(*LLAMA, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
+    assert plan_of(*LLAMA_8B_STEP, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
 
 
-def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Compose) -> None:
-    overrides = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
+def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Callable[..., Plan]) -> None:
+    overrides = (
+        *LLAMA_8B_STEP,
+        "parallelism=pipeline",
+        "parallelism.pipeline=2",
+        "trainer.micro_batch=4",
+    )
     fit = plan_of(*overrides, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
     assert "deferred weight gradients" in fit.unmodeled_memory
     larger_device_fit = replace(fit, capacity=int(1.5 * fit.reserved[1]))
@@ -364,8 +245,10 @@ def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Compose) -> None
     assert plan_of(*overrides).fit.unmodeled_memory == ""
 
 
-def test_zero_collectives_send_gradients_and_weights(plan_of: Compose) -> None:
-    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
+def test_zero_collectives_send_gradients_and_weights(plan_of: Callable[..., Plan]) -> None:
+    base_overrides = [
+        override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
+    ]
     replica_overrides = ("parallelism.replicas=8", "trainer.global_batch=32")
     for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
         run = plan_of(*base_overrides, f"parallelism=deepspeed_zero{stage}", *replica_overrides).run
@@ -383,16 +266,20 @@ def test_plan_notes_a_device_without_bf16(compose: Compose) -> None:
         compose("hardware=v100", "precision=bf16_mixed", check_machine=False)
 
 
-def test_suggested_fix_keeps_the_device_count(plan_of: Compose) -> None:
-    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
+def test_suggested_fix_keeps_the_device_count(plan_of: Callable[..., Plan]) -> None:
+    base_overrides = [
+        override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
+    ]
     eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
     fix = plan_of(*base_overrides, *eight).suggested_fix
     assert fix is not None
     assert fix.run.world_size == 8
 
 
-def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
-    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
+def test_memory_breakdown_lists_the_moving_average(plan_of: Callable[..., Plan]) -> None:
+    base_overrides = [
+        override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
+    ]
     for strategy, ranks in (
         (("parallelism=ddp", "parallelism.replicas=8"), 1),
         (("parallelism=fsdp", "parallelism.shards=8"), 8),
@@ -417,8 +304,10 @@ def test_memory_breakdown_lists_the_moving_average(plan_of: Compose) -> None:
         assert plan.fit.breakdown.peak - default_plan.fit.breakdown.peak == on_device, strategy
 
 
-def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
-    base_overrides = [override for override in LLAMA if not override.startswith("parallelism")]
+def test_zero_memory_partitions_fp32_masters(plan_of: Callable[..., Plan]) -> None:
+    base_overrides = [
+        override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
+    ]
     ranks, sizes = 8, {}
     for stage in (1, 2, 3):
         zero = (f"parallelism=deepspeed_zero{stage}", f"parallelism.replicas={ranks}")
@@ -437,7 +326,7 @@ def test_zero_memory_partitions_fp32_masters(plan_of: Compose) -> None:
 
 
 def test_plan_price_counts_all_devices(compose: Compose) -> None:
-    run = compose(*LLAMA, "hardware.dollars_per_hour=3", check_machine=False)
+    run = compose(*LLAMA_8B_STEP, "hardware.dollars_per_hour=3", check_machine=False)
     assert dollars_per_billion_tokens(run, 1000.0) == pytest.approx(
         3 * run.world_size * 1e9 / 1000 / 3600
     )
@@ -447,11 +336,11 @@ def test_plan_price_counts_all_devices(compose: Compose) -> None:
     assert dollars_per_billion_tokens(run, None) is None
     assert (
         dollars_per_billion_tokens(
-            compose(*LLAMA, "hardware.dollars_per_hour=null", check_machine=False), 1000.0
+            compose(*LLAMA_8B_STEP, "hardware.dollars_per_hour=null", check_machine=False), 1000.0
         )
         is None
     )
 
 
 def test_plan_record_has_the_memory_limit(compose: Compose) -> None:
-    assert plan_record(compose(*LLAMA, check_machine=False))["limit_bytes"] == 80 * GIB
+    assert plan_record(compose(*LLAMA_8B_STEP, check_machine=False))["limit_bytes"] == 80 * GIB

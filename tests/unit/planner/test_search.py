@@ -16,7 +16,7 @@ from scalewise.errors import ConfigError
 from scalewise.plan_config import RankBy
 from scalewise.planner.alternatives import neighbor_alternatives
 from scalewise.planner.fit_check import FitStatus
-from scalewise.planner.plan import Plan, build_plan
+from scalewise.planner.plan import Plan
 from scalewise.planner.search import SearchCandidate, SearchResult, search_runs
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import replace_overrides
@@ -45,11 +45,6 @@ def find_strategies(compose: Compose) -> FindStrategies:
     return lambda search, *overrides: search_runs(
         compose(f"plan.search={search}", *overrides, check_machine=False)
     )
-
-
-@pytest.fixture
-def plan_of(compose: Compose) -> Callable[..., Plan]:
-    return lambda *overrides: build_plan(compose(*overrides, check_machine=False))
 
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])

@@ -1,0 +1,139 @@
+"""Predicted step time: rates, pipeline bubble, links and launch latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fixtures.strategies import LLAMA_8B_STEP
+
+from scalewise.models.op_graph import build_op_graphs
+from scalewise.planner.plan import Plan
+from scalewise.planner.rank_memory import forward_spec
+from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.run_config import RunConfig
+
+Compose = Callable[..., RunConfig]
+
+
+def test_step_time_follows_from_hardware_rates(compose: Compose) -> None:
+    run = compose(*LLAMA_8B_STEP, "hardware.step_scale=1", check_machine=False)
+    slow_step, fast_step = (
+        predict_step_time(
+            replace(run, hardware=replace(run.hardware, product_share=matmul_fraction))
+        )
+        for matmul_fraction in (0.4, 0.8)
+    )
+    assert slow_step is not None
+    assert fast_step is not None
+    assert slow_step.matmul == pytest.approx(2 * fast_step.matmul, rel=0.05)
+    assert fast_step.seconds == pytest.approx(sum(fast_step.parts().values()))
+    tokens = run.tokens_per_step / run.world_size
+    min_seconds = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
+    assert fast_step.matmul == pytest.approx(min_seconds, rel=0.1)  # the embedding is not a matmul
+
+
+def test_step_time_of_full_checkpointing_adds_a_forward_pass(compose: Compose) -> None:
+    default_step, checkpointed_step = (
+        predict_step_time(compose(*LLAMA_8B_STEP, f"memory={memory}", check_machine=False))
+        for memory in ("none", "checkpoint_full")
+    )
+    assert default_step is not None
+    assert checkpointed_step is not None
+    assert default_step.recompute == 0
+    forward = (default_step.matmul + default_step.attention + default_step.pointwise) / 3
+    assert checkpointed_step.recompute == pytest.approx(forward, rel=0.2)
+
+
+def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
+    overrides = (
+        "parallelism=pipeline",
+        "parallelism.pipeline=4",
+        "hardware=h100",
+        *LLAMA_8B_STEP[3:8],
+    )
+    steps = {
+        chunks: predict_step_time(
+            compose(
+                "model=llama3_8b",
+                *overrides,
+                "trainer.micro_batch=32",
+                f"parallelism.pipeline_micro_batches={chunks}",
+                check_machine=False,
+            )
+        )
+        for chunks in (4, 32)
+    }
+    bubble_fractions = {
+        chunks: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
+        for chunks, step in steps.items()
+        if step
+    }
+    assert bubble_fractions[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / micro-batches
+    assert bubble_fractions[32] == pytest.approx(3 / 32, rel=0.1)
+
+
+def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
+    overrides = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
+    intra_node, inter_node = (
+        predict_step_time(
+            compose(
+                *overrides, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False
+            )
+        )
+        for ranks in (8, 16)
+    )
+    assert intra_node is not None
+    assert inter_node is not None
+    assert (
+        inter_node.exposed_communication["tensor"] > 4 * intra_node.exposed_communication["tensor"]
+    )
+
+
+CPU = (
+    "experiment=smoke",
+    "hardware=cpu",
+    "hardware.memory_gb_per_s=10",
+    "hardware.fp32_tflops=0.1",
+    "trainer.micro_batch=4",
+    "trainer.global_batch=8",
+)
+
+
+def step(plan_of: Callable[..., Plan], *overrides: str) -> StepTime:
+    step_time = plan_of(*CPU, *overrides).step_time
+    assert isinstance(step_time, StepTime)
+    return step_time
+
+
+def test_step_time_prefers_measured_rates(plan_of: Callable[..., Plan]) -> None:
+    default_step = step(plan_of, "hardware.product_share=0.5")
+    calibrated_step = step(plan_of, "hardware.fp32_reached_tflops=0.05")
+    assert calibrated_step.matmul == pytest.approx(default_step.matmul)
+    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * calibrated_step.matmul
+
+
+def test_step_time_includes_launch_latency(plan_of: Callable[..., Plan]) -> None:
+    run = plan_of(*CPU).run
+    operators = (
+        len(build_op_graphs(run.model, forward_spec(run, 4, 128)).block.operators)
+        * run.model.layers
+    )
+    latency_step = step(plan_of, "hardware.launch_us=100000")
+    compute_s = latency_step.matmul + latency_step.attention + latency_step.pointwise
+    assert compute_s >= operators * run.accumulation * 0.1
+    assert latency_step.pointwise > 100 * step(plan_of).pointwise
+
+
+def test_step_time_divides_a_processor_among_ranks(plan_of: Callable[..., Plan]) -> None:
+    two_rank_step = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
+    one_rank_step = step(plan_of)
+    assert two_rank_step.matmul == pytest.approx(one_rank_step.matmul)
+    assert two_rank_step.pointwise == pytest.approx(one_rank_step.pointwise)
+
+
+def test_step_time_includes_data_loading(plan_of: Callable[..., Plan]) -> None:
+    assert step(plan_of).data_loading == 0
+    tokens = plan_of(*CPU).run.tokens_per_step
+    assert step(plan_of, "hardware.loader_tokens_per_s=1000").data_loading == tokens / 1000
