@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from datetime import datetime
 
 import psutil
 import pytest
@@ -64,6 +65,17 @@ def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
     assert folder.status["status"] == "ok"
     assert folder.status["world_size"] == 2
     assert folder.steps == list(range(1, 9))
+
+
+def test_failure_of_a_rank_ends_rank_0_that_ignores_signals(run_cli: CliRunner) -> None:
+    hang = "+callbacks.hang={_target_:fixtures.faults.HangRank,rank:0,step:3}"
+    failure = ("+inject=oom", "callbacks.inject.rank=1", "callbacks.inject.step=3")
+    nodes = start_agents(run_cli, TRUST_FIXTURES, hang, *failure)
+    first, _ = [node.wait() for node in nodes]
+    folder, status = first.folder, first.folder.status
+    assert (status["status"], status["rank"]) == ("out_of_memory", 1)
+    hang_time = folder.path.joinpath("hung").stat().st_mtime
+    assert datetime.fromisoformat(status["ended"]).timestamp() - hang_time < 25
 
 
 def test_lost_rank_restarts_and_both_nodes_resume(run_cli: CliRunner) -> None:

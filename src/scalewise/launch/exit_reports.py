@@ -89,13 +89,22 @@ def read_reports(folder: Path) -> list[Outcome]:
     return [outcome for _, outcome in sorted(outcomes, key=lambda pair: pair[0])]
 
 
+def first_failure(folder: Path) -> Outcome | None:
+    """Outcome of the rank that failed first by itself; None without one."""
+    failures = (
+        outcome
+        for outcome in read_reports(folder)
+        if outcome.status not in ("ok", "interrupted") and not outcome.peer_failure
+    )
+    return next(failures, None)
+
+
 def lost_rank_reason(folder: Path, ranks: int) -> Outcome | None:
     """Outcome of the rank that failed first, or that has no exit report; None without one."""
-    outcomes = read_reports(folder)
-    for outcome in outcomes:
-        if outcome.status not in ("ok", "interrupted") and not outcome.peer_failure:
-            return outcome
-    silent_ranks = sorted(set(range(ranks)) - {outcome.rank for outcome in outcomes})
+    if failure := first_failure(folder):
+        return failure
+    reported_ranks = {outcome.rank for outcome in read_reports(folder)}
+    silent_ranks = sorted(set(range(ranks)) - reported_ranks)
     if not silent_ranks:
         return None
     if crashes := list(filter(None, (read_crash(folder, rank) for rank in silent_ranks))):

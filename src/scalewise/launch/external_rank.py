@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from scalewise.checkpoints import manifest
 from scalewise.errors import ConfigError, Interrupted
 from scalewise.hardware import DeviceKind
 from scalewise.launch import exit_reports, flight_recorder, locks, rendezvous, signals
-from scalewise.launch.elastic import LAUNCHER_LOST_WAIT_S
+from scalewise.launch.elastic import LAUNCHER_LOST_WAIT_S, PEER_GRACE
 from scalewise.launch.job import (
     ExternalRank,
     JobSpec,
@@ -39,6 +41,9 @@ from scalewise.launch.rank_worker import run_attempt
 from scalewise.launch.status_file import Status
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
+
+FAILURE_POLL_S = 1.0
+"""Interval at which rank 0 looks for exit reports of failed ranks, in seconds."""
 
 
 @run_external_rank.register(ExternalRank)
@@ -73,6 +78,8 @@ def _run_rank_job(
             run_folder, resume = _broadcast_job(job_spec.run, run_folder, resume)
             exit_reports.dump_stacks_on_crash(run_folder, rank)
             flight_recorder.enable_recorder(run_folder, os.environ)
+            if status is not None:
+                exit_stack.enter_context(_exit_after_failure(status, job_spec, run_folder))
             if run_folder != folder:
                 with suppress(OSError):
                     folder.rmdir()  # Hydra creates one for each rank
@@ -99,6 +106,32 @@ def _run_rank_job(
     if (outcome.exit_code == 0 or outcome.status == "interrupted") and dist.is_initialized():
         _wait_for_rank_0()
     return result
+
+
+@contextmanager
+def _exit_after_failure(status: Status, job_spec: JobSpec, folder: Path) -> Iterator[None]:
+    """Write the status and exit, in a thread of rank 0, if it does not notice another failure.
+
+    The launcher cannot end a rank that waits in a collective of a device by SIGTERM.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while (failure := exit_reports.first_failure(folder)) is None:
+            if is_over.wait(FAILURE_POLL_S):
+                return
+        if is_over.wait(PEER_GRACE):
+            return
+        reported_ranks = {outcome.rank for outcome in exit_reports.read_reports(folder)}
+        if reported_ranks and 0 not in reported_ranks:  # empty: the status is written
+            result = finish_job(status, failure, job_spec, status.attempts, folder)
+            os._exit(result.exit_code)
+
+    threading.Thread(target=watch, daemon=True, name="failure-watch").start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _begin_job(

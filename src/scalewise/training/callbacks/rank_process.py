@@ -16,8 +16,9 @@ from scalewise.run_config import RunConfig
 class RankProcess(Callback):
     """Set the timeout of all collectives, and collect garbage on all ranks in the same steps.
 
-    Automatic collections take about 0.1 s with torch's objects and delay the other ranks, each at
-    another step. Objects that exist after the first step are never examined again.
+    An automatic collection examines all objects of torch, which takes several tenths of a second,
+    and delays the other ranks, each at another step. Objects that exist after the first step are
+    not examined again.
     """
 
     def __init__(self, run: RunConfig) -> None:
