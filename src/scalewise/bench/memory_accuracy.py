@@ -14,6 +14,7 @@ from scalewise.bench.compare_published import error_summary
 from scalewise.bench.memory_accuracy_runs import (
     BF16,
     DORA,
+    DROPOUT,
     EVERYWHERE,
     FP8_MIXED,
     FULL,
@@ -21,6 +22,7 @@ from scalewise.bench.memory_accuracy_runs import (
     LORA,
     MIXED,
     MIXTURE,
+    PACKING,
     PAIRS,
     QAT,
     QAT_INT4,
@@ -67,6 +69,7 @@ TRACED: tuple[Overrides, ...] = (
     (LORA, "objective.loss_chunk=1024"),
 )
 TRACED_SELDOM: tuple[Overrides, ...] = (
+    (DROPOUT, *PACKING),
     (*QAT, MIXED, *fsdp_overrides(8), FULL),
     (*QAT_INT4, MIXED, *fsdp_overrides(8)),
     (FP8_MIXED, *fsdp_overrides(8), FULL),

@@ -24,7 +24,7 @@ NORMS = ("adapter.trained=[.*norm,attention.key]",)
 """Modules that are fully trained next to an adapter."""
 PAIRS = ("objective=dpo", "data.pairs=true")
 PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
-"""Sequences that are long compared with the model, so that attention masks need much memory."""
+"""Sequences that are long compared with the model, so that attention needs much memory."""
 CLASSES = (
     *("objective=classification", "data=corpus_classes", "data.vocabulary=1024"),
     *("model.classes=2", "model.tied=false"),
@@ -134,7 +134,6 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (DROPOUT, MIXED, SELECTIVE),
     (DROPOUT, FULL),
     (DROPOUT, COMPILED),
-    (DROPOUT, *PACKING),
     (DROPOUT, *PREFIX),
     (DROPOUT, *OFFLOAD),
     (DROPOUT, *_DDP),

@@ -14,13 +14,19 @@ from scalewise.compat import PrivateNames
 __all__ = [
     "ATTENTION_OPS",
     "COLLECTIVE_NAMESPACES",
+    "VARLEN_ATTENTION_OP",
     "FakeTensor",
     "FakeTensorMode",
     "ModuleWithApplyHook",
     "TorchDispatchMode",
     "adjust_lr",
+    "disable_dynamo",
+    "flash_attention_cpu",
+    "flash_attention_cpu_backward",
+    "has_no_values",
     "is_traceable_wrapper_subclass",
     "iter_allocations",
+    "lower_right_bias",
     "matrices_of_group",
     "multiply_all_",
     "orthogonalize",
@@ -41,10 +47,14 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of torch's collective operators, which a dispatch mode sees; not documented."""
 
 with private:
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        is_traceable_wrapper_subclass,
+    )
 
-    """Interception of operators, and test for subclasses such as DTensor; both lack a public API.
-    """
+    """Interception of operators, its suspension, and test for subclasses such as DTensor; no public
+    API."""
 
 with private:
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -89,9 +99,18 @@ with private:
             torch.ops.aten._scaled_dot_product_flash_attention,
             torch.ops.aten._scaled_dot_product_efficient_attention,
             torch.ops.aten._scaled_dot_product_cudnn_attention,
+            torch.ops.aten._efficient_attention_forward,
         }
     )
     """Operators of ``scaled_dot_product_attention``; their public function is not an operator."""
+
+VARLEN_ATTENTION_OP = "torch_attn::_varlen_attn"
+"""Operator of ``torch.nn.attention.varlen``, whose import loads ``torch._dynamo``."""
+
+with private:
+    from torch._compile import _disable_dynamo as disable_dynamo
+
+    """``torch.compiler.disable`` without the import of ``torch._dynamo`` when it decorates."""
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name
@@ -107,6 +126,48 @@ class ModuleWithApplyHook(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self.after_apply()
         return self
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor is fake or on the meta device; fake tensors have no public test."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def lower_right_bias(queries: int, keys: int) -> Tensor:
+    """Symbolic lower-right causal mask, whose class cannot be created within a dispatch mode."""
+    from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo
+
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
+
+
+@private.reads("_scaled_dot_product_flash_attention_for_cpu")
+def flash_attention_cpu(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of flash attention; the public function returns the output only."""
+    operands = query_BHTD, key_BKSD, value_BKSD
+    results: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *operands, 0.0, is_causal
+    )
+    return results
+
+
+@private.reads("_scaled_dot_product_flash_attention_for_cpu_backward")
+def flash_attention_cpu_backward(
+    gradient_BHTD: Tensor,
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    output_BHTD: Tensor,
+    logsumexp_BHT: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values; no public function takes the logsumexp."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    operands = query_BHTD, key_BKSD, value_BKSD, output_BHTD, logsumexp_BHT
+    gradients: tuple[Tensor, Tensor, Tensor] = backward(gradient_BHTD, *operands, 0.0, is_causal)
+    return gradients
 
 
 @private.reads("_parameters")

@@ -82,7 +82,7 @@ def measure_loss(
     labels = done = 0
     for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         tensors = {name: x_BT.to(device) for name, x_BT in batch.items()}
-        sums += module(tensors["inputs"], tensors["labels"], tensors.get("positions"))
+        sums += module(tensors["inputs"], tensors["labels"], batch.get("positions"))
         labels += int((batch["labels"] != IGNORED).sum())
         done = min(done + micro_batch, count)
         on_progress(done)
@@ -112,7 +112,7 @@ def logits_distance(
         tensors = {name: x_BT.to(device) for name, x_BT in batch.items()}
         outputs.clear()
         for model in (module, other_module):
-            model(tensors["inputs"], tensors["labels"], tensors.get("positions"))
+            model(tensors["inputs"], tensors["labels"], batch.get("positions"))
         for start in range(0, batch["labels"].shape[1], LOGITS_CHUNK):
             chunk = slice(start, start + LOGITS_CHUNK)
             real_BT = tensors["labels"][:, chunk] != IGNORED

@@ -61,11 +61,15 @@ class DeviceMemory(ModelStateMemory):
             "",
             "dropout mask",
         )
-        name, formula = "rotations", "2 x tokens x head width"
+        formula = "2 x tokens x head width"
         if self.run.data.packing:
-            name, formula = "rotations and mask", f"sequences x ({formula} + tokens x tokens)"
+            formula = f"sequences x {formula}"
         yield constant_entry(
-            name, self.op_graphs.shared_bytes, ROPE_PHASES, formula, "positions of this micro-batch"
+            "rotations",
+            self.op_graphs.shared_bytes,
+            ROPE_PHASES,
+            formula,
+            "positions of this micro-batch",
         )
         head_bytes = {
             StepPhase.loss: self.head_liveness.saved_bytes,

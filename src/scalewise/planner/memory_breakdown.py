@@ -106,7 +106,6 @@ ENTRY_TITLES = {
     "activations of the head": "head activations",
     "activations of other pieces": "activations of other micro-batches",
     "rotations": "RoPE tables",
-    "rotations and mask": "RoPE tables and attention mask",
     "at work": "temporary tensors",
     "output of the stage": "stage output",
     "buffers between stages": "pipeline communication buffers",

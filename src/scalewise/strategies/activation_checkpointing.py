@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from scalewise.compat.torch import (
     ATTENTION_OPS,
+    VARLEN_ATTENTION_OP,
     is_traceable_wrapper_subclass,
     storage_id,
     tensor_version,
@@ -33,10 +34,14 @@ from scalewise.memory_config import OFFLOAD_MIN_BYTES, ActivationCheckpointing, 
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.op_graph import Recompute
+from scalewise.models.varlen_cpu import varlen_attention_cpu  # noqa: F401 (registers its operator)
 from scalewise.torch_compile import Compile, CompileScope
 
 MATMUL_OPS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-SAVED_OPS = frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS)) | SAVED_COLLECTIVES
+SEGMENT_OPS = (torch.ops.scalewise.varlen_attention_cpu,)
+SAVED_OPS = (
+    frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS, *SEGMENT_OPS)) | SAVED_COLLECTIVES
+)
 """Operators whose results selective checkpointing stores: costly to repeat."""
 
 
@@ -74,7 +79,8 @@ def checkpoint_block(block: nn.Module, *, save_matmuls: bool) -> None:
 def _selective_policy(
     context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    saves = op in SAVED_OPS or op.name() == VARLEN_ATTENTION_OP
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 Restore = Callable[[], Tensor]

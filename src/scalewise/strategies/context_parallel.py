@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from scalewise.compat.torch_distributed import all_gather, all_to_all
+from scalewise.models.attention_backends import attend
+from scalewise.models.attention_segments import AttentionSegments, equal_segments
 from scalewise.parallelism.mesh import ContextAttention
 
 Batch = dict[str, Tensor]
@@ -52,7 +53,7 @@ class SequenceSharding:
 def build_attention(
     method: ContextAttention, sharding: SequenceSharding, dropout: float
 ) -> nn.Module:
-    """Attention module that replaces ``CausalMix`` under context parallelism."""
+    """Attention module that replaces ``CausalAttention`` under context parallelism."""
     classes = {
         ContextAttention.ulysses: UlyssesAttention,
         ContextAttention.gather: AllGatherAttention,
@@ -68,7 +69,11 @@ class UlyssesAttention(nn.Module):
         self.sharding, self.dropout = sharding, dropout
 
     def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+        self,
+        query_BTHD: Tensor,
+        key_BTKD: Tensor,
+        value_BTKD: Tensor,
+        segments: AttentionSegments | None,
     ) -> Tensor:
         """``attention_BTHD`` of this rank's tokens."""
         sharding = self.sharding
@@ -82,16 +87,8 @@ class UlyssesAttention(nn.Module):
             all_to_all_dims(x, 2, 1, sharding.group)[:, inverse]
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
-        attention_BHTD = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask_B1SS,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask_B1SS is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        ordered = attention_BHTD.transpose(1, 2)[:, sharding.order_T.to(query_BTHD.device)]
+        attention = attend(query, key, value, segments, self.dropout if self.training else 0.0)
+        ordered = attention[:, sharding.order_T.to(query_BTHD.device)]
         return all_to_all_dims(ordered, 1, 2, sharding.group)
 
 
@@ -103,39 +100,40 @@ class AllGatherAttention(nn.Module):
         self.sharding, self.dropout = sharding, dropout
 
     def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+        self,
+        query_BTHD: Tensor,
+        key_BTKD: Tensor,
+        value_BTKD: Tensor,
+        segments: AttentionSegments | None,
     ) -> Tensor:
-        """``attention_BTHD`` of this rank's tokens, one chunk of queries at a time."""
+        """``attention_BTHD`` of this rank's tokens, one chunk of a sequence at a time."""
         sharding = self.sharding
         keys_values = torch.stack((key_BTKD, value_BTKD))
         keys_values = all_gather(keys_values, 2, sharding.group)
         keys_values = keys_values[:, :, sharding.inverse_T.to(keys_values.device)]
+        sequence = keys_values.shape[2]
+        if segments is None:
+            segments = equal_segments(len(query_BTHD), sequence, sequence, query_BTHD.device)
         outputs = []
-        for index, query in enumerate(torch.split(query_BTHD, sharding.chunk_tokens, dim=1)):
-            first = sharding.chunk_indices[index] * sharding.chunk_tokens
-            key, value = keys_values[:, :, : first + sharding.chunk_tokens].unbind(0)
-            if mask_B1SS is None:
-                query_positions = (
-                    torch.arange(sharding.chunk_tokens, device=query.device)[:, None] + first
+        for row, (query_THD, keys_values_2SKD) in enumerate(
+            zip(query_BTHD.unbind(0), keys_values.unbind(1), strict=True)
+        ):
+            chunks = query_THD.split(sharding.chunk_tokens)
+            for index, chunk_THD in zip(sharding.chunk_indices, chunks, strict=True):
+                first = row * sequence + index * sharding.chunk_tokens
+                chunk_segments, keys = segments.slice_queries(first, first + len(chunk_THD))
+                begin, end = keys.start - row * sequence, keys.stop - row * sequence
+                key_SKD, value_SKD = keys_values_2SKD[:, begin:end].unbind(0)
+                outputs.append(
+                    attend(
+                        chunk_THD[None],
+                        key_SKD[None],
+                        value_SKD[None],
+                        chunk_segments,
+                        self.dropout if self.training else 0.0,
+                    )[0]
                 )
-                mask = (
-                    torch.arange(first + sharding.chunk_tokens, device=query.device)[None, :]
-                    <= query_positions
-                )
-            else:
-                mask = mask_B1SS[
-                    :, :, first : first + sharding.chunk_tokens, : first + sharding.chunk_tokens
-                ]
-            attention_BHTD = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                attn_mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                enable_gqa=query.shape[2] != key.shape[2],
-            )
-            outputs.append(attention_BHTD.transpose(1, 2))
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs).view(query_BTHD.shape)
 
 
 def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -70,6 +70,14 @@ class TrainingModule(LightningModule):
         if not hasattr(self, "model"):
             self.model = self.parallel_strategy.build(self.run)
 
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Move a batch but its positions, whose values the model reads on the host."""
+        moved = {name: x for name, x in batch.items() if name != "positions"}
+        moved = cast(Batch, super().transfer_batch_to_device(moved, device, dataloader_idx))
+        return moved | {"positions": batch["positions"]} if "positions" in batch else moved
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Contribution of a micro-batch to the mean loss of its optimizer step.
 

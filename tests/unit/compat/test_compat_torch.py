@@ -154,6 +154,62 @@ def test_attention_runs_one_of_the_attention_operators() -> None:
     assert all(packet.default for packet in compat_torch.ATTENTION_OPS)
 
 
+def test_flash_attention_on_the_cpu_equals_the_public_function() -> None:
+    query, key, value = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    output, logsumexp = compat_torch.flash_attention_cpu(query, key, value, True)
+    torch.testing.assert_close(output, expected)
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(logsumexp, scores.masked_fill(later, -torch.inf).logsumexp(-1))
+    gradient = torch.randn_like(output)
+    found = compat_torch.flash_attention_cpu_backward(
+        gradient, query, key, value, output, logsumexp, True
+    )
+    for actual, wanted in zip(
+        found, torch.autograd.grad(expected, (query, key, value), gradient), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_lower_right_bias_exists_within_a_fake_tensor_mode() -> None:
+    with compat_torch.FakeTensorMode():
+        bias = compat_torch.lower_right_bias(2, 4)
+        query, key = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 4, 8)
+        assert F.scaled_dot_product_attention(query, key, key, bias).shape == query.shape
+
+
+def test_varlen_attention_operator_has_its_name() -> None:
+    from torch.nn.attention import varlen
+
+    query = torch.ones(3, 2, 8, device="meta")
+    lengths = torch.ones(2, dtype=torch.int32, device="meta")
+    with RecordOps() as mode:
+        varlen.varlen_attn(query, query, query, lengths, lengths, 3, 3, window_size=(-1, 0))
+    assert compat_torch.VARLEN_ATTENTION_OP in [op.name() for op in mode.ops]
+
+
+def test_fake_and_meta_tensors_have_no_values() -> None:
+    assert compat_torch.has_no_values(torch.ones(1, device="meta"))
+    assert not compat_torch.has_no_values(torch.ones(1))
+    with compat_torch.FakeTensorMode():
+        assert compat_torch.has_no_values(torch.ones(1))
+
+
+def test_function_without_dynamo_runs_eagerly() -> None:
+    tensors: list[Tensor] = []
+
+    @compat_torch.disable_dynamo
+    def note(x: Tensor) -> Tensor:
+        tensors.append(x)
+        return x + 1
+
+    compiled = torch.compile(lambda x: note(x * 2) * 3, backend="eager")
+    for value in (1.0, 2.0):
+        assert compiled(torch.full((), value)) == (value * 2 + 1) * 3
+    assert [x.item() for x in tensors] == [2.0, 4.0]
+
+
 def test_storage_id_is_shared_by_views_and_ends_with_the_storage() -> None:
     tensor = torch.ones(4, device="meta")
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Attention of the decoder: its module, masks of packed sequences and rotary positions.
+"""Attention of the decoder: its module, prefix keys and rotary positions.
 
 Shape suffixes are those of ``model.py``; P prefix vectors.
 """
@@ -10,8 +10,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from scalewise.models.attention_backends import attend
+from scalewise.models.attention_segments import AttentionSegments
 from scalewise.models.decoder.config import DecoderConfig
 
 
@@ -32,7 +33,9 @@ class SelfAttention(nn.Module):
         # ``mix`` is in the parameter names of prefix tuning, and so in checkpoints.
         self.mix: nn.Module = CausalAttention(spec.dropout)
 
-    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTW: Tensor, rope_2TD: Tensor | None, segments: AttentionSegments | None
+    ) -> Tensor:
         """Return the attention output ``x_BTW``."""
         query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
         key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
@@ -40,7 +43,7 @@ class SelfAttention(nn.Module):
         if rope_2TD is not None:
             query_BTHD = apply_rope(query_BTHD, rope_2TD)
             key_BTKD = apply_rope(key_BTKD, rope_2TD)
-        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, mask_B1SS)
+        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, segments)
         return cast(Tensor, self.output(attention_BTHD.flatten(-2)))
 
 
@@ -55,19 +58,15 @@ class CausalAttention(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+        self,
+        query_BTHD: Tensor,
+        key_BTKD: Tensor,
+        value_BTKD: Tensor,
+        segments: AttentionSegments | None,
     ) -> Tensor:
-        """Return ``attention_BTHD``; the mask is added to the scores."""
-        attention_BHTD = F.scaled_dot_product_attention(
-            query_BTHD.transpose(1, 2),
-            key_BTKD.transpose(1, 2),
-            value_BTKD.transpose(1, 2),
-            attn_mask=mask_B1SS,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask_B1SS is None,
-            enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
-        )
-        return attention_BHTD.transpose(1, 2)
+        """Return ``attention_BTHD``; without segments each sequence is one."""
+        dropout = self.dropout if self.training else 0.0
+        return attend(query_BTHD, key_BTKD, value_BTKD, segments, dropout)
 
 
 class PrefixAttention(CausalAttention):
@@ -82,11 +81,15 @@ class PrefixAttention(CausalAttention):
         self.prefix_values = PrefixVectors(tokens, spec.kv_width)
 
     def forward(
-        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+        self,
+        query_BTHD: Tensor,
+        key_BTKD: Tensor,
+        value_BTKD: Tensor,
+        segments: AttentionSegments | None,
     ) -> Tensor:
-        """Return ``attention_BTHD``; the mask has a column for each trained key."""
+        """Return ``attention_BTHD``; the segments include the trained keys."""
         key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
-        return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
+        return super().forward(query_BTHD, key_BSKD, value_BSKD, segments)
 
 
 class PrefixVectors(nn.Module):
@@ -112,27 +115,6 @@ def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
     cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
     swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
-
-
-def build_block_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``mask_B1SS`` of packed sequences, which is added to the scores: 0 or -inf.
-
-    A token attends to itself and to earlier tokens of its own text; a text starts at position 0.
-    The mask is not boolean, since torch would convert a boolean mask again in every layer.
-    """
-    text_BS = (positions_BS == 0).cumsum(1)
-    visible_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
-    mask_BSS = torch.full_like(visible_BSS, -torch.inf, dtype=dtype).masked_fill_(visible_BSS, 0.0)
-    return mask_BSS[:, None]
-
-
-def attention_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of attention: autocast's if enabled, else that of the block input."""
-    device_type = x.device.type
-    uses_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    )
-    return torch.get_autocast_dtype(device_type) if uses_autocast else x.dtype
 
 
 def build_rope_table(spec: DecoderConfig) -> Tensor:

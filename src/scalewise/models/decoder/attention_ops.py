@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scalewise.models.attention_kernels import AttentionKernel, choose_backend
 from scalewise.models.decoder.adapter_ops import AdapterOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import OpWork
@@ -17,10 +18,21 @@ class AttentionOps(AdapterOps):
             forward_spec.tokens_per_sequence * forward_spec.context_ranks
             + forward_spec.prefix_tokens
         )
-        mask = 0
+        shards_context = forward_spec.context_ranks > 1
+        gathers = shards_context and forward_spec.gathers_keys
+        backend = choose_backend(
+            "cpu" if forward_spec.on_cpu else "cuda",
+            forward_spec.compute_element_bytes,
+            heads=spec.heads,
+            key_heads=spec.key_heads,
+            head_size=spec.head_size,
+            dropout=spec.dropout,
+            has_segments=forward_spec.sequence_packing or forward_spec.prefix_tokens > 0 or gathers,
+        )
+        groups = spec.heads // spec.key_heads if backend.expands_keys else 1
         if forward_spec.prefix_tokens:
             key, value = self._add_prefix(key), self._add_prefix(value)
-        if forward_spec.context_ranks > 1 and forward_spec.gathers_keys:
+        if gathers:
             gathered_bytes = graph.sizes[key] * forward_spec.context_ranks * 2
             gathered = graph.add_op(
                 OpWork.communication,
@@ -29,35 +41,31 @@ class AttentionOps(AdapterOps):
                 forward_scratch=2 * gathered_bytes,
                 backward_scratch=gathered_bytes,
             )
-            reads: tuple[int, ...] = (query, gathered)
-            # A rank has one chunk of either end of the sequence; the mask hides later keys.
-            chunk = forward_spec.tokens_per_sequence // 2
-            mask = (
-                chunk
-                * chunk
-                * (2 * forward_spec.context_ranks + 1)
-                * forward_spec.compute_element_bytes
-                * (not forward_spec.sequence_packing)
-            )
-        elif forward_spec.context_ranks > 1:
+            reads: tuple[int, ...] = (query, self._add_expansion(gathered, groups))
+        elif shards_context:
             heads = spec.key_heads // forward_spec.tensor_ranks
-            kv_bytes = (
-                graph.sizes[key] if heads % forward_spec.context_ranks == 0 else graph.sizes[query]
-            )
-            reads = (
-                self.add_all_to_all(query, graph.sizes[query]),
-                self.add_all_to_all(key, kv_bytes),
-                self.add_all_to_all(value, kv_bytes),
-            )
+            if heads % forward_spec.context_ranks:
+                kv_bytes, groups = graph.sizes[query], 1
+            else:
+                kv_bytes = graph.sizes[key]
+            query = self.add_all_to_all(query, graph.sizes[query])
+            key, value = (self.add_all_to_all(x, kv_bytes) for x in (key, value))
+            reads = (query, self._add_expansion(key, groups), self._add_expansion(value, groups))
         else:
-            reads = (query, key, value)
-        has_mask = forward_spec.sequence_packing or forward_spec.prefix_tokens > 0
-        # A causal kernel skips half of the scores; an explicit mask hides scores after the matmul.
-        is_causal = not has_mask or (forward_spec.context_ranks > 1 and forward_spec.gathers_keys)
+            reads = (query, self._add_expansion(key, groups), self._add_expansion(value, groups))
+        if (
+            forward_spec.sequence_packing
+            and forward_spec.prefix_tokens
+            and backend.kernel is not AttentionKernel.varlen_cpu
+        ):  # each text has a copy of the prefix; their number is unknown
+            copies = (graph.add_op(OpWork.pointwise, (x,), graph.sizes[x]) for x in reads[1:])
+            reads = (query, *copies)
         is_fused = not (spec.dropout and forward_spec.on_cpu)
-        flops_per_pair = 2.0 if is_causal and is_fused else 4.0
-        flops = flops_per_pair * forward_spec.num_tokens * total_keys
-        flops = flops * spec.query_width / forward_spec.tensor_ranks
+        # A causal kernel skips half of the scores of the tokens, and none of those of the prefix.
+        pairs = forward_spec.num_tokens * (total_keys + forward_spec.prefix_tokens) / 2
+        flops = (4.0 * pairs if is_fused else 4.0 * forward_spec.num_tokens * total_keys) * (
+            spec.query_width / forward_spec.tensor_ranks
+        )
         if is_fused:
             logsumexp = forward_spec.num_tokens * spec.heads // forward_spec.tensor_ranks * FP32
             mixed = graph.add_op(
@@ -66,22 +74,28 @@ class AttentionOps(AdapterOps):
                 graph.sizes[query],
                 saved=reads,
                 saves_output=True,
-                extra_output_bytes=(logsumexp, mask),
+                extra_output_bytes=(logsumexp,),
                 saved_by_selective=True,
                 flops=flops,
                 backward_flops=2.5 * flops,
             )
         else:
-            mixed = self._add_unfused_attention(reads, total_keys, has_mask, flops)
+            mixed = self._add_unfused_attention(reads, total_keys, flops)
+        if backend.kernel is AttentionKernel.segments and not gathers:
+            mixed = graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
         if forward_spec.context_ranks == 1:
             return mixed
         if forward_spec.gathers_keys:  # concatenates the outputs of the two chunks
             return graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
         return self.add_all_to_all(mixed, graph.sizes[mixed])
 
-    def _add_unfused_attention(
-        self, inputs: tuple[int, ...], total_keys: int, has_mask: bool, flops: float
-    ) -> int:
+    def _add_expansion(self, x: int, groups: int) -> int:
+        """Add the repetition of keys or values for each query head of their group."""
+        if groups == 1:
+            return x
+        return self.graph.add_op(OpWork.pointwise, (x,), self.graph.sizes[x] * groups)
+
+    def _add_unfused_attention(self, inputs: tuple[int, ...], total_keys: int, flops: float) -> int:
         """Add CPU attention with dropout: fp32 operators, since torch has no fused kernel for it.
 
         Follows ``at::_scaled_dot_product_attention_math``; each matmul reads copies.
@@ -101,7 +115,7 @@ class AttentionOps(AdapterOps):
         query = graph.add_op(OpWork.pointwise, inputs[:1], query_bytes)
         key = graph.add_op(OpWork.pointwise, inputs[1:2], key_bytes)
         scores = self._add_bmm(query, key, score_bytes, flops / 2)
-        mask = 0 if has_mask else forward_spec.tokens_per_sequence * total_keys * FP32
+        mask = forward_spec.tokens_per_sequence * total_keys * FP32
         probabilities = graph.add_op(
             OpWork.pointwise,
             (scores,),

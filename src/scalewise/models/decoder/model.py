@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalewise.models import init
+from scalewise.models.attention_segments import (
+    AttentionSegments,
+    equal_segments,
+    packed_segments,
+)
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
-from scalewise.models.decoder.attention import (
-    PrefixAttention,
-    SelfAttention,
-    attention_dtype,
-    build_block_mask,
-    build_rope_table,
-)
+from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
 from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
 
@@ -102,25 +101,27 @@ class DecoderModule(ModelModule):
         positions_T = self.positions_T
         if positions_T is None:
             positions_T = torch.arange(self.prompt_tokens + x.shape[1], device=x.device)
+        segments = self.segments(x, len(positions_T), positions_BS)
         if positions_BS is not None:
-            positions_T = positions_BS[:, positions_T]
+            positions_T = positions_BS.to(x.device, non_blocking=True)[:, positions_T]
         if self.prefix_tokens:
             positions_T = positions_T + self.prefix_tokens
         if self.stage.is_first:
             x = self.embed(x, positions_T)
-        if self.prefix_tokens and positions_BS is None:
-            positions_BS = torch.arange(len(positions_T), device=x.device)[None]
-        rope_2TD, mask_B1SS = self.rotation(positions_T), self.mask(x, positions_BS)
+        rope_2TD = self.rotation(positions_T)
         for block in self.blocks.values():
-            x = block(x, rope_2TD, mask_B1SS)
+            x = block(x, rope_2TD, segments)
         return self.unembed(x, labels_BT) if self.stage.is_last else x
 
-    def mask(self, x_BTW: Tensor, positions_BS: Tensor | None) -> Tensor | None:
-        """Return ``mask_B1SS`` of packed sequences, with a column per prefix key; None: causal."""
-        if positions_BS is None:
-            return None
-        mask_B1SS = build_block_mask(positions_BS, attention_dtype(x_BTW))
-        return F.pad(mask_B1SS, (self.prefix_tokens, 0)) if self.prefix_tokens else mask_B1SS
+    def segments(
+        self, x: Tensor, tokens: int, positions_BS: Tensor | None
+    ) -> AttentionSegments | None:
+        """Return the segments of packed sequences or of prefix keys; None: causal attention."""
+        if positions_BS is not None:
+            return packed_segments(positions_BS, x.device, self.prefix_tokens)
+        if self.prefix_tokens:
+            return equal_segments(len(x), tokens, self.prefix_tokens + tokens, x.device)
+        return None
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         """Return the input ``x_BTW`` of the first block."""
@@ -197,7 +198,7 @@ class PromptVectors(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Transformer block: ``x_BTW, rope_2TD, mask_B1SS -> x_BTW``."""
+    """Transformer block: ``x_BTW, rope_2TD, segments -> x_BTW``."""
 
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
@@ -212,11 +213,14 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(
-        self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None = None
+        self,
+        x_BTW: Tensor,
+        rope_2TD: Tensor | None,
+        segments: AttentionSegments | None = None,
     ) -> Tensor:
         """Return the residual stream after this layer."""
         x_BTW = x_BTW + self._dropout(
-            self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS)
+            self.attention(self.attention_norm(x_BTW), rope_2TD, segments)
         )
         return x_BTW + self._dropout(self.feedforward(self.feedforward_norm(x_BTW)))
 

@@ -41,19 +41,8 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
         * forward_spec.rope_element_bytes
         * has_rope
     )
-    sequence = forward_spec.tokens_per_sequence * forward_spec.context_ranks
-    if forward_spec.sequence_packing:  # each sequence has its own positions and its own mask
-        shared_bytes = (
-            shared_bytes * forward_spec.sequences
-            + forward_spec.sequences
-            * sequence
-            * (sequence + forward_spec.prefix_tokens)
-            * forward_spec.compute_element_bytes
-        )
-    elif forward_spec.prefix_tokens:
-        shared_bytes += (
-            sequence * (sequence + forward_spec.prefix_tokens) * forward_spec.compute_element_bytes
-        )
+    if forward_spec.sequence_packing:  # each sequence has its own positions
+        shared_bytes *= forward_spec.sequences
     is_chunked = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
     loss = None if is_chunked else cross_entropy_ops(forward_spec, spec.output_size)
     return ModelOpGraphs(

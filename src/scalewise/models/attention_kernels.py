@@ -1,0 +1,79 @@
+"""Choice of the attention kernel, for execution and for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+HALF = 2
+"""Bytes per element of the dtypes that flash attention on CUDA supports: bf16 and fp16."""
+FLASH_MAX_HEAD_SIZE = 256
+"""Features per head that flash attention on CUDA supports."""
+FLASH_HEAD_MULTIPLE = 8
+"""Divisor of the features per head in flash attention of segments."""
+
+
+class AttentionKernel(Enum):
+    """Function that computes attention."""
+
+    causal = auto()
+    """``scaled_dot_product_attention`` with ``is_causal``: whole sequences."""
+    varlen = auto()
+    """``torch.nn.attention.varlen``: segments in half precision on CUDA, by flash attention."""
+    varlen_cpu = auto()
+    """Segments on the CPU, by its flash kernel."""
+    segments = auto()
+    """``scaled_dot_product_attention`` of each segment: dropout, and fp32 on CUDA."""
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """Kernel, and how keys and values are passed to it."""
+
+    kernel: AttentionKernel
+    """Function that computes attention."""
+    expands_keys: bool
+    """Whether keys and values are repeated for each query head.
+
+    Without flash attention, the fused kernel of CUDA requires as many key heads as query heads; the
+    unfused one stores the scores of all pairs of tokens.
+    """
+
+
+def choose_backend(
+    device_type: str,
+    element_bytes: int,
+    *,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    dropout: float = 0.0,
+    has_segments: bool = False,
+    has_flash: bool = True,
+) -> AttentionBackend:
+    """Return the backend of causal attention.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or ``"meta"``.
+        element_bytes: Bytes per element of queries, keys and values.
+        heads: Number of query heads.
+        key_heads: Number of key heads.
+        head_size: Features per head.
+        dropout: Dropout probability of the attention weights.
+        has_segments: Whether attention is not simply causal within whole sequences.
+        has_flash: Whether the CUDA device supports flash attention (compute capability 8.0).
+    """
+    on_cuda = device_type == "cuda"
+    uses_flash = has_flash and element_bytes == HALF and head_size <= FLASH_MAX_HEAD_SIZE
+    if not has_segments:
+        kernel = AttentionKernel.causal
+    elif not on_cuda and not dropout:
+        kernel = AttentionKernel.varlen_cpu
+    elif on_cuda and not dropout and uses_flash and head_size % FLASH_HEAD_MULTIPLE == 0:
+        kernel = AttentionKernel.varlen
+    else:
+        kernel = AttentionKernel.segments
+    expands_keys = (
+        on_cuda and heads != key_heads and (not uses_flash or kernel is AttentionKernel.segments)
+    )
+    return AttentionBackend(kernel, expands_keys)
