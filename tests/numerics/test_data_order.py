@@ -71,7 +71,7 @@ def test_batch_share_has_the_fewest_micro_steps(batch_split):
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=st.integers(1, 60), seed=st.integers(0, 2**63), global_batch=st.integers(1, 80))
+@given(num_samples=st.integers(1, 60), seed=st.integers(0, 2**63), global_batch=st.integers(1, 80))
 def test_shuffle_order_has_every_index_once_per_epoch(num_samples, seed, global_batch):
     order, epochs = ShuffleOrder(num_samples, seed, global_batch), 3
     steps = -(-num_samples * epochs // global_batch)

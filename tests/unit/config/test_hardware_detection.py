@@ -77,7 +77,7 @@ def test_profile_detection_takes_the_longest_match(
 
 def test_profile_detection_keeps_typed_values(detect_hardware: DetectHardware) -> None:
     overrides = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
-    hardware = detect_hardware("NVIDIA H100 PCIe", line=overrides)
+    hardware = detect_hardware("NVIDIA H100 PCIe", overrides=overrides)
     assert (hardware.memory_gib, hardware.host_memory_gib, hardware.nodes) == (10, 64, 2)
     assert hardware.bf16_tflops == 989.5
 

@@ -62,7 +62,7 @@ def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
 
 @settings(deadline=None, max_examples=200)
 @given(
-    rows=st.integers(1, 40),
+    num_samples=st.integers(1, 40),
     held_out=st.integers(1, 20),
     ranks=st.integers(1, 5),
     micro_batch=st.integers(1, 5),
