@@ -231,7 +231,7 @@ NODE_PATHS = (
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    place=st.sampled_from(NODE_PATHS),
+    path=st.sampled_from(NODE_PATHS),
     value=NESTED_NODES,
 )
 def test_policy_finds_nested_targets(hydra_node: DictConfig, path: str, value: object) -> None:
