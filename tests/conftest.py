@@ -25,7 +25,7 @@ pytest_plugins = [
 
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = cache_folder() / "extensions"
-"""Compiled DeepSpeed extensions in the cache of the user, outside the environment of tests."""
+"""Compiled extensions in the cache of the user, outside the environment of tests."""
 
 settings.register_profile(
     "ci",
@@ -53,8 +53,8 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_extensions(shared_cache: Path) -> None:
-    """Keep compiled DeepSpeed extensions between sessions: builds take minutes."""
+def compiled_extensions(shared_cache: Path) -> None:
+    """Keep compiled extensions between sessions: builds of DeepSpeed take minutes."""
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # another worker was first
         (shared_cache / "extensions").symlink_to(EXTENSIONS)

@@ -75,7 +75,7 @@ def run_job(tmp_path: Path, shared_cache: Path) -> JobRunner:
     return JobRunner(tmp_path, shared_cache)
 
 
-@pytest.mark.usefixtures("deepspeed_extensions")
+@pytest.mark.usefixtures("compiled_extensions")
 @pytest.mark.parametrize("strategy", OFFLOAD_PARAMS)
 def test_deepspeed_offload_equals_one_device(strategy: str, run_job: JobRunner) -> None:
     """Uses AdamW: DeepSpeed has no other optimizer for the host, so that SGD is not covered.
@@ -107,7 +107,7 @@ def test_deepspeed_resume_is_bitwise_equal(
     larger_overrides = LARGER_MODEL if "nvme" in kind else ()
     overrides = (*{**ZERO_STAGES, **BF16, **OFFLOAD_STRATEGIES}[kind], *larger_overrides)
     if kind in OFFLOAD_STRATEGIES:
-        request.getfixturevalue("deepspeed_extensions")
+        request.getfixturevalue("compiled_extensions")
     run = run_job.without_defaults(*ADAMW, *overrides, "checkpoint.every=3", "checkpoint.keep=0")
     resumed = run_job.without_defaults(*ADAMW, *overrides, resume=run.checkpoint(3))
     assert_same_steps(resumed, run, kind)

@@ -21,7 +21,7 @@ CI_STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
 """Strategies that CI starts on the command line; numerics tests train the others."""
 
 
-@pytest.mark.usefixtures("deepspeed_extensions")
+@pytest.mark.usefixtures("compiled_extensions")
 @pytest.mark.parametrize(
     "option",
     [

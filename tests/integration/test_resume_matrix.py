@@ -94,7 +94,7 @@ def test_killed_run_resumes_to_the_same_result(
     except ConfigError as error:
         pytest.skip(str(error))
     if "offload" in kind:
-        request.getfixturevalue("deepspeed_extensions")
+        request.getfixturevalue("compiled_extensions")
     step = random.Random(f"{SEED} {kind}").randint(2, STEPS - 1)
     print(f"{kind}: killed after step {step} (seed {SEED})")
     full_run = run_job.without_defaults(*kind_overrides)

@@ -44,7 +44,7 @@ def results() -> Iterator[dict[Cell, str]]:
         )
 
 
-@pytest.mark.usefixtures("deepspeed_extensions")
+@pytest.mark.usefixtures("compiled_extensions")
 @pytest.mark.parametrize("cell", CELLS)
 def test_matrix_cell_runs_or_is_rejected(
     cell: Cell, results: dict[Cell, str], tmp_path: Path, shared_cache: Path

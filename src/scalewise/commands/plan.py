@@ -172,6 +172,7 @@ def _plan_stacks(run: RunConfig) -> Plan:
     Raises:
         ConfigError: A trace does not support the run.
     """
+    _load_cuda_operators(run)
     from scalewise.tracing import step_trace  # imports torch
     from scalewise.tracing.step_trace import TraceFitCheck
 
@@ -189,11 +190,23 @@ def _plan_stacks(run: RunConfig) -> Plan:
     return plan
 
 
+def _load_cuda_operators(run: RunConfig) -> None:
+    """Load the fake device on which a trace runs CUDA operators; must precede imports of torch."""
+    from scalewise.tracing.fake_cuda import FakeCudaError, load_fake_cuda
+
+    if run.hardware.device is DeviceKind.cuda:
+        try:
+            load_fake_cuda()
+        except FakeCudaError as error:
+            print_lines(f"The trace runs CPU operators: {error}")
+
+
 def _with_trace(plan: Plan) -> Plan:
     """Return the plan with the traced peak; print the reason if the run cannot be traced.
 
-    A trace runs CPU operators. The analytic model adds the difference to CUDA operators.
+    If a trace for CUDA runs CPU operators, the analytic model adds the difference.
     """
+    _load_cuda_operators(plan.run)
     from scalewise.tracing import step_trace  # imports torch
 
     if (reason := step_trace.rejection_reason(plan.run)) is not None:
@@ -201,7 +214,8 @@ def _with_trace(plan: Plan) -> Plan:
         return plan
     with plain_console.get_console().status("tracing"):
         trace = step_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
-    predicted_peak = peak_memory.worst_rank_breakdown(step_trace.with_cpu_operators(plan.run)).peak
+    traced_run = step_trace.with_traced_operators(plan.run)
+    predicted_peak = peak_memory.worst_rank_breakdown(traced_run).peak
     show_plan.print_trace(trace, predicted_peak)
     traced_peak = plan.fit.breakdown.peak + trace.peak - predicted_peak
     return replace(plan, fit=replace(plan.fit, traced_peak=traced_peak))

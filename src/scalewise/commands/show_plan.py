@@ -105,7 +105,8 @@ def print_trace(trace: StepTrace, predicted_peak: int) -> None:
     peak_phase = max(trace.phase_peaks, key=lambda name: trace.phase_peaks[name])
     get_console().print(
         f"Traced rank {trace.rank} with {depths} layers: peak {format_bytes(trace.peak)} "
-        f"({peak_phase}); predicted {format_bytes(predicted_peak)}, {error:+.1%} (CPU operators)"
+        f"({peak_phase}); predicted {format_bytes(predicted_peak)}, {error:+.1%} "
+        f"({trace.device.upper()} operators)"
     )
 
 
@@ -140,7 +141,7 @@ def print_stacks_trace(plan: Plan, trace: StepTrace) -> None:
     console.print(
         f"Traced rank {trace.rank} with all {trace.traced_depths[0]} layers: peak "
         f"{format_bytes(trace.peak)}, in the {plan.fit.breakdown.peak_phase.description} "
-        "(CPU operators)"
+        f"({trace.device.upper()} operators)"
     )
     console.print(
         f"Step time not predicted: the analytic models do not cover {run.objective.model_kind}",

@@ -15,6 +15,7 @@ __all__ = [
     "ATTENTION_OPS",
     "COLLECTIVE_NAMESPACES",
     "VARLEN_ATTENTION_OP",
+    "DevicelessFakeTensorMode",
     "FakeTensor",
     "FakeTensorMode",
     "ModuleWithApplyHook",
@@ -114,6 +115,15 @@ with private:
 
 if not TYPE_CHECKING:
     __getattr__ = private.missing_name
+
+
+class DevicelessFakeTensorMode(FakeTensorMode):
+    """Mode that creates no tensor on a device, even if ``torch.cuda`` says that there is one."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True; torch's answer depends on ``torch.cuda.is_available``."""
+        return True
 
 
 class ModuleWithApplyHook(nn.Module):

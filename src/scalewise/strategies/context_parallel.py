@@ -35,7 +35,9 @@ class SequenceSharding:
             [rank, num_chunks - 1 - rank] if balanced else [rank] for rank in range(self.ranks)
         ]
         self.chunk_indices = chunks_of_ranks[self.rank]
-        positions = torch.arange(sequence, device="cpu").view(num_chunks, self.chunk_tokens)
+        # On the device: a copy at each use would make the host wait.
+        positions = torch.arange(sequence, device=mesh.device_type)
+        positions = positions.view(num_chunks, self.chunk_tokens)
         self.order_T = torch.cat([positions[chunks].flatten() for chunks in chunks_of_ranks])
         """Positions in the sequence of all ranks' tokens, in rank order."""
         self.positions_T = positions[self.chunk_indices].flatten()
@@ -45,7 +47,7 @@ class SequenceSharding:
     def shard_batch(self, batch: Batch) -> Batch:
         """Tokens and labels of this rank; positions of packed sequences stay unsharded."""
         return {
-            name: x[:, self.positions_T.to(x.device)] if name in ("inputs", "labels") else x
+            name: x[:, self.positions_T] if name in ("inputs", "labels") else x
             for name, x in batch.items()
         }
 
@@ -82,13 +84,12 @@ class UlyssesAttention(nn.Module):
             key_BTKD, value_BTKD = (
                 x.repeat_interleave(heads // keys, dim=2) for x in (key_BTKD, value_BTKD)
             )
-        inverse = sharding.inverse_T.to(query_BTHD.device)
         query, key, value = (
-            all_to_all_dims(x, 2, 1, sharding.group)[:, inverse]
+            all_to_all_dims(x, 2, 1, sharding.group)[:, sharding.inverse_T]
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
         attention = attend(query, key, value, segments, self.dropout if self.training else 0.0)
-        ordered = attention[:, sharding.order_T.to(query_BTHD.device)]
+        ordered = attention[:, sharding.order_T]
         return all_to_all_dims(ordered, 1, 2, sharding.group)
 
 
@@ -110,7 +111,7 @@ class AllGatherAttention(nn.Module):
         sharding = self.sharding
         keys_values = torch.stack((key_BTKD, value_BTKD))
         keys_values = all_gather(keys_values, 2, sharding.group)
-        keys_values = keys_values[:, :, sharding.inverse_T.to(keys_values.device)]
+        keys_values = keys_values[:, :, sharding.inverse_T]
         sequence = keys_values.shape[2]
         if segments is None:
             segments = equal_segments(len(query_BTHD), sequence, sequence, query_BTHD.device)

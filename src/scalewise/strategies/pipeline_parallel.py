@@ -168,8 +168,8 @@ class PipelineRunner:
         run_schedule = schedule.step if backward else schedule.eval
         run_schedule(*inputs, **step_kwargs, return_outputs=False)
         # fp32 explicitly: with bf16_true, the default dtype is bf16.
-        zeros = torch.zeros(len(loss.objective.metric_keys), dtype=torch.float32)
-        total = zeros.to(batch["inputs"].device)
+        num_metrics, device = len(loss.objective.metric_keys), batch["inputs"].device
+        total = torch.zeros(num_metrics, dtype=torch.float32, device=device)
         if losses:  # self._losses may start with a call for shape inference
             total = torch.stack(self._losses[-len(losses) :]).sum(0, dtype=torch.float32)
         self._losses.clear()

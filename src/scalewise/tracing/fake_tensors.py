@@ -1,12 +1,13 @@
 """Fake tensors and a fake process group, in which code of a training step runs without memory.
 
-All traces and operator graphs use this mode. Operators are those of the CPU.
+All traces and operator graphs use this mode. Operators are those of the CPU, or of a fake CUDA
+device if ``fake_cuda`` has loaded one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from scalewise.compat.torch import (
+    DevicelessFakeTensorMode,
     FakeTensorMode,
     registered_buffers,
     registered_parameters,
     unset_fake_temporarily,
 )
+from scalewise.compat.torch_cuda import CudaDevice, replaced_cuda_functions
 from scalewise.compat.torch_distributed import (
     clear_sharding_caches,
     gradient_metadata,
@@ -31,7 +34,12 @@ from scalewise.compat.torch_distributed import (
     replaced_to_empty,
     uncounted_shape_propagation,
 )
+from scalewise.hardware import DeviceKind
 from scalewise.precision.config import LightningPrecision
+from scalewise.units import GIB
+
+FAKE_DEVICE = CudaDevice("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, processors=132)
+"""Device that fake CUDA tensors are on."""
 
 
 class FakeStageChannel:
@@ -85,7 +93,19 @@ def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterato
 
 def fake_tensor_mode() -> FakeTensorMode:
     """Mode in which tensors have shape and dtype, but no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return DevicelessFakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_device(
+    device: DeviceKind, on_wait: Callable[[str], None] = lambda _: None
+) -> AbstractContextManager[None]:
+    """Context in which a fake CUDA device exists, if ``device`` is one.
+
+    ``on_wait``: function of the name of each call in which the host waits for the device.
+    """
+    if device is not DeviceKind.cuda:
+        return nullcontext()
+    return replaced_cuda_functions(FAKE_DEVICE, on_wait)
 
 
 def replace_tensors(
@@ -108,10 +128,10 @@ def replace_tensors(
                     buffers[name] = new_buffer(buffer)
 
 
-def precision_plugin(name: LightningPrecision) -> Precision:
+def precision_plugin(name: LightningPrecision, device: DeviceKind) -> Precision:
     """Lightning's precision plugin of a name such as ``bf16-mixed``, as its Trainer chooses it."""
-    if name == "bf16-mixed":
-        return MixedPrecision(name, "cpu")
+    if name in ("bf16-mixed", "16-mixed"):
+        return MixedPrecision(name, device.value)
     return HalfPrecision(name) if name == "bf16-true" else Precision()
 
 

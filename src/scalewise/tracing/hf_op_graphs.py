@@ -38,7 +38,7 @@ from scalewise.models.op_graph import (
 from scalewise.objectives import CausalLM
 from scalewise.objectives.losses import set_chunked_loss, sum_over_tokens
 from scalewise.precision.build import apply_precision
-from scalewise.precision.config import Float8
+from scalewise.precision.config import Float8, LightningPrecision
 from scalewise.quantization.build import apply_quantization
 from scalewise.quantization.config import NF4Config, QAT8da4wConfig, QATInt4Config
 from scalewise.strategies.activation_checkpointing import apply_checkpointing
@@ -176,7 +176,8 @@ class FakeTensorRunner:
 
     def _forward_context(self) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass."""
-        plugin = precision_plugin("bf16-mixed" if self.forward_spec.autocast else "32-true")
+        name: LightningPrecision = "bf16-mixed" if self.forward_spec.autocast else "32-true"
+        plugin = precision_plugin(name, DeviceKind.cpu)
         return plugin.forward_context()
 
     def _empty_batch(self) -> tuple[Tensor, Tensor]:

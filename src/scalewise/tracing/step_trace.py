@@ -21,9 +21,11 @@ from scalewise.planner.memory_breakdown import MemoryBreakdown, MemoryEntry, Ste
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.precision import FloatFormat
+from scalewise.quantization.config import BitsAndBytesConfig
 from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
+from scalewise.tracing.fake_cuda import loaded_fake_cuda
 from scalewise.tracing.fake_tensors import FakeStageChannel, precision_plugin
 from scalewise.tracing.training_step import (
     ManualStep,
@@ -67,6 +69,8 @@ class StepTrace:
     """Numbers of layers that were traced; a single one is the number of layers of the rank."""
     rank: int = 0
     """Rank with the largest peak."""
+    device: DeviceKind = DeviceKind.cpu
+    """Device whose operators the trace has run."""
 
     @property
     def persistent_bytes(self) -> int:
@@ -106,7 +110,7 @@ def rejection_reason(run: RunConfig) -> str | None:
         return f"{option_name(parallelism)} requires real memory"
     if run.memory.offload or (isinstance(parallelism, MeshConfig) and parallelism.cpu_offload):
         return "offloading copies real memory"
-    if run.precision.compute is FloatFormat.fp16:
+    if run.precision.compute is FloatFormat.fp16 and not loaded_fake_cuda():
         return "a trace runs CPU operators, which do not support fp16"
     if run.compile.scope is not CompileScope.none:
         return "a trace does not include the fusion of torch.compile"
@@ -116,14 +120,14 @@ def rejection_reason(run: RunConfig) -> str | None:
 def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
     """Trace the rank with the largest peak memory.
 
-    Of a pipeline, one rank of each kind is traced. The trace runs CPU operators; their attention
-    saves the same tensors for backward as fused attention on CUDA.
+    Of a pipeline, one rank of each kind is traced. The trace runs the operators of
+    ``with_traced_operators``.
 
     Args:
         run: Config of a run for which ``rejection_reason`` is None.
         full_depth: Whether to trace all layers instead of extrapolating from shallow copies.
     """
-    run, channel = with_cpu_operators(run), FakeStageChannel()
+    run, channel = with_traced_operators(run), FakeStageChannel()
     ranks = list_distinct_ranks(run.parallelism, run)
     traces = [_trace_rank(run, rank, channel, full_depth=full_depth) for rank in ranks]
     return max(traces, key=lambda trace: trace.peak)
@@ -132,13 +136,14 @@ def trace_run(run: RunConfig, *, full_depth: bool = False) -> StepTrace:
 def _trace_rank(
     run: RunConfig, rank: int, channel: FakeStageChannel, *, full_depth: bool
 ) -> StepTrace:
+    device = run.hardware.device
     stages = build_rank_memory(run.parallelism, run, rank).stages
     stage_layers = [len(stage.layers) for stage in stages]
     uniform = len(run.memory.count_by_recompute(run.model.layers)) == 1
     if full_depth or not uniform or min(stage_layers) <= max(DEPTHS):
         phase_peaks, metrics = _trace_step(run, rank, channel)
         peak = max(phase_peaks.values())
-        return StepTrace(peak, phase_peaks, metrics, (sum(stage_layers),), rank)
+        return StepTrace(peak, phase_peaks, metrics, (sum(stage_layers),), rank, device)
     (shallow_peaks, shallow_metrics), (deep_peaks, deep_metrics) = (
         _trace_step(run, rank, channel, depth) for depth in DEPTHS
     )
@@ -147,13 +152,26 @@ def _trace_rank(
         _extrapolate_layers(shallow_peaks, deep_peaks, extra_layers),
         _extrapolate_layers(shallow_metrics, deep_metrics, extra_layers),
     )
-    return StepTrace(max(phase_peaks.values()), phase_peaks, metrics, DEPTHS, rank)
+    return StepTrace(max(phase_peaks.values()), phase_peaks, metrics, DEPTHS, rank, device)
 
 
 def _extrapolate_layers(shallow: PhaseBytes, deep: PhaseBytes, extra_layers: float) -> PhaseBytes:
     """Extrapolate bytes linearly to ``extra_layers`` more layers than the deeper copy has."""
     slopes = {name: (deep[name] - shallow[name]) / (DEPTHS[1] - DEPTHS[0]) for name in shallow}
     return {name: round(deep[name] + extra_layers * slope) for name, slope in slopes.items()}
+
+
+def with_traced_operators(run: RunConfig) -> RunConfig:
+    """Run on the device whose operators a trace runs.
+
+    That is the CPU for a run on CUDA, unless this process has loaded a fake CUDA device, on which
+    bitsandbytes has no kernels. Attention on the CPU saves the same tensors for backward as fused
+    attention on CUDA.
+    """
+    is_traceable = not isinstance(run.quantization, BitsAndBytesConfig)
+    if run.hardware.device is DeviceKind.cuda and loaded_fake_cuda() and is_traceable:
+        return run
+    return with_cpu_operators(run)
 
 
 def with_cpu_operators(run: RunConfig) -> RunConfig:
@@ -174,7 +192,7 @@ def _trace_step(
             fake_training(run, rank, channel) as (strategy, _),
             patch.object(initial_parameters, "init_parameters", skip_call),
         ):
-            precision = precision_plugin(run.precision.lightning_precision())
+            precision = precision_plugin(run.precision.lightning_precision(), run.hardware.device)
             with precision.module_init_context():
                 module = strategy.build(run)
             strategy.model = module

@@ -24,7 +24,12 @@ from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
 from scalewise.strategies.build import build_strategy
 from scalewise.strategies.nd_parallel import MeshStrategy
-from scalewise.tracing.fake_tensors import FakeStageChannel, fake_ranks, fake_tensor_mode
+from scalewise.tracing.fake_tensors import (
+    FakeStageChannel,
+    fake_device,
+    fake_ranks,
+    fake_tensor_mode,
+)
 
 WARM_UP_STEPS = 2
 """Steps before the measured one; they allocate optimizer state and gradients."""
@@ -38,7 +43,10 @@ def fake_training(
     run: RunConfig, rank: int, channel: FakeStageChannel
 ) -> Iterator[tuple[ParallelStrategy, FakeTensorMode]]:
     """Context with fake tensors in which this process is ``rank``; yields strategy and mode."""
+    device = run.hardware.device
     with (
+        fake_device(device),
+        torch.device(device.value),
         fake_ranks(run.world_size, rank, channel),
         patch.object(MeshStrategy, "global_rank", rank),  # Lightning's is 0 in this process
     ):
@@ -49,9 +57,10 @@ def fake_training(
 
 def _fake_strategy(run: RunConfig) -> ParallelStrategy:
     """Parallelism strategy of a run in the fake process group of ``fake_ranks``."""
-    strategy = build_strategy(run.parallelism, DeviceKind.cpu, timedelta())
+    strategy = build_strategy(run.parallelism, run.hardware.device, timedelta())
     if isinstance(strategy, MeshStrategy):
-        strategy.parallel_devices = [torch.device("cpu")]
+        is_cuda = run.hardware.device is DeviceKind.cuda
+        strategy.parallel_devices = [torch.device("cuda", 0) if is_cuda else torch.device("cpu")]
         # The fake process group exists already; Lightning would create a real one.
         skip_process_group(strategy)
         strategy.setup_environment()
@@ -73,9 +82,8 @@ def measure_step(
     for _ in range(WARM_UP_STEPS):
         take_step(None)
     averages = _allocate_averages(run, module)
-    probe = MemoryProbe(
-        module, optimizer, strategy.root_device, strategy.strategy_buffers(), averages=averages
-    )
+    counted = torch.device("cpu")  # operators count fake tensors, which no allocator has
+    probe = MemoryProbe(module, optimizer, counted, strategy.strategy_buffers(), averages=averages)
     result = take_step(probe)
     return result, probe.finish() | {"memory/average_bytes": storage_bytes(averages)}
 

@@ -98,7 +98,7 @@ def _trace_step(
     strategy.prepare_user_module(run, module)
     module.configure_model()
     strategy.model = module
-    precision: Any = precision_plugin(run.precision.lightning_precision())
+    precision: Any = precision_plugin(run.precision.lightning_precision(), run.hardware.device)
     precision.convert_module(module)
     configured: Any = module.configure_optimizers()
     (optimizer, *others), _, _ = configure_optimizers(configured)

@@ -52,6 +52,7 @@ class TrainingModule(LightningModule):
         objective = run.objective
         self._rollout = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
         self._label_count = torch.zeros(())
+        self._label_constant: Tensor | None = None
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
 
@@ -236,14 +237,18 @@ class TrainingModule(LightningModule):
             1 if self.run.objective.pairs else self.run.objective.rollouts_per_sample
         )
         if targets_per_sample:
-            count = float(self.run.global_batch * targets_per_sample)
-            return torch.tensor(count, device=self.device)
+            return self._constant_count(self.run.global_batch * targets_per_sample)
         local_labels = batch.get("labels_of_step")
         if local_labels is None:  # no label is masked
-            labels = float(self.run.tokens_per_step)
-            return torch.tensor(labels, dtype=torch.float32, device=self.device)
+            return self._constant_count(self.run.tokens_per_step)
         ranks_per_batch = self.run.world_size // self.run.parallelism.data_parallel_size
         total = local_labels.clone()
         if dist.is_initialized():
             dist.all_reduce(total)
         return (total // ranks_per_batch).clamp(min=1).float()
+
+    def _constant_count(self, count: int) -> Tensor:
+        """Count on the device, created once: a copy to the device makes the host wait."""
+        if self._label_constant is None:
+            self._label_constant = torch.tensor(float(count), device=self.device)
+        return self._label_constant

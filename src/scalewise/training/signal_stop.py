@@ -26,10 +26,12 @@ class StopSignal:
         self.received_signal = 0
         self.has_no_launcher = False
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def start(self, *, has_no_launcher: bool) -> None:
         """Discard the signals of an earlier run in this process and install the handlers."""
         self.received_signal, self.has_no_launcher, self._pending = 0, has_no_launcher, None
+        self._group = None
         self.install()
 
     def install(self) -> None:
@@ -47,7 +49,7 @@ class StopSignal:
         """Deliver the blocked signals."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    def poll(self, device: torch.device) -> int:
+    def poll(self) -> int:
         """Signal that any rank had received one step ago, the same on every rank; 0: none.
 
         Each call starts an asynchronous all-reduce and reads the result of the previous one, so
@@ -55,9 +57,13 @@ class StopSignal:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.received_signal
+        if self._group is None:  # of the hosts: the result of a device would make the host wait
+            is_gloo = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
         previous = self._pending
-        number = torch.tensor(self.received_signal, device=device)
-        self._pending = (number, dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True))
+        number = torch.tensor(self.received_signal, device="cpu")
+        work = dist.all_reduce(number, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._pending = (number, work)
         return self._wait_for_exchange(previous)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class CheckpointSaver(Callback):
         """
         if (batch_idx + 1) % self._run.accumulation:
             return
-        if number := STOP.poll(pl_module.device):
+        if number := STOP.poll():
             self.save(trainer)
             trainer_strategy(trainer).writer.finish()
             name, step = signal.Signals(number).name, trainer.global_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
@@ -17,16 +18,34 @@ class TrainingDiverged(ScalewiseError):  # noqa: N818 (names the event, as torch
     """The loss is NaN or infinite, or stays far above its running mean."""
 
 
+class _HostLosses:
+    """Losses that are being copied to the host."""
+
+    def __init__(self, steps: list[int], losses: torch.Tensor) -> None:
+        self._steps = steps
+        self._losses = losses.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if losses.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> Iterator[tuple[int, float]]:
+        """Yield step and loss of each micro-batch, once the copy has ended."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        yield from zip(self._steps, self._losses.tolist(), strict=True)
+
+
 class LossGuard(LossGuardArgs, Callback):
     """Check the loss of every micro-batch.
 
-    Checks run every ``every`` micro-batches, to avoid a device synchronization for each, and
-    before each checkpoint.
+    Checks run every ``every`` micro-batches, and before each checkpoint. On CUDA, a check reads the
+    losses whose copy to the host began at the previous one, so that the host does not wait.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._pending: list[tuple[int, torch.Tensor]] = []
+        self._copied: _HostLosses | None = None
         self._mean: float | None = None
         self._num_spikes = 0
 
@@ -44,26 +63,41 @@ class LossGuard(LossGuardArgs, Callback):
         step = batch_idx // trainer.accumulate_grad_batches + 1
         self._pending.append((step, loss.detach()))
         if len(self._pending) >= self.every:
-            self._check_pending()
+            self._check_copied()
+            self._start_copy()
+            if not loss.is_cuda:
+                self._check_copied()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Check the losses before weights affected by NaN are saved."""
-        self._check_pending()
+        self._check_all()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the remaining losses."""
-        self._check_pending()
+        self._check_all()
 
-    def _check_pending(self) -> None:
-        if not self._pending:
-            return
-        losses = torch.stack([loss for _, loss in self._pending]).tolist()
-        steps = [step for step, _ in self._pending]
-        self._pending = []
-        for step, loss in zip(steps, losses, strict=True):
-            self._check_loss(step, loss)
+    def _check_all(self) -> None:
+        """Check all losses so far; on CUDA, the host waits."""
+        self._check_copied()
+        self._start_copy()
+        self._check_copied()
+
+    def _start_copy(self) -> None:
+        """Start to copy the stored losses to the host."""
+        if self._pending:
+            losses = torch.stack([loss for _, loss in self._pending])
+            steps = [step for step, _ in self._pending]
+            self._copied = _HostLosses(steps, losses)
+            self._pending = []
+
+    def _check_copied(self) -> None:
+        """Check the losses of the last copy."""
+        if self._copied is not None:
+            copied, self._copied = self._copied, None
+            for step, loss in copied.wait():
+                self._check_loss(step, loss)
 
     def _check_loss(self, step: int, loss: float) -> None:
         fix = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"

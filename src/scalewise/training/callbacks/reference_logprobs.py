@@ -39,7 +39,7 @@ class ReferenceLogProbs(Callback):
         for loader in self._loaders:
             logprobs_N2 = torch.zeros(loader.num_samples, 2, device=pl_module.device)
             for index_B, batch in loader.iter_indexed_batches(pl_module.num_steps):
-                if number := STOP.poll(pl_module.device):
+                if number := STOP.poll():
                     name = signal.Signals(number).name
                     raise Interrupted(number, f"{name} before the first step; nothing is trained")
                 device_batch = trainer.strategy.batch_to_device(batch)
