@@ -36,6 +36,8 @@ from scalewise.launch_config import Launch
 from scalewise.run_config import RunConfig
 
 ELASTIC = "torch.distributed.elastic"
+logger = logging.getLogger(__name__)
+
 PEER_GRACE = 5.0
 """Time for the other ranks to write their exit reports after one has failed, in seconds; a rank
 that waits in a collective of a device ignores SIGTERM."""
@@ -216,7 +218,8 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Outcome("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
-            sys.stderr.write(exit_reports.crash_dump(folder, rank))
+            if stacks := exit_reports.crash_dump(folder, rank):
+                logger.error(stacks)
             return exit_reports.read_crash(folder, rank) or Outcome(
                 "failed", f"rank {rank} was killed by {name}", rank
             )
