@@ -13,6 +13,8 @@ import scalewise
 from scalewise.bench import calibrate, profile
 from scalewise.data.prepare import prepare_splits
 from scalewise.measure.step_timer import StepTimer
+from scalewise.models.attention_backends import attend
+from scalewise.models.attention_segments import AttentionSegments, packed_segments
 from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups
@@ -141,6 +143,51 @@ def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
     moment_after = adamw.state[parameter]["exp_avg"]
     assert moment_after.is_paged
     assert torch.equal(moment_before, moment_after)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)]
+)
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_cuda_attention_of_segments_equals_cpu(
+    dtype: torch.dtype, tolerance: float, prefix_tokens: int, window: int | None
+) -> None:
+    torch.set_float32_matmul_precision("highest")  # a run in this process may have changed it
+    generator = torch.Generator().manual_seed(1)
+    lengths, outputs = (700, 1, 300, 23), []
+    key_lengths = [prefix_tokens + length for length in lengths]
+    tensors = [
+        torch.randn(1, tokens, heads, 64, generator=generator).to(dtype)
+        for tokens, heads in ((1024, 8), (sum(key_lengths), 2), (sum(key_lengths), 2))
+    ]
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        segments = AttentionSegments.from_lengths(
+            lengths, key_lengths, torch.device(device), window
+        )
+        leaves = [x.to(device, kind).requires_grad_() for x in tensors]
+        attention = attend(*leaves, segments)
+        attention.float().square().sum().backward()
+        outputs.append([x.cpu().float() for x in (attention, *(leaf.grad for leaf in leaves))])
+    for expected, actual in zip(*outputs, strict=True):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("texts", [1, 8])
+def test_grouped_query_attention_stores_no_scores(dtype: torch.dtype, texts: int) -> None:
+    tokens = 8192
+    query, key = (
+        torch.randn(1, tokens, heads, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for heads in (8, 1)
+    )
+    positions = torch.arange(tokens)[None] % (tokens // texts)
+    segments = packed_segments(positions, query.device) if texts > 1 else None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(query, key, key, segments).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < tokens**2 * dtype.itemsize
 
 
 def test_phase_timer_measures_device_time() -> None:

@@ -104,13 +104,20 @@ TENSOR_CASES: tuple[tuple[str, ...], ...] = (
     (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", *OFFLOAD_ALL),
     (*mesh(shards=2, tensor=2), NO_SEQUENCE_PARALLEL, "trainer.micro_batch=4", *IN_BACKWARD),
 )
+PACKING_CASES: tuple[tuple[str, ...], ...] = (
+    ("data.packing=true",),
+    ("data.packing=true", "precision=bf16_mixed", FULL_CHECKPOINTING),
+    (*FSDP, "data.packing=true"),
+)
 TABLES = (
+    (("llama", "gpt2", "wide"), PACKING_CASES),
     (DECODER_MODELS, SINGLE_DEVICE_CASES),
     ((*DECODER_MODELS, "wide"), OFFLOAD_CASES),
     (("llama", "wide"), QAT_CASES),
     (("llama", "wide", "qwen2"), TENSOR_CASES),
 )
 CI_CASES = (
+    ("llama", ("data.packing=true",)),
     ("llama", FSDP),
     ("gpt2", LORA),
     ("llama", OFFLOAD_ALL),

@@ -10,10 +10,12 @@ import torch
 from fixtures.decoder_configs import (
     EXACT_TOLERANCE,
     HF_DECODERS,
+    LLAMA,
     for_each_decoder,
     for_each_hf_decoder,
     hf_model,
 )
+from fixtures.hf_checkpoints import MORE_ARCHITECTURES, RARE_ARCHITECTURES, HFCheckpoints
 from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import (
     ReferenceRun,
@@ -31,6 +33,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.state_dict_adapter import from_hf_state_dict
+from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.strategies.base import ScaledLoss
 
@@ -80,9 +83,9 @@ def text_slice_of(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
     raise AssertionError("a text is in no row")
 
 
-@for_each_decoder
-def test_packed_texts_equal_separate_texts(spec: DecoderConfig) -> None:
-    module, batch = build_model(spec, 3), packed(spec)
+def assert_packed_equals_separate(module: ModelModule, spec: DecoderConfig) -> None:
+    """Compare logits and gradients of packed texts with those of one text at a time."""
+    batch = packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["positions"])
     ScaledLoss(CausalLM()).compute(module, batch).backward()
     gradients = _gradients(module)
@@ -100,6 +103,11 @@ def test_packed_texts_equal_separate_texts(spec: DecoderConfig) -> None:
     assert int((batch["labels"] != IGNORED).sum()) == labels
 
 
+@for_each_decoder
+def test_packed_texts_equal_separate_texts(spec: DecoderConfig) -> None:
+    assert_packed_equals_separate(build_model(spec, 3), spec)
+
+
 def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
@@ -115,6 +123,34 @@ def test_packed_logits_equal_transformers_position_ids(spec: DecoderConfig) -> N
         ).logits
         actual_logits = actual(batch["inputs"], None, batch["positions"])
     torch.testing.assert_close(actual_logits, expected_logits, **EXACT_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_packed_texts_equal_separate_texts_in_transformers_models(
+    family: str, hf_checkpoint: HFCheckpoints
+) -> None:
+    spec = HuggingFaceConfig(path=str(hf_checkpoint(family)))
+    assert_packed_equals_separate(build_model(spec, 3).eval(), LLAMA)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [*MORE_ARCHITECTURES, *RARE_ARCHITECTURES])
+@torch.no_grad()
+def test_packed_logits_equal_separate_texts_in_more_architectures(
+    family: str, hf_checkpoint: HFCheckpoints
+) -> None:
+    spec = HuggingFaceConfig(path=str(hf_checkpoint(family)))
+    assert spec.info.packs_texts == (family != "xglm")
+    if not spec.info.packs_texts:
+        return
+    module, batch = build_model(spec, 3).eval(), packed(LLAMA)
+    logits_BTV = module(batch["inputs"], None, batch["positions"])
+    for ids_S in texts(LLAMA):
+        torch.testing.assert_close(
+            logits_BTV[text_slice_of(batch, ids_S)],
+            module(single_batch(ids_S)["inputs"])[0],
+            **EXACT_TOLERANCE,
+        )
 
 
 def test_packed_single_text_equals_unpacked() -> None:

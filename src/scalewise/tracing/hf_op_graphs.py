@@ -180,10 +180,11 @@ class FakeTensorRunner:
         plugin = precision_plugin(name, DeviceKind.cpu)
         return plugin.forward_context()
 
-    def _empty_batch(self) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels."""
+    def _empty_batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return tokens, labels and the positions of packed texts."""
         shape = (self.forward_spec.sequences, self.forward_spec.tokens_per_sequence)
-        return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        tokens, labels, positions = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
+        return tokens, labels, positions if self.forward_spec.sequence_packing else None
 
     def run_block(self, backward_mode: BackwardMode, *, input_requires_grad: bool) -> Sizes:
         """Return the sizes of one block; ``input_requires_grad``: whether its input needs one."""
@@ -214,7 +215,7 @@ class FakeTensorRunner:
     def run_loss(self) -> Sizes:
         """Return the sizes of the loss."""
         with self.fake_mode:
-            leaf, (_, labels) = (
+            leaf, (_, labels, _) = (
                 self.run_non_block_parts(FRESH).logits.empty_leaf(requires_grad=True),
                 self._empty_batch(),
             )
@@ -233,10 +234,10 @@ class FakeTensorRunner:
         between = CountingBlock(before, after)
         module.set_layers([between])
         with self.fake_mode:
-            tokens, labels = self._empty_batch()
+            tokens, labels, positions = self._empty_batch()
             before.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
             with self._forward_context():
-                outputs = [module(tokens, labels if self.uses_chunked_loss else None)]
+                outputs = [module(tokens, labels if self.uses_chunked_loss else None, positions)]
             logits = TensorKind.from_tensor(*outputs)
             head = measure_part(
                 after, outputs, module, fresh_gradients=backward_mode.fresh_gradients
@@ -265,13 +266,13 @@ class FakeTensorRunner:
             layer = cast(nn.Linear, block.get_submodule(name))
             recorder.replace_layer_ops(layer, self._build_linear_writer(layer))
         with self.fake_mode:
-            tokens, labels = self._empty_batch()
+            tokens, labels, positions = self._empty_batch()
             with self._forward_context(), recorder:
                 block.register_forward_pre_hook(
                     lambda _, args: recorder.begin_part("block", args[:1])
                 )
                 block.register_forward_hook(lambda _, __, out: recorder.begin_part("head", (out,)))
-                out = module(tokens, labels if self.uses_chunked_loss else None)
+                out = module(tokens, labels if self.uses_chunked_loss else None, positions)
                 recorder.begin_part("loss", (out,))
                 if not self.uses_chunked_loss:
                     sum_over_tokens(self.objective, out, labels)

@@ -53,8 +53,11 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
     if run.adapter.prompt_tokens or run.adapter.prefix_tokens:
         option = run.option("adapter")
         yield ConfigIssue("adapter", option, UNSUPPORTED, "set adapter=lora")
-    if run.data.packing:
-        yield ConfigIssue("data.packing", True, UNSUPPORTED, "set data.packing=false")
+    if run.data.packing and not model.info.packs_texts:
+        reason = f"is not supported for {model.info.model_type}, whose mask ignores position ids"
+        if len(model.info.stack_starts) > 1:
+            reason = UNSUPPORTED
+        yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
 
 def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:

@@ -114,12 +114,6 @@ REJECTED_OPTIONS: list[RejectionCase] = [
     ),
     (["adapter=prompt"], "adapter", "is not supported for Hugging Face models", "adapter=lora"),
     (["adapter=prefix"], "adapter", "is not supported for Hugging Face models", "adapter=lora"),
-    (
-        ["data.packing=true"],
-        "data.packing",
-        "is not supported for Hugging Face models",
-        "data.packing=false",
-    ),
     (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
     (
         [*TENSOR, NO_SEQUENCE_PARALLEL, "precision=fp8"],
@@ -267,6 +261,19 @@ def test_hf_missing_path_is_rejected_in_one_line(
     assert_rejected(
         ["model=hf", f"model.path='{path}'", *DATA_OVERRIDES], "model.path", reason, "model.path="
     )
+
+
+def test_hf_packing_requires_a_mask_of_position_ids(
+    hf_checkpoint: HFCheckpoints, compose: Compose
+) -> None:
+    for family in ("llama", "gpt2", "opt"):
+        path = f"model.path={hf_checkpoint(family)}"
+        overrides = ["model=hf", path, *DATA_OVERRIDES, "data.packing=true"]
+        if family == "opt":
+            reason = "is not supported for opt, whose mask ignores position ids"
+            assert_rejected(overrides, "data.packing", reason, "data.packing=false")
+        else:
+            assert compose(*overrides).data.packing
 
 
 def test_hf_name_is_found_in_the_hub_cache(

@@ -6,6 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from scalewise.compat.hugging_face import replaced_mask_checks
-from scalewise.compat.torch import ModuleWithApplyHook
+from scalewise.compat.torch import ModuleWithApplyHook, unset_fake_temporarily
 from scalewise.models.base_module import ModelModule
 
 
@@ -103,9 +104,12 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
         self, x: Tensor, labels_BT: Tensor | None = None, positions_BS: Tensor | None = None
     ) -> Tensor:
         """Return ``logits_BTV`` of ``tokens_BT``, or their loss."""
-        assert positions_BS is None, "sequence packing is not supported"
-        with replaced_mask_checks(find_packed=_without_packing_check):
-            x_BTW = self.body(input_ids=x, use_cache=False).last_hidden_state
+        inputs = {"input_ids": x}
+        if positions_BS is not None:
+            inputs["position_ids"] = positions_BS.to(x.device, non_blocking=True)
+        find_packed = _no_packed_texts if positions_BS is None else _packed_text_numbers
+        with replaced_mask_checks(find_packed=find_packed):
+            x_BTW = self.body(**inputs, use_cache=False).last_hidden_state
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
         return self.loss(self.logits, x_BTW, labels_BT)
@@ -133,8 +137,35 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
                 setattr(owner, key, constant.to(device))
 
 
-def _without_packing_check(position_ids: Tensor) -> None:
+def _no_packed_texts(position_ids: Tensor) -> None:
     """Skip the search for packed sequences, which synchronizes with the device."""
+
+
+def _packed_text_numbers(position_ids_BS: Tensor) -> Tensor:
+    """Number of each token's text, by which transformers masks other texts.
+
+    transformers' own function synchronizes with the device to find out whether there are several.
+    """
+    return (position_ids_BS == 0).cumsum(-1)
+
+
+@unset_fake_temporarily()  # a trace may read the facts first
+def packs_texts(module: CausalLMModule) -> bool:
+    """Whether the body of a model builds its mask from position ids, by which texts are separated.
+
+    Only such masks are searched for packed texts. The blocks are left out: all of them consist of
+    matrices and attention.
+    """
+    probe = copy.deepcopy(module).to("meta")
+    probe.set_layers([])
+    searched: list[Tensor] = []
+    tokens = torch.zeros((1, 2), dtype=torch.long, device="meta")
+    try:
+        with replaced_mask_checks(find_packed=searched.append):
+            probe.body(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except Exception:  # the code of a model may raise anything
+        return False
+    return bool(searched)
 
 
 class PassThrough(nn.Module):

@@ -23,7 +23,12 @@ from scalewise.compat.torch import registered_parameters, unset_fake_temporarily
 from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.hf import encoder_decoder, hub, model_info, vision_language
-from scalewise.models.hf.causal_lm import CausalLMModule, TiedLinearHead, conv1d_as_linear
+from scalewise.models.hf.causal_lm import (
+    CausalLMModule,
+    TiedLinearHead,
+    conv1d_as_linear,
+    packs_texts,
+)
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.config_reader import (
     IMAGE_TEXT,
@@ -105,6 +110,7 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
         layer_order=tuple(module.layer_order),
         tied_head=_find_tied_head(module),
         hf_tp_plan=tuple(_tensor_parallel_plan(module, text)) if len(starts) == 1 else (),
+        packs_texts=len(starts) == 1 and packs_texts(module),
         stack_starts=starts,
         source_layers=frozenset(module.source_layers)
         if isinstance(module, EncoderDecoderModule)

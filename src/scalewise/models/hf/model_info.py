@@ -66,6 +66,8 @@ class ModelInfo:
     """Name of the head module if it uses the embedding's weight."""
     hf_tp_plan: tuple[tuple[str, str], ...]
     """transformers' tensor-parallel style of modules in a block, by name within it."""
+    packs_texts: bool = False
+    """Whether position ids that start again separate the texts of a packed sequence."""
     stack_starts: tuple[int, ...] = (0,)
     """Index of the first block of each stack: one stack, encoder and decoder, or vision model,
     Q-Former and the one or two stacks of the language model."""
