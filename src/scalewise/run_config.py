@@ -158,6 +158,24 @@ class RunConfig:
         return self.objective.reference_objective is not None and starts_from_base
 
     @property
+    def cuda_compile(self) -> Compile | None:
+        """Config by which parts outside of the model are compiled as well; None: they are not.
+
+        They are on CUDA, if the model is compiled.
+        """
+        on_cuda = self.hardware.device is DeviceKind.cuda
+        return self.compile if on_cuda and self.compile.scope is not CompileScope.none else None
+
+    @property
+    def loss_compile(self) -> Compile | None:
+        """Config by which the loss is compiled, with the model on CUDA.
+
+        None: eager, as on logits that tensor parallelism shards along the vocabulary.
+        """
+        has_sharded_logits = getattr(self.parallelism, "sizes", {}).get("tensor", 1) > 1
+        return None if has_sharded_logits else self.cuda_compile
+
+    @property
     def computes_loss_gradients_in_forward(self) -> bool:
         """Whether the gradients of a chunked loss are computed in the forward pass.
 

@@ -37,7 +37,7 @@ class Compile:
     """Compilation by ``torch.compile``."""
 
     scope: CompileScope = CompileScope.none
-    """What is compiled."""
+    """What is compiled; on CUDA, the loss is compiled too, unless ``none``."""
     backend: CompileBackend = CompileBackend.inductor
     """Backend of ``torch.compile``."""
     dynamic: bool = False

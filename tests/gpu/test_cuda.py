@@ -213,6 +213,8 @@ def test_phase_timer_measures_device_time() -> None:
         ("precision=bf16_true", "memory=checkpoint_selective"),
         ("precision=bf16_mixed", "adapter=lora"),
         ("precision=bf16_mixed", "objective.loss_chunk=1024"),
+        ("precision=bf16_mixed", "compile=block"),
+        ("precision=bf16_mixed", "compile=block", "objective.loss_chunk=1024"),
         ("precision=bf16_mixed", "memory=offload_activations"),
         ("precision=bf16_mixed", "adapter=lora", "quantization=nf4"),
         ("precision=bf16_true", "adapter=lora", "quantization=nf4", "memory=checkpoint_full"),

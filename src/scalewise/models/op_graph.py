@@ -111,6 +111,8 @@ class ForwardSpec:
     """Whether fake-quantized layers also round their inputs."""
     is_compiled: bool = False
     """Whether ``torch.compile`` fuses the operators of blocks."""
+    is_loss_compiled: bool = False
+    """Whether ``torch.compile`` fuses the operators of the loss."""
 
     @property
     def num_tokens(self) -> int:
@@ -310,7 +312,11 @@ class ModelOpGraphs:
 
 
 def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
-    """Return the cross-entropy of logits in fp32; with loss parallelism, of this rank's shard."""
+    """Return the cross-entropy of logits in fp32; with loss parallelism, of this rank's shard.
+
+    If it is compiled, the kernels read and write logits and gradients in the compute format, and
+    save two fp32 values per token.
+    """
     graph = OpGraph()
     numel = (
         forward_spec.num_tokens
@@ -321,6 +327,12 @@ def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
         graph.add_tensor(numel * forward_spec.compute_element_bytes),
         numel * forward_spec.loss_element_bytes,
     )
+    if forward_spec.is_loss_compiled:
+        per_token = 2 * forward_spec.num_tokens * forward_spec.loss_element_bytes
+        graph.add_op(
+            OpWork.pointwise, (logits,), 0, saved=(logits,), extra_output_bytes=(per_token,)
+        )
+        return graph
     loss_logits = (
         logits
         if forward_spec.compute_element_bytes == forward_spec.loss_element_bytes

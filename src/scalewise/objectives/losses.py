@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from scalewise.objectives.config import (
     ObjectiveConfig,
     TokenLogProbabilities,
 )
+from scalewise.torch_compile import Compile
 
 STD_EPSILON = 1e-4
 """Term added to the standard deviation of the rewards of a group, to avoid division by zero."""
@@ -69,15 +71,41 @@ def count_targets(config: ObjectiveConfig, labels_BT: Tensor) -> Tensor:
     return (labels_BT != IGNORED).sum()
 
 
-def set_chunked_loss(config: ObjectiveConfig, module: ModelModule, *, in_forward: bool) -> None:
+@cache
+def token_sums_function(
+    config: ObjectiveConfig, compile_config: Compile | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """``sum_over_tokens`` of an objective as a function of logits and labels.
+
+    Args:
+        config: Objective.
+        compile_config: Config by which the function is compiled; None: it is not.
+    """
+    function = sum_over_tokens.bind(config)
+    if compile_config is None:
+        return function
+    return torch.compile(
+        function, backend=compile_config.backend.value, dynamic=compile_config.dynamic
+    )
+
+
+def set_chunked_loss(
+    config: ObjectiveConfig,
+    module: ModelModule,
+    *,
+    in_forward: bool,
+    compile_config: Compile | None = None,
+) -> None:
     """Set the chunked loss of a module, if ``loss_chunk`` is set."""
     if config.loss_chunk is not None:
         weights = module.head_parameters if in_forward else None
-        module.loss = chunked_loss(config, weights)
+        module.loss = chunked_loss(config, weights, compile_config)
 
 
 def chunked_loss(
-    config: ObjectiveConfig, weights: Callable[[], Iterable[nn.Parameter]] | None = None
+    config: ObjectiveConfig,
+    weights: Callable[[], Iterable[nn.Parameter]] | None = None,
+    compile_config: Compile | None = None,
 ) -> Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]:
     """Function that computes ``sum_over_tokens(head(x), labels)`` from ``(head, x, labels)``.
 
@@ -87,11 +115,12 @@ def chunked_loss(
         config: Objective with a ``loss_chunk``.
         weights: Function that returns the head parameters, if gradients are computed in the
             forward pass; None: chunks are recomputed in the backward pass.
+        compile_config: Config by which the loss of a chunk is compiled; None: it is not.
     """
     chunk_tokens = config.loss_chunk
     assert chunk_tokens is not None
     # bound here: torch.compile cannot trace the import and the dispatch
-    sum_chunk = sum_over_tokens.bind(config)
+    sum_chunk = token_sums_function(config, compile_config)
 
     def loss(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
         def chunk_sums(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:

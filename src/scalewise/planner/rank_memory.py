@@ -349,6 +349,7 @@ def forward_spec(
         quantization_group=run.quantization.group,
         rounds_inputs=run.quantization.rounds_inputs,
         is_compiled=run.compile.scope is not CompileScope.none,
+        is_loss_compiled=run.loss_compile is not None,
     )
 
 

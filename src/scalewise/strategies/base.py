@@ -25,7 +25,7 @@ from scalewise.models.base import StageSlice, Weight
 from scalewise.models.build import build_meta
 from scalewise.models.init import local_tensor
 from scalewise.objectives import ObjectiveConfig
-from scalewise.objectives.losses import compute_loss, set_chunked_loss, sum_over_tokens
+from scalewise.objectives.losses import compute_loss, set_chunked_loss, token_sums_function
 from scalewise.optimizers.build import build_optimizer
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
@@ -35,6 +35,7 @@ from scalewise.strategies.activation_checkpointing import apply_checkpointing, c
 if TYPE_CHECKING:
     from scalewise.checkpoint_config import CheckpointConfig
     from scalewise.run_config import RunConfig
+    from scalewise.torch_compile import Compile
 
 Batch = dict[str, Tensor]
 
@@ -45,6 +46,8 @@ class ScaledLoss:
 
     objective: ObjectiveConfig
     factor: Tensor | float = 1.0
+    compile_config: Compile | None = None
+    """Config by which the sums over tokens are compiled; None: they are not."""
 
     @property
     def computed_in_module(self) -> bool:
@@ -62,7 +65,7 @@ class ScaledLoss:
         loss_sum = (
             output
             if self.computed_in_module
-            else sum_over_tokens(self.objective, output, batch["labels"])
+            else token_sums_function(self.objective, self.compile_config)(output, batch["labels"])
         )
         return compute_loss(self.objective, local_tensor(loss_sum), batch) * self.factor
 
@@ -93,7 +96,12 @@ class ParallelStrategy(Strategy):
         apply_adapter(run.adapter, module, run.model)
         module.to_empty(device=torch.get_default_device())
         initial_parameters.init_parameters(module, run.model, run.adapter, run.seed)
-        set_chunked_loss(run.objective, module, in_forward=run.computes_loss_gradients_in_forward)
+        set_chunked_loss(
+            run.objective,
+            module,
+            in_forward=run.computes_loss_gradients_in_forward,
+            compile_config=run.loss_compile,
+        )
         apply_checkpointing(run.memory, module, all_layers)
         compile_module(run.compile, module)
         return module

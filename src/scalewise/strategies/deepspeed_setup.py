@@ -136,7 +136,12 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
         if hasattr(layer, "base_layer"):  # an adapter layer reads parameters of its base layer
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
-    set_chunked_loss(run.objective, model, in_forward=run.computes_loss_gradients_in_forward)
+    set_chunked_loss(
+        run.objective,
+        model,
+        in_forward=run.computes_loss_gradients_in_forward,
+        compile_config=run.loss_compile,
+    )
     apply_checkpointing(run.memory, model, all_layers)
     return model
 

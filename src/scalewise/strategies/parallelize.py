@@ -87,7 +87,12 @@ def build_sharded(
         tensor_parallel.apply_tensor_parallel(
             module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
         )
-    set_chunked_loss(run.objective, module, in_forward=run.computes_loss_gradients_in_forward)
+    set_chunked_loss(
+        run.objective,
+        module,
+        in_forward=run.computes_loss_gradients_in_forward,
+        compile_config=run.loss_compile,
+    )
 
     # Before torch.compile, which then compiles the recomputation too.
     apply_checkpointing(run.memory, module, stage)

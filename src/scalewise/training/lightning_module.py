@@ -92,7 +92,8 @@ class TrainingModule(LightningModule):
             batch = self._rollout.sample(batch, self.forward_no_grad, self.run.seed, step)
         batch = self._add_reference(batch)
         divisor = self.run.accumulation * self.run.parallelism.gradient_averaging_size
-        loss = ScaledLoss(self.run.objective, divisor / self._label_count)
+        factor = divisor / self._label_count
+        loss = ScaledLoss(self.run.objective, factor, self.run.loss_compile)
         last = (batch_idx + 1) % self.run.accumulation == 0
         losses = self.parallel_strategy.compute_train_loss(self.model, batch, loss, last=last)
         self.last_losses = losses.detach().view(-1)

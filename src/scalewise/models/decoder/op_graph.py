@@ -146,7 +146,8 @@ class OpGraphWriter(AttentionOps):
 
         If backward recomputes the logits, it accumulates the gradient of the head weight out of
         place: the sum so far, the next gradient and the new sum exist at once. If forward computes
-        the gradients, it accumulates them in place and saves the sum.
+        the gradients, it accumulates them in place and saves the sum. A compiled loss has logits
+        and their gradient in the compute format only.
         """
         spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
         chunk = max(1, forward_spec.loss_chunk // forward_spec.sequences) * forward_spec.sequences
@@ -164,6 +165,12 @@ class OpGraphWriter(AttentionOps):
             * forward_spec.compute_element_bytes
             * (forward_spec.compute_element_bytes < FP32)
         )
+        # Peaks of eager loss: logits in both formats and log-probabilities, or three in fp32.
+        loss_forward = low_precision_logits + 2 * logits
+        loss_backward = 3 * logits
+        if forward_spec.is_loss_compiled:
+            logits = low_precision_logits or logits
+            loss_forward, loss_backward = logits, 2 * logits
         flops = 2.0 * weight_numel * forward_spec.num_tokens
         weight_cast = weight_numel * forward_spec.compute_element_bytes * forward_spec.autocast
         trains = self.is_trained("head")
@@ -175,6 +182,10 @@ class OpGraphWriter(AttentionOps):
                 features + gradient + (gradient_cast or logits),
                 low_precision_logits + max(logits, features + gradient_cast),
             )
+            if forward_spec.is_loss_compiled:
+                last_matmul = features + max(
+                    gradient + (gradient_cast or logits), logits + gradient_cast
+                )
             graph.add_op(
                 OpWork.matmul,
                 (normed,),
@@ -184,7 +195,7 @@ class OpGraphWriter(AttentionOps):
                 saves_gradients=True,
                 forward_scratch=features
                 + weight_cast
-                + max(low_precision_logits + 2 * logits, 3 * logits, last_matmul, input_gradient),
+                + max(loss_forward, loss_backward, last_matmul, input_gradient),
                 flops=(2 + trains) * flops,
             )
             return
@@ -194,10 +205,10 @@ class OpGraphWriter(AttentionOps):
             0,
             saved=(normed,),
             weight_gradient_bytes=(gradient, gradient),
-            forward_scratch=features + low_precision_logits + 2 * logits + weight_cast,
+            forward_scratch=features + loss_forward + weight_cast,
             backward_scratch=features
             + weight_cast
-            + max(3 * logits, logits + features + gradient, 2 * gradient + features),
+            + max(loss_backward, logits + features + gradient, 2 * gradient + features),
             flops=flops,
             backward_flops=(2 + trains) * flops,
         )
