@@ -22,6 +22,7 @@ SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate
         (),
         ("optimizer.fused=false",),
         ("optimizer=muon",),
+        ("optimizer=muon", "compile=block"),
         ("optimizer=adafactor",),
         ("optimizer=adamw_8bit",),
         ("optimizer=adamw_paged",),

@@ -74,7 +74,7 @@ RECOMPUTE_OPTIONS = {
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
 """Options that recompute activations and collectives, or skip collectives."""
-MUON = ("fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
+MUON = ("ddp", "fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
 """Strategies under which Muon gathers its updates from shards."""
 RUN_OPTIONS = {**RECOMPUTE_OPTIONS, "muon": ("optimizer=muon",)}
 CI_CASES = (
@@ -137,7 +137,12 @@ CollectiveCounts = Counter[tuple[str, tuple[int, ...], int]]
         ]
         for runs_in_ci in [is_default or (shape, strategy, option) in CI_CASES]
     ]
-    + [pytest.param(strategy, "llama", "muon", marks=pytest.mark.exhaustive) for strategy in MUON],
+    + [
+        pytest.param(
+            strategy, "llama", "muon", marks=() if strategy == "ddp" else pytest.mark.exhaustive
+        )
+        for strategy in MUON
+    ],
 )
 def test_collectives_of_each_strategy_equal_prediction(
     strategy: str, shape: str, option: str, tmp_path: Path, shared_cache: Path

@@ -30,7 +30,6 @@ __all__ = [
     "lower_right_bias",
     "matrices_of_group",
     "multiply_all_",
-    "orthogonalize",
     "registered_buffers",
     "registered_parameters",
     "start_allocation_profiler",
@@ -69,10 +68,8 @@ with private:
 
 with private:
     from torch.optim._muon import _adjust_lr as adjust_lr
-    from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
-    """Learning rate and orthogonalization of Muon, which the public class applies to plain tensors
-    only."""
+    """Learning rate of Muon for the shape of a matrix, which has no public function."""
 
 with private:
     from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler

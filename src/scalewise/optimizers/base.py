@@ -57,8 +57,8 @@ class OptimizerConfig(ABC):
         ``element_bytes``: bytes per element of the parameter.
         """
 
-    def gathers_update(self, weight: Weight) -> bool:
-        """Whether the optimizer all-gathers the sharded update of a parameter."""
+    def distributes_update(self, weight: Weight) -> bool:
+        """Whether data-parallel ranks divide the updates of such matrices among them."""
         return False
 
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:

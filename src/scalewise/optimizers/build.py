@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.models.base import Weight
 from scalewise.optimizers.base import OptimizerConfig
+from scalewise.torch_compile import Compile
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
+    from torch.distributed import ProcessGroup
 
 
 def build_optimizer(
@@ -42,6 +44,23 @@ def build_parameter_groups(
             parameters.setdefault(key, []).append(parameter)
             settings_by_key[key] = settings
     return [{"params": parameters[key], **settings_by_key[key]} for key in parameters]
+
+
+@lazy_dispatch
+def set_replicas(
+    config: OptimizerConfig, optimizer: optim.Optimizer, replicas: ProcessGroup
+) -> None:
+    """Let ranks with equal gradients of unsharded parameters divide the work of a step.
+
+    Most optimizers have no work that is worth dividing: nothing changes.
+    """
+
+
+@lazy_dispatch
+def compile_updates(
+    config: OptimizerConfig, optimizer: optim.Optimizer, compile_config: Compile
+) -> None:
+    """Compile the update rule, if it has parts that no kernel fuses: none."""
 
 
 @lazy_dispatch

@@ -18,6 +18,8 @@ QUANTIZE_BYTES = 24
 """Temporary bytes per element while codes are computed: moments, parameter in fp32, indices."""
 BF16_BYTES = 2
 """Bytes per element of an update during orthogonalization."""
+ORTHOGONALIZED_ELEMENTS = 1 << 22
+"""Elements of the matrices that a CUDA device orthogonalizes at once: one of 2048 x 2048."""
 HIDDEN_ROLES = ("attention", "feedforward")
 """Roles of the matrices that Muon orthogonalizes."""
 
@@ -262,6 +264,14 @@ class AdafactorConfig(OptimizerConfig):
             yield ConfigIssue("optimizer.beta2_decay", self.beta2_decay, "must be 0 or less")
 
 
+def batch_size(numel: int, *, on_cuda: bool) -> int:
+    """Number of matrices of ``numel`` elements that a rank orthogonalizes at once.
+
+    On CUDA, enough to fill the device.
+    """
+    return max(1, ORTHOGONALIZED_ELEMENTS // numel) if on_cuda else 1
+
+
 @register_option("optimizer", "muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
@@ -282,7 +292,7 @@ class MuonConfig(OptimizerConfig):
     epsilon: float = 1e-8
     """Constant added to the root of AdamW's second moment."""
 
-    implementation = "scalewise.optimizers.implementations"
+    implementation = "scalewise.optimizers.muon"
     elementwise = False
     uses_whole_weights = True
     gathers_shards = True
@@ -295,8 +305,8 @@ class MuonConfig(OptimizerConfig):
         """Bytes of the momentum of hidden matrices, or of both moments of other parameters."""
         return (1 if self.is_hidden(weight) else 2) * weight.shard_numel(shards) * element_bytes
 
-    def gathers_update(self, weight: Weight) -> bool:
-        """Whether a weight is orthogonalized, which requires its unsharded update."""
+    def distributes_update(self, weight: Weight) -> bool:
+        """Whether a weight is orthogonalized, by one of the ranks."""
         return self.is_hidden(weight)
 
     def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:

@@ -1,25 +1,21 @@
-"""Optimizers by torch and schedulefree; Lion, sharded Muon, and AdamW with CPU offload."""
+"""Optimizers by torch and schedulefree; Lion, and AdamW with CPU offload."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from scalewise.compat.torch import adjust_lr, matrices_of_group, orthogonalize
 from scalewise.optimizers.build import average_weights, build_from_groups
 from scalewise.optimizers.config import (
     AdafactorConfig,
     AdamWConfig,
     LionConfig,
-    MuonConfig,
     ScheduleFreeConfig,
     SGDConfig,
 )
@@ -27,7 +23,8 @@ from scalewise.optimizers.config import (
 HOST = torch.device("cpu")
 
 
-def _with_closure(closure: Callable[[], Any] | None) -> Any:
+def evaluate_closure(closure: Callable[[], Any] | None) -> Any:
+    """Result of the closure of an optimizer step, computed with gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -46,7 +43,7 @@ class CPUOffloadAdamW(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, update all parameters, and return the closure's result."""
-        loss = _with_closure(closure)
+        loss = evaluate_closure(closure)
         transfers = (
             PendingTransfer(parameter, group)
             for group in self.param_groups
@@ -127,7 +124,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every element by the learning rate, in the direction of the momentum's sign."""
-        loss = _with_closure(closure)
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:
@@ -140,54 +137,6 @@ class Lion(Optimizer):
                 parameter.mul_(1 - lr * group["weight_decay"])
                 parameter.add_(momentum.lerp(gradient, 1 - beta1).sign_(), alpha=-lr)
                 momentum.lerp_(gradient, 1 - beta2)
-        return loss
-
-
-class ShardedMuon(Muon):
-    """torch's Muon for sharded parameters: ranks orthogonalize gathered updates."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix by its orthogonalized momentum."""
-        loss = _with_closure(closure)
-        for group in self.param_groups:
-            for parameter, gradient, momentum in matrices_of_group(self, group):
-                self._update_parameter(parameter, gradient, momentum, group)
-        return loss
-
-    def _update_parameter(
-        self, parameter: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]
-    ) -> None:
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        full_update = update.full_tensor() if isinstance(update, DTensor) else update
-        orthogonal = orthogonalize(
-            full_update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
-        if isinstance(update, DTensor):
-            mesh, placements = update.device_mesh, update.placements
-            orthogonal = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
-        rate = adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(orthogonal, alpha=-rate)
-
-
-class CombinedOptimizer(Optimizer):
-    """Several optimizers as one, with their parameter groups and their state."""
-
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        self.state = defaultdict(dict)
-        for part in parts:
-            part.state = self.state  # shared, as the groups are
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer."""
-        loss = _with_closure(closure)
-        for part in self.parts:
-            part.step()
         return loss
 
 
@@ -213,32 +162,6 @@ def _build_adamw(config: AdamWConfig, groups: Iterable[dict[str, Any]]) -> Optim
 @build_from_groups.register(AdafactorConfig)
 def _build_adafactor(config: AdafactorConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
     return optim.Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay)
-
-
-@build_from_groups.register(MuonConfig)
-def _build_muon(config: MuonConfig, groups: Iterable[dict[str, Any]]) -> Optimizer:
-    """Build Muon and torch's AdamW as one optimizer, or the only one that has groups."""
-    groups_by_hidden: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for group in groups:
-        groups_by_hidden[group.pop("hidden")].append(group)
-    optimizers: list[Optimizer] = []
-    if groups_by_hidden[True]:
-        optimizers.append(
-            ShardedMuon(
-                groups_by_hidden[True],
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    if groups_by_hidden[False]:
-        betas = (config.beta1, config.beta2)
-        adamw = optim.AdamW(
-            groups_by_hidden[False], lr=config.lr, betas=betas, eps=config.epsilon, fused=True
-        )
-        optimizers.append(adamw)
-    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
 @build_from_groups.register(ScheduleFreeConfig)

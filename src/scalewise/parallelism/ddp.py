@@ -68,6 +68,11 @@ class DDPConfig(ParallelismConfig):
         return self.replicas or DEFAULT_CPU_RANKS
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether all ranks update their parameters by the same gradients."""
+        return self.comm_hook is not CommHook.post_local_sgd
+
+    @property
     def averaging_conflict(self) -> tuple[str, str] | None:
         """Conflict of post-local SGD: ranks train different weights between averages."""
         if self.comm_hook is not CommHook.post_local_sgd:

@@ -6,12 +6,14 @@ Tests compare them with the collectives of real steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import singledispatch
 from math import ceil, prod
 
+from scalewise.hardware import DeviceKind
 from scalewise.models.base import Weight
 from scalewise.models.op_graph import Recompute
+from scalewise.optimizers.config import BF16_BYTES, batch_size
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.collective import Collective, CollectiveKind
 from scalewise.parallelism.ddp import CommHook, DDPConfig
@@ -45,6 +47,7 @@ def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[C
     partition, stage_indices = partition_of(mesh, run, rank), mesh.stage_indices(rank)
     collectives = [
         *_fsdp_collectives(partition),
+        *_shard_exchanges(partition, rank),
         *(tensor_collectives(partition) if mesh.sizes["tensor"] > 1 else ()),
         *(_context_collectives(partition) if mesh.sizes["context"] > 1 else ()),
         *(_pipeline_collectives(partition, stage_indices) if mesh.sizes["pipeline"] > 1 else ()),
@@ -97,8 +100,6 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
                 f"gradients of {name}",
                 overlaps=True,
             )
-        if ranks > 1:
-            yield from _update_collectives(partition, weights, layers, ranks)
         if replicas > 1:
             size = reduced_bytes // ranks
             yield Collective(
@@ -111,16 +112,58 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
             )
 
 
-def _update_collectives(
-    partition: RankPartition, weights: Iterable[Weight], layers: int, ranks: int
-) -> Iterator[Collective]:
-    """Gathers of an optimizer that updates unsharded matrices."""
-    element_bytes = partition.run.precision.parameters.bytes
-    gathered = [w for w in weights if w.trainable and partition.run.optimizer.gathers_update(w)]
-    sizes = Counter(weight.shard_bytes(element_bytes, ranks) * ranks for weight in gathered)
-    for size, count in sizes.items():
-        axes, name = ("shards", "context"), "updates of matrices"
-        yield Collective(CollectiveKind.all_gather, axes, size, layers * count, name)
+def _shard_exchanges(partition: RankPartition, rank: int) -> Iterator[Collective]:
+    """All-to-alls by which each rank gets whole updates of some matrices, and returns them."""
+    mesh, axes = partition.mesh, ("shards", "context")
+    group = mesh.ranks_along(axes, rank)
+    ranks, index = len(group), group.index(rank)
+    block, _ = partition.weights_by_kind()
+    shapes = _distributed_shapes(partition.run, block, partition.num_layers)
+    for (rows, columns), count, rounds in _exchange_rounds(partition.run, shapes, ranks):
+        chunk = -(-rows // ranks)
+        sent = count * max(0, min(chunk, rows - index * chunk))
+        received = len(range(index, count, ranks)) * rows
+        size = max(sent, received) * columns * BF16_BYTES
+        name = "updates of matrices"
+        yield Collective(CollectiveKind.all_to_all, axes, size, 2 * rounds * bool(ranks > 1), name)
+
+
+def _replica_exchanges(run: RunConfig, ranks: int) -> Iterator[Collective]:
+    """All-gathers of the updates that each rank has computed for some matrices."""
+    block, _ = run.weight_census_by_kind()
+    shapes = _distributed_shapes(run, block, run.model.layers)
+    for (rows, columns), count, rounds in _exchange_rounds(run, shapes, ranks):
+        size = ranks * -(-count // ranks) * rows * columns * BF16_BYTES
+        name = "updates of matrices"
+        yield Collective(CollectiveKind.all_gather, ("replicate",), size, rounds, name)
+
+
+def _distributed_shapes(
+    run: RunConfig, block: Iterable[Weight], layers: int
+) -> Counter[tuple[int, int]]:
+    """Number of matrices of each shape whose updates are divided among data-parallel ranks."""
+    shapes: Counter[tuple[int, int]] = Counter()
+    for weight in block:
+        if weight.trainable and run.optimizer.distributes_update(weight):
+            rows, columns = weight.shape
+            shapes[rows, columns] += layers
+    return shapes
+
+
+def _exchange_rounds(
+    run: RunConfig, shapes: Mapping[tuple[int, int], int], ranks: int
+) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Shape, number of matrices and number of rounds in which they are exchanged."""
+    on_cuda = run.hardware.device is DeviceKind.cuda
+    for shape, count in shapes.items():
+        per_round = ranks * batch_size(prod(shape), on_cuda=on_cuda)
+        if run.optimizer.in_backward:
+            per_round = 1
+        rounds, left = divmod(count, per_round)
+        if rounds:
+            yield shape, per_round, rounds
+        if left:
+            yield shape, left, 1
 
 
 def _padded_bytes(weights: Iterable[Weight], ranks: int, element_bytes: int) -> int:
@@ -240,7 +283,7 @@ def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[C
     elements = {"gradients": sum(weight.numel for weight in trained)}
     if config.comm_hook.is_powersgd:
         elements = _powersgd_numel(config, trained)
-    return tuple(
+    reductions = [
         Collective(
             CollectiveKind.all_reduce,
             ("replicate",),
@@ -251,7 +294,9 @@ def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[C
         )
         for name, count in elements.items()
         if count
-    )
+    ]
+    divides_updates = config.averages_gradients and not run.optimizer.shard
+    return (*reductions, *(_replica_exchanges(run, config.world_size) if divides_updates else ()))
 
 
 def _powersgd_numel(config: DDPConfig, weights: Iterable[Weight]) -> dict[str, int]:

@@ -26,7 +26,7 @@ from scalewise.models.build import build_meta
 from scalewise.models.init import local_tensor
 from scalewise.objectives import ObjectiveConfig
 from scalewise.objectives.losses import compute_loss, set_chunked_loss, token_sums_function
-from scalewise.optimizers.build import build_optimizer
+from scalewise.optimizers.build import build_optimizer, compile_updates
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
 from scalewise.strategies import grad_norm, optimizer_state_dict
@@ -116,6 +116,8 @@ class ParallelStrategy(Strategy):
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Build the optimizer of the run over the parameters of this rank."""
         optimizer = build_optimizer(run.optimizer, self.iter_weights(run, module))
+        if run.cuda_compile is not None:
+            compile_updates(run.optimizer, optimizer, run.cuda_compile)
         if run.optimizer.in_backward:
             self._optimizer_in_backward = OptimizerInBackward(optimizer, self.root_device)
         return optimizer

@@ -25,7 +25,11 @@ from torch.optim import Optimizer
 
 from scalewise.compat.lightning import ddp_arguments
 from scalewise.hardware import DeviceKind
-from scalewise.optimizers.build import build_from_groups, build_parameter_groups
+from scalewise.optimizers.build import (
+    build_from_groups,
+    build_parameter_groups,
+    set_replicas,
+)
 from scalewise.parallelism.ddp import CommHook, DDPConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.strategies.build import build_strategy
@@ -64,7 +68,12 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
     def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Optimizer of the run; ``optimizer.shard`` partitions its state over ranks (ZeRO-1)."""
         if not run.optimizer.shard:
-            return super().build_optimizer(run, module)
+            optimizer = super().build_optimizer(run, module)
+            if self.spec.averages_gradients:
+                world = dist.group.WORLD
+                assert world is not None
+                set_replicas(run.optimizer, optimizer, world)
+            return optimizer
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # raised within torch
             from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scalewise.compat import torch as compat_torch
 from scalewise.compat import torch_distributed
+from scalewise.optimizers.muon import newton_schulz
 
 
 class RecordOps(compat_torch.TorchDispatchMode):
@@ -102,8 +103,6 @@ def test_unset_fake_temporarily_makes_real_tensors() -> None:
 
 
 def test_muon_steps_equal_those_of_the_public_class() -> None:
-    names = [*signature(compat_torch.orthogonalize).parameters]
-    assert names == ["grad", "ns_coefficients", "ns_steps", "eps"]
     assert [*signature(compat_torch.adjust_lr).parameters] == ["lr", "adjust_lr_fn", "param_shape"]
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 4))
@@ -117,14 +116,14 @@ def test_muon_steps_equal_those_of_the_public_class() -> None:
     assert parameter is copy
     with torch.no_grad():
         momentum.lerp_(gradient, 0.1)
-        update = compat_torch.orthogonalize(
-            gradient.lerp(momentum, 0.9),
+        update = newton_schulz(
+            gradient.lerp(momentum, 0.9).bfloat16()[None],
             group["ns_coefficients"],
             group["ns_steps"],
             group["eps"],
         )
         rate = compat_torch.adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        parameter.add_(update, alpha=-rate)
+        parameter.add_(update[0], alpha=-rate)
     optimizer.step()
     assert torch.equal(weight, copy)
 
