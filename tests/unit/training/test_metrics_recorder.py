@@ -11,7 +11,7 @@ import torch
 from scalewise.hardware import DeviceKind
 from scalewise.measure.step_timer import StepTimer
 from scalewise.metric_names import STEP_PHASES
-from scalewise.planner.plan import predicted_metrics
+from scalewise.planner.plan import build_plan, predicted_metrics
 from scalewise.run_config import RunConfig
 from scalewise.tracking import tables
 from scalewise.training.callbacks import metrics_recorder
@@ -193,3 +193,35 @@ def test_recorder_separates_costs_by_strategy() -> None:
     metrics = {**row(3, OTHER_PHASES), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
     shared_metrics = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
     assert drop_cost_metrics(metrics) == shared_metrics
+
+
+def test_mfu_counts_causal_attention_and_mfu_palm_all_pairs(compose: Composed) -> None:
+    overrides = ("hardware=h100", "model=llama_160m", "data=synthetic", "precision=bf16_mixed")
+    run = compose(*overrides, check_machine=False)
+    model, sequence = run.model, run.data.sequence
+    weights = sum(
+        weight.numel
+        for weight in model.weight_census()
+        if weight.role in ("attention", "feedforward", "head")
+    )
+    per_token = {
+        "throughput/mfu": 6 * weights + 6 * model.layers * sequence * model.query_width,
+        "throughput/mfu_palm": 6 * weights + 12 * model.layers * sequence * model.query_width,
+    }
+    metrics = MetricsRecorder(run, 0, []).flops_metrics(seconds=2.0)
+    for key, flops in per_token.items():
+        expected = flops * run.tokens_per_step / 2.0 / run.hardware.peak_flops("bf16")
+        assert metrics[key] == pytest.approx(expected), key
+    plan = build_plan(run)
+    assert plan.mfu is not None
+    assert plan.mfu_palm is not None
+    assert plan.mfu_palm / plan.mfu == pytest.approx(
+        metrics["throughput/mfu_palm"] / metrics["throughput/mfu"]
+    )
+
+
+def test_progress_line_has_both_conventions_of_mfu(compose: Composed) -> None:
+    run = compose("hardware=cpu")
+    times = {**row(1, OTHER_PHASES), "throughput/mfu": 0.5, "throughput/tokens_per_s": 1.0}
+    text = format_window([times], run, 10)
+    assert f"MFU 50.0% (PaLM {0.5 * run.palm_to_causal_flops:.1%})" in text
