@@ -57,11 +57,17 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "gpt2": ("model=gpt2_124m", "data.sequence=256"),
     "llama3_8b_fsdp_full": ("model=llama3_8b", *FSDP, "memory=checkpoint_full"),
     "fsdp_fp32": (*FSDP, "precision=fp32"),
+    "fsdp": FSDP,
+    "fsdp_lora": (*FSDP, "adapter=lora"),
     "fsdp_full": (*FSDP, "memory=checkpoint_full"),
     "fsdp_selective": (*FSDP, "memory=checkpoint_selective"),
     "fsdp_fp8_selective": (*FSDP, "precision=fp8", "memory=checkpoint_selective"),
     "tensor": TENSOR,
     "tensor_full": (*TENSOR, "memory=checkpoint_full"),
+    "fsdp_tensor": ("parallelism=fsdp", "parallelism.shards=4", "parallelism.tensor=2"),
+    "hsdp": ("parallelism=hsdp", "parallelism.shards=4", "parallelism.replicate=2"),
+    "ulysses": ("parallelism=context", "parallelism.context=2"),
+    "gather": ("parallelism=context", "parallelism.context=2", "parallelism.attention=gather"),
     "pipeline": PIPELINE,
 }
 

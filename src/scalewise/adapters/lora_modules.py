@@ -42,6 +42,10 @@ def apply_lora(adapter: LoRAAdapterConfig, module: ModelModule, model: ModelConf
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, module)
+    for layer in module.modules():
+        if isinstance(layer, LoraLayer):
+            # Matmuls cast their inputs; PEFT would first cast bf16 features to fp32.
+            layer.cast_input_dtype_enabled = False
     unfreeze_modules(module, adapter.fully_trained_modules(model))
 
 

@@ -140,7 +140,6 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (DROPOUT, *_TENSOR),
     fsdp_overrides(2, DROPOUT),
     (*mesh_overrides(context=2), DROPOUT),
-    (*mesh_overrides(context=2), "parallelism.attention=gather", DROPOUT),
     (*_CHUNKED, MIXED),
     (*_CHUNKED, "model.tied=false"),
     (*_CHUNKED, LORA),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from scalewise.compat.torch import disable_dynamo, lower_right_bias
 from scalewise.models.attention_kernels import AttentionKernel, choose_backend
 from scalewise.models.attention_segments import AttentionSegments
+from scalewise.models.autocast import compute_dtype
 from scalewise.models.varlen_cpu import varlen_attention_cpu
 
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
@@ -33,7 +34,7 @@ def attend(
     ``segments``: keys that each query attends to; None: those up to its position in its sequence.
     Keys of segments are flattened over sequences in order, so that their B and S may be any.
     """
-    dtype, device = attention_dtype(query_BTHD), query_BTHD.device
+    dtype, device = compute_dtype(query_BTHD), query_BTHD.device
     heads, key_heads, head_size = query_BTHD.shape[2], key_BSKD.shape[2], query_BTHD.shape[3]
     backend = choose_backend(
         device.type,
@@ -144,12 +145,3 @@ def _segment_mask(
 def _has_flash(device: torch.device) -> bool:
     """Whether a CUDA device supports flash attention; traces without a device suppose so."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def attention_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of attention: autocast's if enabled, else that of ``x``."""
-    device_type = x.device.type
-    uses_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    )
-    return torch.get_autocast_dtype(device_type) if uses_autocast else x.dtype

@@ -148,6 +148,8 @@ class ModelConfig(ABC):
     """Height and width of input images, in pixels; 0: the model reads no images."""
     has_post_norm: bool = False
     """Whether a block normalizes the output of its last linear layer (post-norm)."""
+    casts_residual: ClassVar[bool] = False
+    """Whether the residual stream is in bf16 if matmuls are, also with fp32 parameters."""
     implementation: ClassVar[str] = ""
     """Module that registers the builders of ``models.build``."""
     op_graph_implementation: ClassVar[str] = ""

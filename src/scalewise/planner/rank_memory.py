@@ -17,6 +17,7 @@ from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, 
 from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSchedule
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.rank_partition import RankStages, partition_of
+from scalewise.precision.config import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 
@@ -321,10 +322,11 @@ def forward_spec(
     """
     precision = run.precision
     weight_element_bytes = precision.compute.bytes if casts_weights else precision.parameters.bytes
+    casts_residual = run.model.casts_residual and precision.compute is FloatFormat.bf16
     return ForwardSpec(
         sequences=sequences,
         tokens_per_sequence=tokens_per_sequence,
-        residual_element_bytes=weight_element_bytes,
+        residual_element_bytes=precision.compute.bytes if casts_residual else weight_element_bytes,
         compute_element_bytes=precision.compute.bytes,
         gradient_element_bytes=weight_element_bytes,
         autocast=precision.compute.bytes < weight_element_bytes,

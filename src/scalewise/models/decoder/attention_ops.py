@@ -61,16 +61,11 @@ class AttentionOps(AdapterOps):
             copies = (graph.add_op(OpWork.pointwise, (x,), graph.sizes[x]) for x in reads[1:])
             reads = (query, *copies)
         is_fused = not (spec.dropout and forward_spec.on_cpu)
-        # The two chunks of a rank see the keys up to their ends.
-        visible_keys = forward_spec.tokens_per_sequence * (2 * forward_spec.context_ranks + 1) // 2
-        copied_keys = visible_keys if gathers else total_keys
-        keys_per_query = visible_keys // 2 if gathers else total_keys
         # A causal kernel skips half of the scores of the tokens, and none of those of the prefix.
-        computed_keys = (
-            (total_keys + forward_spec.prefix_tokens) / 2 if is_fused else keys_per_query
+        pairs = forward_spec.num_tokens * (total_keys + forward_spec.prefix_tokens) / 2
+        flops = (4.0 * pairs if is_fused else 4.0 * forward_spec.num_tokens * total_keys) * (
+            spec.query_width / forward_spec.tensor_ranks
         )
-        flops = 4.0 * forward_spec.num_tokens * computed_keys
-        flops = flops * spec.query_width / forward_spec.tensor_ranks
         if is_fused:
             logsumexp = forward_spec.num_tokens * spec.heads // forward_spec.tensor_ranks * FP32
             mixed = graph.add_op(
@@ -85,7 +80,7 @@ class AttentionOps(AdapterOps):
                 backward_flops=2.5 * flops,
             )
         else:
-            mixed = self._add_unfused_attention(reads, keys_per_query, copied_keys, flops)
+            mixed = self._add_unfused_attention(reads, total_keys, flops)
         if backend.kernel is AttentionKernel.segments and not gathers:
             mixed = graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
         if forward_spec.context_ranks == 1:
@@ -100,9 +95,7 @@ class AttentionOps(AdapterOps):
             return x
         return self.graph.add_op(OpWork.pointwise, (x,), self.graph.sizes[x] * groups)
 
-    def _add_unfused_attention(
-        self, inputs: tuple[int, ...], keys_per_query: int, copied_keys: int, flops: float
-    ) -> int:
+    def _add_unfused_attention(self, inputs: tuple[int, ...], total_keys: int, flops: float) -> int:
         """Add CPU attention with dropout: fp32 operators, since torch has no fused kernel for it.
 
         Follows ``at::_scaled_dot_product_attention_math``; each matmul reads copies.
@@ -114,19 +107,15 @@ class AttentionOps(AdapterOps):
         key_bytes = (
             query_bytes
             if shards_heads
-            else query_bytes * copied_keys // forward_spec.tokens_per_sequence
+            else query_bytes * total_keys // forward_spec.tokens_per_sequence
         )
         score_bytes = (
-            forward_spec.num_tokens
-            * keys_per_query
-            * spec.heads
-            // forward_spec.tensor_ranks
-            * FP32
+            forward_spec.num_tokens * total_keys * spec.heads // forward_spec.tensor_ranks * FP32
         )
         query = graph.add_op(OpWork.pointwise, inputs[:1], query_bytes)
         key = graph.add_op(OpWork.pointwise, inputs[1:2], key_bytes)
         scores = self._add_bmm(query, key, score_bytes, flops / 2)
-        mask = forward_spec.tokens_per_sequence * keys_per_query * FP32
+        mask = forward_spec.tokens_per_sequence * total_keys * FP32
         probabilities = graph.add_op(
             OpWork.pointwise,
             (scores,),

@@ -106,6 +106,7 @@ class DecoderConfig(ModelConfig):
     weights: str | None = None
     """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
 
+    casts_residual = True
     implementation = "scalewise.models.decoder.state_dict_adapter"
     op_graph_implementation = "scalewise.models.decoder.op_graph"
 

@@ -64,7 +64,12 @@ class OpGraphWriter(AttentionOps):
             if self.is_trained("embedding")
             else (0, 0)
         )
-        x = graph.add_op(OpWork.pointwise, (), size, weight_gradient_bytes=weight)
+        looked_up = (
+            size // forward_spec.residual_element_bytes * forward_spec.gradient_element_bytes
+        )
+        x = graph.add_op(OpWork.pointwise, (), looked_up, weight_gradient_bytes=weight)
+        if looked_up != size:
+            x = self.add_cast(x, size)
         x = (
             self._add_prompt(x)
             if forward_spec.prompt_tokens
@@ -75,8 +80,10 @@ class OpGraphWriter(AttentionOps):
             table = (table_bytes, table_bytes) if self.is_trained("position") else (0, 0)
             broadcast = 1 if forward_spec.sequence_packing else forward_spec.sequences
             positions = graph.add_op(
-                OpWork.pointwise, (), graph.sizes[x] // broadcast, weight_gradient_bytes=table
+                OpWork.pointwise, (), looked_up // broadcast, weight_gradient_bytes=table
             )
+            if looked_up != size:
+                positions = self.add_cast(positions, size // broadcast)
             x = graph.add_op(OpWork.pointwise, (x, positions), graph.sizes[x], shares_gradient=True)
         self.add_dropout(x, spec.dropout)
 
