@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from scalewise.adapters import target_modules
@@ -200,6 +199,9 @@ def infer_config(path: Path, model: ModelConfig, current_adapter: AdapterConfig)
 
 def _has_uniform_scale(folder: PeftFolder, adapter: LoRAAdapterConfig, name: str) -> bool:
     """Whether a layer has the scale of ``adapter`` and a multiple of its rank."""
+    # Not at import: PEFT imports bitsandbytes, which queries CUDA devices in the forkserver.
+    from peft.utils.other import get_pattern_key
+
     module, config = name.removesuffix(".lora_A.weight"), folder.config
     alpha_pattern = config.get("alpha_pattern") or {}
     alpha = float(alpha_pattern.get(get_pattern_key([*alpha_pattern], module), adapter.alpha))
