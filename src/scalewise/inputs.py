@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def add_missing(values: dict[str, Any], current_values: Mapping[str, Any] | None
         return
     registry.import_options()
     data_class = registry.registered_targets().get(str(data.get("_target_")))
-    if not hasattr(data_class, "special_tokens"):
+    if data_class is None or not any(it.name == "special_tokens" for it in fields(data_class)):
         return
     current_data = (current_values or {}).get("data")
     if data.get("tokenizer") is not None:

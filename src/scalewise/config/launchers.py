@@ -63,7 +63,7 @@ def unknown_option_issues(launcher: str, options: Mapping[str, object]) -> Itera
     Files may set options of another launcher than the chosen one. Hydra checks those of ``slurm``.
     """
     defaults = LAUNCHERS[launcher]()
-    names = defaults if isinstance(defaults, Mapping) else options
+    names = defaults if isinstance(defaults, dict) else options
     for name, value in options.items():
         if name not in names:
             key = f"hydra.launcher.{name}"
