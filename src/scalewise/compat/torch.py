@@ -14,6 +14,7 @@ from scalewise.compat import PrivateNames
 __all__ = [
     "ATTENTION_OPS",
     "COLLECTIVE_NAMESPACES",
+    "READ_SCALAR_OP",
     "VARLEN_ATTENTION_OP",
     "DevicelessFakeTensorMode",
     "FakeTensor",
@@ -89,6 +90,10 @@ with private:
         {ProfilerActivity.CPU},
     )
     """Profile memory only."""
+
+with private:
+    READ_SCALAR_OP = torch.ops.aten._local_scalar_dense.default
+    """Operator of ``Tensor.item``, which a dispatch mode sees."""
 
 with private:
     ATTENTION_OPS = frozenset(

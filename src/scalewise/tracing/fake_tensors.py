@@ -18,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from scalewise.compat.torch import (
+    READ_SCALAR_OP,
     DevicelessFakeTensorMode,
     FakeTensorMode,
+    TorchDispatchMode,
     registered_buffers,
     registered_parameters,
     unset_fake_temporarily,
@@ -94,6 +96,22 @@ def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterato
 def fake_tensor_mode() -> FakeTensorMode:
     """Mode in which tensors have shape and dtype, but no data."""
     return DevicelessFakeTensorMode(allow_non_fake_inputs=True)
+
+
+class ReadableScalars(TorchDispatchMode):
+    """Answers reads of single elements, of which fake tensors have none: 1, True or 0.
+
+    Optimizers such as Adafactor scale updates by norms that they read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_SCALAR_OP:
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
 
 
 def fake_device(

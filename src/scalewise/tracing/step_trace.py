@@ -26,7 +26,7 @@ from scalewise.registry import option_name
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
 from scalewise.tracing.fake_cuda import loaded_fake_cuda
-from scalewise.tracing.fake_tensors import FakeStageChannel, precision_plugin
+from scalewise.tracing.fake_tensors import FakeStageChannel, ReadableScalars, precision_plugin
 from scalewise.tracing.training_step import (
     ManualStep,
     PhaseBytes,
@@ -190,6 +190,7 @@ def _trace_step(
         run = replace(run, model=model)
         with (
             fake_training(run, rank, channel) as (strategy, _),
+            ReadableScalars(),
             patch.object(initial_parameters, "init_parameters", skip_call),
         ):
             precision = precision_plugin(run.precision.lightning_precision(), run.hardware.device)

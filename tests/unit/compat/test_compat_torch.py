@@ -90,6 +90,12 @@ def test_traceable_wrapper_subclass_is_a_dtensor_and_no_plain_tensor(one_rank: N
     assert not compat_torch.is_traceable_wrapper_subclass("text")
 
 
+def test_item_is_the_operator_that_reads_a_scalar() -> None:
+    with RecordOps() as mode:
+        torch.ones(2).sum().item()
+    assert mode.ops[-1] is compat_torch.READ_SCALAR_OP
+
+
 def test_tree_leaves_of_nested_containers() -> None:
     assert compat_torch.tree_leaves(([1, (2,)], {"a": 3, "b": None})) == [1, 2, 3, None]
 
