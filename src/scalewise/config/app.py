@@ -16,7 +16,6 @@ from pathlib import Path
 import hydra
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -157,7 +156,6 @@ def _may_switch_to_multirun(flags: Namespace) -> bool:
 def prepare() -> None:
     """Register schemas, resolvers, experiments and sweeps with Hydra; idempotent."""
     bound_omegaconf()
-    Plugins.instance()  # loads plugins first: our launchers replace others of a name
     schemas.store_schemas()
     paths.mount_configs(_contexts[-1].config_folder if _contexts else None)
     run_folders.register_resolvers()

@@ -11,6 +11,7 @@ from functools import cache, cached_property, partial
 from typing import Any, Self
 
 from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
 from scalewise import registry
@@ -22,6 +23,7 @@ from scalewise.run_config import RunConfig
 @cache
 def store_schemas() -> None:
     """Store the schemas and the launcher options in Hydra's ConfigStore, once."""
+    Plugins.instance()  # loads plugins first: our launchers replace others of a name
     registry.import_options()
     configs = ConfigStore.instance()
     configs.store(group="schema", name="run", node=_run_schema_mirror(), provider="scalewise")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torchao.quantization import MappingType
 from torchao.quantization.quant_primitives import choose_qparams_affine
 
+from scalewise.models.autocast import compute_dtype
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.quantization.build import replace_linears
@@ -82,9 +83,7 @@ class FakeQuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Matmul in the autocast data type."""
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = compute_dtype(x)
         output = _FakeQuantizedMatmul.apply(x, self.weight, self.group, self.rounds_inputs, dtype)  # type: ignore[no-untyped-call]  # torch's
         return cast(Tensor, output)
 

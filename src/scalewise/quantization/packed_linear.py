@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from scalewise.compat.torch import unset_fake_temporarily
 from scalewise.lazy_dispatch import not_registered
 from scalewise.models import init
+from scalewise.models.autocast import compute_dtype
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.base_module import ModelModule
 from scalewise.quantization.build import replace_linears, round_state_dict, unpack_state_dict
@@ -67,8 +68,7 @@ class PackedLinear(nn.Linear, init.PackedMatrix):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x W^T + bias`` in the autocast data type."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(compute_dtype(x))
         return cast(Tensor, _PackedMatmul.apply(x, self))  # type: ignore[no-untyped-call]  # torch's
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
+from fixtures.images import random_pixels
 from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected, overrides_id
-from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 
-from scalewise.data import image_io
 from scalewise.data.chat import CaptionData
 from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import CaptionedTokenDataset, DataSplits, prepare_splits
@@ -46,22 +42,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def drawn(side: int = 4, seed: int = 0) -> NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(0, 256, (side, side, 3)).astype(np.uint8)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Folder with one picture in several file formats, and other pictures."""
-    np.save(tmp_path / "a.npy", drawn())
-    (tmp_path / "a.ppm").write_bytes(b"P6 # made here\n4 4\n255\n" + drawn().tobytes())
-    Image.fromarray(drawn()).save(tmp_path / "a.png")
-    Image.fromarray(drawn()).save(tmp_path / "a.webp", lossless=True)
-    (tmp_path / "grey.pgm").write_bytes(b"P5\n4 2\n15\n" + bytes(range(8)))
-    np.save(tmp_path / "wide.npy", drawn(8, 1)[:4])
-    return tmp_path
-
-
 def caption_data(folder: Path, *records: object, **more: Any) -> CaptionData:
     path = folder / "captions.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
@@ -79,107 +59,12 @@ def gather_samples(splits: DataSplits, *indices: int) -> NDArray[np.uint8]:
     return splits.train.gather_pixels(indices)
 
 
-def test_image_formats_decode_equally(pictures: Path) -> None:
-    expected_CHW = drawn().transpose(2, 0, 1)
-    for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
-        assert np.array_equal(image_io.read_image(pictures / name), expected_CHW), name
-    grey_CHW = image_io.read_image(pictures / "grey.pgm")
-    assert grey_CHW.shape == (3, 2, 4)
-    assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
-
-
-def test_image_orientation_is_applied(tmp_path: Path) -> None:
-    bright_HW3 = np.zeros((16, 32, 3), np.uint8)
-    bright_HW3[:, :16] = 200  # the left half
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # rotated clockwise by 90 degrees
-    Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=exif, quality=95)
-    actual_CHW = image_io.read_image(tmp_path / "a.JPG")
-    assert actual_CHW.shape == (3, 32, 16)
-    assert actual_CHW[:, :12].min() > 190
-    assert actual_CHW[:, 20:].max() < 10
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_image_modes_convert_to_rgb(mode: str, tmp_path: Path) -> None:
-    white_image, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
-    white_image.convert(mode).save(tmp_path / name)
-    assert (image_io.read_image(tmp_path / name) == np.full((3, 2, 4), 255)).all()
-
-
-def test_image_without_pillow_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    np.save(tmp_path / "a.npy", drawn())
-    image_io.read_image(tmp_path / "a.npy")
-    with pytest.raises(ValueError, match=r"requires Pillow.*pip install 'scalewise\[images\]'"):
-        image_io.read_image(tmp_path / "a.jpg")
-
-
-def test_image_formats_start_no_program(tmp_path: Path) -> None:
-    (tmp_path / "a.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n")
-    with pytest.raises(ValueError, match="cannot identify"):
-        image_io.read_image(tmp_path / "a.eps")
-
-
-def _png() -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(drawn(16)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-PNG = _png()
-INVALID_IMAGES = {
-    "empty.png": (b"", "cannot identify"),
-    "none.png": (None, "cannot be read"),
-    "cut.png": (PNG[: len(PNG) // 2], "cannot be read"),
-    "none.npy": (None, "cannot be read"),
-    "half.npy": (b"\x93NUMPY", "not an image|cannot be read"),
-    "float.npy": (np.zeros((2, 2, 3)), "an image of 2x2x3 float64"),
-    "deep.npy": (np.zeros((2, 2, 4), np.uint8), "an image of 2x2x4 uint8"),
-    "pickled.npy": (np.array([{}], dtype=object), "has a file that is not an image"),
-    "empty.npy": (np.zeros((0, 2, 3), np.uint8), "without pixels"),
-    "short.ppm": (b"P6 2 2 255\n123", "has a file that is not an image|cannot be read"),
-    "wide.pgm": (b"P5 1 1 65535\n12", "more than 8 bits per channel"),
-}
-
-
-@pytest.mark.parametrize("name", INVALID_IMAGES)
-def test_file_that_is_no_image_is_rejected(name: str, tmp_path: Path) -> None:
-    content, reason = INVALID_IMAGES[name]
-    if isinstance(content, bytes):
-        (tmp_path / name).write_bytes(content)
-    elif content is not None:
-        np.save(tmp_path / name, content, allow_pickle=True)
-    with pytest.raises(ValueError, match=reason):
-        image_io.read_image(tmp_path / name)
-
-
-@pytest.mark.parametrize("side", [9_500, 13_304, 20_000])
-def test_image_with_too_many_pixels_is_rejected(side: int, tmp_path: Path) -> None:
-    Image.new("1", (side, side)).save(tmp_path / "a.png")
-    open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(side, side, 3))
-    for name in ("a.png", "a.npy"):
-        with pytest.raises(ValueError, match=f"{name} .more than 89,478,485 pixels"):
-            image_io.read_image(tmp_path / name)
-
-
-def test_array_archive_is_rejected_as_image(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", one=drawn())
-    (tmp_path / "a.npz").rename(tmp_path / "a.NPY")
-    with pytest.raises(
-        ValueError, match=r"has a file that is not an image: a\.NPY .it contains several arrays"
-    ):
-        image_io.read_image(tmp_path / "a.NPY")
-
-
 def test_caption_sample_has_tokens_and_image(pictures: Path) -> None:
     records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
     splits = prepare_splits(caption_data(pictures, *records), 300, 0)
     assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
     first_CHW, second_CHW = gather_samples(splits, 0, 1)
-    assert np.array_equal(first_CHW, drawn().transpose(2, 0, 1))
+    assert np.array_equal(first_CHW, random_pixels().transpose(2, 0, 1))
     assert second_CHW.shape == (3, 4, 4)
     assert splits.note == ""
 
@@ -196,7 +81,7 @@ def test_caption_longer_than_the_sequence_is_truncated_with_a_note(pictures: Pat
 def test_caption_cache_detects_a_changed_image(pictures: Path) -> None:
     spec = caption_data(pictures, {"image": "a.npy", "caption": "it"})
     before_BCHW = gather_samples(prepare_splits(spec, 300, 0), 0).copy()
-    np.save(pictures / "a.npy", drawn(5, 2))
+    np.save(pictures / "a.npy", random_pixels(5, 2))
     assert not np.array_equal(gather_samples(prepare_splits(spec, 300, 0), 0), before_BCHW)
 
 

@@ -164,25 +164,25 @@ MODELS = {
 }
 
 
-def mixed(pieces: list[str], characters: int, seed: int) -> str:
+def random_mixture(fragments: list[str], characters: int, seed: int) -> str:
     generator = random.Random(seed)
     mixture = ""
     while len(mixture) < characters:
-        mixture += generator.choice(pieces)
+        mixture += generator.choice(fragments)
     return mixture
 
 
 DIGITS = [*"0123456789"]
 LONG_DOCUMENTS = {
-    "digits": mixed(DIGITS, 9_000, 1),
-    "lines_of_digits": mixed([f"{10**n}\n" for n in range(2, 40)], 9_000, 2),
-    "periods_of_7": "123456\n" * 700 + mixed(["12 ", "x\n", "345"], 4_000, 3),
-    "one_digit": "1" * 5_000 + mixed(["1", "1 "], 4_000, 4),
-    "spaces": mixed([" ", "  ", "\n", "\t", "word", "7"], 9_000, 5),
-    "newlines": "\n" * 3_000 + mixed(["\n", "a\n\n", "!\n"], 6_000, 6),
-    "emoji": mixed(["🙂", "👩‍👩‍👧", "é", "e\u0301", "日本語", "1"], 9_000, 7),
-    "long_words": mixed(["ab" * 600, "z" * 1_100, "12" * 450, " ", "\n"], 12_000, 8),
-    "everything": mixed([*DIGITS, *WORDS, "</s>", "hello", "!!!", "<unk>"], 9_000, 9),
+    "digits": random_mixture(DIGITS, 9_000, 1),
+    "lines_of_digits": random_mixture([f"{10**n}\n" for n in range(2, 40)], 9_000, 2),
+    "periods_of_7": "123456\n" * 700 + random_mixture(["12 ", "x\n", "345"], 4_000, 3),
+    "one_digit": "1" * 5_000 + random_mixture(["1", "1 "], 4_000, 4),
+    "spaces": random_mixture([" ", "  ", "\n", "\t", "word", "7"], 9_000, 5),
+    "newlines": "\n" * 3_000 + random_mixture(["\n", "a\n\n", "!\n"], 6_000, 6),
+    "emoji": random_mixture(["🙂", "👩‍👩‍👧", "é", "e\u0301", "日本語", "1"], 9_000, 7),
+    "long_words": random_mixture(["ab" * 600, "z" * 1_100, "12" * 450, " ", "\n"], 12_000, 8),
+    "everything": random_mixture([*DIGITS, *WORDS, "</s>", "hello", "!!!", "<unk>"], 9_000, 9),
 }
 
 
@@ -221,7 +221,7 @@ def test_windows_align_with_pre_tokenization(
     ("make", "document", "max_windows"),
     [
         *((make, text(6_000, 1), 1.3) for make in (byte_level, llama2, llama3, metaspace, unigram)),
-        (llama3, mixed(DIGITS, 30_000, 1), 2.5),
+        (llama3, random_mixture(DIGITS, 30_000, 1), 2.5),
     ],
 )
 def test_windows_join_without_a_second_encoding(

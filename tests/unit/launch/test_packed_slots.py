@@ -91,15 +91,15 @@ def test_slots_beyond_cores_share_cores() -> None:
 
 
 class TestDemand:
-    ROOM = SlotCapacity((0, 1), 32 * GIB)
+    CAPACITY = SlotCapacity((0, 1), 32 * GIB)
 
     def test_job_demand_on_cpu_is_the_memory_of_all_ranks(self, compose: Compose) -> None:
         single_run = compose("model=llama_160m", "hardware=cpu")
         ddp_run = compose("model=llama_160m", "hardware=cpu", "parallelism=ddp")
-        assert job_demand(single_run, self.ROOM).slots == 1
-        assert job_demand(ddp_run, self.ROOM).slots == 2
+        assert job_demand(single_run, self.CAPACITY).slots == 1
+        assert job_demand(ddp_run, self.CAPACITY).slots == 2
         overhead_bytes = [
-            job_demand(r, self.ROOM).memory - r.world_size * self.peak(r)
+            job_demand(r, self.CAPACITY).memory - r.world_size * self.peak(r)
             for r in (single_run, ddp_run)
         ]
         assert overhead_bytes[0] == pytest.approx(0.9 * GIB, rel=0.01)
@@ -112,32 +112,33 @@ class TestDemand:
         unlimited_run = compose("model=llama_160m", "hardware=cpu")
         limited_run = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
         saved_bytes = (
-            job_demand(unlimited_run, self.ROOM).memory - job_demand(limited_run, self.ROOM).memory
+            job_demand(unlimited_run, self.CAPACITY).memory
+            - job_demand(limited_run, self.CAPACITY).memory
         )
         assert saved_bytes == self.peak(unlimited_run) - GIB > 0
 
     def test_job_demand_on_gpu_counts_host_processes(self, compose: Compose) -> None:
         run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", check_machine=False)
-        demand = job_demand(run, self.ROOM)
+        demand = job_demand(run, self.CAPACITY)
         assert demand.slots == run.world_size
         assert demand.memory < (3.2 * run.world_size + 0.6) * GIB
 
     def test_job_demand_that_never_fits_is_explained(self, compose: Compose) -> None:
         fits = compose("hardware=cpu")
-        assert rejection_reason(fits, job_demand(fits, self.ROOM), self.ROOM) == ""
+        assert rejection_reason(fits, job_demand(fits, self.CAPACITY), self.CAPACITY) == ""
         large_run = compose("model=llama3_8b", "hardware=cpu")
-        reason = rejection_reason(large_run, job_demand(large_run, self.ROOM), self.ROOM)
+        reason = rejection_reason(large_run, job_demand(large_run, self.CAPACITY), self.CAPACITY)
         assert "of main memory; this machine has 32.00 GiB" in reason
         wide_run = compose(
             "hardware=h100", "parallelism=ddp", "parallelism.replicas=4", check_machine=False
         )
         assert (
-            rejection_reason(wide_run, job_demand(wide_run, self.ROOM), self.ROOM)
+            rejection_reason(wide_run, job_demand(wide_run, self.CAPACITY), self.CAPACITY)
             == "requires 4 slots; 2 are available"
         )
         heavy_run = compose("model=llama3_70b", "hardware=h100", check_machine=False)
         assert "of device memory; the device has 80 GiB" in rejection_reason(
-            heavy_run, JobDemand(1, 1), self.ROOM
+            heavy_run, JobDemand(1, 1), self.CAPACITY
         )
 
 

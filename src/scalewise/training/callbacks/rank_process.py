@@ -26,7 +26,7 @@ class RankProcess(Callback):
         self._is_frozen = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Disable automatic garbage collection."""
+        """Set the timeout of all collectives, and disable automatic garbage collection."""
         if dist.is_initialized():
             set_group_timeouts(timedelta(seconds=self._launch.collective_timeout))
         if self._launch.gc_every is not None:
