@@ -59,8 +59,9 @@ def dry_cuda(
         "OMP_NUM_THREADS": "1",
     }
     log = tmp_path_factory.mktemp("dry_cuda") / "worker.log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
             [sys.executable, "-P", "-m", "fixtures.dry_cuda_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,8 +69,9 @@ def dry_cuda(
             text=True,
             env=environment,
             cwd=log.parent,
-        )
-    yield DryCuda(process, log)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(30)
+        ) as process,
+    ):
+        yield DryCuda(process, log)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
