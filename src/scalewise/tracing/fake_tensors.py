@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from scalewise.compat.torch import (
     READ_SCALAR_OP,
     DevicelessFakeTensorMode,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     registered_buffers,
@@ -99,7 +100,7 @@ def fake_tensor_mode() -> FakeTensorMode:
 
 
 class ReadableScalars(TorchDispatchMode):
-    """Answers reads of single elements, of which fake tensors have none: 1, True or 0.
+    """Answers reads of single elements of fake tensors, which have no values: 1, True or 0.
 
     Optimizers such as Adafactor scale updates by norms that they read.
     """
@@ -108,7 +109,7 @@ class ReadableScalars(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ_SCALAR_OP:
+        if func is READ_SCALAR_OP and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
         return func(*args, **(kwargs or {}))
