@@ -50,7 +50,7 @@ def test_calibrate_fits_step_scale_from_runs(run_cli: CliRunner) -> None:
     learn_options = ("learn=runs", "name=mine")
     (run_cli.cwd / "runs").mkdir()
     run_cli(*learn_options, command="calibrate").assert_rejected(
-        "0 runs below runs", "3 are needed"
+        "0 runs in runs", "at least 3 are required"
     )
     overrides = ("-cd", "conf", *UNTRACKED, "hardware=mine")
     first, *_ = run_cli("-m", *overrides, "seed=1,2,3").assert_ok().folder.jobs
