@@ -3,77 +3,26 @@
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures.checkpoints import (
+    FILES,
+    file_of,
+    rejection_message,
+    save,
+    tensors,
+    tensors_file,
+    trainer_state,
+)
 
-from scalewise.checkpoints import manifest, store, trained_run
+from scalewise.checkpoints import manifest, store
 from scalewise.errors import CheckpointError
 
-
-def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
-    """Strategy state with a tied head, views, a moment and a step count."""
-    generator = torch.Generator().manual_seed(step)
-    embedding = torch.randn(6, 4, generator=generator)
-    return {
-        "model": {
-            "model.embedding": embedding,
-            "model.head": embedding,
-            "turned": torch.randn(3, 5, generator=generator).t(),
-            "first_of_two": (pair := torch.randn(4, generator=generator))[:2],
-            "second_of_two": pair[2:],
-            "half": torch.randn(2, generator=generator).bfloat16(),
-            "nothing": torch.zeros(0),
-            "also_nothing": torch.zeros(0),
-        },
-        "optimizer": {
-            "exp_avg/model.embedding": torch.ones(6, 4),
-            "step/model.embedding": torch.full((1,), 3.0),
-        },
-    }
-
-
-def trainer_state(step: int = 3) -> dict[str, Any]:
-    """Training state that Lightning passes next to the tensors."""
-    return {"global_step": step, "epoch": 0, "callbacks": {"ema": {"decay": 0.9}}}
-
-
-def save(path: Path, step: int = 3, **more: Any) -> None:
-    store.save_checkpoint(path, tensors(step), store.pack_state(trainer_state(step) | more))
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    path = manifest.checkpoint_path(tmp_path / "checkpoints", 3)
-    save(path)
-    return path
-
-
-def tensors_file(path: Path, part: str = "model") -> str:
-    """Only tensor file below ``model`` or ``optimizer``, as named in the manifest."""
-    (file,) = (path / part).iterdir()
-    return str(file.relative_to(path))
-
-
-FILES = ["model", "optimizer", manifest.TRAINING]
 for_each_file = pytest.mark.parametrize("kind", FILES)
-
-
-def file_of(path: Path, kind: str) -> str:
-    return kind if kind == manifest.TRAINING else tensors_file(path, kind)
-
-
-def rejection_message(path: Path) -> str:
-    with pytest.raises(CheckpointError) as excinfo:
-        store.load_state(path)
-    (issue,) = excinfo.value.issues
-    assert issue.key == "resume"
-    assert issue.value == path
-    return issue.reason
 
 
 def sign(path: Path) -> None:
@@ -351,108 +300,3 @@ def test_partial_checkpoint_is_ignored_and_removed(saved: Path) -> None:
     assert list(manifest.list_checkpoints(saved.parent)) == [3]
     save(manifest.checkpoint_path(saved.parent, 4), 4)
     assert not partial.exists()
-
-
-def test_latest_checkpoint_skips_damaged_ones(saved: Path) -> None:
-    checkpoints = [manifest.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
-    for path in checkpoints:
-        save(path)
-    os.truncate(checkpoints[2] / tensors_file(checkpoints[2]), 10)
-    (checkpoints[1] / manifest.MANIFEST).unlink()
-    assert list(manifest.list_checkpoints(saved.parent)) == [3, 4, 123_456_789]
-    assert manifest.newest_checkpoint(saved.parent) == checkpoints[0]
-    assert manifest.newest_checkpoint(saved.parent / "none") is None
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_copied_checkpoint_outlives_the_original(
-    saved: Path, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(source: str, target: str) -> None:
-        raise OSError("another file system")
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    for _ in range(2):
-        manifest.adopt_checkpoint(saved, tmp_path / "other")
-    copied_checkpoint = manifest.checkpoint_path(tmp_path / "other", 3)
-    assert (copied_checkpoint / manifest.MANIFEST).samefile(saved / manifest.MANIFEST) == links
-    shutil.rmtree(saved)
-    assert manifest.verify_checkpoint(copied_checkpoint) == 3
-    assert list(copied_checkpoint.parent.iterdir()) == [copied_checkpoint]
-
-
-@pytest.mark.parametrize(
-    ("max_kept", "best", "remaining_steps"),
-    [
-        (0, None, [1, 2, 3, 4]),
-        (2, None, [3, 4]),
-        (2, 1, [1, 3, 4]),
-        (1, 4, [4]),
-        (9, 1, [1, 2, 3, 4]),
-    ],
-)
-def test_pruning_keeps_the_newest_and_best_checkpoints(
-    tmp_path: Path, max_kept: int, best: int | None, remaining_steps: list[int]
-) -> None:
-    for step in (1, 2, 3, 4):
-        save(manifest.checkpoint_path(tmp_path, step), step)
-    if best is not None:
-        manifest.mark_best(tmp_path, best, 0.5)
-        assert manifest.best_checkpoint(tmp_path) == (best, 0.5)
-    manifest.prune_checkpoints(tmp_path, max_kept)
-    assert list(manifest.list_checkpoints(tmp_path)) == remaining_steps
-    assert not list(tmp_path.glob(".partial*"))
-
-
-def half(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-@pytest.mark.parametrize("damage", [half, empty, Path.unlink])
-@pytest.mark.parametrize("file_kinds", [("model", "average"), ("model", "average", "optimizer")])
-@pytest.mark.parametrize("kind", [*FILES, store.AVERAGE])
-@pytest.mark.parametrize("step", ["last", "3"])
-def test_weights_load_despite_a_damaged_training_state(
-    tmp_path: Path,
-    step: str,
-    kind: str,
-    file_kinds: tuple[str, ...],
-    damage: Callable[[Path], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = manifest.checkpoint_path(tmp_path / "checkpoints", 3)
-    average = {"model.embedding": torch.ones(6, 4)}
-    store.save_checkpoint(
-        path, tensors() | {store.AVERAGE: average}, store.pack_state(trainer_state())
-    )
-    name = file_of(path, kind)
-    damage(path / name)
-    assert f"is damaged ({name}: " in rejection_message(path)
-    if kind not in file_kinds:
-        assert trained_run.choose_checkpoint(tmp_path, step, file_kinds) == path
-        (note,) = capsys.readouterr().out.splitlines()
-        assert note.startswith(f"note: the training state of {path} is damaged ({name}: ")
-        return
-    with pytest.raises(CheckpointError) as excinfo:
-        trained_run.choose_checkpoint(tmp_path, step, file_kinds)
-    (issue,) = excinfo.value.issues
-    assert (issue.key, issue.value) == ("step", step)
-    assert f": step 3 is damaged ({name}: " in issue.reason
-    assert capsys.readouterr().out == ""
-
-
-def test_weights_of_an_earlier_step_replace_damaged_ones(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(newer_checkpoint := manifest.checkpoint_path(saved.parent, 4), 4)
-    (newer_checkpoint / (name := tensors_file(newer_checkpoint))).unlink()
-    assert trained_run.choose_checkpoint(tmp_path, "last", ["model"]) == saved
-    stdout = capsys.readouterr().out
-    assert stdout == f"step 4 is damaged ({name}: is missing); using step 3 instead\n"
-    with pytest.raises(CheckpointError, match="choose another step"):
-        trained_run.choose_checkpoint(tmp_path, "4", ["model"])

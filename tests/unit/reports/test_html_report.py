@@ -1,12 +1,12 @@
-"""Report pages of complete, failed, truncated and hostile folders."""
+"""Report pages of runs and sweeps: complete, failed and with hostile strings."""
 
-import html
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.report_pages import part, text_of, words
 from fixtures.run_folders import (
     LARGE_GRID,
     STRATEGY_GRID,
@@ -18,27 +18,8 @@ from fixtures.run_folders import (
     strategy_job,
 )
 
-from scalewise.errors import ScalewiseError
 from scalewise.reports import records
-from scalewise.reports.chart_layout import NO_CHART
 from scalewise.reports.html_report import write_page
-from scalewise.run_files import RecordError
-
-
-def text_of(path: Path) -> str:
-    text = path.read_text("utf-8")
-    assert NO_CHART not in text
-    return text
-
-
-def words(source: str) -> str:
-    """Visible text of a page: no tags, no styles, single spaces."""
-    page_text = re.sub(r"(?s)<(style|script|svg)\b.*?</\1>", " ", source)
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page_text))).replace(" .", ".")
-
-
-def part(source: str, anchor: str) -> str:
-    return source[source.index(f'<section id="{anchor}">') :].split("</section>")[0]
 
 
 class TestRun:
@@ -145,89 +126,9 @@ def test_page_compares_out_of_memory_with_the_plan(tmp_path: Path) -> None:
     assert "The predicted peak was 4.60 GiB; the limit is 4.25 GiB." in text
 
 
-class TestTorn:
-    def test_page_shows_data_notes(self, run_folder: Path) -> None:
-        add_notes(run_folder, "each step: 10 samples <padded> to 12")
-        assert "Each step: 10 samples &lt;padded&gt; to 12." in write_page(run_folder).read_text()
-
-    def test_page_without_summary_and_metrics(self, tmp_path: Path) -> None:
-        source = text_of(write_page(make_run(tmp_path / "r", summary=False)))
-        assert "The run finished." in source
-
-    def test_page_drops_a_truncated_last_line(self, run_folder: Path) -> None:
-        file = run_folder / "metrics.csv"
-        file.write_text(file.read_text("utf-8") + "201,9.9", "utf-8")
-        run = records.read_run(run_folder)
-        assert run is not None
-        assert run.series["train/loss"].steps[-1] == 200
-
-    @pytest.mark.parametrize(
-        "content", ["", "{", "[]", '{"metrics": 3}', '{"metrics": {"train/loss": "x"}}']
-    )
-    def test_page_of_an_invalid_summary(self, run_folder: Path, content: str) -> None:
-        (run_folder / "summary.json").write_text(content, "utf-8")
-        assert write_page(run_folder).exists()
-
-    @pytest.mark.parametrize(
-        "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
-    )
-    def test_page_of_invalid_metrics(self, run_folder: Path, content: str) -> None:
-        (run_folder / "metrics.csv").write_text(content, "utf-8")
-        assert write_page(run_folder).exists()
-
-    def test_page_reports_a_nan_loss(self, run_folder: Path) -> None:
-        lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
-        (run_folder / "metrics.csv").write_text(lines, "utf-8")
-        assert "becomes non-finite at step 3" in words(text_of(write_page(run_folder)))
-
-    def test_page_omits_an_invalid_start_time(self, tmp_path: Path) -> None:
-        assert write_page(make_run(tmp_path / "r", started="yesterday")).exists()
-
-    @pytest.mark.parametrize(
-        "field",
-        [
-            {"choices": {"objective": [1]}},
-            {"changed": 3},
-            {"machine": 3},
-            {"versions": {"torch": None}},
-            {"wandb": 3},
-            {"cures": [{"override": "a=b"}]},
-            {"log_tail": 3},
-            {"seconds": "long"},
-            {"world_size": None},
-            {"attempts": True},
-            {"command": None},
-        ],
-        ids=str,
-    )
-    def test_page_rejects_a_field_of_another_type(
-        self, tmp_path: Path, field: dict[str, Any]
-    ) -> None:
-        with pytest.raises(RecordError, match=rf"status.json is damaged: {next(iter(field))}"):
-            write_page(make_run(tmp_path / "r", **field))
-
-    def test_page_shows_a_damaged_job(self, tmp_path: Path) -> None:
-        sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
-        make_run(sweep / "0", log_tail=3)
-        assert write_page(sweep).exists()
-        record = records.read_record(sweep)
-        assert isinstance(record, records.SweepRecord)
-        assert "status.json is damaged: log_tail is 3, not a list" in record.jobs[0].reason
-
-    @pytest.mark.parametrize("content", [None, "{}"])
-    def test_page_rejects_other_folders(self, tmp_path: Path, content: str | None) -> None:
-        if content is not None:
-            (tmp_path / "status.json").write_text(content, "utf-8")
-        with pytest.raises(ScalewiseError, match="neither a run"):
-            write_page(tmp_path)
-        assert not (tmp_path / "report.html").exists()
-
-    @pytest.mark.parametrize("content", ["", "{", "[]"])
-    def test_page_names_a_damaged_status(self, tmp_path: Path, content: str) -> None:
-        (tmp_path / "status.json").write_text(content, "utf-8")
-        with pytest.raises(RecordError, match=r"status\.json is damaged"):
-            write_page(tmp_path)
-        assert not (tmp_path / "report.html").exists()
+def test_page_shows_data_notes(run_folder: Path) -> None:
+    add_notes(run_folder, "each step: 10 samples <padded> to 12")
+    assert "Each step: 10 samples &lt;padded&gt; to 12." in write_page(run_folder).read_text()
 
 
 class TestSweep:
