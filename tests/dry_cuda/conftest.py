@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from fixtures.fake_cuda import UNAVAILABLE
 
 TESTS = Path(__file__).parents[1]
-UNAVAILABLE = (
-    "g++ is not installed"
-    if shutil.which("g++") is None
-    else "this build of torch has CUDA itself"
-    if torch.version.cuda
-    else ""
-)
 
 
 class DryCuda:

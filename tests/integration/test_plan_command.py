@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
-import torch
 from fixtures.cli_runner import UNTRACKED, CliRunner
+from fixtures.fake_cuda import UNAVAILABLE
 from fixtures.strategies import LLAMA_8B
 
 from scalewise.units import GIB
@@ -45,8 +43,7 @@ def test_plan_traces_the_module(run_cli: CliRunner) -> None:
     result = run_cli(*overrides, command="plan").assert_ok()
     trace_line = "Traced rank 0 with 4 and 6 layers: "
     (line_of_trace,) = [line for line in result.out.splitlines() if line.startswith(trace_line)]
-    has_fake_cuda = shutil.which("g++") is not None and torch.version.cuda is None
-    operators = "CUDA operators" if has_fake_cuda else "CPU operators"
+    operators = "CPU operators" if UNAVAILABLE else "CUDA operators"
     assert f"0.0% ({operators})" in line_of_trace
     result = run_cli(*UNTRACKED, "parallelism=ddp", "plan.method=trace", command="plan").assert_ok()
     assert "Analytic prediction only, no trace: ddp requires real memory" in result.out
