@@ -42,8 +42,13 @@ class DeviceRates:
     launch_s: float
     """Launch time of one operator on the host, in seconds."""
 
-    def op_seconds(self, work: OpWork, flops: float, moved_bytes: float) -> float:
-        """Return the time of an operator, in seconds; collectives count elsewhere."""
+    def op_seconds(
+        self, work: OpWork, flops: float, moved_bytes: float, *, is_launched: bool = True
+    ) -> float:
+        """Return the time of an operator, in seconds; collectives count elsewhere.
+
+        ``is_launched``: whether the operator is a kernel of its own, or the last one of a kernel.
+        """
         if work is OpWork.communication or not moved_bytes:
             return 0.0
         rates = {
@@ -51,7 +56,8 @@ class DeviceRates:
             OpWork.matmul_fp8: self.fp8_matmul_flops_per_s,
         }
         rate = rates.get(work, self.matmul_flops_per_s)
-        return max(flops / rate, moved_bytes / self.memory_bytes_per_s, self.launch_s)
+        seconds = max(flops / rate, moved_bytes / self.memory_bytes_per_s)
+        return max(seconds, self.launch_s) if is_launched else seconds
 
 
 @dataclass(frozen=True)
@@ -254,13 +260,28 @@ def _forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) 
         else 0
     )
     casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[1])
-    backward = rates.op_seconds(operator.work, operator.backward_flops, moved_bytes) + casts
-    return _forward_seconds(graph, operator, rates) + backward
+    backward = rates.op_seconds(
+        operator.work,
+        operator.backward_flops,
+        moved_bytes,
+        is_launched=_ends_kernel(graph, operator),
+    )
+    return _forward_seconds(graph, operator, rates) + backward + casts
 
 
 def _forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
     casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[0])
-    return rates.op_seconds(operator.work, operator.flops, _moved_bytes(graph, operator)) + casts
+    forward = rates.op_seconds(
+        operator.work,
+        operator.flops,
+        _moved_bytes(graph, operator),
+        is_launched=_ends_kernel(graph, operator),
+    )
+    return forward + casts
+
+
+def _ends_kernel(graph: OpGraph, operator: Op) -> bool:
+    return operator.writes[0] not in graph.fused_intermediates
 
 
 def _moved_bytes(graph: OpGraph, operator: Op) -> int:

@@ -34,9 +34,15 @@ def detect_hardware(monkeypatch: pytest.MonkeyPatch) -> DetectHardware:
     ("device", "profile", "memory"),
     [
         ("NVIDIA H100 80GB HBM3", "h100", 80),
+        ("NVIDIA H100 PCIe", "h100_pcie", 80),
+        ("NVIDIA H100 NVL", "h100_nvl", 93),
         ("NVIDIA H200", "h200", 139),
+        ("NVIDIA H200 NVL", "h200_nvl", 139),
         ("NVIDIA A100-SXM4-80GB", "a100_80g", 80),
-        ("NVIDIA A100-SXM4-40GB", "a100_80g", 40),
+        ("NVIDIA A100-SXM-64GB", "a100_80g", 64),
+        ("NVIDIA A100-SXM4-40GB", "a100_40g", 40),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie_80g", 80),
+        ("NVIDIA A100-PCIE-40GB", "a100_pcie_40g", 40),
         ("Tesla V100-SXM2-16GB", "v100", 16),
         ("NVIDIA GeForce RTX 4090", "rtx4090", 24),
         ("NVIDIA GH200 480GB", "", None),
@@ -79,7 +85,7 @@ def test_profile_detection_keeps_typed_values(detect_hardware: DetectHardware) -
     overrides = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
     hardware = detect_hardware("NVIDIA H100 PCIe", overrides=overrides)
     assert (hardware.memory_gib, hardware.host_memory_gib, hardware.nodes) == (10, 64, 2)
-    assert hardware.bf16_tflops == 989.5
+    assert hardware.bf16_tflops == 756.5
 
 
 def test_cpu_has_no_profile(detect_hardware: DetectHardware) -> None:

@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 from fixtures.strategies import LLAMA_8B_STEP
 
-from scalewise.models.op_graph import build_op_graphs
+from scalewise.models.op_graph import OpWork, build_op_graphs
+from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.plan import Plan
 from scalewise.planner.rank_memory import forward_spec
-from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.planner.step_time import (
+    DeviceRates,
+    StepTime,
+    _forward_seconds,
+    predict_step_time,
+)
 from scalewise.run_config import RunConfig
 
 Compose = Callable[..., RunConfig]
@@ -124,6 +130,20 @@ def test_step_time_includes_launch_latency(plan_of: Callable[..., Plan]) -> None
     compute_s = latency_step.matmul + latency_step.attention + latency_step.pointwise
     assert compute_s >= operators * run.accumulation * 0.1
     assert latency_step.pointwise > 100 * step(plan_of).pointwise
+
+
+def test_step_time_launches_a_fused_kernel_once(compose: Compose) -> None:
+    run = compose("model=llama3_1b", "hardware=h100", check_machine=False)
+    spec = forward_spec(run, 1, 1)
+    rates = DeviceRates(*[float("inf")] * 4, launch_s=1.0)
+    kernels = []
+    for is_compiled in (False, True):
+        graph = model_op_graphs(run.model, replace(spec, is_compiled=is_compiled)).block
+        launched = [op for op in graph.operators if op.writes[0] not in graph.fused_intermediates]
+        seconds = sum(_forward_seconds(graph, op, rates) for op in graph.operators)
+        assert seconds == len([op for op in launched if op.work is not OpWork.communication])
+        kernels.append(seconds)
+    assert kernels[1] < 0.7 * kernels[0]
 
 
 def test_step_time_divides_a_processor_among_ranks(plan_of: Callable[..., Plan]) -> None:
