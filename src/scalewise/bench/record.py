@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from scalewise.bench import suite_table
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch.status_file import git_state, machine_facts, versions
@@ -206,6 +207,7 @@ PARAGRAPHS = {
     "measured": overhead_figures,
     "memory_accuracy": memory_figures,
     "planned": planner_figures,
+    "gpu": suite_table.gpu_section,
 }
 """Functions that write the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

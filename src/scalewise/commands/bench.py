@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from scalewise.bench import record
-from scalewise.bench.options import Benchmark, split_options
+from scalewise.bench.options import BenchOptions, split_options
 from scalewise.config.compose import compose
 from scalewise.config.run_folders import missing_folders, remove_empty
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.launch.job import claim_folder
+from scalewise.run_config import RunConfig
+from scalewise.run_files import read_json
 from scalewise.typed_override import command_line
 
 BENCHMARKS = {
     "collectives": "collectives",
+    "gpu": "gpu_cases",
     "ledger": "memory_accuracy",
     "parallel": "parallel",
     "planner": "compare_published",
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             "", "", f"{flags[0]} is not supported: bench accepts overrides only"
         )
     with signals.raise_on_signals("while measuring"):
-        benchmark = cast(Benchmark, import_module(f"scalewise.bench.{BENCHMARKS[name]}"))
+        benchmark: Any = import_module(f"scalewise.bench.{BENCHMARKS[name]}")
         options, overrides = split_options(bench_arguments, benchmark.OPTIONS)
         runs = {
             label: compose((*benchmark_overrides, *overrides))
@@ -60,20 +63,38 @@ def main(arguments: Sequence[str]) -> int:
         proposed = Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
         created_folders = missing_folders(proposed)
         folder = claim_folder(proposed)
+        paths = (folder / f"{name}.json", *([record_file] if record_file else []))
         try:
-            result = benchmark.measure(runs, options, folder)
+            for result in _iter_results(benchmark, runs, options, folder, record_file, overrides):
+                content = record.build_record(result, command_line("bench", tuple(arguments)))
+                for path in paths:
+                    record.write_record(path, content)
         except BaseException:
-            shutil.rmtree(folder)
-            remove_empty(created_folders)
+            if not paths[0].exists():
+                shutil.rmtree(folder)
+                remove_empty(created_folders)
             raise
-        content = record.build_record(result, command_line("bench", tuple(arguments)))
-        for path in (folder / f"{name}.json", *([record_file] if record_file else [])):
-            record.write_record(path, content)
-            print_lines(f"result {path}")
+        print_lines(*(f"result {path}" for path in paths))
         if record_file:
             for document in record.documents(Path()):
                 record.update_figures(document, record.RECORDS)
     return 0
+
+
+def _iter_results(
+    benchmark: Any,
+    runs: Mapping[str, RunConfig],
+    options: BenchOptions,
+    folder: Path,
+    record_file: Path | None,
+    overrides: Sequence[str],
+) -> Iterator[dict[str, object]]:
+    """Measure; yield the only result, or the results of a suite after each of its cases."""
+    if not hasattr(benchmark, "SUITE"):
+        yield benchmark.measure(runs, options, folder)
+        return
+    recorded = read_json(record_file).get("cases", {}) if record_file else {}
+    yield from benchmark.SUITE.iter_results(options, compose, overrides, folder, recorded)
 
 
 def _as_overrides(arguments: Sequence[str]) -> list[str]:

@@ -104,6 +104,9 @@ FORMS: dict[str, Rows] = {
     ),
     "bench": (
         ("scalewise bench collectives", "latency and bandwidth of each collective"),
+        ("scalewise bench gpu", "MFU, memory and time next to the plan on one CUDA device"),
+        ("... cases=mfu_1b/*,memory/* minutes=9", "some cases of a suite, within a time limit"),
+        ("... rerun=true", "measure recorded cases again; changed=false: keep those of other code"),
         ("scalewise bench ledger", "predicted memory, compared with small runs and large traces"),
         ("scalewise bench parallel", "ddp and fsdp compared with hand-written torch loops"),
         ("scalewise bench planner data=FILE", "predictions next to published measurements"),
