@@ -97,10 +97,10 @@ class ParallelismConfig(ABC):
         """Yield a config issue for each option that a kind of device does not support."""
         yield from ()
 
-    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
-        """Return the size of the group along ``axes``, and whether it spans several nodes."""
+    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, int]:
+        """Return the size of the group along ``axes``, and its number of ranks in one node."""
         ranks = self.world_size
-        return ranks, devices_per_node is not None and ranks > devices_per_node
+        return ranks, min(ranks, devices_per_node or ranks)
 
     @property
     def unmodeled_memory(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
@@ -70,6 +70,11 @@ class DeepSpeedConfig(ParallelismConfig):
     def world_size(self) -> int:
         """Number of replicas."""
         return self.replicas or DEFAULT_CPU_RANKS
+
+    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, int]:
+        """Return the size of the group along ``axes``, and its number of ranks in one node."""
+        ranks = self.hierarchical if "hierarchical" in axes else self.world_size
+        return ranks, min(ranks, devices_per_node or ranks)
 
     @property
     def backward_follows_forward(self) -> bool:

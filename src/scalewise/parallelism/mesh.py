@@ -228,21 +228,19 @@ class MeshConfig(ParallelismConfig):
             return [pipeline_rank, self.num_stages - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.num_stages, num_ranks))
 
-    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
-        """Return the group size of collectives along ``axes``, and whether it spans several nodes.
+    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, int]:
+        """Return the size of the group along ``axes``, and its number of ranks in one node.
 
         Nodes contain consecutive ranks; ranks along the last axis are adjacent.
         """
-        group_size, inner = 1, 1
+        group_size, ranks_per_node, stride = 1, 1, 1
         for axis in reversed(AXES):
             size = self.sizes[axis]
-            inner *= size
-            if axis in axes and size > 1:
+            if axis in axes:
                 group_size *= size
-                span = inner
-        if group_size == 1:
-            return 1, False
-        return group_size, devices_per_node is not None and span > devices_per_node
+                ranks_per_node *= min(size, max(1, (devices_per_node or self.world_size) // stride))
+            stride *= size
+        return group_size, ranks_per_node
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""

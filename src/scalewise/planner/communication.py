@@ -324,7 +324,7 @@ def deepspeed_collectives(
 
     Stage 1 reduces once per step, stages 2 and 3 once per micro-batch. Stage 3 gathers
     parameters before each forward and backward, stages 1 and 2 once per step (Rajbhandari et
-    al., 2020, section 7).
+    al., 2020, section 7). With ``hierarchical``, backward gathers from the second copy in a group.
     """
     if config.world_size == 1:
         return ()
@@ -339,7 +339,8 @@ def deepspeed_collectives(
     num_reductions = passes if config.stage > 1 else 1
     num_gathers = 2 * passes if config.stage == 3 else 1
     axes, gathers_overlap = ("replicate",), config.stage == 3
-    return (
+    second_gathers = passes * (config.stage == 3 and config.hierarchical > 1)
+    collectives = (
         Collective(
             CollectiveKind.reduce_scatter,
             axes,
@@ -352,8 +353,17 @@ def deepspeed_collectives(
             CollectiveKind.all_gather,
             axes,
             gathered_bytes,
-            num_gathers,
+            num_gathers - second_gathers,
             "weights",
             overlaps=gathers_overlap,
         ),
+        Collective(
+            CollectiveKind.all_gather,
+            ("hierarchical",),
+            gathered_bytes,
+            second_gathers,
+            "weights of the second copy",
+            overlaps=True,
+        ),
     )
+    return tuple(collective for collective in collectives if collective.count)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from math import ceil
 
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
@@ -340,21 +341,46 @@ def _collective_seconds(
 
 
 def _seconds_per_collective(run: RunConfig, collective: Collective) -> float:
-    """Return the time of one collective over the slowest link of its group, in seconds."""
-    size, crosses_nodes = run.parallelism.describe_group(
+    """Return the time of one collective over the links of its group, in seconds."""
+    size, ranks_per_node = run.parallelism.describe_group(
         collective.axes, run.hardware.devices_per_node
     )
     if size == 1 and collective.kind is not CollectiveKind.send:
         return 0.0
-    return slowest_link(run.hardware, crosses_nodes=crosses_nodes).seconds(
-        collective.kind, size, collective.bytes
-    )
+    link = ring_link(run.hardware, collective.kind, size, ranks_per_node)
+    return link.seconds(collective.kind, size, collective.bytes)
 
 
-def slowest_link(hardware: Hardware, *, crosses_nodes: bool) -> RingLink:
-    """Return the link within a node or between nodes; infinitely fast if the profile has none."""
-    bandwidth, latency = hardware.link_gb_per_s, hardware.link_latency_us
-    if crosses_nodes:
-        bandwidth = hardware.node_link_gb_per_s or bandwidth
-        latency = hardware.node_link_latency_us or latency
-    return RingLink((latency or 0.0) * MICRO, (bandwidth or float("inf")) * GIGA)
+def ring_link(
+    hardware: Hardware, kind: CollectiveKind, ranks: int, ranks_per_node: int
+) -> RingLink:
+    """Return equal links that take as long as those of a group, which may span several nodes.
+
+    Each device has a link to other nodes of its own. NCCL runs as many rings as there are ranks of
+    the group in a node, and each ring leaves the node by another device; so a ring has one hop per
+    node between nodes. An all-to-all has one round per other rank, over the link to that rank.
+    Links that the profile lacks are infinitely fast.
+
+    Args:
+        hardware: Hardware profile.
+        kind: Kind of the collective.
+        ranks: Size of the group.
+        ranks_per_node: Number of its ranks in one node.
+    """
+    latency, bandwidth = hardware.link_latency_us or 0.0, hardware.link_gb_per_s or float("inf")
+    if ranks_per_node < ranks:
+        node_latency = hardware.node_link_latency_us or latency
+        node_bandwidth = hardware.node_link_gb_per_s or bandwidth
+        hops = ranks - 1
+        if kind is CollectiveKind.send:
+            latency, bandwidth = node_latency, node_bandwidth
+        elif kind is CollectiveKind.all_to_all:
+            outside = (ranks - ranks_per_node) / hops
+            latency += outside * (node_latency - latency)
+            seconds_per_gb = (1 - outside) / bandwidth + outside / node_bandwidth
+            bandwidth = 1 / seconds_per_gb if seconds_per_gb else bandwidth
+        else:
+            outside = min(ceil(ranks / ranks_per_node), hops) / hops
+            latency += outside * (node_latency - latency)
+            bandwidth = min(bandwidth, node_bandwidth * ranks_per_node)
+    return RingLink(latency * MICRO, bandwidth * GIGA)

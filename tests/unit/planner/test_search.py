@@ -180,11 +180,11 @@ def test_search_reports_progress(compose: Compose) -> None:
 
 def test_search_explains_losers(find_strategies: FindStrategies) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
-    reasons = {
-        it.value: it.reason
-        for it in neighbor_alternatives(find_strategies("layout", *LARGE_RUN, *flat))
-    }
-    assert "time: communication over" in reasons["shards 32"]
+    search = find_strategies("layout", *LARGE_RUN, *flat)
+    assert search.best is not None
+    assert search.best.run.parallelism.sizes["shards"] == 32
+    reasons = {it.value: it.reason for it in neighbor_alternatives(search)}
+    assert "time: communication over tensor" in reasons["shards 16 x tensor 2"]
     assert "GiB of 80.00 GiB" in reasons["replicate 2 x shards 16"]
     assert "block activations" in reasons["nothing"]
 

@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 from fixtures.strategies import LLAMA_8B_STEP
 
+from scalewise.hardware import Hardware
 from scalewise.models.op_graph import OpWork, build_op_graphs
+from scalewise.parallelism.collective import CollectiveKind
+from scalewise.parallelism.mesh import AXES
 from scalewise.planner.activation_liveness import model_op_graphs
 from scalewise.planner.plan import Plan
 from scalewise.planner.rank_memory import forward_spec
@@ -17,8 +20,10 @@ from scalewise.planner.step_time import (
     StepTime,
     _forward_seconds,
     predict_step_time,
+    ring_link,
 )
 from scalewise.run_config import RunConfig
+from scalewise.units import GIB, GIGA, MICRO
 
 Compose = Callable[..., RunConfig]
 
@@ -80,15 +85,93 @@ def test_step_time_includes_the_pipeline_bubble(compose: Compose) -> None:
     assert bubble_fractions[32] == pytest.approx(3 / 32, rel=0.1)
 
 
+NODES_OF_8_H200 = Hardware(
+    link_gb_per_s=450,
+    link_latency_us=4,
+    devices_per_node=8,
+    node_link_gb_per_s=50,
+    node_link_latency_us=8,
+)
+
+
+def test_ring_leaves_a_node_by_the_link_of_each_of_its_ranks() -> None:
+    """nccl-tests all_reduce_perf, 4 nodes of 8 H200 with a 400 Gb/s port each: 364.65 GB/s."""
+    size = 4 * GIB
+    link = ring_link(NODES_OF_8_H200, CollectiveKind.all_reduce, 32, 8)
+    seconds = link.seconds(CollectiveKind.all_reduce, 32, size)
+    assert 2 * 31 / 32 * size / seconds / GIGA == pytest.approx(364.65, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "ranks_per_node", "latency_us", "gb_per_s"),
+    [
+        (CollectiveKind.all_gather, 8, 8, 7 * 4, 450),
+        (CollectiveKind.all_gather, 32, 8, 27 * 4 + 4 * 8, 400),
+        (CollectiveKind.all_gather, 8, 2, 3 * 4 + 4 * 8, 100),
+        (CollectiveKind.all_gather, 4, 1, 3 * 8, 50),
+        (CollectiveKind.reduce_scatter, 16, 8, 13 * 4 + 2 * 8, 400),
+        (CollectiveKind.all_reduce, 4, 1, 6 * 8, 50),
+        (CollectiveKind.send, 4, 2, 8, 50),
+        (CollectiveKind.send, 4, 4, 4, 450),
+        (CollectiveKind.all_to_all, 4, 2, 4 + 2 * 8, 3 / (1 / 450 + 2 / 50)),
+        (CollectiveKind.all_to_all, 4, 4, 3 * 4, 450),
+    ],
+)
+def test_ring_link_of_a_group(
+    kind: CollectiveKind, ranks: int, ranks_per_node: int, latency_us: float, gb_per_s: float
+) -> None:
+    link = ring_link(NODES_OF_8_H200, kind, ranks, ranks_per_node)
+    assert link.seconds(kind, ranks, 0) == pytest.approx(latency_us * MICRO)
+    assert link.bytes_per_s == pytest.approx(gb_per_s * GIGA)
+
+
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_ring_link_of_equal_links_is_that_within_a_node(kind: CollectiveKind) -> None:
+    for hardware in (Hardware(link_gb_per_s=450, link_latency_us=4), Hardware()):
+        link = ring_link(hardware, kind, 32, 1)
+        expected = ring_link(hardware, kind, 32, 32)
+        assert link.latency_s == pytest.approx(expected.latency_s), hardware
+        assert link.bytes_per_s == pytest.approx(expected.bytes_per_s), hardware
+
+
+def test_hsdp_reduces_over_one_link_per_rank(compose: Compose) -> None:
+    overrides = ("model=llama3_8b", "parallelism=hsdp", "hardware=h100_8x4", "data=synthetic")
+    overrides = (*overrides, "parallelism.replicate=4")
+    mesh = compose(*overrides, check_machine=False).parallelism
+    assert (mesh.sizes["replicate"], mesh.sizes["shards"]) == (4, 8)
+    assert mesh.describe_group(("shards", "context"), 8) == (8, 8)
+    assert mesh.describe_group(("replicate",), 8) == (4, 1)
+    assert mesh.describe_group(AXES, 8) == (32, 8)
+    assert mesh.describe_group(("shards",), 4) == (8, 4)
+    assert mesh.describe_group(("shards",), None) == (8, 8)
+
+
+def test_second_copy_of_zero3_is_gathered_within_a_node(compose: Compose) -> None:
+    overrides = (
+        *("model=llama3_8b", "parallelism=deepspeed_zero3", "precision=bf16_mixed"),
+        *("hardware=h100_8x4", "hardware.node_link_gb_per_s=5"),
+    )
+    steps = [
+        predict_step_time(
+            compose(*overrides, f"parallelism.hierarchical={ranks}", check_machine=False)
+        )
+        for ranks in (1, 8)
+    ]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert steps[1].seconds < 0.8 * steps[0].seconds
+
+
 def test_step_time_uses_the_link_between_nodes(compose: Compose) -> None:
-    overrides = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
+    overrides = (
+        *("model=openllama_7b", "parallelism=mesh", "parallelism.tensor=8", "data=synthetic"),
+        *("precision=bf16_mixed", "hardware=h100_8x4"),
+    )
     intra_node, inter_node = (
         predict_step_time(
-            compose(
-                *overrides, "hardware=h100_8x4", f"parallelism.tensor={ranks}", check_machine=False
-            )
+            compose(*overrides, f"hardware.devices_per_node={devices}", check_machine=False)
         )
-        for ranks in (8, 16)
+        for devices in (8, 1)
     )
     assert intra_node is not None
     assert inter_node is not None
