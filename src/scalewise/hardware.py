@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ CPU_RANKS_PER_CORE = 4
 """Maximum number of CPU ranks per core; more ranks only wait for each other."""
 EMULATED_BF16_RATE = 1 / 50
 """Rate of bf16 matmuls in torch without bf16 instructions, relative to fp32; measured on AVX2."""
+UNKNOWN_GPU = "NVIDIA GPU"
+DEVICE_FILES = Path("/dev")
 
 
 class DeviceKind(StrEnum):
@@ -296,12 +299,7 @@ def _visible_gpus(
     CUDA ignores ``CUDA_VISIBLE_DEVICES`` from the first invalid entry on. An entry that is a UUID
     or a MIG instance counts as some device.
     """
-    present = []
-    for information in sorted(driver.glob("*/information")):
-        fields = dict(
-            line.split(":", 1) for line in information.read_text().splitlines() if ":" in line
-        )
-        present.append(fields.get("Model", "NVIDIA GPU").strip())
+    present = _present_gpus(driver)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(present)
@@ -314,6 +312,41 @@ def _visible_gpus(
         else:
             break
     return tuple(visible_names)
+
+
+def _present_gpus(driver: Path) -> list[str]:
+    """Names of all devices, without starting CUDA: from the driver's files, else from NVML.
+
+    Virtual machines and containers may lack the files, and containers NVML: then the device files
+    give the number of devices.
+    """
+    names = []
+    for information in sorted(driver.glob("*/information")):
+        fields = dict(
+            line.split(":", 1) for line in information.read_text().splitlines() if ":" in line
+        )
+        names.append(fields.get("Model", UNKNOWN_GPU).strip())
+    return names or _nvml_names() or [UNKNOWN_GPU for _ in DEVICE_FILES.glob("nvidia[0-9]*")]
+
+
+def _nvml_names(library: str = "libnvidia-ml.so.1") -> list[str]:
+    """Names of the devices that NVML lists; empty without a driver."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2():  # every function returns 0 on success
+        return []
+    names, count, handle = [], ctypes.c_uint(), ctypes.c_void_p()
+    name = ctypes.create_string_buffer(96)  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
+    if not nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        for index in range(count.value):
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(
+                index, ctypes.byref(handle)
+            ) or nvml.nvmlDeviceGetName(handle, name, len(name))
+            names.append(UNKNOWN_GPU if failed else name.value.decode())
+    nvml.nvmlShutdown()
+    return names
 
 
 def _memory_bytes() -> int:

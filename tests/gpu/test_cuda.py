@@ -21,10 +21,7 @@ from scalewise.optimizers.build import build_from_groups
 from scalewise.precision.config import FIRST_CAPABILITY
 from scalewise.training.device_setup import device_cores
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SUPPORTS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
 needs_fp8 = pytest.mark.skipif(not SUPPORTS_FP8, reason="no fp8 products before Ada")
@@ -80,6 +77,24 @@ def test_strategy_trains_on_one_cuda_rank(strategy: str, compiled: str, tmp_path
     ]
     result = scalewise.train(scalewise.compose(overrides), tmp_path / "run")
     assert result.status == "ok", result.reason
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("precision=bf16_mixed",), ("compile=block",)], ids=" ".join
+)
+def test_fsdp_on_a_mesh_of_one_rank_equals_single_device(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    losses = []
+    for parallelism in (
+        ("parallelism=single",),
+        ("parallelism=fsdp", "parallelism.one_rank_mesh=true"),
+    ):
+        run = scalewise.compose([*SMOKE_RUN, *overrides, *parallelism])
+        result = scalewise.train(run, tmp_path / parallelism[0])
+        assert result.status == "ok", result.reason
+        losses.append(result.summary["metrics"]["train/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:

@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 import scalewise
 from scalewise.hardware import DeviceKind
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,23 @@ from scalewise.hardware import (
 from scalewise.run_config import RunConfig
 
 DEVICES = [name for name in paths.option_names("hardware") if name not in ("auto", "cpu")]
+
+
+def fake_nvml(shut_down: list[bool]) -> Callable[[str], SimpleNamespace]:
+    """NVML with two devices; the name of the second cannot be read."""
+
+    def write(pointer: Any, value: object, error: int = 0) -> int:
+        getattr(pointer, "_obj", pointer).value = value
+        return error
+
+    functions: dict[str, Callable[..., object]] = {
+        "nvmlInit_v2": lambda: 0,
+        "nvmlDeviceGetCount_v2": lambda count: write(count, 2),
+        "nvmlDeviceGetHandleByIndex_v2": lambda index, handle: write(handle, index + 1),
+        "nvmlDeviceGetName": lambda handle, name, _: write(name, b"NVIDIA H200", handle.value == 2),
+        "nvmlShutdown": lambda: shut_down.append(True),
+    }
+    return lambda library: SimpleNamespace(**functions)
 
 
 class TestHardware:
@@ -97,6 +116,23 @@ class TestHardware:
             (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   1\nGPU UUID: x\n")
         environment = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
         assert hardware._visible_gpus(environment, tmp_path) == expected
+
+    def test_hardware_without_driver_files_asks_nvml_then_counts_device_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shut_down: list[bool] = []
+        monkeypatch.setattr(hardware, "DEVICE_FILES", tmp_path)
+        monkeypatch.setattr(hardware.ctypes, "CDLL", fake_nvml(shut_down))
+        assert hardware._visible_gpus({}, tmp_path) == ("NVIDIA H200", "NVIDIA GPU")
+        assert shut_down
+        monkeypatch.setattr(hardware, "_nvml_names", list)
+        assert hardware._visible_gpus({}, tmp_path) == ()
+        for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+            (tmp_path / name).touch()
+        assert hardware._visible_gpus({}, tmp_path) == ("NVIDIA GPU", "NVIDIA GPU")
+
+    def test_nvml_is_optional(self) -> None:
+        assert hardware._nvml_names("libdoes-not-exist.so.1") == []
 
     def test_hardware_auto_takes_the_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 2, 8 * 1024**3)

@@ -297,8 +297,12 @@ def needs_own_process(job_spec: JobSpec) -> bool:
     """Whether a job runs in a separate process."""
     launch = job_spec.run.launch
     if launch.isolation is Isolation.auto:
-        return job_spec.run.world_size > 1 or launch.needs_own_process or job_spec.sweep is not None
-    return launch.isolation is Isolation.process or job_spec.run.world_size > 1
+        return (
+            job_spec.run.parallelism.uses_process_group
+            or launch.needs_own_process
+            or job_spec.sweep is not None
+        )
+    return launch.isolation is Isolation.process or job_spec.run.parallelism.uses_process_group
 
 
 def _run_attempts(

@@ -45,6 +45,11 @@ class ParallelismConfig(ABC):
         """Number of ranks, one process and one device each."""
 
     @property
+    def uses_process_group(self) -> bool:
+        """Whether the ranks are processes of a process group."""
+        return self.world_size > 1
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether the optimizer of a rank updates shards of matrices."""
         return self.flattens_parameters

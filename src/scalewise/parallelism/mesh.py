@@ -110,6 +110,9 @@ class MeshConfig(ParallelismConfig):
     """Number of stages per pipeline rank; null: two for interleaved schedules, else one."""
     pipeline_micro_batches: int | None = None
     """Number of pipeline micro-batches per micro-batch; null: one per stage."""
+    one_rank_mesh: bool = False
+    """Whether a mesh of one rank applies FSDP2 over a process group of one rank, which tests FSDP2
+    on one device; false: one rank trains without FSDP2."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -125,6 +128,16 @@ class MeshConfig(ParallelismConfig):
     def data_parallel_size(self) -> int:
         """``replicate`` x ``shards``."""
         return self.sizes.get("replicate", 1) * self.sizes.get("shards", 1)
+
+    @property
+    def uses_process_group(self) -> bool:
+        """Whether there are several ranks, or a mesh of one rank."""
+        return self.world_size > 1 or self.one_rank_mesh
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 is applied: parameters are sharded or replicated over ranks."""
+        return self.gradient_averaging_size > 1 or (self.world_size == 1 and self.one_rank_mesh)
 
     def data_parallel_rank(self, rank: int) -> int:
         """Return the index of a rank along ``replicate`` and ``shards``."""
@@ -181,6 +194,10 @@ class MeshConfig(ParallelismConfig):
             size = getattr(self, axis)
             if size != AUTO and not (isinstance(size, int) and size >= 1):
                 yield ConfigIssue(f"parallelism.{axis}", size, "must be 1 or more, or auto")
+        if self.one_rank_mesh and not open_axes and self.world_size > 1:
+            reason = f"the mesh has {self.world_size} ranks"
+            fix = "set parallelism.one_rank_mesh=false"
+            yield ConfigIssue("parallelism.one_rank_mesh", True, reason, fix)
         if self.prefetch < 0:
             yield ConfigIssue("parallelism.prefetch", self.prefetch, "must be 0 or more")
         for key in ("stages_per_rank", "pipeline_micro_batches"):

@@ -166,49 +166,44 @@ class ModelStateMemory(RankStep):
             shard_bytes(rank_memory.other_weights, fsdp.gathered_element_bytes, shards) * shards
         )
         layers, keeps_unsharded = rank_memory.num_layers, fsdp.keeps_unsharded
-        if shards > 1 or fsdp.has_replicas:
-            yield constant_entry(
-                "gathered weights outside of blocks",
-                rest_bytes,
-                FORWARD_BACKWARD[:-1],
-                f"{rest_bytes // fsdp.gathered_element_bytes:,} x {fsdp.gathered_element_bytes} B",
-                "gathered for the whole forward and backward pass",
-            )
-            # FSDP2 keeps the all-gather buffer for one block, and the last buffer until the forward
-            # of the module ends; a chunked loss is computed after that.
-            block_bytes, kept_blocks = block, layers * keeps_unsharded
-            last_gather_bytes = block_bytes * (rank_memory.forward_spec.loss_chunk > 0)
-            prefetched = min(fsdp.prefetch, layers - 1)
-            bytes_by_phase = {
-                StepPhase.forward: max(kept_blocks, 1) * block_bytes + block_bytes,
-                StepPhase.loss: kept_blocks * block_bytes + last_gather_bytes,
-                StepPhase.backward_loss: kept_blocks * block_bytes,
-                StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
-                StepPhase.backward_last: (kept_blocks or 1 + prefetched) * block_bytes,
-                StepPhase.reduce_last: (max(kept_blocks - 1, 0) or prefetched) * block_bytes,
-                StepPhase.backward_next: (
-                    max(kept_blocks - 1, 0) or 1 + min(prefetched, layers - 2)
-                )
-                * block_bytes,
-                StepPhase.backward_second: (2 * keeps_unsharded or 1 + min(prefetched, 1))
-                * block_bytes,
-                StepPhase.backward_first: block_bytes,
-                StepPhase.reduce_block: 0,
+        yield constant_entry(
+            "gathered weights outside of blocks",
+            rest_bytes,
+            FORWARD_BACKWARD[:-1],
+            f"{rest_bytes // fsdp.gathered_element_bytes:,} x {fsdp.gathered_element_bytes} B",
+            "gathered for the whole forward and backward pass",
+        )
+        # FSDP2 keeps the all-gather buffer for one block, and the last buffer until the forward
+        # of the module ends; a chunked loss is computed after that.
+        block_bytes, kept_blocks = block, layers * keeps_unsharded
+        last_gather_bytes = block_bytes * (rank_memory.forward_spec.loss_chunk > 0)
+        prefetched = min(fsdp.prefetch, layers - 1)
+        bytes_by_phase = {
+            StepPhase.forward: max(kept_blocks, 1) * block_bytes + block_bytes,
+            StepPhase.loss: kept_blocks * block_bytes + last_gather_bytes,
+            StepPhase.backward_loss: kept_blocks * block_bytes,
+            StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
+            StepPhase.backward_last: (kept_blocks or 1 + prefetched) * block_bytes,
+            StepPhase.reduce_last: (max(kept_blocks - 1, 0) or prefetched) * block_bytes,
+            StepPhase.backward_next: (max(kept_blocks - 1, 0) or 1 + min(prefetched, layers - 2))
+            * block_bytes,
+            StepPhase.backward_second: (2 * keeps_unsharded or 1 + min(prefetched, 1))
+            * block_bytes,
+            StepPhase.backward_first: block_bytes,
+            StepPhase.reduce_block: 0,
+        }
+        if self.has_next_micro_batch and not keeps_unsharded:
+            bytes_by_phase |= {
+                phase: min(layers, done + 1 + prefetched) * block_bytes
+                for phase, (_, done) in self.blocks_by_phase.items()
+                if phase in AFTER_HEAD
             }
-            if self.has_next_micro_batch and not keeps_unsharded:
-                bytes_by_phase |= {
-                    phase: min(layers, done + 1 + prefetched) * block_bytes
-                    for phase, (_, done) in self.blocks_by_phase.items()
-                    if phase in AFTER_HEAD
-                }
-            yield MemoryEntry(
-                "gathered weights of blocks",
-                bytes_by_phase,
-                f"{block:,} B per block",
-                "kept after forward"
-                if keeps_unsharded
-                else "the running block and prefetched blocks",
-            )
+        yield MemoryEntry(
+            "gathered weights of blocks",
+            bytes_by_phase,
+            f"{block:,} B per block",
+            "kept after forward" if keeps_unsharded else "the running block and prefetched blocks",
+        )
         if self.has_next_micro_batch:
             yield self._unsharded_gradient_entry(fsdp.reduced_element_bytes)
             return

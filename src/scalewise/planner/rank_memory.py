@@ -233,7 +233,6 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
     """Return the stages of a rank, sharded by tensor parallelism and by FSDP."""
     partition, sizes = partition_of(config, run, rank), config.sizes
     shards = sizes["shards"] * sizes["context"]
-    sharded = shards * sizes["replicate"] > 1
     parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
     mixed = compute < parameters
     fsdp = FSDPMemory(
@@ -253,7 +252,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
                 run,
                 partition.sequences,
                 partition.tokens_per_sequence,
-                casts_weights=sharded and mixed,
+                casts_weights=config.uses_fsdp and mixed,
             ),
             tensor_ranks=sizes["tensor"],
             sequence_parallel=config.sequence_parallel and sizes["tensor"] > 1,
@@ -271,7 +270,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         if sizes["pipeline"] > 1
         else 1,
         pipeline_ranks=sizes["pipeline"],
-        fsdp=fsdp if sharded else None,
+        fsdp=fsdp if config.uses_fsdp else None,
         states_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,
         states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
         parameters_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,

@@ -237,4 +237,4 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
 
 @build_strategy.register
 def _build_mesh(config: MeshConfig, device: DeviceKind, timeout: timedelta) -> ParallelStrategy:
-    return SingleDevice(device) if config.world_size == 1 else MeshStrategy(config, timeout)
+    return MeshStrategy(config, timeout) if config.uses_process_group else SingleDevice(device)

@@ -100,7 +100,7 @@ def build_sharded(
     # Before FSDP, whose hooks would break the graph of a block.
     compile_module(run.compile, module)
 
-    if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
+    if spec.uses_fsdp:
         shard_blocks(module, module.layers(), run, rank_mesh)
 
     # After FSDP: only shards are allocated.

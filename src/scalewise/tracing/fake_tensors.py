@@ -38,6 +38,7 @@ from scalewise.compat.torch_distributed import (
     uncounted_shape_propagation,
 )
 from scalewise.hardware import DeviceKind
+from scalewise.parallelism.base import ParallelismConfig
 from scalewise.precision.config import LightningPrecision
 from scalewise.units import GIB
 
@@ -67,7 +68,7 @@ class FakeStageChannel:
 
 
 @contextmanager
-def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterator[None]:
+def fake_ranks(config: ParallelismConfig, rank: int, channel: FakeStageChannel) -> Iterator[None]:
     """Make this process rank ``rank`` of a fake process group, whose collectives do nothing.
 
     Raises:
@@ -77,8 +78,8 @@ def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterato
         raise RuntimeError("a trace requires a process without an initialized process group")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    if world_size > 1:
-        init_fake_process_group(rank, world_size)
+    if config.uses_process_group:
+        init_fake_process_group(rank, config.world_size)
     try:
         with (
             replaced_mesh_init(_real_device_mesh),
@@ -88,7 +89,7 @@ def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterato
         ):
             yield
     finally:
-        if world_size > 1:
+        if config.uses_process_group:
             dist.destroy_process_group()
         clear_sharding_caches()  # they refer to the destroyed process group
         torch.set_num_threads(threads)

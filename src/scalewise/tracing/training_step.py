@@ -47,7 +47,7 @@ def fake_training(
     with (
         fake_device(device),
         torch.device(device.value),
-        fake_ranks(run.world_size, rank, channel),
+        fake_ranks(run.parallelism, rank, channel),
         patch.object(MeshStrategy, "global_rank", rank),  # Lightning's is 0 in this process
     ):
         strategy = _fake_strategy(run)  # before fake mode: a mesh reads its ranks

@@ -122,6 +122,7 @@ def test_pipeline_schedules_exist_in_torch() -> None:
         (MeshConfig(shards="auto", tensor="auto"), ["tensor"]),
         (MeshConfig(pipeline="auto", shards="auto", tensor="auto"), ["shards", "tensor"]),
         (MeshConfig(prefetch=-1), ["prefetch"]),
+        (MeshConfig(shards=2, one_rank_mesh=True), ["one_rank_mesh"]),
         (MeshConfig(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
         (MeshConfig(stages_per_rank=2), ["stages_per_rank"]),
         (MeshConfig(stages_per_rank=1, pipeline_schedule=PipelineSchedule.interleaved_1f1b),
@@ -163,7 +164,8 @@ def test_open_mesh_sizes_are_resolved() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [(SingleConfig(), "SingleDeviceStrategy"), (DDPConfig(), "DDPStrategy"),
-     (MeshConfig(shards=2), "ModelParallelStrategy")],
+     (MeshConfig(shards=2), "ModelParallelStrategy"), (MeshConfig(), "SingleDeviceStrategy"),
+     (MeshConfig(one_rank_mesh=True), "ModelParallelStrategy")],
 )  # fmt: skip
 def test_parallelism_configs_build_lightning_strategies(
     spec: ParallelismConfig, expected: str

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from scalewise.compat.torch import unset_fake_temporarily
+from scalewise.parallelism.mesh import MeshConfig
 from scalewise.tracing.fake_tensors import (
     FakeStageChannel,
     ReadableScalars,
@@ -24,7 +25,7 @@ def test_readable_scalars_answer_for_fake_tensors_only() -> None:
 
 
 def test_mesh_axes_of_a_fake_rank_contain_the_rank() -> None:
-    with fake_ranks(8, 6, FakeStageChannel()):
+    with fake_ranks(MeshConfig(pipeline=2, shards=4), 6, FakeStageChannel()):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pipeline", "shards"))
         with fake_tensor_mode(), ReadableScalars():
             axes = {name: mesh[name] for name in ("pipeline", "shards")}
