@@ -88,8 +88,9 @@ def run_entry(
         # The default log folder is a temporary one that each job leaves behind.
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",  # _SignalForwarder handles the others
-        shutdown_timeout=max(1, round(launch.grace)),
     )
+    if hasattr(config, "shutdown_timeout"):  # torch 2.11 always waits 30 s
+        config.shutdown_timeout = max(1, round(launch.grace))
     watchdog = Watchdog(launch.timeout, folder)
     peers = torch_distributed.on_rank_failure(partial(_kill_later, folder))
     try:
