@@ -122,6 +122,7 @@ TRAINED: tuple[Overrides, ...] = (
     _pipeline_overrides("one_f_one_b"),
     mesh_overrides(pipeline=2, shards=2),
     (*_TENSOR, *_CHUNKED),
+    (*_TENSOR, *_TALL),
     fsdp_overrides(2, EMA, *WEIGHTS),
 )
 TRAINED_SELDOM: tuple[Overrides, ...] = (
@@ -243,6 +244,7 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     fsdp_overrides(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),
     fsdp_overrides(2, "parallelism.prefetch=2", *WEIGHTS),
     (*_TENSOR, *WEIGHTS),
+    (*mesh_overrides(shards=2, tensor=2), MIXED, *_TALL),
     (*_TENSOR, "parallelism.sequence_parallel=false", "parallelism.loss_parallel=false", MIXED),
     ("parallelism=context", "parallelism.attention=gather"),
     _pipeline_overrides("gpipe"),

@@ -210,11 +210,20 @@ def _quantized_input_bytes(run: RunConfig) -> int:
 
 
 def build_run(row: Row) -> RunConfig:
-    """Convert a row to the run of scalewise that is most similar to it."""
+    """Convert a row to the run of scalewise that is most similar to it.
+
+    In a pipeline, the micro-batches of gradient accumulation are those of the pipeline.
+    """
     facts = framework_of(row)
     accumulation = _parse_int(row, "grad_accum", 1)
-    parallelism = _parallelism_config(row, facts, accumulation)
     micro_batch = _parse_int(row, "micro_bs", 1)
+    parallelism = _parallelism_config(row, facts, accumulation)
+    if parallelism.sizes["pipeline"] > 1:
+        num_pipeline_micro_batches = (
+            accumulation if accumulation > 1 else min(micro_batch, parallelism.num_stages)
+        )
+        parallelism = replace(parallelism, pipeline_micro_batches=num_pipeline_micro_batches)
+        micro_batch, accumulation = micro_batch * accumulation, 1
     global_batch = micro_batch * parallelism.data_parallel_size * accumulation
     is_full = row["act_ckpt"].startswith("full")
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
@@ -264,6 +273,7 @@ def device_profile(name: str, devices_per_node: int) -> Hardware:
         context_gib=1.0,
         product_share=device.product_share,
         attention_share=device.attention_share,
+        launch_us=6.0,
     )
 
 

@@ -133,13 +133,14 @@ class DeepSpeedDeviceMemory(DeviceMemory):
             stored_elements = (
                 rank_memory.numel(rank_memory.state_shards, trained=True) + large_elements
             )
-            reason = "partition of this rank, and gradients larger than a bucket"
+            reason = (
+                f"all in the optimizer step; in backward {stored_elements:,}: partition of this "
+                "rank, and gradients larger than a bucket"
+            )
             phases = dict.fromkeys(AFTER_HEAD, stored_elements * element_bytes) | {
                 StepPhase.optimizer: trained * element_bytes
             }
-            yield MemoryEntry(
-                "gradients", phases, f"{stored_elements:,} x {element_bytes} B", reason
-            )
+            yield MemoryEntry("gradients", phases, f"{trained:,} x {element_bytes} B", reason)
         embedding_elements = shard_elements(embedding_weights, trained=True)
         name, reason = "gradient of the embedding", "computed last, while buckets are reduced"
         yield constant_entry(

@@ -61,7 +61,8 @@ class DeviceMemory(ModelStateMemory):
             "",
             "dropout mask",
         )
-        formula = "2 x tokens x head width"
+        element_bytes = self.rank_memory.forward_spec.rope_element_bytes
+        formula = f"2 x tokens x head size x {element_bytes} B"
         if self.run.data.packing:
             formula = f"sequences x {formula}"
         yield constant_entry(

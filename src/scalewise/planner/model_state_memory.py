@@ -48,14 +48,14 @@ class ModelStateMemory(RankStep):
         run, rank_memory = self.run, self.rank_memory
         if not rank_memory.parameters_on_host:
             yield self._parameter_entry(run.precision.parameters)
+        num_stages = len(rank_memory.stages)
+        element_bytes = rank_memory.forward_spec.rope_element_bytes
+        formula = f"2 x model.context x head size x {element_bytes} B"
         yield constant_entry(
             "buffers",
-            getattr(run.model, "buffer_bytes", 0)
-            * len(rank_memory.stages)
-            * rank_memory.forward_spec.rope_element_bytes
-            // 4,
+            getattr(run.model, "buffer_bytes", 0) * num_stages * element_bytes // 4,
             ALL_PHASES,
-            "2 x model.context x head size",
+            f"{num_stages} stages x {formula}" if num_stages > 1 else formula,
             "RoPE tables of all positions, unsharded on every rank",
         )
         trained, state = (
@@ -142,20 +142,26 @@ class ModelStateMemory(RankStep):
         yield MemoryEntry("gradients", bytes_by_phase, f"{count:,} x {element_bytes} B", reason)
 
     def _tied_gradient_entry(self) -> MemoryEntry:
-        """Tied weight: both gradients are alive until autograd sums them."""
+        """Tied weight: both gradients are alive until autograd sums them, out of place.
+
+        With tensor parallelism, the unsharded gradient of the embedding, which its backward counts,
+        is larger than the sum and freed before it.
+        """
+        forward_spec = self.rank_memory.forward_spec
         (name,) = self.run.model.tied_weights
         (weight,) = (weight for weight in self.rank_memory.other_weights if weight.name == name)
-        size = (
-            weight.numel * self.rank_memory.forward_spec.gradient_element_bytes * weight.trainable
-        )
-        waiting_bytes = size * (self.head_liveness.gradient_bytes == 0)
-        phases = dict.fromkeys(AFTER_HEAD[:-2], waiting_bytes)
-        phases |= {StepPhase.backward_embedding: waiting_bytes + size}
+        size = weight.numel * forward_spec.gradient_element_bytes * weight.trainable
+        is_waiting = self.head_liveness.gradient_bytes == 0
+        copies = is_waiting + (forward_spec.tensor_ranks == 1)
+        phases = dict.fromkeys(AFTER_HEAD[:-2], size * is_waiting)
+        phases |= {StepPhase.backward_embedding: size * copies}
         return MemoryEntry(
             "gradient of the tied head",
             phases,
-            f"{weight.numel:,} x {self.rank_memory.forward_spec.gradient_element_bytes} B",
-            "of the head, until the embedding's gradient is added",
+            f"{copies} x {weight.numel:,} x {forward_spec.gradient_element_bytes} B",
+            "of the head, and its sum with the embedding's gradient"
+            if is_waiting
+            else "sum of the head's gradient and the embedding's",
         )
 
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:

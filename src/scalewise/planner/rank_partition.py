@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
+from math import ceil
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight, shard_weight
@@ -58,8 +59,8 @@ class RankPartition(RankStages):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of one forward pass; a preference pair counts as two."""
-        return self.run.sequences_per_forward * self.run.accumulation // self.forward_passes
+        """Number of sequences of one forward pass, rounded up; a preference pair counts as two."""
+        return ceil(self.run.sequences_per_forward * self.run.accumulation / self.forward_passes)
 
     @property
     def tokens_per_sequence(self) -> int:

@@ -155,6 +155,8 @@ class RankStep:
         """
         if not self.run.optimizer.in_backward or self.fsdp is not None:
             return -1.0
+        if not self.rank_memory.forward_spec.on_cpu:
+            return 0.0  # kernels of CUDA optimizers are fused
         optimizer, element_bytes = self.run.optimizer, self.gradient_element_bytes
         weights = [
             w

@@ -17,6 +17,7 @@ from scalewise.models.decoder.config import NormKind
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.rank_memory import build_rank_memory
+from scalewise.planner.step_time import predict_step_time
 from scalewise.precision import FloatFormat
 from scalewise.validation.run_issues import iter_issues
 
@@ -57,6 +58,26 @@ def test_published_row_becomes_a_run() -> None:
     assert run.memory.recompute is Recompute.full
     assert (run.precision.parameters, run.precision.compute) == (FloatFormat.fp32, FloatFormat.bf16)
     assert list(iter_issues(run)) == []
+
+
+@pytest.mark.parametrize(
+    ("micro_bs", "grad_accum", "num_micro_batches", "sequences"),
+    [("1", "64", 64, 1), ("2", "16", 16, 2), ("32", "1", 8, 4), ("4", "1", 4, 1)],
+)
+def test_published_accumulation_fills_the_pipeline(
+    micro_bs: str, grad_accum: str, num_micro_batches: int, sequences: int
+) -> None:
+    row = ROW | {"pp": "8", "micro_bs": micro_bs, "grad_accum": grad_accum}
+    run = published_runs.build_run(row)
+    assert run.accumulation == 1
+    assert run.tokens_per_step == int(micro_bs) * int(grad_accum) * 8 * 8192
+    memory = build_rank_memory(run.parallelism, run)
+    assert memory.num_pipeline_micro_batches == num_micro_batches
+    assert memory.forward_spec.sequences == sequences
+    step = predict_step_time(run)
+    assert step is not None
+    compute_s = step.matmul + step.attention + step.pointwise + step.recompute
+    assert step.pipeline_bubble == pytest.approx(compute_s * 7 / num_micro_batches, rel=0.5)
 
 
 def test_published_framework_is_identified_by_source() -> None:

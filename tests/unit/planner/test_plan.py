@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 from fixtures.strategies import LLAMA_8B_STEP
@@ -20,6 +22,7 @@ from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
+from scalewise.planner.peak_memory import worst_rank_breakdown
 from scalewise.planner.plan import Plan, build_plan, dollars_per_billion_tokens, plan_record
 from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import predict_step_time
@@ -91,6 +94,58 @@ def test_plan_peak_is_the_maximum_over_phases() -> None:
         7,
         StepPhase.backward_last,
     )
+
+
+LLAMA_160M = ("model=llama_160m", "hardware=h100", "hardware.devices_per_node=4", "data=synthetic")
+TIED = ("experiment=smoke", "model.vocabulary=8192")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*LLAMA_160M, "parallelism=deepspeed_zero1", "precision=bf16_mixed"),
+        (*LLAMA_160M, "parallelism=deepspeed_zero2"),
+        (*LLAMA_160M, "parallelism=ddp"),
+        TIED,
+        (*TIED, "parallelism=ddp"),
+        (*TIED, "parallelism=tensor"),
+        (*TIED, "trainer.micro_batch=2", "trainer.global_batch=8"),
+        (*TIED, "parallelism=tensor", "trainer.micro_batch=2", "trainer.global_batch=8"),
+    ],
+    ids=" ".join,
+)
+def test_plan_formulas_give_the_maximum_of_their_entry(
+    overrides: tuple[str, ...], compose: Compose
+) -> None:
+    entries = worst_rank_breakdown(compose(*overrides, check_machine=False)).entries
+    numeric = [it for it in entries if re.fullmatch(r"[\d,.]+( x [\d,.]+)* B", it.formula)]
+    assert len(numeric) >= 3
+    for entry in numeric:
+        factors = entry.formula.removesuffix(" B").replace(",", "").split(" x ")
+        assert prod(map(float, factors)) == pytest.approx(entry.max_bytes, rel=1e-3), entry
+    tied = [entry for entry in entries if entry.name == "gradient of the tied head"]
+    assert all(entry in numeric for entry in tied)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit", "adafactor"])
+def test_optimizer_step_in_backward_has_no_temporaries_on_cuda(
+    optimizer: str, compose: Compose
+) -> None:
+    """torchao compiles the update on CUDA; uncompiled it takes more than the gradients."""
+    overrides = ("model=llama_160m", "hardware=h100", "trainer.clip_norm=null", "data.sequence=16")
+    overrides = (*overrides, "data=synthetic", "trainer.micro_batch=1", "trainer.global_batch=1")
+    peaks = [
+        worst_rank_breakdown(
+            compose(
+                *overrides,
+                f"optimizer={optimizer}",
+                f"optimizer.in_backward={in_backward}",
+                check_machine=False,
+            )
+        ).peak
+        for in_backward in (True, False)
+    ]
+    assert peaks[0] < peaks[1]
 
 
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
