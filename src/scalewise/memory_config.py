@@ -22,6 +22,11 @@ class ActivationCheckpointing(ABC):
     offload: bool = False
     """Whether stored activations are offloaded until the backward pass."""
 
+    @property
+    def supports_compile(self) -> bool:
+        """Whether blocks can be compiled: their saved tensors cannot be offloaded."""
+        return not self.offload
+
     @abstractmethod
     def recompute_for_layer(self, layer: int) -> Recompute:
         """Recompute mode of a layer; ``layer``: index in the full model."""

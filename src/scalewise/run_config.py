@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import ceil
 
 from scalewise.adapters.config import AdapterConfig
@@ -157,6 +158,25 @@ class RunConfig:
         starts_from_base = adapter.can_disable and not (adapter.trained or adapter.resume)
         return self.objective.reference_objective is not None and starts_from_base
 
+    @cached_property
+    def applied_compile(self) -> Compile:
+        """Compilation that is applied: ``compile`` with ``auto`` resolved.
+
+        ``auto`` is ``block`` on CUDA if all parts of the run support it, else ``none``.
+        """
+        if self.compile.scope is not CompileScope.auto:
+            return self.compile
+        parts = (self.objective, self.quantization, self.memory, self.parallelism)
+        compiles = self.hardware.device is DeviceKind.cuda and all(
+            part.supports_compile for part in parts
+        )
+        return replace(self.compile, scope=CompileScope.block if compiles else CompileScope.none)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or each of its blocks, is compiled."""
+        return self.applied_compile.scope is not CompileScope.none
+
     @property
     def cuda_compile(self) -> Compile | None:
         """Config by which parts outside of the model are compiled as well; None: they are not.
@@ -164,7 +184,7 @@ class RunConfig:
         They are on CUDA, if the model is compiled.
         """
         on_cuda = self.hardware.device is DeviceKind.cuda
-        return self.compile if on_cuda and self.compile.scope is not CompileScope.none else None
+        return self.applied_compile if on_cuda and self.is_compiled else None
 
     @property
     def loss_compile(self) -> Compile | None:
@@ -187,7 +207,7 @@ class RunConfig:
             and self.objective.is_scalar
             and self.parallelism.backward_follows_forward
             and self.precision.compute is not FloatFormat.fp16
-            and self.compile.scope is not CompileScope.whole
+            and self.applied_compile.scope is not CompileScope.whole
         )
 
     @property
@@ -276,9 +296,21 @@ class RunConfig:
         parallelism, adapter = self.parallelism.resolve(devices), self.adapter.resolve()
         return replace(self, hardware=hardware, parallelism=parallelism, adapter=adapter)
 
+    @property
+    def applied_choices(self) -> dict[str, str]:
+        """``choices``, with the compilation that is applied instead of ``auto``."""
+        choices = dict(self.choices)
+        if "compile" in choices and self.compile.scope is CompileScope.auto:
+            choices["compile"] = self.applied_compile.scope.value
+        return choices
+
     def as_dict(self) -> dict[str, object]:
-        """Convert the run to nested dicts and lists, each config with its ``_target_``."""
-        plain = _plain(self)
+        """Convert the run to nested dicts and lists, each config with its ``_target_``.
+
+        ``compile`` is the compilation that is applied.
+        """
+        applied = replace(self, compile=self.applied_compile, choices=self.applied_choices)
+        plain = _plain(applied)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
 

@@ -13,6 +13,8 @@ from scalewise.registry import register_option
 class CompileScope(StrEnum):
     """Unit that is compiled."""
 
+    auto = "auto"
+    """``block`` on CUDA where the other options of the run support it, else ``none``."""
     none = "none"
     """No compilation: eager mode."""
     block = "block"

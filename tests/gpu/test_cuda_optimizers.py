@@ -9,7 +9,10 @@ from scalewise.hardware import DeviceKind
 
 pytestmark = pytest.mark.gpu
 
-SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
+SMOKE = (
+    *("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null"),
+    "compile=none",  # compilation takes longer than these runs
+)
 
 
 @pytest.mark.parametrize(

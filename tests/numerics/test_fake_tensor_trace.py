@@ -86,12 +86,16 @@ def test_trace_of_a_shallow_model_predicts_the_deep_one(
     assert trace_run(run).peak == pytest.approx(trace_run(run, full_depth=True).peak, rel=0.02)
 
 
+def test_compiled_run_is_traced_in_eager_mode(run_of: Compose) -> None:
+    eager, compiled = (trace_run(run_of(MIXED, f"compile={scope}")) for scope in ("none", "block"))
+    assert compiled.peak == eager.peak
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (("parallelism=ddp", "parallelism.replicas=8"), "ddp requires real memory"),
         (("parallelism=deepspeed_zero3",), "deepspeed requires real memory"),
-        (("compile=block",), "the fusion of torch.compile"),
         (("precision=fp16_mixed",), "CPU operators, which do not support fp16"),
         ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "offloading copies real memory"),
     ],

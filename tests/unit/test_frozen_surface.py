@@ -113,7 +113,7 @@ def test_groups_and_options_are_frozen() -> None:
             "none",
             "offload_activations",
         ],
-        "compile": ["block", "none", "whole"],
+        "compile": ["auto", "block", "none", "whole"],
         "trainer": ["default"],
         "checkpoint": ["default", "none"],
         "tracking": ["none", "wandb"],

@@ -204,7 +204,8 @@ def _load_cuda_operators(run: RunConfig) -> None:
 def _with_trace(plan: Plan) -> Plan:
     """Return the plan with the traced peak; print the reason if the run cannot be traced.
 
-    If a trace for CUDA runs CPU operators, the analytic model adds the difference.
+    If a trace runs CPU operators for CUDA, or a compiled run in eager mode, the analytic model adds
+    the difference.
     """
     _load_cuda_operators(plan.run)
     from scalewise.tracing import step_trace  # imports torch
@@ -214,6 +215,10 @@ def _with_trace(plan: Plan) -> Plan:
         return plan
     with plain_console.get_console().status("tracing"):
         trace = step_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
+    if plan.run.is_compiled:
+        print_lines(
+            "The trace runs in eager mode; the analytic model adds the effect of torch.compile"
+        )
     traced_run = step_trace.with_traced_operators(plan.run)
     predicted_peak = peak_memory.worst_rank_breakdown(traced_run).peak
     show_plan.print_trace(trace, predicted_peak)

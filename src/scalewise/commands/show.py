@@ -19,6 +19,7 @@ from scalewise.planner.auto_settings import MicroBatchChoice
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.run_files import read_json
+from scalewise.torch_compile import CompileScope
 from scalewise.tracking import tables
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.units import format_bytes, format_count, format_seconds
@@ -55,6 +56,8 @@ def print_heading(job_spec: JobSpec) -> None:
     )
     if run.precision.compute is FloatFormat.bf16 and run.hardware.emulates_bf16:
         print_lines("Slow: this CPU has no bf16 instructions; set precision=fp32")
+    if run.compile.scope is CompileScope.auto and run.is_compiled:
+        print_lines("compile=auto: block; the first steps compile the blocks")
 
 
 def print_auto_choices(

@@ -18,6 +18,7 @@ from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
 from scalewise.planner.step_time import step_part_title
 from scalewise.run_config import RunConfig
+from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 from scalewise.typed_override import command_line, replace_overrides
 from scalewise.units import (
@@ -81,6 +82,8 @@ def print_plan(plan: Plan) -> None:
             f"({format_bytes(lowest)} to {format_bytes(highest)})"
         )
     console.print(peak, soft_wrap=True)
+    if run.compile.scope is CompileScope.auto and run.hardware.device is DeviceKind.cuda:
+        console.print(f"compile=auto: {run.applied_compile.scope}")
     if plan.overrides:
         key = (
             f"{MICRO_BATCH_KEY}={AUTO}"

@@ -11,6 +11,7 @@ from scalewise.config.hydra_policy import hydra_session
 from scalewise.config.parse import compose_unresolved, parse_run
 from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
+from scalewise.torch_compile import CompileScope
 
 
 def compose(overrides: Iterable[str] = (), *, check_machine: bool = True) -> RunConfig:
@@ -87,6 +88,8 @@ def changed_from_defaults(run: RunConfig) -> list[dict[str, object]]:
     defaults = _option_defaults(tuple(builtin.items()))
     current = flatten(run.as_dict())
     skipped = ("choices.", "overrides", "name", "hardware.", *user_prefixes)
+    if run.compile.scope is CompileScope.auto:  # its value depends on other options
+        skipped += ("compile.scope",)
     changes += [
         {"key": key, "default": defaults.get(key), "value": value}
         for key, value in current.items()

@@ -263,7 +263,7 @@ def _write_first_status(
         name=run.name,
         question=run.question,
         command=job_spec.command,
-        choices=dict(run.choices),
+        choices=run.applied_choices,
         overrides=run.overrides,
         varied=dict(job_spec.varied),
         changed=tuple(job_spec.changed),

@@ -39,6 +39,8 @@ class ObjectiveConfig:
     """Whether the model inputs are images."""
     is_scalar: ClassVar[bool] = False
     """Whether ``sum_over_tokens`` returns a scalar."""
+    supports_compile: ClassVar[bool] = True
+    """Whether the blocks of its models can be compiled."""
     trace_only: ClassVar[bool] = False
     """Whether only a trace can plan the run, not the analytic memory and time models."""
     model_kind: ClassVar[str] = ""
@@ -103,6 +105,7 @@ class Seq2Seq(CausalLM):
     """
 
     needs_encoder_decoder = True
+    supports_compile = False
     trace_only = True
     model_kind = "encoder-decoder models"
 
@@ -247,6 +250,7 @@ class UserModule(ObjectiveConfig):
     """Name under which the module logs its validation loss."""
 
     is_user_defined = True
+    supports_compile = False
     trace_only = True
 
     def validate(self) -> Iterator[ConfigIssue]:

@@ -30,6 +30,11 @@ class ParallelismConfig(ABC):
     """Whether the optimizer updates chunks of one flat parameter vector."""
 
     @property
+    def supports_compile(self) -> bool:
+        """Whether blocks can be compiled on CUDA."""
+        return True
+
+    @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are complete only after the backward pass."""
         return True

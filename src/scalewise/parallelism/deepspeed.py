@@ -77,6 +77,11 @@ class DeepSpeedConfig(ParallelismConfig):
         return ranks, min(ranks, devices_per_node or ranks)
 
     @property
+    def supports_compile(self) -> bool:
+        """Whether parameters stay unsharded: torch cannot trace the hooks of stage 3."""
+        return self.stage < 3
+
+    @property
     def backward_follows_forward(self) -> bool:
         """Whether parameters stay gathered between forward and backward, as before stage 3."""
         return self.stage < 3

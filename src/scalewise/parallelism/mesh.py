@@ -169,10 +169,19 @@ class MeshConfig(ParallelismConfig):
         return self.pipeline_micro_batches or self.num_stages
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes the gradients of inputs and of weights apart."""
+        return self.sizes.get("pipeline", 1) > 1 and self.pipeline_schedule.splits_backward
+
+    @property
+    def supports_compile(self) -> bool:
+        """Whether backward is not split: compiled code computes all gradients at once."""
+        return not self.splits_backward
+
+    @property
     def unmodeled_memory(self) -> str:
         """Memory that a schedule with split backward keeps for weight gradients."""
-        split = self.sizes.get("pipeline", 1) > 1 and self.pipeline_schedule.splits_backward
-        return "tensors kept for deferred weight gradients" * split
+        return "tensors kept for deferred weight gradients" * self.splits_backward
 
     def resolve(self, devices: int | None) -> Self:
         """Return the config with the ``auto`` size filled in."""

@@ -19,7 +19,6 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.rank_partition import RankStages, partition_of
 from scalewise.precision.config import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 
 
 @dataclass(frozen=True)
@@ -349,7 +348,7 @@ def forward_spec(
         fake_quantized_layers=run.quantization.fake_quantized_layers(run.model),
         quantization_group=run.quantization.group,
         rounds_inputs=run.quantization.rounds_inputs,
-        is_compiled=run.compile.scope is not CompileScope.none,
+        is_compiled=run.is_compiled,
         is_loss_compiled=run.loss_compile is not None,
     )
 

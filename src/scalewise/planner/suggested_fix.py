@@ -140,7 +140,7 @@ def _memory_changes(run: RunConfig) -> Iterator[RunChange]:
     for recompute, cost in costs.items():
         if order.index(recompute) > lowest_index:
             yield _checkpointing_change(FixedCheckpointing(recompute), cost)
-    if not run.memory.offload and run.compile.scope is CompileScope.none:
+    if not run.memory.offload and run.compile.scope in (CompileScope.auto, CompileScope.none):
         yield _checkpointing_change(FixedCheckpointing(Recompute.full, offload=True), 5)
     if run.checkpoint.background:
         checkpoint = replace(run.checkpoint, background=False)

@@ -35,6 +35,8 @@ class QuantizationConfig:
     """Elements of a row per scale, with fake quantization."""
     rounds_inputs: bool = False
     """Whether inputs of fake-quantized matmuls are rounded as well."""
+    supports_compile: ClassVar[bool] = True
+    """Whether blocks with the quantized layers can be compiled."""
     implementation: ClassVar[str] = ""
     """Module that registers the builders of ``quantization.build``."""
     package: ClassVar[str] = ""
@@ -117,6 +119,7 @@ class BitsAndBytesConfig(QuantizationConfig):
 
     implementation = "scalewise.quantization.packed_linear"
     package = requirement = "bitsandbytes"
+    supports_compile = False
 
     def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Names, within a block, of all linear layers."""

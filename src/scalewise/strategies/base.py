@@ -103,7 +103,7 @@ class ParallelStrategy(Strategy):
             compile_config=run.loss_compile,
         )
         apply_checkpointing(run.memory, module, all_layers)
-        compile_module(run.compile, module)
+        compile_module(run.applied_compile, module)
         return module
 
     def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:

@@ -98,7 +98,7 @@ def build_sharded(
     apply_checkpointing(run.memory, module, stage)
 
     # Before FSDP, whose hooks would break the graph of a block.
-    compile_module(run.compile, module)
+    compile_module(run.applied_compile, module)
 
     if spec.uses_fsdp:
         shard_blocks(module, module.layers(), run, rank_mesh)

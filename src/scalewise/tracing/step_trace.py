@@ -112,8 +112,6 @@ def rejection_reason(run: RunConfig) -> str | None:
         return "offloading copies real memory"
     if run.precision.compute is FloatFormat.fp16 and not loaded_fake_cuda():
         return "a trace runs CPU operators, which do not support fp16"
-    if run.compile.scope is not CompileScope.none:
-        return "a trace does not include the fusion of torch.compile"
     return None
 
 
@@ -162,7 +160,7 @@ def _extrapolate_layers(shallow: PhaseBytes, deep: PhaseBytes, extra_layers: flo
 
 
 def with_traced_operators(run: RunConfig) -> RunConfig:
-    """Run on the device whose operators a trace runs.
+    """Eager run on the device whose operators a trace runs.
 
     That is the CPU for a run on CUDA, unless this process has loaded a fake CUDA device, on which
     bitsandbytes has no kernels. Attention on the CPU saves the same tensors for backward as fused
@@ -170,13 +168,18 @@ def with_traced_operators(run: RunConfig) -> RunConfig:
     """
     is_traceable = not isinstance(run.quantization, BitsAndBytesConfig)
     if run.hardware.device is DeviceKind.cuda and loaded_fake_cuda() and is_traceable:
-        return run
+        return _without_compile(run)
     return with_cpu_operators(run)
 
 
 def with_cpu_operators(run: RunConfig) -> RunConfig:
-    """Run with CPU operators."""
-    return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
+    """Eager run with CPU operators."""
+    hardware = replace(run.hardware, device=DeviceKind.cpu)
+    return _without_compile(replace(run, hardware=hardware))
+
+
+def _without_compile(run: RunConfig) -> RunConfig:
+    return replace(run, compile=replace(run.compile, scope=CompileScope.none))
 
 
 def _trace_step(

@@ -14,7 +14,6 @@ from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override
 
 UNSUPPORTED = "is not supported for Hugging Face models"
@@ -89,7 +88,7 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
         yield ConfigIssue("memory.offload", True, reason, "set memory=checkpoint_full")
     if run.optimizer.in_backward:
         yield ConfigIssue("optimizer.in_backward", True, reason, "set optimizer.in_backward=false")
-    if run.compile.scope is not CompileScope.none:
+    if run.is_compiled:
         option = run.option("compile")
         yield ConfigIssue("compile", option, reason, "set compile=none")
     if run.quantization.packed_layers(model) or run.quantization.fake_quantized_layers(model):

@@ -22,7 +22,6 @@ from scalewise.objectives.config import SetByModule
 from scalewise.precision import FloatFormat
 from scalewise.quantization.config import NoQuantizationConfig
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY, TrainerConfig
 from scalewise.typed_override import format_override
 
@@ -191,7 +190,7 @@ def _module_group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         ("adapter", not isinstance(run.adapter, NoAdapterConfig)),
         ("quantization", not isinstance(run.quantization, NoQuantizationConfig)),
         ("memory", recompute is not Recompute.nothing or run.memory.offload),
-        ("compile", run.compile.scope is not CompileScope.none),
+        ("compile", run.is_compiled),
     ):
         if is_set:
             reason = "is not supported with a user-defined module, which scalewise does not modify"

@@ -18,7 +18,6 @@ from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 
 
 @singledispatch
@@ -54,7 +53,7 @@ def _ddp_issues(parallelism: DDPConfig, run: RunConfig) -> Iterator[ConfigIssue]
 def _deepspeed_issues(parallelism: DeepSpeedConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield an issue for each part of ``run`` that DeepSpeed does not support."""
     yield from _optimizer_issues(parallelism, run)
-    if parallelism.stage == 3 and run.compile.scope is not CompileScope.none:
+    if run.is_compiled and not parallelism.supports_compile:
         yield ConfigIssue(
             "compile.scope",
             run.compile.scope.value,
@@ -157,7 +156,7 @@ def _mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if mesh.cpu_offload and not sharded:
         reason = "offloads sharded parameters, and no axis shards them"
         yield ConfigIssue("parallelism.cpu_offload", True, reason, "set parallelism.shards=2")
-    if sizes["tensor"] > 1 and on_cpu and run.compile.scope is not CompileScope.none:
+    if sizes["tensor"] > 1 and on_cpu and run.is_compiled:
         yield ConfigIssue(
             "compile.scope",
             run.compile.scope.value,
@@ -269,14 +268,14 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
             f"set trainer.micro_batch={mesh.num_pipeline_micro_batches}",
         )
     selective = Recompute.selective in run.memory.count_by_recompute(run.model.layers)
-    if selective and mesh.pipeline_schedule.splits_backward:
+    if selective and mesh.splits_backward:
         yield ConfigIssue(
             "memory.recompute",
             "selective",
             f"saves outputs for one backward pass, and {mesh.pipeline_schedule.name} runs two",
             "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
-    if run.compile.scope is not CompileScope.none and mesh.pipeline_schedule.splits_backward:
+    if run.is_compiled and not mesh.supports_compile:
         yield ConfigIssue(
             "compile.scope",
             run.compile.scope.value,

@@ -16,7 +16,6 @@ from scalewise.precision import FloatFormat, Precision
 from scalewise.precision.config import DIM_MULTIPLE, Float8
 from scalewise.quantization.config import BitsAndBytesConfig, QATInt4Config, QuantizationConfig
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 from scalewise.typed_override import format_override
 
 
@@ -88,7 +87,7 @@ def _packing_issues(quantization: BitsAndBytesConfig, run: RunConfig) -> Iterato
         option = run.option("parallelism")
         reason = f"casts the parameters that quantization={name} packs"
         yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
-    if run.compile.scope is not CompileScope.none:
+    if run.is_compiled:
         reason = f"is not supported with bitsandbytes, which unpacks for quantization={name}"
         yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
 

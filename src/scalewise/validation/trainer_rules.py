@@ -14,7 +14,6 @@ from scalewise.optimizers.config import ScheduleFreeConfig
 from scalewise.plan_config import PlanSearch
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
 
 
@@ -82,7 +81,7 @@ def _fixed_checkpointing_issues(
     memory: FixedCheckpointing, run: RunConfig
 ) -> Iterator[ConfigIssue]:
     """Yield an issue if blocks are compiled: their saved tensors cannot be offloaded."""
-    if memory.offload and run.compile.scope is not CompileScope.none:
+    if run.is_compiled and not memory.supports_compile:
         reason = "is not supported with compiled blocks"
         yield ConfigIssue("memory.offload", True, reason, "set compile=none")
 

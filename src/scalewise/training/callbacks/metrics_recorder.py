@@ -18,7 +18,6 @@ from scalewise.metric_names import STEP_PHASES
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
-from scalewise.torch_compile import CompileScope
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3
@@ -86,14 +85,10 @@ class MetricsRecorder(Callback):
                 pl_module.device,
                 buffers,
                 averages=averages,
-                compiled=self._is_compiled,
+                compiled=self.run.is_compiled,
             )
             self._probe.start()
         self.timer.mark(self._forward_phase)
-
-    @property
-    def _is_compiled(self) -> bool:
-        return self.run.compile.scope is not CompileScope.none
 
     def _can_measure(self, trainer: Trainer) -> bool:
         """Whether memory can be measured.
@@ -101,7 +96,7 @@ class MetricsRecorder(Callback):
         A compiled model on the CPU is measured by torch's profiler. A process can have only one
         profiler, which may crash when threads of gloo run.
         """
-        if not self._is_compiled or self.run.hardware.device is not DeviceKind.cpu:
+        if not self.run.is_compiled or self.run.hardware.device is not DeviceKind.cpu:
             return True
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         profiled = any(isinstance(each, ProfilerArgs) for each in callbacks)
