@@ -32,13 +32,18 @@ def paired_ratio(times: Sequence[float], baseline_times: Sequence[float]) -> Pai
     Each time is divided by the mean of its two neighbors, so that changes in the speed of the
     machine cancel. The interval uses order statistics and assumes no distribution.
     """
-    ratios = sorted(
+    ratios = [
         time / mean for time, mean in zip(times, _neighbor_means(baseline_times), strict=True)
-    )
-    count = len(ratios)
+    ]
+    return PairedRatio(*order_interval(ratios), len(ratios))
+
+
+def order_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median of values and its 95% confidence interval by order statistics."""
+    ordered, count = sorted(values), len(values)
     half_width = NORMAL_QUANTILE * sqrt(count) / 2
     low, high = int(count / 2 - half_width), int(count / 2 + half_width)
-    return PairedRatio(median(ratios), ratios[max(low, 0)], ratios[min(high, count - 1)], count)
+    return median(ordered), ordered[max(low, 0)], ordered[min(high, count - 1)]
 
 
 def neighbor_excess(times: Sequence[float], baseline_times: Sequence[float]) -> list[float]:

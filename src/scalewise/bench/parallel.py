@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,24 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalewise.bench import options, paired_ratio, ranks
-from scalewise.bench.baseline_loop import InterleavedLoader
+from scalewise.bench import options, ranks
+from scalewise.bench.interleaved import compare_loops, measure_steps
 from scalewise.console import print_lines
-from scalewise.data.dataloader import BatchShare, TrainLoader
-from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
-from scalewise.run_files import MetricsFile, read_json, write_json
-from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
-from scalewise.training.device_setup import RankInfo, set_device
-from scalewise.training.lightning_module import TrainingModule
-from scalewise.training.trainer import build_trainer, silence_lightning
+from scalewise.run_files import read_json, write_json
+from scalewise.training.device_setup import RankInfo
 from scalewise.units import format_seconds
-
-WARM_UP_STEPS = 4
-"""Steps of each loop that are not counted; the trainer measures memory in the third."""
 
 LAUNCHES = 5
 BOUND = 1.03
@@ -71,17 +63,11 @@ def measure(
 ) -> dict[str, object]:
     """Measure step times, their ratio with a confidence interval, and launch times."""
     for run in runs.values():
-        _check_options(run)
+        check_options(run)
     print_lines(f"{'':<6}{'scalewise':>10}{'baseline':>10}   ratio (95% interval)    noise ratio")
     results: dict[str, object] = {}
     for name, run in runs.items():
-        run = replace(
-            run, trainer=replace(run.trainer, max_steps=WARM_UP_STEPS + options.pairs + 1)
-        )
-        ranks.run_ranks(partial(_measure_rank, run, folder), run.world_size, folder)
-        times: Any = read_json(folder / _TIMES)
-        (folder / _TIMES).unlink()
-        results[name] = result = _compare_loops(times)
+        results[name] = result = compare_loops(measure_ranks(run, folder, options.pairs))
         print_lines(
             f"{name:<6}{format_seconds(result['suite_s']):>10}"
             f"{format_seconds(result['hand_s']):>10}"
@@ -105,7 +91,16 @@ def measure(
     }
 
 
-def _check_options(run: RunConfig) -> None:
+def measure_ranks(run: RunConfig, folder: Path, pairs: int) -> dict[str, Any]:
+    """Step times of a run with several ranks and of hand-written loops; see ``measure_steps``."""
+    ranks.run_ranks(partial(_measure_rank, run, folder, pairs), run.world_size, folder)
+    times = read_json(folder / _TIMES)
+    (folder / _TIMES).unlink()
+    return times
+
+
+def check_options(run: RunConfig) -> None:
+    """Raise ``ConfigError`` for runs that the hand-written loops do not support."""
     on_cuda = run.hardware.device is DeviceKind.cuda
     machine = this_machine()
     gpus = len(machine.gpus) if on_cuda else None
@@ -120,21 +115,6 @@ def _check_options(run: RunConfig) -> None:
         issues.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, "leave it out"))
     if issues:
         raise ConfigError(issues)
-
-
-def _compare_loops(times: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratios of the step times of the trainer and the hand-written loops."""
-    wall, cpu = times["wall"], times["cpu"]
-    baseline, trainer = wall["hand"], wall["suite"]
-    return {
-        "suite_s": median(trainer),
-        "hand_s": median(baseline),
-        "extra_s": median(paired_ratio.neighbor_excess(trainer, baseline)),
-        "ratio": asdict(paired_ratio.paired_ratio(trainer, baseline)),
-        "self_check": asdict(paired_ratio.paired_ratio(wall["twin"], baseline)),
-        "cpu_ratio": asdict(paired_ratio.paired_ratio(cpu["suite"], cpu["hand"])),
-        "loss": times["loss"],
-    }
 
 
 def _ratio_text(ratio: Mapping[str, float]) -> str:
@@ -156,33 +136,16 @@ def _write_start_time(folder: Path) -> None:
     (folder / f".started-{os.environ['RANK']}").write_text(str(now), "utf-8")
 
 
-def _measure_rank(run: RunConfig, folder: Path) -> None:
+def _measure_rank(run: RunConfig, folder: Path, pairs: int) -> None:
     """Train in one rank, interleaved with the hand-written loops; rank 0 writes the times."""
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     rank_info = RankInfo(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
-    set_device(run, rank_info)
     on_cuda = run.hardware.device is DeviceKind.cuda
-    device = torch.device("cuda", local) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(local)
     dist.init_process_group("nccl" if on_cuda else "gloo")
-    splits = prepare_splits(run.data, run.model.vocabulary, run.seed)
-    steps = run.num_steps(len(splits.train))
-    batch_share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
-
-    def build_loader() -> TrainLoader:
-        return TrainLoader(
-            splits.train, batch_share, seed=run.seed, steps=steps + 1, start=0, pin_memory=on_cuda
-        )
-
-    module, recorder = TrainingModule(run, steps), MetricsRecorder(run, 0, [])
+    times = measure_steps(run, folder, rank_info, pairs)
     if rank == 0:
-        recorder.sinks.append(MetricsFile(folder / ".metrics.csv").append)
-    interleaved = InterleavedLoader(run, steps, build_loader, device)
-    with silence_lightning():
-        build_trainer(run, folder, rank_info, steps, recorder).fit(module, interleaved)
-    wall, cpu = interleaved.gather_times(WARM_UP_STEPS)
-    losses = {"suite": module.last_loss.item(), "hand": interleaved.baseline.loss.item()}
-    if rank == 0:
-        (folder / ".metrics.csv").unlink()
-        write_json(folder / _TIMES, {"wall": wall, "cpu": cpu, "loss": losses})
+        write_json(folder / _TIMES, times)
     dist.barrier()
     dist.destroy_process_group()

@@ -208,6 +208,7 @@ PARAGRAPHS = {
     "memory_accuracy": memory_figures,
     "planned": planner_figures,
     "gpu": suite_table.gpu_section,
+    "comparison": suite_table.comparison_section,
 }
 """Functions that write the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 

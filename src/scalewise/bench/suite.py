@@ -195,7 +195,8 @@ def _is_recorded(
     entry: Entry, overrides: Sequence[str], environment: Entry, options: SuiteOptions
 ) -> bool:
     """Whether the recorded entry of a case makes its measurement unnecessary."""
-    if options.rerun or entry.get("overrides") != overrides:
+    is_noisy = entry.get("status") == "noisy"
+    if options.rerun or is_noisy or entry.get("overrides") != overrides:
         return False
     if not options.changed and entry["status"] == "ok":
         return True

@@ -14,8 +14,6 @@ from scalewise.units import format_bytes, format_seconds
 Entries = Mapping[str, Mapping[str, Any]]
 """Entries of a suite's record by case."""
 
-GPU_RECORD = "gpu.json"
-
 
 @dataclass(frozen=True)
 class Aim:
@@ -92,6 +90,28 @@ def _training_cells(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def figure_table(entries: Entries) -> list[str]:
+    """Table of figures with their 95 % intervals and self-checks."""
+    rows = [(name, *_figure_cells(entry)) for name, entry in entries.items()]
+    return list(markdown_table(("case", "figure", "95 % interval", "", "self-check"), rows))
+
+
+def _figure_cells(entry: Mapping[str, Any]) -> list[str]:
+    if "figure" not in entry:
+        return [str(entry["status"]).replace("_", " "), MISSING, MISSING, MISSING]
+    check = entry.get("self_check")
+    return [
+        _short(entry["figure"]),
+        f"{_short(entry['low'])} to {_short(entry['high'])}",
+        entry["unit"],
+        MISSING if check is None else f"{check:.3f}" + " (noisy)" * (entry["status"] == "noisy"),
+    ]
+
+
+def _short(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3f}"
+
+
 def aims_table(aims: Sequence[Mapping[str, Any]]) -> list[str]:
     """Table of aims with their figures."""
     rows = [
@@ -107,19 +127,25 @@ def aims_table(aims: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def gpu_section(records: Path) -> str:
-    """Tables of all GPU records, or how to write one."""
-    files = sorted(records.glob(f"*/{GPU_RECORD}"))
-    if not files:
-        return "No GPU record exists yet: `scalewise bench gpu` writes one."
+    """Tables of all records of ``bench gpu``, or how to write one."""
+    return _section(records, "gpu", training_table)
+
+
+def comparison_section(records: Path) -> str:
+    """Tables of all records of ``bench all``, or how to write one."""
+    return _section(records, "all", figure_table)
+
+
+def _section(records: Path, name: str, table: Callable[[Entries], list[str]]) -> str:
     sections = []
-    for path in files:
+    for path in sorted(records.glob(f"*/{name}.json")):
         record = json.loads(path.read_text("utf-8"))
         entries = record["cases"]
-        devices = ", ".join(sorted({entry["device"] for entry in entries.values()}))
-        versions = ", ".join(sorted({entry["torch"] for entry in entries.values()}))
-        sections += [
-            f"{devices}, torch {versions}, {record['date'][:10]}:",
-            *("", *training_table(entries), ""),
-            *(*aims_table(record["aims"]), ""),
-        ]
-    return "\n".join(sections[:-1])
+        devices, versions = (
+            ", ".join(sorted({entry[key] for entry in entries.values()}))
+            for key in ("device", "torch")
+        )
+        heading = f"{devices}, torch {versions}, {record['date'][:10]}:"
+        tables = (*table(entries), "", *aims_table(record["aims"]))
+        sections.append("\n".join((heading, "", *tables)))
+    return "\n\n".join(sections) or f"No record exists yet: `scalewise bench {name}` writes one."

@@ -74,11 +74,7 @@ def measure(
     processes.start_forkserver(run.imports)
     processes.await_forkserver()
     forkserver_s = time.perf_counter() - start
-    _warm_overhead(run, folder / "warm" / "first")  # warm-up: prepares data, imports packages
-    fresh, warm = [_fresh_overhead(run, folder / "fresh" / "0")], []
-    for number in range(1, options.pairs + 1):
-        warm.append(_warm_overhead(run, folder / "warm" / str(number)))
-        fresh.append(_fresh_overhead(run, folder / "fresh" / str(number)))
+    warm, fresh = measure_overheads(run, options.pairs, folder)
     warm_s, fresh_s = ([overhead.job for overhead in each] for each in (warm, fresh))
     ratio = paired_ratio.paired_ratio(warm_s, fresh_s)
     ratio_with_report = paired_ratio.paired_ratio(
@@ -100,6 +96,18 @@ def measure(
         "ratio_with_report": asdict(ratio_with_report),
         "nursery_s": forkserver_s,
     }
+
+
+def measure_overheads(
+    run: RunConfig, pairs: int, folder: Path
+) -> tuple[list[JobOverhead], list[JobOverhead]]:
+    """Overheads of jobs of a sweep, and of one more fresh processes, measured in turn."""
+    _warm_overhead(run, folder / "warm" / "first")  # warm-up: prepares data, imports packages
+    fresh, warm = [_fresh_overhead(run, folder / "fresh" / "0")], []
+    for number in range(1, pairs + 1):
+        warm.append(_warm_overhead(run, folder / "warm" / str(number)))
+        fresh.append(_fresh_overhead(run, folder / "fresh" / str(number)))
+    return warm, fresh
 
 
 def _warm_overhead(run: RunConfig, folder: Path) -> JobOverhead:

@@ -22,6 +22,7 @@ from scalewise.run_files import read_json
 from scalewise.typed_override import command_line
 
 BENCHMARKS = {
+    "all": "cpu_cases",
     "collectives": "collectives",
     "gpu": "gpu_cases",
     "ledger": "memory_accuracy",

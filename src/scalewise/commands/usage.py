@@ -103,6 +103,7 @@ FORMS: dict[str, Rows] = {
         ("... tracking.project=NAME", "in another project; tracking.entity=NAME: of a team"),
     ),
     "bench": (
+        ("scalewise bench all", "overhead, steps, start-up, components and scaling; 25 minutes"),
         ("scalewise bench collectives", "latency and bandwidth of each collective"),
         ("scalewise bench gpu", "MFU, memory and time next to the plan on one CUDA device"),
         ("... cases=mfu_1b/*,memory/* minutes=9", "some cases of a suite, within a time limit"),

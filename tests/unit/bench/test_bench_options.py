@@ -51,7 +51,7 @@ def test_bench_sizes_end_at_the_largest() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("", "no benchmark given; scalewise bench collectives"),
+        ("", "no benchmark given; scalewise bench all|collectives"),
         ("colective", "unknown benchmark 'colective'"),
         ("collectives -m", "-m is not supported"),
         ("collectives ranks=1", "ranks=1: must be 2 or more"),
