@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from scalewise.models.build import build_model
 from scalewise.models.decoder import state_dict_adapter
 from scalewise.optimizers.build import build_from_groups
 from scalewise.precision.config import FIRST_CAPABILITY
+from scalewise.run_config import RunConfig
 from scalewise.training.device_setup import device_cores
 
 pytestmark = pytest.mark.gpu
@@ -31,15 +33,20 @@ SMOKE_RUN = (
 )
 
 
+def train_metrics(run: RunConfig, folder: Path) -> dict[str, Any]:
+    """Metrics of a run, which must end without an error."""
+    result = scalewise.train(run, folder)
+    assert result.status == "ok", result.reason
+    return result.summary["metrics"]
+
+
 @pytest.mark.parametrize(
     "precision",
     ["fp32", "bf16_mixed", "bf16_true", "fp16_mixed", pytest.param("fp8", marks=needs_fp8)],
 )
 def test_cuda_run_trains_and_records_metrics(precision: str, tmp_path: Path) -> None:
     run = scalewise.compose([*SMOKE_RUN, f"precision={precision}"])
-    result = scalewise.train(run, tmp_path / "run")
-    metrics = result.summary["metrics"]
-    assert result.status == "ok", result.reason
+    metrics = train_metrics(run, tmp_path / "run")
     assert metrics["train/loss"] < metrics["train/loss_first"]
     assert metrics["memory/peak_bytes"] >= metrics["memory/parameters_bytes"]
     assert metrics["memory/activations_bytes"] > 0
@@ -57,8 +64,8 @@ def test_cuda_fp32_losses_equal_cpu_losses(tmp_path: Path) -> None:
     for hardware in ("cpu", "auto"):
         start_overrides = [f"model.weights={tmp_path / 'start'}", f"data.tokenizer={tokenizer}"]
         overrides = [*SMOKE_RUN, f"hardware={hardware}", *start_overrides]
-        summary = scalewise.train(scalewise.compose(overrides), tmp_path / hardware).summary
-        losses.append(summary["metrics"]["train/loss"])
+        metrics = train_metrics(scalewise.compose(overrides), tmp_path / hardware)
+        losses.append(metrics["train/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -96,34 +103,30 @@ def test_fsdp_on_a_mesh_of_one_rank_equals_single_device(
         ("parallelism=fsdp", "parallelism.one_rank_mesh=true"),
     ):
         run = scalewise.compose([*SMOKE_RUN, *overrides, *parallelism])
-        result = scalewise.train(run, tmp_path / parallelism[0])
-        assert result.status == "ok", result.reason
-        losses.append(result.summary["metrics"]["train/loss"])
+        losses.append(train_metrics(run, tmp_path / parallelism[0])["train/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:
     run = scalewise.compose(SMOKE_RUN)
-    metrics = scalewise.train(run, tmp_path / "run").summary["metrics"]
+    metrics = train_metrics(run, tmp_path / "run")
     weights = 4 * run.model.num_parameters
     assert metrics["memory/gradients_bytes"] == pytest.approx(weights, rel=0.02)
     assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * weights, rel=0.02)
 
 
 def test_activation_offload_changes_only_the_peak(tmp_path: Path) -> None:
-    summaries = {}
+    metrics = {}
     for memory in ("none", "offload_activations"):
         overrides = [*SMOKE_RUN, "precision=fp32", f"memory={memory}"]
-        summaries[memory] = scalewise.train(scalewise.compose(overrides), tmp_path / memory).summary
-    device_metrics, offload_metrics = (
-        summaries[memory]["metrics"] for memory in ("none", "offload_activations")
-    )
+        metrics[memory] = train_metrics(scalewise.compose(overrides), tmp_path / memory)
+    device_metrics, offload_metrics = metrics["none"], metrics["offload_activations"]
     assert offload_metrics["train/loss"] == pytest.approx(device_metrics["train/loss"], rel=1e-4)
     assert offload_metrics["memory/peak_bytes"] < device_metrics["memory/peak_bytes"]
 
 
 def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
-    summaries = {}
+    metrics = {}
     for offload in ("false", "true"):
         overrides = [
             *SMOKE_RUN,
@@ -131,10 +134,8 @@ def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
             f"optimizer.offload={offload}",
             "optimizer.fused=true",
         ]
-        summaries[offload] = scalewise.train(
-            scalewise.compose(overrides), tmp_path / offload
-        ).summary
-    device, host = (summaries[offload]["metrics"] for offload in ("false", "true"))
+        metrics[offload] = train_metrics(scalewise.compose(overrides), tmp_path / offload)
+    device, host = metrics["false"], metrics["true"]
     assert host["train/loss"] == pytest.approx(device["train/loss"], rel=1e-4)
     assert device["memory/peak_bytes"] - host["memory/peak_bytes"] == pytest.approx(
         device["memory/optimizer_bytes"], rel=0.1
@@ -144,11 +145,9 @@ def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:
 def test_paged_optimizer_changes_only_the_peak(tmp_path: Path) -> None:
     """State read from a checkpoint is paged again."""
     overrides = [*SMOKE_RUN, "precision=fp32", "checkpoint.every=2"]
-    default_metrics = scalewise.train(scalewise.compose(overrides), tmp_path / "plain").summary[
-        "metrics"
-    ]
+    default_metrics = train_metrics(scalewise.compose(overrides), tmp_path / "plain")
     run = scalewise.compose([*overrides, "optimizer=adamw_paged"])
-    paged = scalewise.train(run, tmp_path / "paged").summary["metrics"]
+    paged = train_metrics(run, tmp_path / "paged")
     assert paged["train/loss"] == pytest.approx(default_metrics["train/loss"], rel=1e-4)
     assert default_metrics["memory/peak_bytes"] - paged["memory/peak_bytes"] == pytest.approx(
         default_metrics["memory/optimizer_bytes"], rel=0.1
@@ -185,10 +184,12 @@ def test_cuda_attention_of_segments_equals_cpu(
         segments = AttentionSegments.from_lengths(
             lengths, key_lengths, torch.device(device), window
         )
-        leaves = [x.to(device, kind).requires_grad_() for x in tensors]
+        leaves = [x.clone().to(device, kind).requires_grad_() for x in tensors]
         attention = attend(*leaves, segments)
         attention.float().square().sum().backward()
-        outputs.append([x.cpu().float() for x in (attention, *(leaf.grad for leaf in leaves))])
+        outputs.append(
+            [x.detach().cpu().float() for x in (attention, *(leaf.grad for leaf in leaves))]
+        )
     for expected, actual in zip(*outputs, strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
@@ -254,10 +255,8 @@ def test_cuda_peak_memory_is_near_prediction(
     """The plan omits kernel workspaces, which are small compared with this model."""
     size = ("model=llama_160m", "data=synthetic", "data.sequence=1024", "trainer.micro_batch=8")
     shape = ("trainer.global_batch=8", "trainer.max_steps=3", "schedule.warmup_steps=1")
-    result = scalewise.train(
-        scalewise.compose([*SMOKE_RUN, *size, *shape, *case_overrides]), tmp_path / "run"
-    )
-    metrics = result.summary["metrics"]
+    run = scalewise.compose([*SMOKE_RUN, *size, *shape, *case_overrides])
+    metrics = train_metrics(run, tmp_path / "run")
     assert metrics["plan/peak_bytes"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.1)
 
 

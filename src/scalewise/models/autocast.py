@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_DEVICE_TYPES = ("cpu", "cuda")
+"""Devices with autocast; meta tensors have none, and torch 2.11 cannot compile a query for it."""
+
 
 def uses_autocast(x: Tensor) -> bool:
     """Whether autocast is enabled for the device of ``x``."""
     device_type = x.device.type
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return device_type in _DEVICE_TYPES and torch.is_autocast_enabled(device_type)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.model import RMSNorm
 
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
@@ -72,3 +73,12 @@ def test_norm_without_autocast_equals_that_of_torch() -> None:
     weight = cast(Tensor, norm.weight)
     expected = nn.functional.rms_norm(x, (LLAMA.width,), weight, LLAMA.norm_epsilon)
     assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_norm_compiles_without_graph_breaks(enabled: bool) -> None:
+    """A graph break at each norm leaves most of a compiled block to eager kernels."""
+    norm = torch.compile(RMSNorm(8), backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        assert norm(torch.ones(2, 8)).dtype is torch.float32
+    torch.compiler.reset()
