@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scalewise.bench.suite import Suite, SuiteOptions
-from scalewise.bench.suite_table import Aim, Entries, training_table
+from scalewise.bench.component_cases import CheckpointCase
+from scalewise.bench.suite import Case, Suite, SuiteOptions
+from scalewise.bench.suite_table import Aim, Entries, gpu_table
 from scalewise.bench.training_case import TrainingCase
 from scalewise.hardware import DeviceKind
 
@@ -40,56 +41,60 @@ _QLORA_7B = (
     *("model=openllama_7b", "data.sequence=1024", "trainer.micro_batch=2", "trainer.max_steps=7"),
     *(_LORA, _NF4, _FULL),
 )
+_SAVED = (*_BASE, "model=llama_160m", "data.sequence=2048", _MIXED)
+"""Run whose weights and optimizer state are saved, of 1.9 GB."""
 
 
 def _case(name: str, seconds: float, *overrides: str) -> TrainingCase:
     return TrainingCase(name, seconds, (*_BASE, *overrides))
 
 
-CASES = (
-    _case("mfu_1b/eager", 30, *_MFU_1B, _MIXED),
-    _case("mfu_1b/eager_bf16_true", 15, *_MFU_1B, _BF16),
-    _case("mfu_1b/block", 35, *_MFU_1B, _MIXED, _BLOCK),
-    _case("mfu_1b/block_chunk", 35, *_MFU_1B, _MIXED, _BLOCK, "objective.loss_chunk=4096"),
-    _case("mfu_1b/block_16", 35, *_MFU_1B, _MIXED, _BLOCK, "trainer.micro_batch=16"),
-    _case("mfu_1b/fp8", 45, *_MFU_1B, "precision=fp8", _BLOCK),
-    _case("mfu_1b/whole", 90, *_MFU_1B, _MIXED, _WHOLE),
-    _case("mfu_8b/block_1", 35, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=1"),
-    _case("mfu_8b/block_2", 35, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=2"),
-    _case("mfu_8b/block_4", 35, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=4"),
-    _case("mfu_8b/block_8", 40, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=8"),
-    _case("mfu_8b/fp8_4", 45, *_MFU_8B, "precision=fp8", _BLOCK, "trainer.micro_batch=4"),
-    _case("memory/none", 12, *_MEMORY, _MIXED),
-    _case("memory/selective", 12, *_MEMORY, _MIXED, "memory=checkpoint_selective"),
-    _case("memory/full", 12, *_MEMORY, _MIXED, _FULL),
-    _case("memory/loss_chunk", 12, *_MEMORY, _MIXED, "objective.loss_chunk=1024"),
+CASES: tuple[Case, ...] = (
+    _case("mfu_1b/eager", 20, *_MFU_1B, _MIXED),
+    _case("mfu_1b/eager_bf16_true", 6, *_MFU_1B, _BF16),
+    _case("mfu_1b/block", 20, *_MFU_1B, _MIXED, _BLOCK),
+    _case("mfu_1b/block_chunk", 10, *_MFU_1B, _MIXED, _BLOCK, "objective.loss_chunk=4096"),
+    _case("mfu_1b/block_16", 17, *_MFU_1B, _MIXED, _BLOCK, "trainer.micro_batch=16"),
+    _case("mfu_1b/fp8", 27, *_MFU_1B, "precision=fp8", _BLOCK),
+    _case("mfu_1b/whole", 20, *_MFU_1B, _MIXED, _WHOLE),
+    _case("mfu_8b/block_1", 25, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=1"),
+    _case("mfu_8b/block_2", 20, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=2"),
+    _case("mfu_8b/block_4", 20, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=4"),
+    _case("mfu_8b/block_8", 20, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=8"),
+    _case("mfu_8b/fp8_4", 30, *_MFU_8B, "precision=fp8", _BLOCK, "trainer.micro_batch=4"),
+    _case("memory/none", 8, *_MEMORY, _MIXED),
+    _case("memory/selective", 8, *_MEMORY, _MIXED, "memory=checkpoint_selective"),
+    _case("memory/full", 8, *_MEMORY, _MIXED, _FULL),
+    _case("memory/loss_chunk", 8, *_MEMORY, _MIXED, "objective.loss_chunk=1024"),
     _case(
         "memory/in_backward",
-        12,
+        8,
         *(*_MEMORY, _MIXED, "optimizer.in_backward=true", "trainer.clip_norm=null"),
     ),
-    _case("memory/adamw_8bit", 20, *_MEMORY, _MIXED, "optimizer=adamw_8bit"),
-    _case("memory/lora", 12, *_MEMORY, _MIXED, _LORA),
-    _case("memory/dora", 12, *_MEMORY, _MIXED, "adapter=dora"),
-    _case("memory/packing", 15, *_MEMORY, _MIXED, "data.packing=true"),
-    _case("memory/prefix", 12, *_MEMORY, _MIXED, "adapter=prefix"),
-    _case("memory/offload_activations", 15, *_MEMORY, _MIXED, "memory=offload_activations"),
-    _case("memory/fp8", 35, *_MEMORY, "precision=fp8", _BLOCK),
-    _case("memory/fp8_selective", 20, *_MEMORY, "precision=fp8", "memory=checkpoint_selective"),
-    _case("memory/block", 30, *_MEMORY, _MIXED, _BLOCK),
-    _case("memory/bf16_true", 12, *_MEMORY, _BF16),
-    _case("memory/fp32", 30, *_MEMORY, "precision=fp32"),
-    _case("memory/qlora", 15, *_MEMORY, _MIXED, _LORA, _NF4),
-    _case("memory_160m/none", 10, *_MEMORY_160M, _MIXED),
-    _case("memory_160m/full", 10, *_MEMORY_160M, _MIXED, _FULL),
-    _case("memory_160m/fp32", 12, *_MEMORY_160M, "precision=fp32"),
-    _case("memory_160m/block", 25, *_MEMORY_160M, _MIXED, _BLOCK),
-    _case("qlora_7b/bf16_mixed", 40, *_QLORA_7B, _MIXED),
-    _case("qlora_7b/bf16_true", 35, *_QLORA_7B, _BF16),
-    _case("offload/optimizer", 40, *_MEMORY, _MIXED, "optimizer.offload=true"),
+    _case("memory/adamw_8bit", 15, *_MEMORY, _MIXED, "optimizer=adamw_8bit"),
+    _case("memory/lora", 8, *_MEMORY, _MIXED, _LORA),
+    _case("memory/dora", 8, *_MEMORY, _MIXED, "adapter=dora"),
+    _case("memory/packing", 10, *_MEMORY, _MIXED, "data.packing=true"),
+    _case("memory/prefix", 8, *_MEMORY, _MIXED, "adapter=prefix"),
+    _case("memory/offload_activations", 10, *_MEMORY, _MIXED, "memory=offload_activations"),
+    _case("memory/fp8", 30, *_MEMORY, "precision=fp8", _BLOCK),
+    _case("memory/fp8_selective", 15, *_MEMORY, "precision=fp8", "memory=checkpoint_selective"),
+    _case("memory/block", 20, *_MEMORY, _MIXED, _BLOCK),
+    _case("memory/bf16_true", 8, *_MEMORY, _BF16),
+    _case("memory/fp32", 20, *_MEMORY, "precision=fp32"),
+    _case("memory/qlora", 12, *_MEMORY, _MIXED, _LORA, _NF4),
+    _case("memory_160m/none", 6, *_MEMORY_160M, _MIXED),
+    _case("memory_160m/full", 6, *_MEMORY_160M, _MIXED, _FULL),
+    _case("memory_160m/fp32", 8, *_MEMORY_160M, "precision=fp32"),
+    _case("memory_160m/block", 18, *_MEMORY_160M, _MIXED, _BLOCK),
+    _case("qlora_7b/bf16_mixed", 25, *_QLORA_7B, _MIXED),
+    _case("qlora_7b/bf16_true", 20, *_QLORA_7B, _BF16),
+    _case("offload/optimizer", 30, *_MEMORY, _MIXED, "optimizer.offload=true"),
+    CheckpointCase("checkpoint/sync", 40, _SAVED, 3),
+    CheckpointCase("checkpoint/background", 40, (*_SAVED, "checkpoint.background=true"), 3),
     _case(  # requires the memory of an H200
         "mfu_8b/block_4_deep",
-        50,
+        30,
         *(*_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=4", "model.layers=12"),
     ),
 )
@@ -139,6 +144,12 @@ AIMS = (
         is_minimum=False,
     ),
     Aim(
+        "background checkpoint relative to `torch.save`, at most",
+        0.05,
+        lambda it: max(_figures(it, "checkpoint/background", "figure"), default=None),
+        is_minimum=False,
+    ),
+    Aim(
         "largest share of the step that waits for data, at most",
         0.01,
         lambda it: max(_figures(it, "mfu", "data_share"), default=None),
@@ -146,4 +157,4 @@ AIMS = (
     ),
 )
 
-SUITE = Suite(CASES, AIMS, training_table, DeviceKind.cuda)
+SUITE = Suite(CASES, AIMS, gpu_table, DeviceKind.cuda)

@@ -68,6 +68,13 @@ def training_table(entries: Entries) -> list[str]:
     return list(markdown_table(TRAINING_HEADER, rows))
 
 
+def gpu_table(entries: Entries) -> list[str]:
+    """Table of training runs, and another one of the cases that are compared with a baseline."""
+    compared = {name: entry for name, entry in entries.items() if "figure" in entry}
+    trained = {name: entry for name, entry in entries.items() if name not in compared}
+    return [*training_table(trained), *(["", *figure_table(compared)] if compared else [])]
+
+
 def _training_cells(entry: Mapping[str, Any]) -> list[str]:
     if entry["status"] != "ok":
         status = str(entry["status"]).replace("_", " ")
@@ -128,7 +135,7 @@ def aims_table(aims: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def gpu_section(records: Path) -> str:
     """Tables of all records of ``bench gpu``, or how to write one."""
-    return _section(records, "gpu", training_table)
+    return _section(records, "gpu", gpu_table)
 
 
 def comparison_section(records: Path) -> str:

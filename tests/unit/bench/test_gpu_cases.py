@@ -17,7 +17,10 @@ LARGE = {"mfu_8b/block_4_deep"}
 """Cases that an H100 skips."""
 
 
-@pytest.mark.parametrize("case", gpu_cases.CASES, ids=lambda case: case.name)
+TRAINED = [case for case in gpu_cases.CASES if isinstance(case, TrainingCase)]
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 def test_gpu_case_has_a_plan(case: TrainingCase) -> None:
     run = compose([*case.overrides, "hardware=h100"], check_machine=False)
     assert (run.trainer.max_steps or 0) > WARM_UP_STEPS + 2
@@ -29,6 +32,13 @@ def test_gpu_case_has_a_plan(case: TrainingCase) -> None:
     if case.name in LARGE:
         on_h200 = compose([*case.overrides, "hardware=h200"], check_machine=False)
         assert not check_fit(on_h200).status.is_out_of_memory
+
+
+def test_gpu_cases_without_a_plan_are_checkpoints_that_compose() -> None:
+    others = [case for case in gpu_cases.CASES if case not in TRAINED]
+    assert [case.name for case in others] == ["checkpoint/sync", "checkpoint/background"]
+    runs = [compose([*case.overrides, "hardware=h100"], check_machine=False) for case in others]
+    assert [run.checkpoint.background for run in runs] == [False, True]
 
 
 def test_gpu_cases_have_distinct_names_and_fit_in_twenty_minutes() -> None:
@@ -50,7 +60,8 @@ def test_gpu_aims_are_computed_from_successful_cases() -> None:
         "memory/none": {**ok, "peak_error": -0.06},
         "memory/lora": {**ok, "peak_error": 0.01},
         "memory/dora": {"status": "out_of_memory"},
+        "checkpoint/background": {"status": "ok", "figure": 0.04},
     }
     aims = [replace(aim).evaluate(entries) for aim in gpu_cases.AIMS]
-    assert [aim["figure"] for aim in aims] == [0.4, 0.56, 1.3, 0.06, None, 0.002]
-    assert [aim["reached"] for aim in aims] == [False, True, True, False, None, True]
+    assert [aim["figure"] for aim in aims] == [0.4, 0.56, 1.3, 0.06, None, 0.04, 0.002]
+    assert [aim["reached"] for aim in aims] == [False, True, True, False, None, True, True]
