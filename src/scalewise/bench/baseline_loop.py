@@ -19,7 +19,6 @@ from scalewise.parallelism.ddp import DDPConfig
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
-from scalewise.torch_compile import CompileScope
 from scalewise.training.lightning_module import build_lr_scheduler
 
 
@@ -41,7 +40,7 @@ class BaselineLoop:
         self._run, self._batches, self._device = run, batches, device
         self._labels = run.tokens_per_step // run.world_size
         self._model = self._parallelize(build_model(run.model, run.seed).to(device))
-        if run.compile.scope is not CompileScope.none:
+        if run.is_compiled:
             self._model.compile()
         weights = {weight.name: weight for weight in run.weight_census()}
         parameters = [

@@ -14,7 +14,6 @@ from scalewise.bench.interleaved import Fit, compare_loops, measure_steps
 from scalewise.bench.suite import CaseError, Entry
 from scalewise.launch import signals
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import CompileScope
 from scalewise.training.device_setup import RankInfo
 
 TRAINERS = {
@@ -71,8 +70,7 @@ class ParallelCase(MeasuredCase):
 
 def _loop_entry(run: RunConfig, times: dict[str, Any]) -> Entry:
     wall, result = times["wall"], compare_loops(times)
-    is_compiled = run.compile.scope is not CompileScope.none
-    baseline = "a compiled hand-written loop" if is_compiled else "a hand-written loop"
+    baseline = "a compiled hand-written loop" if run.is_compiled else "a hand-written loop"
     return ratio_entry(
         wall["suite"],
         wall["hand"],
