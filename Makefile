@@ -66,7 +66,8 @@ gpu: $(READY) ## tests that require a CUDA device
 matrix: $(READY) native ## run every strategy with every option; writes experiments/records/cpu/compatibility
 	SCALEWISE_RECORD=1 $(BIN)/pytest tests/numerics/test_compatibility_matrix.py -m "exhaustive or not exhaustive"
 
-bench: $(READY) ## measure links and overhead; writes experiments/records (slow_link: Linux, root)
+bench: $(READY) ## measure links, overhead and components; writes experiments/records (slow_link: Linux, root)
+	$(BIN)/scalewise bench all
 	$(BIN)/scalewise bench collectives record=true
 	$(BIN)/scalewise bench parallel record=true
 	$(BIN)/scalewise bench sweep record=true
