@@ -46,7 +46,7 @@ def dry_cuda(
         pytest.skip(UNAVAILABLE)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "SCALEWISE_CACHE": str(shared_cache),
         "OMP_NUM_THREADS": "1",
     }

@@ -32,6 +32,20 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "fp8": ("precision=fp8",),
     "full": ("memory=checkpoint_full",),
     "selective": ("memory=checkpoint_selective",),
+    "offload": ("memory=offload_activations",),
+    "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
+    "offload_all_bf16_true": (
+        "memory=offload_activations",
+        "memory.recompute=nothing",
+        "precision=bf16_true",
+    ),
+    "offload_lora": (
+        "memory=offload_activations",
+        "memory.recompute=nothing",
+        "adapter=lora",
+    ),
+    "fsdp_offload": (*FSDP, "memory=offload_activations", "memory.recompute=nothing"),
+    "pipeline_offload": (*PIPELINE, "memory=offload_activations", "memory.recompute=nothing"),
     "every_n": ("memory=checkpoint_every_n",),
     "fp8_selective": ("precision=fp8", "memory=checkpoint_selective"),
     "bf16_true_full": ("precision=bf16_true", "memory=checkpoint_full"),
@@ -79,3 +93,20 @@ CONFIGS: dict[str, tuple[str, ...]] = {
 def test_predicted_peak_equals_that_of_cuda_operators(name: str, dry_cuda: Any) -> None:
     answer = dry_cuda("trace_memory", overrides=[*BASE, *CONFIGS[name]])
     assert answer["planned"] == pytest.approx(answer["traced"], rel=TOLERANCE), answer["backends"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("memory.recompute=nothing",),
+        ("memory.recompute=nothing", "adapter=lora"),
+        ("trainer.global_batch=16",),
+    ],
+)
+def test_predicted_pinned_memory_equals_that_of_a_trace(
+    overrides: tuple[str, ...], dry_cuda: Any
+) -> None:
+    offload = ("memory=offload_activations", "model.layers=4")
+    answer = dry_cuda("trace_pinned_memory", overrides=[*BASE, *offload, *overrides])
+    assert answer["planned"] == answer["traced"]

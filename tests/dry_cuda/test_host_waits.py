@@ -68,6 +68,8 @@ WITHOUT_WAITS: dict[str, tuple[str, ...]] = {
     "in_backward": ("optimizer.in_backward=true", "trainer.clip_norm=null"),
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
+    "offload_activations": ("memory=offload_activations",),
+    "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
 }
 WITH_WAITS: dict[str, tuple[tuple[str, ...], int]] = {
     # torch's implementation reads two norms of each weight.

@@ -116,13 +116,18 @@ def test_cuda_state_memory_equals_parameter_shapes(tmp_path: Path) -> None:
 
 
 def test_activation_offload_changes_only_the_peak(tmp_path: Path) -> None:
+    options = {
+        "none": ("memory=none",),
+        "blocks": ("memory=offload_activations",),
+        "all": ("memory=offload_activations", "memory.recompute=nothing"),
+    }
     metrics = {}
-    for memory in ("none", "offload_activations"):
-        overrides = [*SMOKE_RUN, "precision=fp32", f"memory={memory}"]
-        metrics[memory] = train_metrics(scalewise.compose(overrides), tmp_path / memory)
-    device_metrics, offload_metrics = metrics["none"], metrics["offload_activations"]
-    assert offload_metrics["train/loss"] == pytest.approx(device_metrics["train/loss"], rel=1e-4)
-    assert offload_metrics["memory/peak_bytes"] < device_metrics["memory/peak_bytes"]
+    for name, overrides in options.items():
+        run = scalewise.compose([*SMOKE_RUN, "precision=fp32", *overrides])
+        metrics[name] = train_metrics(run, tmp_path / name)
+    losses = {name: values["train/loss"] for name, values in metrics.items()}
+    assert losses == pytest.approx(dict.fromkeys(options, losses["none"]), rel=1e-4)
+    assert metrics["blocks"]["memory/peak_bytes"] < metrics["none"]["memory/peak_bytes"]
 
 
 def test_optimizer_offload_changes_only_the_peak(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from scalewise.models.op_graph import Recompute
 from scalewise.planner import host_memory, peak_memory
 from scalewise.planner.activation_liveness import offloaded_bytes
 from scalewise.planner.rank_memory import build_rank_memory
-from scalewise.strategies.activation_checkpointing import OffloadedStorages, Restore
+from scalewise.strategies.activation_offload import SavedStorage, TensorsOnDisk
 from scalewise.strategies.single import SingleDevice
 from scalewise.tracing.step_trace import rejection_reason, trace_run
 
@@ -187,13 +187,13 @@ def test_hf_offloaded_bytes_equal_prediction(
     """Traffic counts each byte twice: offloaded and loaded."""
     run = compose(small_model(hf_checkpoint(family), OFFLOAD, f"memory.recompute={recompute}"))
     storage_bytes: list[int] = []
-    put = OffloadedStorages._offload
+    save = TensorsOnDisk._save
 
-    def count_storage(offloaded: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
-        storage_bytes.append(storage.nbytes())
-        return put(offloaded, storage)
+    def count_storage(saved: TensorsOnDisk, contents: torch.Tensor) -> SavedStorage:
+        storage_bytes.append(len(contents))
+        return save(saved, contents)
 
-    monkeypatch.setattr(OffloadedStorages, "_offload", count_storage)
+    monkeypatch.setattr(TensorsOnDisk, "_save", count_storage)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
     total_bytes, rank_memory = sum(storage_bytes), build_rank_memory(run.parallelism, run)

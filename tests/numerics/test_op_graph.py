@@ -111,7 +111,7 @@ def _measured(
     module.init_weights(1)
     dtype = torch.bfloat16 if "bf16_true" in precision else torch.float32
     module.to(dtype)
-    apply_checkpointing(FixedCheckpointing(recompute), module, FIRST_BLOCK)
+    apply_checkpointing(FixedCheckpointing(recompute), module, FIRST_BLOCK, DeviceKind.cpu)
     (block,) = module.layers()
     if not fresh_gradients:
         for parameter in block.parameters():

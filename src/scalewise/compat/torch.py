@@ -13,6 +13,7 @@ from scalewise.compat import PrivateNames
 
 __all__ = [
     "ATTENTION_OPS",
+    "CAST_OP",
     "COLLECTIVE_NAMESPACES",
     "READ_SCALAR_OP",
     "VARLEN_ATTENTION_OP",
@@ -94,6 +95,10 @@ with private:
 with private:
     READ_SCALAR_OP = torch.ops.aten._local_scalar_dense.default
     """Operator of ``Tensor.item``, which a dispatch mode sees."""
+
+with private:
+    CAST_OP = torch.ops.aten._to_copy.default
+    """Operator of ``Tensor.to``, which a dispatch mode sees."""
 
 with private:
     ATTENTION_OPS = frozenset(

@@ -212,8 +212,11 @@ class MemoryProbe:
         )
         self._live: LiveBytes | ProfiledAllocations | None = None
         if device.type != "cuda":
-            counter = ProfiledAllocations if compiled else LiveBytes
-            self._live = counter(self._strategy_buffers.resizable())
+            resizable = self._strategy_buffers.resizable()
+            device_type = next(module.parameters()).device.type  # of fake tensors, not always CPU
+            self._live = (
+                ProfiledAllocations(resizable) if compiled else LiveBytes(resizable, device_type)
+            )
         self._measured: dict[str, int] = {}
         self._peak = 0
 
@@ -297,12 +300,18 @@ class MemoryProbe:
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of storages that operators allocate while active.
 
-    ``resizable``: existing tensors whose storage is resized. Temporary memory inside an operator is
-    not counted.
+    Temporary memory inside an operator is not counted.
+
+    Args:
+        resizable: Existing tensors whose storage is resized.
+        device_type: Type of the device whose memory is counted; None: all devices.
     """
 
-    def __init__(self, resizable: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, resizable: Iterable[torch.Tensor] = (), device_type: str | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self._device_type = device_type
         self._resizable = [tensor.untyped_storage() for tensor in resizable]
         self._counted_bytes = self._peak = 0
         self._live_storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -317,7 +326,8 @@ class LiveBytes(TorchDispatchMode):
         }
         result = func(*args, **(kwargs or {}))
         for tensor in iter_plain_tensors(tree_leaves(result)):
-            if storage_key(tensor) not in input_keys:
+            is_counted = self._device_type in (None, tensor.device.type)
+            if is_counted and storage_key(tensor) not in input_keys:
                 self._track_storage(tensor.untyped_storage())
         if func.namespace in COLLECTIVE_NAMESPACES:  # no thread sends fake tensors
             self._sent |= not any(isinstance(tensor, FakeTensor) for tensor in tensors)

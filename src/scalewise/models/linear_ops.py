@@ -37,6 +37,7 @@ class LinearOps:
                 )
             weight_bytes = weight_numel * forward_spec.compute_element_bytes
             weight_cast = graph.add_op(OpWork.pointwise, (), weight_bytes)
+            graph.weight_casts.add(weight_cast)
             if graph.requires_grad[x]:
                 saved.append(weight_cast)
             input_bytes = tokens * in_features * forward_spec.compute_element_bytes

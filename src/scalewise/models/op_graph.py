@@ -39,6 +39,17 @@ class Recompute(StrEnum):
     """The whole block: only its input is stored (Chen et al., 2016)."""
 
 
+class SavedOn(StrEnum):
+    """Memory in which the tensors that a block saves for backward wait for it."""
+
+    device = "device"
+    """Memory of the device."""
+    host = "host"
+    """Host memory, to and from which they are copied while the next block runs."""
+    disk = "disk"
+    """Disk, to which they are written when they are saved, and read at their first use."""
+
+
 @dataclass(frozen=True)
 class ForwardSpec:
     """Shapes and formats of one forward pass (one micro-batch) on one rank."""
@@ -185,6 +196,8 @@ class OpGraph:
     """Operators, in execution order."""
     fused_intermediates: frozenset[int] = frozenset()
     """Tensors inside a fused kernel, which are in memory only if saved."""
+    weight_casts: set[int] = field(default_factory=set)
+    """Casts of weights, which are not offloaded but computed again."""
 
     def count_moved_bytes(self, tensors: Iterable[int]) -> int:
         """Return the bytes of the tensors that are read from memory or written to it."""
@@ -274,8 +287,8 @@ class BackwardMode:
     """Operators that backward recomputes (activation checkpointing)."""
     fresh_gradients: bool
     """Whether the weights have no gradient yet, so that this backward allocates it."""
-    offload: bool = False
-    """Whether saved tensors are on the CPU and return when backward first reads them."""
+    saved_on: SavedOn = SavedOn.device
+    """Memory of saved tensors; casts of weights are computed again unless it is the device."""
     step_scratch_ratio: float = -1
     """Bytes of optimizer scratch per byte of a weight gradient, with the optimizer step in
     backward; negative: the step is taken later."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from scalewise.hardware import DeviceKind
 from scalewise.memory_config import OFFLOAD_MIN_BYTES
 from scalewise.models.base import ModelConfig
 from scalewise.models.compiler_fusion import fuse
@@ -20,6 +21,7 @@ from scalewise.models.op_graph import (
     OpGraph,
     Recompute,
     RecordedPart,
+    SavedOn,
     build_op_graphs,
 )
 from scalewise.planner.backward_liveness import BackwardLiveness
@@ -40,7 +42,10 @@ class PartLiveness:
     gradient_bytes: int
     """Parameter gradients that exist after the backward."""
     offloaded_bytes: int = 0
-    """Saved tensors that are offloaded between the forward and the backward."""
+    """Saved tensors that are offloaded between the forward and the backward.
+
+    Those on the host count in both peaks, because they are copied while the next block runs.
+    """
 
 
 def simulate_part(
@@ -49,7 +54,7 @@ def simulate_part(
     *,
     inputs: Sequence[int] = (0,),
     fresh_gradients: bool,
-    offload: bool = False,
+    saved_on: SavedOn = SavedOn.device,
     step_scratch_ratio: float = -1,
 ) -> PartLiveness:
     """Simulate the forward and backward pass of a model part.
@@ -60,7 +65,7 @@ def simulate_part(
         recompute: Activation checkpointing of the part.
         inputs: Indices of the input tensors.
         fresh_gradients: Whether the parameters have no gradient yet, so that backward allocates it.
-        offload: Whether saved tensors are offloaded and copied back when backward reads them.
+        saved_on: Memory of saved tensors between forward and backward.
         step_scratch_ratio: Temporary bytes of an optimizer step in backward, per byte of gradient;
             negative if the optimizer steps after backward.
     """
@@ -68,22 +73,25 @@ def simulate_part(
         return _measure_recorded(
             graph,
             BackwardMode(
-                recompute, fresh_gradients or step_scratch_ratio >= 0, offload, step_scratch_ratio
+                recompute, fresh_gradients or step_scratch_ratio >= 0, saved_on, step_scratch_ratio
             ),
         )
     forward = _ForwardLiveness(graph, inputs)
     forward.run(graph.operators)
     saved_bytes, first_forward, recompute_peak, leftover_bytes = forward.saved_bytes, forward, 0, 0
     offloaded: frozenset[int] = frozenset()
-    if recompute is Recompute.nothing and offload:
-        offloaded = frozenset(
+    freed_in_forward: frozenset[int] = frozenset()  # backward computes or reads them again
+    if recompute is Recompute.nothing and saved_on is not SavedOn.device:
+        large = frozenset(
             tensor for tensor in forward.save_counts if graph.sizes[tensor] >= OFFLOAD_MIN_BYTES
         )
+        offloaded = large - graph.weight_casts
+        freed_in_forward = large if saved_on is SavedOn.disk else large & graph.weight_casts
         first_forward = _ForwardLiveness(
-            graph, inputs, saved=frozenset(forward.save_counts) - offloaded
+            graph, inputs, saved=frozenset(forward.save_counts) - freed_in_forward
         )
         first_forward.run(graph.operators)
-        saved_bytes -= sum(graph.sizes[tensor] for tensor in offloaded)
+        saved_bytes -= sum(graph.sizes[tensor] for tensor in large)
     if recompute is not Recompute.nothing:
         cached = selective_ops(graph) if recompute is Recompute.selective else frozenset()
         saved_bytes = sum(graph.sizes[tensor] for tensor in {*inputs, *cached})
@@ -121,18 +129,17 @@ def simulate_part(
         )
         before_recompute.run(graph.operators[recompute_op + 1 :])
         recompute_peak = recomputation.peak + before_recompute.current_bytes - forward.saved_bytes
-        if offload:
+        if saved_on is not SavedOn.device:
             offloaded = frozenset(
                 tensor for tensor in inputs if graph.sizes[tensor] >= OFFLOAD_MIN_BYTES
             )
             saved_bytes -= sum(graph.sizes[tensor] for tensor in offloaded)
-    offloaded_in_backward = offloaded if recompute is Recompute.nothing else frozenset()
     backward = BackwardLiveness(
         graph,
         forward.save_counts,
         leftover_bytes,
         fresh_gradients=fresh_gradients,
-        offloaded=offloaded_in_backward,
+        restored=freed_in_forward,
         step_scratch_ratio=step_scratch_ratio,
     )
     backward.run(graph.operators)
@@ -144,11 +151,19 @@ def simulate_part(
 
 
 def _measure_recorded(part: RecordedPart, backward_mode: BackwardMode) -> PartLiveness:
-    metrics = part.measure(backward_mode)
-    saved_bytes, *_ = (
-        part.measure(replace(backward_mode, offload=False)) if backward_mode.offload else metrics
+    saved_bytes, forward_peak, backward_peak, gradient_bytes = part.measure(backward_mode)
+    liveness = PartLiveness(saved_bytes, forward_peak, backward_peak, gradient_bytes)
+    if backward_mode.saved_on is SavedOn.device:
+        return liveness
+    with_offloaded, without_offloaded = (
+        part.measure(replace(backward_mode, saved_on=memory))[0]
+        for memory in (SavedOn.host, SavedOn.disk)
     )
-    return PartLiveness(*metrics, offloaded_bytes=saved_bytes - metrics[0])
+    return replace(
+        liveness,
+        saved_bytes=without_offloaded,
+        offloaded_bytes=with_offloaded - without_offloaded,
+    )
 
 
 def selective_ops(graph: OpGraph) -> frozenset[int]:
@@ -242,7 +257,7 @@ def block_liveness(
     forward_spec: ForwardSpec,
     recompute: Recompute,
     fresh_gradients: bool,
-    offload: bool = False,
+    saved_on: SavedOn = SavedOn.device,
     step_scratch_ratio: float = -1,
     is_first: bool = False,
 ) -> PartLiveness:
@@ -252,20 +267,41 @@ def block_liveness(
         op_graphs.first_block if is_first else op_graphs.block,
         recompute,
         fresh_gradients=fresh_gradients,
-        offload=offload,
+        saved_on=saved_on,
         step_scratch_ratio=step_scratch_ratio,
     )
 
 
-def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
-    """Return the offloaded bytes of one forward pass through all stages of a rank."""
+def memory_of_saved_tensors(run: RunConfig) -> SavedOn:
+    """Return the memory in which tensors that blocks save wait for the backward pass."""
     if not run.memory.offload:
+        return SavedOn.device
+    return SavedOn.host if run.hardware.device is DeviceKind.cuda else SavedOn.disk
+
+
+def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
+    """Return the offloaded bytes of one forward pass through all stages of a rank.
+
+    The last block of a stage is copied to the host only by the next forward pass, so not if its
+    backward pass comes first.
+    """
+    saved_on = memory_of_saved_tensors(run)
+    if saved_on is SavedOn.device:
         return 0
+    skips_last = saved_on is SavedOn.host and rank_memory.in_flight == len(rank_memory.stages)
     return sum(
         block_liveness(
-            run.model, rank_memory.forward_spec, recompute, fresh_gradients=True, offload=True
+            run.model,
+            rank_memory.forward_spec,
+            recompute,
+            fresh_gradients=True,
+            saved_on=saved_on,
+            is_first=stage.is_first and not index,
         ).offloaded_bytes
-        for recompute in run.memory.recompute_per_layer(rank_memory.stages)
+        for stage in rank_memory.stages
+        for index, recompute in enumerate(
+            run.memory.recompute_per_layer((stage,))[: len(stage.layers) - skips_last]
+        )
     )
 
 

@@ -21,7 +21,7 @@ class BackwardLiveness:
         save_counts: Number of times each tensor is saved.
         leftover_bytes: Memory that the pass does not free.
         fresh_gradients: Whether the parameters have no gradient yet; see ``BackwardMode``.
-        offloaded: Tensors that are copied back where they are first read.
+        restored: Tensors that are copied back, or computed again, where they are first read.
         step_scratch_ratio: Temporary bytes of an optimizer step per byte of gradient; see
             ``BackwardMode``.
     """
@@ -33,7 +33,7 @@ class BackwardLiveness:
         leftover_bytes: int,
         *,
         fresh_gradients: bool,
-        offloaded: frozenset[int] = frozenset(),
+        restored: frozenset[int] = frozenset(),
         step_scratch_ratio: float,
     ) -> None:
         self._graph, self._fresh_gradients, self._step_scratch_ratio = (
@@ -41,9 +41,9 @@ class BackwardLiveness:
             fresh_gradients and step_scratch_ratio < 0,
             step_scratch_ratio,
         )
-        self._save_counts, self._offloaded = dict(save_counts), set(offloaded)
+        self._save_counts, self._restored = dict(save_counts), set(restored)
         self.current_bytes = leftover_bytes + sum(
-            graph.sizes[tensor] for tensor in save_counts if tensor not in offloaded
+            graph.sizes[tensor] for tensor in save_counts if tensor not in restored
         )
         self.peak = self.gradient_bytes = 0
         self._gradient_buffers: dict[int, Buffers] = {}
@@ -74,9 +74,9 @@ class BackwardLiveness:
     def _run_op(self, operator: Op) -> None:
         sizes = self._graph.sizes
         output_gradient = self._gradient_buffers.pop(operator.writes[0])
-        for tensor in self._offloaded.intersection(operator.saved):
+        for tensor in self._restored.intersection(operator.saved):
             self._grow(sizes[tensor])
-        self._offloaded.difference_update(operator.saved)
+        self._restored.difference_update(operator.saved)
         if operator.saves_gradients:
             self._release_saved(operator)
         computed_bytes, gradient_bytes = operator.weight_gradient_bytes

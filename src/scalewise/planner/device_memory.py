@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.memory_breakdown import (
+    AFTER_HEAD,
     ALL_PHASES,
     BACKWARD,
     FORWARD_BACKWARD,
@@ -53,6 +54,12 @@ class DeviceMemory(ModelStateMemory):
                 f"{formula}, and {offloaded_bytes:,} B offloaded",
             )
         yield MemoryEntry("activations of blocks", saved_bytes, formula, reason)
+        yield MemoryEntry(
+            "offload buffers",
+            self._offload_buffers(),
+            "",
+            "of the block before the running one, between device and host",
+        )
         embedding_phases = FORWARD_BACKWARD[: FORWARD_BACKWARD.index(StepPhase.backward_embedding)]
         yield constant_entry(
             "activations of the embedding",
@@ -80,13 +87,37 @@ class DeviceMemory(ModelStateMemory):
             "activations of the head", head_bytes, "", "saved by the final norm and the head"
         )
 
+    def _offload_buffers(self) -> dict[StepPhase, int]:
+        """Return the bytes of offloaded tensors on the device besides those of the running block.
+
+        They are copied to the host while the next block runs forward, and back while it runs
+        backward. Those of the last block wait for the next forward pass.
+        """
+        bytes_before = self._offloaded_bytes_before()
+        last = self.liveness_by_block[-1].offloaded_bytes * self.saves_on_host
+        waits = last * len(self.rank_memory.stages) * (self.peak_point.waiting_passes > 0)
+        buffers = dict.fromkeys(BACKWARD, waits)
+        for phase in (StepPhase.loss, StepPhase.backward_loss, StepPhase.backward_head):
+            buffers[phase] = max(last, waits)
+        for phase, (block, _) in self.blocks_by_phase.items():
+            if phase in AFTER_HEAD:
+                buffers[phase] += bytes_before[block]
+        return buffers
+
+    def _offloaded_bytes_before(self) -> list[int]:
+        """Return the bytes that the block before each block offloads to the host."""
+        offloaded = [item.offloaded_bytes * self.saves_on_host for item in self.liveness_by_block]
+        return [0, *offloaded[:-1]]
+
     def _workspace_entries(self) -> Iterator[MemoryEntry]:
         head, loss, embedding = self.head_liveness, self.loss_liveness, self.embedding_liveness
         blocks = self.liveness_by_block
         cumulative_bytes = self.cumulative_saved_bytes
         forward_peak = max(
-            saved_bytes + block.forward_peak
-            for saved_bytes, block in zip(cumulative_bytes, blocks, strict=False)
+            saved_bytes + offloaded_bytes + block.forward_peak
+            for saved_bytes, offloaded_bytes, block in zip(
+                cumulative_bytes, self._offloaded_bytes_before(), blocks, strict=False
+            )
         )
         bytes_by_phase = {
             StepPhase.forward: forward_peak - cumulative_bytes[-2],

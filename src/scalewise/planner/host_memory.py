@@ -118,7 +118,7 @@ class HostTransferTime:
     stepping: float
     """Optimizer step on the host, and its transfers."""
     activations: float
-    """Offloaded activations, which the forward and backward pass wait for."""
+    """Offloaded activations; half of it in forward, half in backward."""
 
 
 def rank_traffic(run: RunConfig, rank_memory: RankMemory) -> HostTraffic:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 
 from scalewise.models.base import StageSlice
-from scalewise.models.op_graph import Recompute
+from scalewise.models.op_graph import Recompute, SavedOn
 from scalewise.planner.activation_liveness import (
     EMPTY,
     PartLiveness,
     block_liveness,
+    memory_of_saved_tensors,
     model_op_graphs,
     non_block_liveness,
 )
@@ -109,6 +110,7 @@ class RankStep:
         self.has_tied_weights = (
             rank_memory.has_embedding and rank_memory.has_head and bool(run.model.tied_weights)
         )
+        self.saves_on_host = memory_of_saved_tensors(run) is SavedOn.host
         self.blocks_by_phase = blocks_by_phase(rank_memory.num_layers)
         self.op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
         self.fresh_gradients, self.step_scratch_ratio = (
@@ -132,6 +134,7 @@ class RankStep:
     def simulate_blocks(self, stages: Sequence[StageSlice]) -> list[PartLiveness]:
         """Simulate the blocks of ``stages``, in order."""
         run, forward_spec = self.run, self.rank_memory.forward_spec
+        saved_on = memory_of_saved_tensors(run)
         liveness: list[PartLiveness] = []
         for stage in stages:
             for index, recompute in enumerate(run.memory.recompute_per_layer((stage,))):
@@ -141,7 +144,7 @@ class RankStep:
                         forward_spec,
                         recompute,
                         self.fresh_gradients,
-                        run.memory.offload,
+                        saved_on,
                         self.step_scratch_ratio,
                         is_first=stage.is_first and not index,
                     )

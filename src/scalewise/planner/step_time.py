@@ -208,6 +208,14 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
         host.stepping if rank_memory.streams_weights else OVERLAP_SHARE * compute - overlapped
     )
     copies = max(0.0, host.copies - overlap_seconds) + host.activations
+    if run.hardware.device is DeviceKind.cuda:  # activations are copied while blocks run
+        block, passes = op_graphs.block, micro_batches * rank_memory.num_layers
+        forward = passes * sum(_forward_seconds(block, each, rates) for each in block.operators)
+        both = passes * sum(
+            _forward_backward_seconds(block, each, rates) for each in block.operators
+        )
+        for busy in (forward, both - forward + recompute):
+            copies -= min(busy, host.activations / 2)
     pipeline_slots = rank_memory.num_pipeline_micro_batches * len(rank_memory.stages)
     bubble = (compute + sum(exposed.values())) * (rank_memory.pipeline_ranks - 1) / pipeline_slots
     return StepTime(

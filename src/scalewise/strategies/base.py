@@ -102,7 +102,7 @@ class ParallelStrategy(Strategy):
             in_forward=run.computes_loss_gradients_in_forward,
             compile_config=run.loss_compile,
         )
-        apply_checkpointing(run.memory, module, all_layers)
+        apply_checkpointing(run.memory, module, all_layers, run.hardware.device)
         compile_module(run.applied_compile, module)
         return module
 

@@ -142,7 +142,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
         in_forward=run.computes_loss_gradients_in_forward,
         compile_config=run.loss_compile,
     )
-    apply_checkpointing(run.memory, model, all_layers)
+    apply_checkpointing(run.memory, model, all_layers, run.hardware.device)
     return model
 
 

@@ -95,7 +95,7 @@ def build_sharded(
     )
 
     # Before torch.compile, which then compiles the recomputation too.
-    apply_checkpointing(run.memory, module, stage)
+    apply_checkpointing(run.memory, module, stage, run.hardware.device)
 
     # Before FSDP, whose hooks would break the graph of a block.
     compile_module(run.applied_compile, module)

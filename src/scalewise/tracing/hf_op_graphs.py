@@ -32,6 +32,7 @@ from scalewise.models.op_graph import (
     OpGraph,
     Recompute,
     RecordedPart,
+    SavedOn,
     build_op_graphs,
     cross_entropy_ops,
 )
@@ -121,8 +122,12 @@ class FakeTensorRunner:
         if self.forward_spec.tensor_ranks > 1:
             shard_for_rank(module, self.spec.tensor_parallel_styles(), self.forward_spec)
         set_chunked_loss(self.objective, module, in_forward=in_forward)
-        checkpointing = FixedCheckpointing(backward_mode.recompute, offload=backward_mode.offload)
-        apply_checkpointing(checkpointing, module, ONE_LAYER)
+        saved_on = backward_mode.saved_on
+        checkpointing = FixedCheckpointing(
+            backward_mode.recompute, offload=saved_on is not SavedOn.device
+        )
+        device = DeviceKind.cuda if saved_on is SavedOn.host else DeviceKind.cpu
+        apply_checkpointing(checkpointing, module, ONE_LAYER, device)
         with self.fake_mode:
             replace_tensors(
                 module, partial(self._materialize, backward_mode=backward_mode), torch.empty_like

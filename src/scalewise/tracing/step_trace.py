@@ -108,8 +108,11 @@ def rejection_reason(run: RunConfig) -> str | None:
     parallelism = run.parallelism
     if not isinstance(parallelism, MeshConfig | SingleConfig):
         return f"{option_name(parallelism)} requires real memory"
-    if run.memory.offload or (isinstance(parallelism, MeshConfig) and parallelism.cpu_offload):
+    if isinstance(parallelism, MeshConfig) and parallelism.cpu_offload:
         return "offloading copies real memory"
+    offloads_to_host = run.memory.offload and run.hardware.device is DeviceKind.cuda
+    if offloads_to_host and not loaded_fake_cuda():
+        return "a trace runs CPU operators, which offload activations to disk"
     if run.precision.compute is FloatFormat.fp16 and not loaded_fake_cuda():
         return "a trace runs CPU operators, which do not support fp16"
     return None

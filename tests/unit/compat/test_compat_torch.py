@@ -96,6 +96,12 @@ def test_item_is_the_operator_that_reads_a_scalar() -> None:
     assert mode.ops[-1] is compat_torch.READ_SCALAR_OP
 
 
+def test_to_is_the_operator_that_casts() -> None:
+    with RecordOps() as mode:
+        torch.ones(2).to(torch.bfloat16)
+    assert mode.ops[-1] is compat_torch.CAST_OP
+
+
 def test_tree_leaves_of_nested_containers() -> None:
     assert compat_torch.tree_leaves(([1, (2,)], {"a": 3, "b": None})) == [1, 2, 3, None]
 

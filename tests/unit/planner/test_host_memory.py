@@ -114,7 +114,9 @@ def test_host_memory_includes_offloaded_activations(compose: Compose) -> None:
     offload_overrides = ("memory=offload_activations", "precision=bf16_true")
     run = compose(*TRAINING[:-2], *offload_overrides, check_machine=False)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
-    assert lines(run)["offloaded activations"] == 8 * inputs
+    # The last block waits on the device for its backward pass, which comes next.
+    last = inputs // run.model.layers
+    assert lines(run)["offloaded activations"] == 8 * (inputs - last)
     pipeline_overrides = (
         "parallelism=pipeline",
         "parallelism.pipeline=2",

@@ -86,7 +86,10 @@ def test_slow_trace_runs_once(
 
 
 def test_some_fixes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
-    assert TraceFitCheck()(compose(*TRAINING, "memory=offload_activations")) is None
+    assert (
+        TraceFitCheck()(compose(*TRAINING, "parallelism=fsdp", "parallelism.cpu_offload=true"))
+        is None
+    )
     fit_check = TraceFitCheck()
     fit_statuses = [fit_check(compose(*TRAINING)) for _ in range(MAX_TRACES + 2)]
     assert fit_statuses[-2:] == [None, None]
