@@ -7,6 +7,12 @@ import scalewise
 from scalewise.hardware import DeviceKind
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Ignore deprecations in torch.compile of torch 2.11 and in torchao 0.18."""
+    for message in ("The .grad attribute of a Tensor that is not", "torch.get_autocast_gpu_dtype"):
+        item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
 @pytest.fixture(autouse=True)
 def _runs_on_cuda() -> None:
     if not torch.cuda.is_available():

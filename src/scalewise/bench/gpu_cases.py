@@ -55,6 +55,11 @@ CASES: tuple[Case, ...] = (
     _case("mfu_1b/block", 20, *_MFU_1B, _MIXED, _BLOCK),
     _case("mfu_1b/block_chunk", 10, *_MFU_1B, _MIXED, _BLOCK, "objective.loss_chunk=4096"),
     _case("mfu_1b/block_16", 17, *_MFU_1B, _MIXED, _BLOCK, "trainer.micro_batch=16"),
+    _case(
+        "mfu_1b/block_16_x4",  # 131k tokens a step: few optimizer steps, as in pre-training
+        30,
+        *(*_MFU_1B, _MIXED, _BLOCK, "trainer.micro_batch=16", "trainer.global_batch=64"),
+    ),
     _case("mfu_1b/fp8", 27, *_MFU_1B, "precision=fp8", _BLOCK),
     _case("mfu_1b/whole", 20, *_MFU_1B, _MIXED, _WHOLE),
     _case("mfu_8b/block_1", 25, *_MFU_8B, _MIXED, _BLOCK, "trainer.micro_batch=1"),

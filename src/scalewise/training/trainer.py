@@ -119,7 +119,8 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         # Samples come from a memory map, so that workers are not needed; validation may be off;
-        # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks.
+        # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks;
+        # hardware=cpu trains on the CPU of a machine with GPUs.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         if reduces_metrics:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
@@ -128,6 +129,7 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         warnings.filterwarnings("ignore", message=".*`srun` command is available.*")
+        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
         yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
