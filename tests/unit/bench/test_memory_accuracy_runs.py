@@ -19,6 +19,7 @@ GROUPS = (
     "quantization",
 )
 UNMEASURED_OPTIONS = {
+    "compile=none": "is compile=auto on the CPU, the default",
     "memory=auto": "settles on one of the others",
     "objective=captioning": "known by trace, which is held against what is measured",
     "objective=module": "known by trace, which is held against what is measured",

@@ -108,12 +108,13 @@ class PrefixVectors(nn.Module):
 def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
     """Rotate the feature pairs (i, i + D/2) of each head by the angle of their position.
 
-    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the sines in the
-    table have the signs. The result has the dtype of ``x_BTHD``. Source: Su et al. 2021, RoFormer,
-    with the feature pairs of Hugging Face's Llama.
+    ``(a, b) -> (a cos - b sin, b cos + a sin)``, with the signs in the table. The result has the
+    dtype of ``x_BTHD``. Source: Su et al. 2021, RoFormer, with the feature pairs of Hugging Face's
+    Llama.
     """
     cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
-    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    first, second = x_BTHD.chunk(2, -1)
+    swapped_BTHD = torch.cat((second, first), -1)  # TorchInductor does not vectorize a roll
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
 
 
