@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import scalewise
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 SECTION = "Reference"
+_PROPERTY_TYPES = (property, cached_property)
 _CODE = re.compile(r"(`+)(.+?)\1")
 _SPECIAL = re.compile(r"[|*_\[\]<>&`\\{}]")
 
@@ -206,7 +208,8 @@ def _class_tables(cls: type) -> Iterator[str]:
     members = [
         _member_row(name, member)
         for name, member in vars(cls).items()
-        if not name.startswith("_") and (isinstance(member, property) or inspect.isroutine(member))
+        if not name.startswith("_")
+        and (isinstance(member, _PROPERTY_TYPES) or inspect.isroutine(member))
     ]
     if members:
         yield from table(("Member", "Description"), members)
@@ -218,7 +221,7 @@ def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 def _member_row(name: str, member: object) -> tuple[str, str]:
     function = getattr(member, "__func__", member)
-    signature = "" if isinstance(member, property) else _signature(function)
+    signature = "" if isinstance(member, _PROPERTY_TYPES) else _signature(function)
     summary = (inspect.getdoc(function) or "").split("\n\n")[0]
     return code(f"{name}{signature}"), prose(" ".join(summary.split()))
 
