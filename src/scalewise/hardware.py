@@ -13,7 +13,7 @@ from typing import Any
 
 from scalewise.errors import ConfigIssue
 from scalewise.registry import register_option
-from scalewise.units import GIB, TERA
+from scalewise.units import GIB, MIB, TERA
 
 CPU_RANKS_PER_CORE = 4
 """Maximum number of CPU ranks per core; more ranks only wait for each other."""
@@ -78,6 +78,9 @@ class Hardware:
     """Main memory bandwidth of one node, in GB/s."""
     context_gib: float = 0.0
     """Device memory that the driver and the communication library take, in GiB."""
+    matmul_workspace_mib: float = 0.0
+    """Workspaces of cuBLAS and cuBLASLt on a CUDA device, in MiB, kept from the first matmuls
+    on; 0: unknown."""
     product_share: float = 0.8
     """Fraction of the peak rate that large matmuls reach."""
     fp32_reached_tflops: float | None = None
@@ -124,6 +127,11 @@ class Hardware:
         return tflops * TERA if tflops else None
 
     @property
+    def matmul_workspace_bytes(self) -> int:
+        """Size of the workspaces of cuBLAS and cuBLASLt, in bytes; 0 except on CUDA."""
+        return int(self.matmul_workspace_mib * MIB) if self.device is DeviceKind.cuda else 0
+
+    @property
     def emulates_bf16(self) -> bool:
         """Whether bf16 matmuls are slower than fp32, as on processors without bf16 instructions."""
         bf16, fp32 = self.peak_flops("bf16"), self.peak_flops("fp32")
@@ -156,6 +164,7 @@ _NOT_NEGATIVE = (
     "fp16_tflops",
     "fp8_tflops",
     "context_gib",
+    "matmul_workspace_mib",
     "launch_us",
 )
 _POSITIVE = (

@@ -95,6 +95,16 @@ def test_predicted_peak_equals_that_of_cuda_operators(name: str, dry_cuda: Any) 
     assert answer["planned"] == pytest.approx(answer["traced"], rel=TOLERANCE), answer["backends"]
 
 
+def test_plan_and_trace_include_the_matmul_workspaces(dry_cuda: Any) -> None:
+    overrides = ["model=gpt2_124m", "data=synthetic", "data.sequence=256"]
+    with_them, without = (
+        dry_cuda("trace_memory", overrides=[*overrides, f"hardware.matmul_workspace_mib={mib}"])
+        for mib in (64, 0)
+    )
+    for method in ("planned", "traced"):
+        assert with_them[method] - without[method] == 64 * 2**20, method
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -110,6 +110,7 @@ ENTRY_TITLES = {
     "output of the stage": "stage output",
     "buffers between stages": "pipeline communication buffers",
     "what else is alive": "other tensors",
+    "workspaces": "cuBLAS workspaces",
     "traced": "traced peak",
     "offloaded masters": "offloaded master weights",
     "weights and gradients": "streamed weights and gradients",

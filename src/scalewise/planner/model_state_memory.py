@@ -58,6 +58,13 @@ class ModelStateMemory(RankStep):
             f"{num_stages} stages x {formula}" if num_stages > 1 else formula,
             "RoPE tables of all positions, unsharded on every rank",
         )
+        yield constant_entry(
+            "workspaces",
+            run.hardware.matmul_workspace_bytes,
+            ALL_PHASES,
+            f"{run.hardware.matmul_workspace_mib:g} MiB",
+            "allocated at the first matmuls and kept",
+        )
         trained, state = (
             rank_memory.numel(rank_memory.state_shards, trained=True),
             rank_memory.state_bytes(run),

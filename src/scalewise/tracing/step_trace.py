@@ -39,8 +39,10 @@ DEPTHS = (4, 6)
 """Layers of the shallow copies; with fewer, the first and the last blocks coincide."""
 MAX_TRACES = 24
 """Maximum number of traces of a fit check; each takes seconds."""
-MEMORY_CATEGORIES = ("parameters", "optimizer", "average", "activations", "gradients")
-"""Categories of memory that a trace measures; the first three persist between steps."""
+PERSISTENT_CATEGORIES = ("parameters", "optimizer", "average", "workspaces")
+"""Categories of memory that persists between steps."""
+MEMORY_CATEGORIES = (*PERSISTENT_CATEGORIES, "activations", "gradients")
+"""Categories of memory that a trace measures."""
 
 PHASES = {
     "forward": StepPhase.forward,
@@ -75,7 +77,7 @@ class StepTrace:
     @property
     def persistent_bytes(self) -> int:
         """Memory that is allocated throughout the step, in bytes."""
-        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in MEMORY_CATEGORIES[:3])
+        return sum(self.probe_metrics[f"memory/{name}_bytes"] for name in PERSISTENT_CATEGORIES)
 
     def build_breakdown(self) -> MemoryBreakdown:
         """Memory breakdown by phase, for a step without pipeline parallelism."""
@@ -89,6 +91,7 @@ class StepTrace:
                 "optimizer state", dict.fromkeys(peaks, size["optimizer"]), "", "between steps"
             ),
             MemoryEntry("average", dict.fromkeys(peaks, size["average"]), "", "of the weights"),
+            MemoryEntry("workspaces", dict.fromkeys(peaks, size["workspaces"]), "", "of matmuls"),
             MemoryEntry(
                 "activations",
                 {StepPhase.backward_loss: size["activations"]},

@@ -86,7 +86,10 @@ def measure_step(
     counted = torch.device("cpu")  # operators count fake tensors, which no allocator has
     probe = MemoryProbe(module, optimizer, counted, strategy.strategy_buffers(), averages=averages)
     result = take_step(probe)
-    return result, probe.finish() | {"memory/average_bytes": storage_bytes(averages)}
+    return result, probe.finish() | {
+        "memory/average_bytes": storage_bytes(averages),
+        "memory/workspaces_bytes": run.hardware.matmul_workspace_bytes,
+    }
 
 
 def _allocate_averages(run: RunConfig, module: nn.Module) -> list[Tensor]:
@@ -176,6 +179,7 @@ class ManualStep:
         self.optimizer.step()
         begin_phase("")
         persistent_bytes = probe.persistent_bytes if probe is not None else 0
+        persistent_bytes += self.run.hardware.matmul_workspace_bytes  # no fake tensor has them
         self.module.zero_grad()
         return {name: peak + persistent_bytes for name, peak in phase_peaks.items()}
 

@@ -28,7 +28,7 @@ from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import replace_overrides
-from scalewise.units import GIB
+from scalewise.units import GIB, MIB
 
 Compose = Callable[..., RunConfig]
 
@@ -357,6 +357,18 @@ def test_memory_breakdown_lists_the_moving_average(plan_of: Callable[..., Plan])
             assert on_host == 0, strategy
             assert on_device == pytest.approx(average_bytes, rel=1e-3), strategy
         assert plan.fit.breakdown.peak - default_plan.fit.breakdown.peak == on_device, strategy
+
+
+def test_matmul_workspaces_count_in_every_phase_on_cuda(plan_of: Callable[..., Plan]) -> None:
+    for overrides, size in (
+        (("hardware=h100",), 64 * MIB),
+        (("hardware=h100", "hardware.matmul_workspace_mib=32"), 32 * MIB),
+        (("hardware=a100_80g",), 0),
+        (("hardware=cpu", "hardware.matmul_workspace_mib=64"), 0),
+    ):
+        plan = plan_of("model=llama_160m", "data=synthetic", *overrides)
+        (entry,) = (it for it in plan.fit.breakdown.entries if it.name == "workspaces")
+        assert entry.bytes == dict.fromkeys(ALL_PHASES, size), overrides
 
 
 def test_zero_memory_partitions_fp32_masters(plan_of: Callable[..., Plan]) -> None:
