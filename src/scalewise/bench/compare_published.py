@@ -185,7 +185,8 @@ def _group_errors(groups: Ratios, scales: Mapping[str, float] | None = None) -> 
 def _step_scale(throughput_ratios: Ratios) -> dict[str, float]:
     """Ratio of measured to predicted step times: median, and p10 and p90 relative to it.
 
-    The profiles in ``conf/hardware`` use it for devices without measured runs.
+    Profiles in ``conf/hardware`` use it for GPUs before Hopper, on which no run of scalewise is
+    measured.
     """
     scales = sorted(ratio for ratios in throughput_ratios.values() for ratio in ratios)
     if len(scales) < 2:

@@ -139,9 +139,7 @@ def learn_step_scale(folder: Path, file: Path) -> StepScale:
         fix = "scalewise train -cd " + shell_word(file.parents[1])
         fix += f" {format_override('hardware', file.stem)} ..."
         raise ConfigError.for_key("", "", reason, fix)
-    deciles = quantiles(ratios, n=10, method="inclusive")
-    center = median(ratios)
-    scale = StepScale(center, deciles[0] / center, deciles[-1] / center, len(ratios))
+    scale = fit_step_scale(ratios)
     values = {
         "step_scale": scale.median,
         "step_shortest": scale.low,
@@ -150,6 +148,13 @@ def learn_step_scale(folder: Path, file: Path) -> StepScale:
     provenance = f"{utc_date()} from {len(ratios)} runs with {software_versions()}"
     add_figures(file, values, f"{STEP_SCALE_COMMENT} on {provenance}.")
     return scale
+
+
+def fit_step_scale(ratios: Sequence[float]) -> StepScale:
+    """Step scale of ratios of measured to unscaled predicted step times."""
+    deciles = quantiles(ratios, n=10, method="inclusive")
+    center = median(ratios)
+    return StepScale(center, deciles[0] / center, deciles[-1] / center, len(ratios))
 
 
 def _iter_runs(folder: Path) -> Iterator[Path]:

@@ -73,7 +73,8 @@ DEVICES = {
     "V100": PublishedDevice(32, 125, 900, 150),
     "V100 16": PublishedDevice(16, 125, 900, 150),
 }
-"""Devices by name, from vendors' datasheets; fractions are those of ``conf/hardware``.
+"""Devices by name, from vendors' datasheets; fractions of published kernels (Bekman,
+Machine Learning Engineering, MAMF table; FlashAttention-2).
 
 According to its report, torchtitan uses the H100 with 96 GB of HBM2e.
 """

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from scalewise.bench import suite_table
+from scalewise.bench import gpu_accuracy, suite_table
+from scalewise.bench.suite import Compose
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch.status_file import git_state, machine_facts, versions
@@ -57,10 +59,17 @@ def documents(root: Path) -> Iterator[Path]:
     yield from sorted((root / "docs").rglob("*.md"))
 
 
-def update_figures(document: Path, records: Path) -> None:
-    """Write the values of the CPU records between the markers of a document."""
+def update_figures(document: Path, records: Path, compose: Compose) -> None:
+    """Write the values of the records between the markers of a document.
+
+    Args:
+        document: File with markers.
+        records: Folder of the records.
+        compose: Function that composes a run from overrides without checks of this machine.
+    """
     text = document.read_text("utf-8")
-    for name, paragraph in PARAGRAPHS.items():
+    planned = {"gpu_accuracy": partial(gpu_accuracy_figures, compose=compose)}
+    for name, paragraph in (PARAGRAPHS | planned).items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         if begin in text:
             head, tail = text.split(begin)
@@ -144,11 +153,17 @@ def planner_figures(records: Path) -> str:
         f"{_status_text(statuses['ran'])}. Of the runs that ran out of memory, it is "
         f"{_status_text(statuses['ran_out_of_memory'])}. Predicted tokens/s differ by {unscaled} "
         f"without a scale, by {others} with one scale fitted to the other sources only, and by "
-        f"{scaled} with one scale for each framework, device and precision. The GPU profiles "
-        f"contain the median scale of all these runs, {record['step_scale']['median']:.2f}. No "
-        "constant is fitted to a single measurement, but the measurements were known while the "
-        "frameworks were modelled, so the error on other runs may be larger."
+        f"{scaled} with one scale for each framework, device and precision. The "
+        "profiles of A100, V100 and RTX 4090 contain the median scale of all these runs as "
+        f"`step_scale`, {record['step_scale']['median']:.2f}, because no run of scalewise is "
+        "measured there. No constant is fitted to a single measurement, but the measurements "
+        "were known while the frameworks were modelled, so the error on other runs may be larger."
     )
+
+
+def gpu_accuracy_figures(records: Path, compose: Compose) -> str:
+    """Errors of the planner against runs of scalewise on one H100."""
+    return _fill_marks(gpu_accuracy.accuracy_sentence(records / "h100" / "gpu.json", compose))
 
 
 def _percent(error: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ def main(arguments: Sequence[str]) -> int:
             raise
         print_lines(*(f"result {path}" for path in paths))
         if record_file:
+            compose_any = partial(compose, check_machine=False)
             for document in record.documents(Path()):
-                record.update_figures(document, record.RECORDS)
+                record.update_figures(document, record.RECORDS, compose_any)
     return 0
 
 

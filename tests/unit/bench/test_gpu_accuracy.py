@@ -1,0 +1,57 @@
+"""Plans next to the record of ``scalewise bench gpu``, and the step scale fitted to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from scalewise.bench import gpu_accuracy
+from scalewise.config import paths
+from scalewise.config.compose import compose
+
+RECORD = paths.project_root() / "experiments" / "records" / "h100" / "gpu.json"
+COMPOSE = partial(compose, check_machine=False)
+HOPPER = ("h100_8x4", "h100_nvl", "h100_pcie", "h200", "h200_nvl")
+
+
+def test_h100_profile_has_the_step_scale_of_its_record() -> None:
+    hardware = COMPOSE(["hardware=h100"]).hardware
+    scale = gpu_accuracy.recorded_step_scale(RECORD, COMPOSE)
+    fitted = [float(f"{value:.4g}") for value in (scale.median, scale.low, scale.high)]
+    assert [hardware.step_scale, hardware.step_shortest, hardware.step_longest] == fitted
+    for name in HOPPER:
+        profile = COMPOSE([f"hardware={name}"]).hardware
+        estimate = replace(hardware, step_shortest=0.75, step_longest=1.24)
+        for key in ("step_scale", "step_shortest", "step_longest", "matmul_workspace_mib"):
+            assert getattr(profile, key) == getattr(estimate, key), (name, key)
+
+
+def test_planned_memory_of_recorded_cases_is_accurate() -> None:
+    cases = gpu_accuracy.compare_cases(RECORD, COMPOSE)
+    assert len(cases) >= 11
+    for case in cases:
+        assert abs(case.memory) < 0.002, case
+
+
+def test_accuracy_compares_successful_steps_with_a_new_plan(tmp_path: Path) -> None:
+    entry = json.loads(RECORD.read_text("utf-8"))["cases"]["mfu_1b/block"]
+    (case,) = (
+        it for it in gpu_accuracy.compare_cases(RECORD, COMPOSE) if it.name == "mfu_1b/block"
+    )
+    step_s = entry["step_s"] | {"median": 2 * entry["step_s"]["median"]}
+    cases = {
+        "slow": entry | {"step_s": step_s, "planned_step_s": 1.0},
+        "failed": {"status": "out_of_memory", "overrides": entry["overrides"]},
+        "checkpoint": {"status": "ok", "overrides": entry["overrides"]},
+    }
+    record = tmp_path / "h100" / "gpu.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps({"cases": cases}), "utf-8")
+    (slow,) = gpu_accuracy.compare_cases(record, COMPOSE)
+    assert slow.unscaled == pytest.approx(2 * case.unscaled)
+    assert slow.time == pytest.approx((1 + case.time) / 2 - 1)
+    assert slow.memory == case.memory
