@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,14 @@ from fixtures.job_runner import JobRunner
 from fixtures.strategies import GPT2, LLAMA, TINY_DECODER, mesh
 
 STEPS = 5
+
+
+def vendor_id() -> str:
+    """Vendor of the processor, as the kernel reports it; empty if unknown."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
+    return next((line.split()[-1] for line in info.splitlines() if "vendor_id" in line), "")
+
+
 SMALL_RUN = (
     *TINY_DECODER,
     f"trainer.max_steps={STEPS}",
@@ -47,8 +57,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pipeline": (*LLAMA, "parallelism=pipeline"),
     "pipeline x shards": (*LLAMA, *mesh(pipeline=2, shards=2)),
 }
-MACHINE = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-"""Bitwise equal results are expected for equal kernels only."""
+MACHINE = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {vendor_id()}"
+"""Bitwise equal results are expected for equal kernels only; MKL chooses them by vendor too."""
+BF16_EPSILON = 2.0**-8
 OPEN_MAPPINGS = {
     "status": {"machine", "versions", "choices"},
     "plan": {"ledger", "phases", "step_parts"},
@@ -93,7 +104,10 @@ def test_run_has_golden_weights_and_files(name: str, run_job: JobRunner) -> None
     golden = golden_record(f"run_{name.replace(' x ', '_')}", record)
     for key in ("tensors", "files", "status", "plan", "summary", "columns"):
         assert record[key] == golden[key], key
+    is_same_machine = golden["machine"] == MACHINE
+    # Processors with bf16 matrix units round other partial sums.
+    tolerance = BF16_EPSILON if name == "bf16_mixed" and not is_same_machine else 1e-4
     for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert record[key] == pytest.approx(golden[key], rel=1e-4), key
-    if golden["machine"] == MACHINE:
+        assert record[key] == pytest.approx(golden[key], rel=tolerance), key
+    if is_same_machine:
         assert record["weights"] == golden["weights"]
