@@ -34,6 +34,7 @@ def write_finished_run(
     hardware |= {
         "device": "auto",
         "context_gib": 0.0,
+        "matmul_workspace_mib": 0.0,
         "product_share": 0.8,
         "attention_share": 0.45,
     }
