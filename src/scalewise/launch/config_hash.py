@@ -28,6 +28,8 @@ IGNORED_KEYS = (
 )
 """Config keys that do not affect the identity of a job."""
 HASH_DIGITS = 16
+ADDED_OPTIONS: dict[tuple[str, str], object] = {("parallelism", "one_rank_mesh"): False}
+"""Options since version 0.1.0 by group and key, with the default that is not part of the hash."""
 
 
 def config_hash(run: RunConfig) -> str:
@@ -58,6 +60,9 @@ def _hash_values(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     # Class paths are hashed as written by version 0.1.0, so that hashes of its jobs still match.
     values = rename_targets(inputs.with_digests(values, digests), FORMER_TARGETS)
     hash_input = {key: value for key, value in values.items() if key not in IGNORED_KEYS}
+    for (group, key), default in ADDED_OPTIONS.items():
+        if hash_input[group].get(key) == default:
+            hash_input[group] = {k: v for k, v in hash_input[group].items() if k != key}
     hash_input["device"] = values["hardware"].get("device")
     resume = values.get("resume")
     hash_input["from"] = None if resume in ("last", "auto") else resume
