@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from scalewise.models.op_graph import Recompute
+from scalewise.planner.activation_liveness import bytes_before_head
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
@@ -97,7 +98,7 @@ class DeviceMemory(ModelStateMemory):
         last = self.liveness_by_block[-1].offloaded_bytes * self.saves_on_host
         waits = last * len(self.rank_memory.stages) * (self.peak_point.waiting_passes > 0)
         buffers = dict.fromkeys(BACKWARD, waits)
-        for phase in (StepPhase.loss, StepPhase.backward_loss, StepPhase.backward_head):
+        for phase in (StepPhase.loss, *BACKWARD[: BACKWARD.index(StepPhase.backward_last)]):
             buffers[phase] = max(last, waits)
         for phase, (block, _) in self.blocks_by_phase.items():
             if phase in AFTER_HEAD:
@@ -121,9 +122,13 @@ class DeviceMemory(ModelStateMemory):
         )
         bytes_by_phase = {
             StepPhase.forward: forward_peak - cumulative_bytes[-2],
-            StepPhase.loss: max(head.forward_peak - head.saved_bytes, loss.forward_peak),
+            StepPhase.loss: max(
+                head.forward_peak - head.saved_bytes + self.last_gather_bytes, loss.forward_peak
+            ),
             StepPhase.backward_loss: loss.backward_peak,
             StepPhase.backward_head: head.backward_peak,
+            StepPhase.reduce_head: bytes_before_head(self.op_graphs.head)
+            * self.rank_memory.has_head,
             StepPhase.backward_last: blocks[-1].backward_peak,
             StepPhase.backward_next: blocks[-2:][0].backward_peak
             * (self.rank_memory.num_layers > 2),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT
+from scalewise.models.base import Weight
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
     FORWARD_BACKWARD,
+    HEAD_PHASES,
     REDUCTION_PHASES,
     MemoryEntry,
     StepPhase,
     constant_entry,
 )
-from scalewise.planner.rank_memory import FSDPMemory, shard_bytes, shard_elements
+from scalewise.planner.rank_memory import FSDPMemory, shard_elements
 from scalewise.planner.rank_step import RankStep
 from scalewise.precision import FloatFormat
 
@@ -139,7 +141,9 @@ class ModelStateMemory(RankStep):
                 shard_elements(rank_memory.block_weights, rank_memory.gradient_shards, trained=True)
                 * element_bytes
             )
-            head_bytes = 0
+            head_bytes = element_bytes * shard_elements(
+                rank_memory.fsdp.groups.head, rank_memory.gradient_shards, trained=True
+            )
         bytes_by_phase = {
             phase: done * block_bytes + head_bytes
             for phase, (_, done) in self.blocks_by_phase.items()
@@ -173,29 +177,19 @@ class ModelStateMemory(RankStep):
 
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
-        rank_memory, shards = self.rank_memory, fsdp.num_shards
-        block = shard_bytes(rank_memory.block_weights, fsdp.gathered_element_bytes, shards) * shards
-        rest_bytes = (
-            shard_bytes(rank_memory.other_weights, fsdp.gathered_element_bytes, shards) * shards
-        )
+        rank_memory = self.rank_memory
+        block = fsdp.gathered_bytes(rank_memory.block_weights)
         layers, keeps_unsharded = rank_memory.num_layers, fsdp.keeps_unsharded
-        yield constant_entry(
-            "gathered weights outside of blocks",
-            rest_bytes,
-            FORWARD_BACKWARD[:-1],
-            f"{rest_bytes // fsdp.gathered_element_bytes:,} x {fsdp.gathered_element_bytes} B",
-            "gathered for the whole forward and backward pass",
-        )
-        # FSDP2 keeps the all-gather buffer for one block, and the last buffer until the forward
-        # of the module ends; a chunked loss is computed after that.
+        yield self._gathered_outside_entry(fsdp)
+        # FSDP2 keeps the all-gather buffer for one block.
         block_bytes, kept_blocks = block, layers * keeps_unsharded
-        last_gather_bytes = block_bytes * (rank_memory.forward_spec.loss_chunk > 0)
         prefetched = min(fsdp.prefetch, layers - 1)
         bytes_by_phase = {
             StepPhase.forward: max(kept_blocks, 1) * block_bytes + block_bytes,
-            StepPhase.loss: kept_blocks * block_bytes + last_gather_bytes,
+            StepPhase.loss: kept_blocks * block_bytes,
             StepPhase.backward_loss: kept_blocks * block_bytes,
             StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
+            StepPhase.reduce_head: (kept_blocks or prefetched) * block_bytes,
             StepPhase.backward_last: (kept_blocks or 1 + prefetched) * block_bytes,
             StepPhase.reduce_last: (max(kept_blocks - 1, 0) or prefetched) * block_bytes,
             StepPhase.backward_next: (max(kept_blocks - 1, 0) or 1 + min(prefetched, layers - 2))
@@ -226,38 +220,71 @@ class ModelStateMemory(RankStep):
             )
         if fsdp.has_replicas and (self.gradients_persist or self.run.optimizer.in_backward):
             yield self._replica_gradient_entry(fsdp)
-        block_elements = shard_elements(rank_memory.block_weights, shards, trained=True) * shards
-        other_elements = shard_elements(rank_memory.other_weights, shards, trained=True) * shards
-        reduced_bytes = block_elements * fsdp.reduced_element_bytes
-        block_gradient_bytes, root_gradient_bytes = (
-            self.block_liveness.gradient_bytes,
-            self.head_liveness.gradient_bytes + self.embedding_liveness.gradient_bytes,
+        yield self._reduction_entry(fsdp)
+
+    def _gathered_outside_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """Gathered parameters of the root, of the embedding and of the head."""
+        groups = fsdp.groups
+        embedding, head, root = map(
+            fsdp.gathered_bytes, (groups.embedding, groups.head, groups.root)
         )
-        tied_gradient_bytes = (
-            self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
+        bytes_by_phase = dict.fromkeys(
+            FORWARD_BACKWARD[:-1], root + embedding * fsdp.keeps_unsharded
         )
-        reducing_bytes = self.head_liveness.gradient_bytes + (layers > 1) * reduced_bytes
-        yield MemoryEntry(
+        # In a pipeline, the head stays unsharded until the last micro-batch.
+        is_pipeline = self.rank_memory.num_pipeline_micro_batches > 1
+        for phase in bytes_by_phase if is_pipeline else HEAD_PHASES:
+            bytes_by_phase[phase] += head
+        return MemoryEntry(
+            "gathered weights outside of blocks",
+            bytes_by_phase,
+            f"{root:,} B, {head:,} B of the head",
+            "the rest for the whole pass, the head for its forward and backward",
+        )
+
+    def _reduction_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """Unsharded gradients outside of blocks, and the buffer of the reduction that runs."""
+        groups, block = fsdp.groups, self.rank_memory.block_weights
+        (block_buffer, block_shard), (head_buffer, head_shard) = (
+            fsdp.reduced_bytes(weights) for weights in (block, groups.head)
+        )
+        embedding_buffers, root_buffers = (
+            sum(fsdp.reduced_bytes(weights)) for weights in (groups.embedding, groups.root)
+        )
+        head_bytes, embedding_bytes = (
+            self._fresh_gradient_bytes(weights) for weights in (groups.head, groups.embedding)
+        )
+        # Gradients of the root: before the backward pass of the blocks, and after it.
+        early_bytes = self.head_liveness.gradient_bytes - head_bytes
+        tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
+        root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
+        block_bytes = self.block_liveness.gradient_bytes
+        is_single = self.rank_memory.num_layers == 1
+        running_bytes = early_bytes + (head_buffer if is_single else block_buffer)
+        return MemoryEntry(
             "gradients on their way to shards",
             {
-                StepPhase.backward_last: self.head_liveness.gradient_bytes,
-                StepPhase.reduce_last: self.head_liveness.gradient_bytes
-                + block_gradient_bytes
-                + reduced_bytes,
-                StepPhase.backward_next: reducing_bytes,
-                StepPhase.backward_second: reducing_bytes,
-                StepPhase.backward_first: reducing_bytes,
-                StepPhase.reduce_block: self.head_liveness.gradient_bytes
-                + block_gradient_bytes
-                + reduced_bytes,
-                StepPhase.backward_embedding: self.head_liveness.gradient_bytes + reduced_bytes,
-                StepPhase.reduce_rest: root_gradient_bytes
-                - tied_gradient_bytes
-                + other_elements * fsdp.reduced_element_bytes,
+                StepPhase.reduce_head: head_bytes + head_buffer + head_shard,
+                StepPhase.backward_last: early_bytes + head_buffer,
+                StepPhase.reduce_last: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.backward_next: running_bytes,
+                StepPhase.backward_second: running_bytes,
+                StepPhase.backward_first: running_bytes,
+                StepPhase.reduce_block: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.backward_embedding: early_bytes + block_buffer,
+                # The root comes first.
+                StepPhase.reduce_rest: max(
+                    root_bytes + root_buffers, embedding_bytes + embedding_buffers
+                ),
             },
-            f"{block_elements:,} x {fsdp.reduced_element_bytes} B per block",
+            f"{block_buffer:,} B per block",
             "unsharded gradients and the buffer of one reduction",
         )
+
+    def _fresh_gradient_bytes(self, weights: Iterable[Weight]) -> int:
+        """Unsharded gradients that backward allocates."""
+        element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
+        return shard_elements(weights, trained=True) * element_bytes * self.fresh_gradients
 
     def _unsharded_gradient_entry(self, element_bytes: int) -> MemoryEntry:
         """Unsharded gradients of the first pipeline micro-batch, in the reduction format."""
@@ -276,6 +303,9 @@ class ModelStateMemory(RankStep):
         rest = shard_elements(self.rank_memory.other_weights, trained=True) * element_bytes
         moves_to_bucket = self.rank_memory.fsdp is None and not self.has_tied_weights
         remaining_bytes = rest - self.head_numel * element_bytes * moves_to_bucket
+        if self.rank_memory.fsdp is not None:
+            head = self.rank_memory.fsdp.groups.head
+            remaining_bytes -= shard_elements(head, trained=True) * element_bytes
         layers = self.rank_memory.num_layers
         phases = {
             phase: (layers - done) * block + (remaining_bytes if phase in AFTER_HEAD else rest)
@@ -290,7 +320,14 @@ class ModelStateMemory(RankStep):
             shard_elements(self.rank_memory.block_weights, fsdp.num_shards, trained=True)
             * fsdp.reduced_element_bytes
         )
-        phases = {phase: done * block for phase, (_, done) in self.blocks_by_phase.items()}
+        head = (
+            shard_elements(fsdp.groups.head, fsdp.num_shards, trained=True)
+            * fsdp.reduced_element_bytes
+        )
+        phases = {
+            phase: done * block + head * (phase in AFTER_HEAD)
+            for phase, (_, done) in self.blocks_by_phase.items()
+        }
         return MemoryEntry(
             "sums over replicas", phases, f"{block:,} B per block", "kept until backward ends"
         )

@@ -170,6 +170,13 @@ class RankStep:
         return optimizer.scratch_bytes(largest, 1, element_bytes) / (largest.numel * element_bytes)
 
     @property
+    def last_gather_bytes(self) -> int:
+        """Size of FSDP2's last all-gather buffer in forward, which it keeps until forward ends."""
+        if self.fsdp is None or not self.rank_memory.has_head:
+            return 0
+        return self.fsdp.gathered_bytes(self.fsdp.groups.head or self.rank_memory.block_weights)
+
+    @property
     def head_numel(self) -> int:
         """Trained parameter elements after the blocks."""
         head_weights = [
