@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
     BACKWARD,
+    FORWARD,
     FORWARD_BACKWARD,
     ROPE_PHASES,
     MemoryEntry,
@@ -32,11 +34,18 @@ class DeviceMemory(ModelStateMemory):
 
     def iter_entries(self) -> Iterator[MemoryEntry]:
         """Yield the entries of model states, gradients, activations and temporary tensors."""
-        yield from self.iter_state_entries()
-        yield from self._activation_entries()
-        yield from self._workspace_entries()
-        if self.rank_memory.num_pipeline_micro_batches > 1:
-            yield from self._pipeline_entries()
+        entries = [
+            *self.iter_state_entries(),
+            *self._activation_entries(),
+            *self._workspace_entries(),
+            *(self._pipeline_entries() if self.rank_memory.num_pipeline_micro_batches > 1 else ()),
+        ]
+        if self.peak_point.follows_forward:
+            yield from entries
+            return
+        for entry in entries:
+            sizes = {phase: size for phase, size in entry.bytes.items() if phase not in FORWARD}
+            yield replace(entry, bytes=sizes)
 
     def _activation_entries(self) -> Iterator[MemoryEntry]:
         saved_bytes = {
@@ -132,6 +141,11 @@ class DeviceMemory(ModelStateMemory):
             StepPhase.backward_first: blocks[0].backward_peak,
             StepPhase.backward_embedding: embedding.backward_peak,
         }
+        if self.gathers_in_schedule:  # the next block is copied from its buffer, after this one
+            last = StepPhase.backward_first if len(blocks) > 1 else StepPhase.backward_last
+            for phase in BACKWARD[BACKWARD.index(StepPhase.backward_head) : BACKWARD.index(last)]:
+                if bytes_by_phase.get(phase) is not None:
+                    bytes_by_phase[phase] = max(bytes_by_phase[phase], self.gathered_block_bytes)
         yield MemoryEntry(
             "at work", bytes_by_phase, "", "of the module that is running, freed after it"
         )

@@ -76,7 +76,8 @@ BACKWARD = (
     StepPhase.backward_embedding,
     StepPhase.reduce_rest,
 )
-FORWARD_BACKWARD = (StepPhase.forward, StepPhase.loss, *BACKWARD)
+FORWARD = (StepPhase.forward, StepPhase.loss)
+FORWARD_BACKWARD = (*FORWARD, *BACKWARD)
 ROPE_PHASES = FORWARD_BACKWARD[: FORWARD_BACKWARD.index(StepPhase.reduce_block)]
 """Phases before the last use of the RoPE tables, in the backward of the first block."""
 REDUCTION_PHASES = (StepPhase.reduce_last, StepPhase.reduce_block, StepPhase.reduce_rest)

@@ -41,7 +41,9 @@ class ModelStateMemory(RankStep):
                     "",
                     reason,
                 )
-        if self.fsdp is not None:
+        if self.fsdp is not None and self.reduces_after_schedule:
+            yield from self._pipeline_fsdp_entries(self.fsdp)
+        elif self.fsdp is not None:
             yield from self._fsdp_entries(self.fsdp)
 
     def _persistent_entries(self) -> Iterator[MemoryEntry]:
@@ -128,7 +130,10 @@ class ModelStateMemory(RankStep):
                     element_bytes, "each is copied into its bucket once complete"
                 )
             return
-        if self.has_next_micro_batch:
+        if self.reduces_after_schedule:
+            sizes = {StepPhase.optimizer: gradient_bytes}
+            reason = "shards, reduced after the last backward"
+            yield MemoryEntry("gradients", sizes, f"{count:,} x {element_bytes} B", reason)
             return
         block_bytes, head_bytes = (
             self.block_liveness.gradient_bytes,
@@ -171,10 +176,25 @@ class ModelStateMemory(RankStep):
             else "sum of the head's gradient and the embedding's",
         )
 
+    @property
+    def gathered_block_bytes(self) -> int:
+        """Size of the gathered parameters of a block with FSDP, in bytes."""
+        fsdp, weights = self.fsdp, self.rank_memory.block_weights
+        if fsdp is None:
+            return 0
+        return shard_bytes(weights, fsdp.gathered_element_bytes, fsdp.num_shards) * fsdp.num_shards
+
+    @property
+    def gathers_in_schedule(self) -> bool:
+        """Whether backward gathers parameters in a pipeline, which keeps them unsharded."""
+        fsdp = self.rank_memory.fsdp
+        gathers = fsdp is not None and not fsdp.keeps_unsharded and self.peak_point.follows_forward
+        return self.reduces_after_schedule and gathers
+
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
         rank_memory, shards = self.rank_memory, fsdp.num_shards
-        block = shard_bytes(rank_memory.block_weights, fsdp.gathered_element_bytes, shards) * shards
+        block = self.gathered_block_bytes
         rest_bytes = (
             shard_bytes(rank_memory.other_weights, fsdp.gathered_element_bytes, shards) * shards
         )
@@ -205,21 +225,12 @@ class ModelStateMemory(RankStep):
             StepPhase.backward_first: block_bytes,
             StepPhase.reduce_block: 0,
         }
-        if self.has_next_micro_batch and not keeps_unsharded:
-            bytes_by_phase |= {
-                phase: min(layers, done + 1 + prefetched) * block_bytes
-                for phase, (_, done) in self.blocks_by_phase.items()
-                if phase in AFTER_HEAD
-            }
         yield MemoryEntry(
             "gathered weights of blocks",
             bytes_by_phase,
             f"{block:,} B per block",
             "kept after forward" if keeps_unsharded else "the running block and prefetched blocks",
         )
-        if self.has_next_micro_batch:
-            yield self._unsharded_gradient_entry(fsdp.reduced_element_bytes)
-            return
         if fsdp.has_unsharded_gradients:
             yield self._earlier_gradient_entry(
                 fsdp.reduced_element_bytes, "kept until the reduction in the last micro-batch"
@@ -259,16 +270,71 @@ class ModelStateMemory(RankStep):
             "unsharded gradients and the buffer of one reduction",
         )
 
-    def _unsharded_gradient_entry(self, element_bytes: int) -> MemoryEntry:
-        """Unsharded gradients of the first pipeline micro-batch, in the reduction format."""
-        block = shard_elements(self.rank_memory.block_weights, trained=True) * element_bytes
-        bytes_by_phase = {
-            phase: done * block + self.head_numel * element_bytes * self.rank_memory.has_head
+    def _pipeline_fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
+        """FSDP in a pipeline: backward neither reshards parameters nor reduces gradients.
+
+        The forward after a backward gathers nothing, and reshards each block. After the schedule,
+        the weights outside of blocks are reduced first.
+        """
+        rank_memory, point, shards = self.rank_memory, self.peak_point, fsdp.num_shards
+        layers, gradient_bytes = rank_memory.num_layers, fsdp.reduced_element_bytes
+        block = self.gathered_block_bytes
+        rest = shard_bytes(rank_memory.other_weights, fsdp.gathered_element_bytes, shards) * shards
+        yield constant_entry(
+            "gathered weights outside of blocks",
+            rest,
+            FORWARD_BACKWARD[:-1],
+            f"{rest // fsdp.gathered_element_bytes:,} x {fsdp.gathered_element_bytes} B",
+            "gathered for the whole forward and backward pass",
+        )
+        kept = layers * fsdp.keeps_unsharded
+        # Blocks of the rank's other stages, whose forward does not follow their backward.
+        others = (layers - layers // len(rank_memory.stages)) * (point.finished_backwards > 0)
+        gathers = not point.finished_backwards and not (kept and point.waiting_passes)
+        prefetched = min(fsdp.prefetch, layers - 1)
+        blocks = {
+            StepPhase.forward: (kept or others + 1) + gathers,
+            StepPhase.loss: (kept or others)
+            + (gathers and rank_memory.forward_spec.loss_chunk > 0),
+            StepPhase.backward_loss: kept or others,
+            StepPhase.backward_head: kept or others + 1,
+        }
+        blocks |= {
+            phase: kept or min(layers, others + done + 1 + prefetched)
             for phase, (_, done) in self.blocks_by_phase.items()
             if phase in AFTER_HEAD
         }
-        reason = "kept until the reduction in the last micro-batch"
-        return MemoryEntry("whole gradients", bytes_by_phase, f"{block:,} B per block", reason)
+        yield MemoryEntry(
+            "gathered weights of blocks",
+            {phase: count * block for phase, count in blocks.items()},
+            f"{block:,} B per block",
+            "kept until the next forward",
+        )
+        block_gradient = shard_elements(rank_memory.block_weights, trained=True) * gradient_bytes
+        rest_gradient = shard_elements(rank_memory.other_weights, trained=True) * gradient_bytes
+        if point.finished_backwards:
+            sizes = dict.fromkeys(FORWARD_BACKWARD, layers * block_gradient + rest_gradient)
+        else:
+            head = self.head_numel * gradient_bytes * rank_memory.has_head
+            sizes = {
+                phase: done * block_gradient + head
+                for phase, (_, done) in self.blocks_by_phase.items()
+                if phase in AFTER_HEAD
+            }
+        yield MemoryEntry(
+            "whole gradients",
+            sizes,
+            f"{block_gradient:,} B per block, and {rest_gradient:,} B",
+            "kept until the reduction after the last backward",
+        )
+        padded = shard_elements(rank_memory.other_weights, shards, trained=True)
+        yield constant_entry(
+            "gradients on their way to shards",
+            padded * (shards + 1) * gradient_bytes,
+            (StepPhase.reduce_rest,),
+            f"{padded:,} x {shards + 1} x {gradient_bytes} B",
+            "buffers of one reduction",
+        )
 
     def _earlier_gradient_entry(self, element_bytes: int, reason: str) -> MemoryEntry:
         """Unsharded gradients of earlier micro-batches that are not yet in their bucket."""

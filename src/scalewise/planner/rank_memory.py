@@ -239,8 +239,10 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         gathered_element_bytes=compute if mixed else parameters,
         reduced_element_bytes=4 if mixed else parameters,
         keeps_unsharded=not config.reshard_after_forward,
-        prefetch=config.prefetch,
-        has_unsharded_gradients=run.accumulation > 1 and not config.reduce_each_micro_batch,
+        prefetch=max(1, config.prefetch),  # without explicit prefetch, FSDP2 prefetches one
+        has_unsharded_gradients=run.accumulation > 1
+        and not config.reduce_each_micro_batch
+        and sizes["pipeline"] == 1,
         has_replicas=sizes["replicate"] > 1,
     )
     block, other = partition.weights_by_kind()

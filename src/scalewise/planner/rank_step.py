@@ -33,8 +33,8 @@ class PipelinePeakPoint:
     """Forward passes that wait for their backward, without the one that runs next."""
     finished_backwards: int = 0
     """Backward passes that have ended."""
-    is_draining: bool = False
-    """Whether the last pass of the rank was a backward."""
+    follows_forward: bool = True
+    """Whether the last pass of the rank was a forward."""
 
 
 def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
@@ -51,9 +51,9 @@ def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
     )
     yield PipelinePeakPoint(waiting_passes)
     if rank_memory.num_pipeline_micro_batches > 1 and finished_backwards:
-        yield PipelinePeakPoint(waiting_passes, finished_backwards, is_draining=num_stages > 1)
+        yield PipelinePeakPoint(waiting_passes, finished_backwards)
     if rank_memory.num_pipeline_micro_batches > 1 and waiting_passes:
-        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, is_draining=True)
+        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, follows_forward=False)
 
 
 def iter_waiting_parts(
@@ -85,21 +85,18 @@ class RankStep:
     ) -> None:
         self.run, self.rank_memory, self.peak_point = run, rank_memory, peak_point
         fsdp = rank_memory.fsdp
-        accumulates = run.accumulation > 1 or peak_point.finished_backwards > 0
+        # The schedule of a pipeline neither reduces gradients nor reshards parameters in backward.
+        self.reduces_after_schedule = fsdp is not None and rank_memory.pipeline_ranks > 1
+        accumulates = run.accumulation > 1
         if fsdp is not None and peak_point.finished_backwards:
-            # FSDP2 reduces gradients only in the last pipeline micro-batch.
-            keeps_unsharded = fsdp.keeps_unsharded or peak_point.is_draining
+            keeps_unsharded = fsdp.keeps_unsharded or not peak_point.follows_forward
             fsdp = replace(fsdp, keeps_unsharded=keeps_unsharded, has_unsharded_gradients=True)
+        elif peak_point.finished_backwards:
+            accumulates = True
         self.fsdp = fsdp
-        # Before the last micro-batch nothing is reduced, and parameters stay unsharded.
-        self.has_next_micro_batch = (
-            fsdp is not None
-            and rank_memory.num_pipeline_micro_batches > 1
-            and not peak_point.finished_backwards
-        )
         has_unsharded_gradients = fsdp is not None and fsdp.has_unsharded_gradients
         self.gradients_persist = (
-            accumulates and not has_unsharded_gradients
+            accumulates and (self.reduces_after_schedule or not has_unsharded_gradients)
         ) or rank_memory.has_persistent_buckets
         adds_in_place = (
             has_unsharded_gradients
