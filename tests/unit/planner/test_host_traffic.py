@@ -114,7 +114,8 @@ def test_host_traffic_time_is_bytes_over_rates(run_of: Compose) -> None:
     run = run_of(OFFLOAD, *RATES, "hardware.devices_per_node=4", "hardware.nodes=2")
     default_run = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
     traffic, run_step = host_traffic(run), step(run)
-    assert run_step.optimizer == pytest.approx(4 * traffic.host / (200 * GIGA * 0.85))
+    host_rate = 200 * GIGA * run.hardware.bandwidth_share
+    assert run_step.optimizer == pytest.approx(4 * traffic.host / host_rate)
     hidden = 0.8 * (run_step.matmul + run_step.attention + run_step.pointwise + run_step.recompute)
     spare_s = hidden - run_step.overlapped_communication
     assert run_step.host_copies == pytest.approx(max(0.0, traffic.link / (50 * GIGA) - spare_s))

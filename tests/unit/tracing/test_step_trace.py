@@ -22,7 +22,7 @@ TRAINING = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trai
 def phase_bytes_of(persistent_bytes: int, temporary_bytes: int) -> StepTrace:
     """Memory by phase of a trace whose activations dominate."""
     phase_bytes = {"parameters": persistent_bytes, "optimizer": 0, "average": 0}
-    phase_bytes |= {"activations": temporary_bytes, "gradients": 7}
+    phase_bytes |= {"workspaces": 0, "activations": temporary_bytes, "gradients": 7}
     moments = {
         "forward": persistent_bytes + temporary_bytes,
         "head": persistent_bytes + temporary_bytes,
