@@ -304,13 +304,15 @@ class RunConfig:
             choices["compile"] = self.applied_compile.scope.value
         return choices
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self, *, resolve_compile: bool = True) -> dict[str, object]:
         """Convert the run to nested dicts and lists, each config with its ``_target_``.
 
-        ``compile`` is the compilation that is applied.
+        ``resolve_compile`` replaces ``compile=auto`` by the compilation that is applied.
         """
-        applied = replace(self, compile=self.applied_compile, choices=self.applied_choices)
-        plain = _plain(applied)
+        run = self
+        if resolve_compile:
+            run = replace(self, compile=self.applied_compile, choices=self.applied_choices)
+        plain = _plain(run)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
 

@@ -28,7 +28,7 @@ class CaseAccuracy:
 
 
 def compare_cases(record: Path, compose: Compose) -> list[CaseAccuracy]:
-    """Plan the successful cases of a record anew; the folder's name is that of the profile.
+    """Plan the successful cases of a record again; the folder's name is that of the profile.
 
     Args:
         record: File of the record.

@@ -114,7 +114,7 @@ def write_task(task: SweepTask, file: Path) -> None:
     """Write a task to a file for ``read_task``."""
     job_spec = task.job_spec
     content = {
-        "run": job_spec.run.as_dict(),
+        "run": job_spec.run.as_dict(resolve_compile=False),
         "command": job_spec.command,
         "varied": dict(job_spec.varied),
         "changed": list(job_spec.changed),
