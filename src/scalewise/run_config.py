@@ -99,17 +99,17 @@ class RunConfig:
         """Name of the option chosen in ``group``; without ``choices``, one with the same class."""
         return self.choices.get(group) or option_name(getattr(self, group))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.parallelism.world_size
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         """Global batch size: samples of one optimizer step over all ranks."""
         return self.trainer.global_batch or self.samples_per_forward
 
-    @property
+    @cached_property
     def micro_batch(self) -> int:
         """Micro-batch size: samples of one forward pass on one rank.
 
@@ -120,17 +120,17 @@ class RunConfig:
             return size
         return ceil((self.trainer.global_batch or 1) / self.parallelism.data_parallel_size)
 
-    @property
+    @cached_property
     def samples_per_forward(self) -> int:
         """Samples of one forward pass over all ranks."""
         return self.micro_batch * self.parallelism.data_parallel_size
 
-    @property
+    @cached_property
     def accumulation(self) -> int:
         """Number of micro-batches that each rank accumulates in one optimizer step."""
         return ceil(self.global_batch / self.samples_per_forward)
 
-    @property
+    @cached_property
     def sequences_per_sample(self) -> int:
         """Sequences per sample: 2 for preference pairs, the sampled answers for GRPO, else 1."""
         return 2 if self.objective.pairs else max(1, self.objective.rollouts_per_sample)
@@ -148,7 +148,7 @@ class RunConfig:
         samples = rollout_text if self.objective.rollouts_per_sample else samples
         return f"{self.global_batch} {samples} {self.data.sequence} tokens"
 
-    @property
+    @cached_property
     def runs_reference_forward(self) -> bool:
         """Whether each forward pass first evaluates the reference model, with the adapter off.
 
@@ -177,7 +177,7 @@ class RunConfig:
         """Whether the model, or each of its blocks, is compiled."""
         return self.applied_compile.scope is not CompileScope.none
 
-    @property
+    @cached_property
     def cuda_compile(self) -> Compile | None:
         """Config by which parts outside of the model are compiled as well; None: they are not.
 
@@ -186,7 +186,7 @@ class RunConfig:
         on_cuda = self.hardware.device is DeviceKind.cuda
         return self.applied_compile if on_cuda and self.is_compiled else None
 
-    @property
+    @cached_property
     def loss_compile(self) -> Compile | None:
         """Config by which the loss is compiled, with the model on CUDA.
 
@@ -219,12 +219,12 @@ class RunConfig:
         generated = self.data.answer_length if self.objective.rollouts_per_sample else 0
         return generated + self.runs_reference_forward
 
-    @property
+    @cached_property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.global_batch * self.sequences_per_sample * self.data.sequence
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs per token: 6 per weight and causal attention, without recomputation."""
         return self.count_flops(AttentionFlops.causal)
@@ -241,12 +241,12 @@ class RunConfig:
         forward_only = self.model.flops(sequence, 0, attention) / 3 * self.extra_forward_passes
         return self.adapter.flops(self.model, sequence, target, attention) + forward_only
 
-    @property
+    @cached_property
     def flops_per_step(self) -> float:
         """Model FLOPs of one optimizer step over all ranks."""
         return self.flops_per_token * self.tokens_per_step
 
-    @property
+    @cached_property
     def palm_to_causal_flops(self) -> float:
         """Ratio of the FLOPs by PaLM's convention, where attention is not causal, to model FLOPs.
 

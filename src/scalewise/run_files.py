@@ -135,12 +135,16 @@ class MetricsFile:
         write_text(path, text.getvalue())
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append rows and flush; missing metrics are left empty."""
+        """Append rows and flush; missing metrics are left empty, others are an error."""
         with (
             atomic.name_file_in_errors(self._path),
             open(self._path, "a", encoding="utf-8", newline="", opener=_open_without_links) as file,
         ):
-            csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
+            writer = csv.writer(file, lineterminator="\n")
+            for row in rows:
+                if unknown := row.keys() - METRICS.keys():
+                    raise ValueError(f"no columns for {sorted(unknown)}")
+                writer.writerow([*map(row.get, METRICS)])
 
 
 def _open_without_links(path: str, flags: int) -> int:

@@ -45,7 +45,7 @@ ALLOWED = {
     "training/callbacks/metrics_recorder.py peak_rank_memory": "steps that log",
     "training/callbacks/pruning.py _report_new_values": "trials of a hyperparameter search",
     "training/callbacks/reference_logprobs.py on_fit_start": "before the first step",
-    "training/lightning_module.py _constant_count": "the first step",
+    "training/lightning_module.py _scale_loss": "the first step",
     "training/lightning_module.py on_validation_epoch_end": "validation",
     "training/rollout.py sample": "sampled answers, which are strings",
     "training/signal_stop.py _wait_for_exchange": "a tensor of the host",

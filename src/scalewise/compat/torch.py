@@ -32,6 +32,7 @@ __all__ = [
     "lower_right_bias",
     "matrices_of_group",
     "multiply_all_",
+    "norm_of_each",
     "registered_buffers",
     "registered_parameters",
     "start_allocation_profiler",
@@ -215,6 +216,13 @@ def tensor_version(tensor: Tensor) -> int:
 def multiply_all_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by one kernel; ``torch.nn.utils`` clips parameters only."""
     torch._foreach_mul_(tensors, factor)
+
+
+@private.reads("_foreach_norm")
+def norm_of_each(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """2-norm of each tensor; ``torch.nn.utils.get_total_norm`` returns that of all together."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(tensors)
+    return norms
 
 
 @private.reads("_init_group")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,9 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._now: Callable[[], float | torch.cuda.Event] = (
+            _recorded_event if self._cuda else time.perf_counter
+        )
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
         self._finished_steps: list[list[tuple[str, float | torch.cuda.Event]]] = []
 
@@ -43,13 +47,6 @@ class StepTimer:
         self._finished_steps = []
         return steps
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _seconds(self, marks: list[tuple[str, float | torch.cuda.Event]]) -> dict[str, float]:
         seconds_by_phase: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(marks):
@@ -57,6 +54,12 @@ class StepTimer:
         return {
             phase: seconds_by_phase[phase] for phase in STEP_PHASES if phase in seconds_by_phase
         }
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -163,17 +163,16 @@ class ParallelStrategy(Strategy):
                 return method(*args)
             return cast(Tensor, call_through_wrapper(self, method, *args))
 
-    def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradient over all ranks to ``max_norm``, in place.
 
         Returns its norm before clipping.
         """
         if self._optimizer_in_backward is not None:
             return self._optimizer_in_backward.take_grad_norm()
-        parameters = [p for p in module.parameters() if p.grad is not None]
         norm = grad_norm.tensors_norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
         return norm
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:

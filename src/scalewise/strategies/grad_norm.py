@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from scalewise.compat.torch import multiply_all_
+from scalewise.compat.torch import multiply_all_, norm_of_each
 from scalewise.models.init import local_tensor
 
 ROW_ELEMENTS = 1024
@@ -24,18 +24,37 @@ def tensors_norm(tensors: Sequence[Tensor]) -> Tensor:
     fp32, and shards of them lose less, so that parallelism strategies would clip differently. Norms
     of short rows, combined, do not have this error.
     """
-    return nn.utils.get_total_norm([part for tensor in tensors for part in _row_norms(tensor)])
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if not on_cpu:
+        return nn.utils.get_total_norm(tensors, foreach=True)
+    norm = _norm_by_rows(on_cpu)
+    if len(on_cpu) == len(tensors):
+        return norm
+    others = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    return nn.utils.get_total_norm([*others, norm], foreach=True)
 
 
-def _row_norms(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.device.type != "cpu":
-        return (tensor,)
-    if tensor.numel() <= ROW_ELEMENTS:
-        return (tensor.float(),)
-    flat = tensor.reshape(-1)
-    rows = flat[: len(flat) // ROW_ELEMENTS * ROW_ELEMENTS].view(-1, ROW_ELEMENTS)
-    row_norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-    return (*_row_norms(row_norms), flat[rows.numel() :].float())
+def _norm_by_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm of CPU tensors together: of the norms of rows, the norms of rows of these, ..."""
+    short_tensors, groups = [], []
+    for tensor in tensors:
+        remainders: list[Tensor | None] = []
+        while (size := tensor.numel()) > ROW_ELEMENTS:
+            remainder = None
+            if length := size % ROW_ELEMENTS:
+                flat = tensor.reshape(-1)
+                tensor, remainder = flat[:-length], flat[-length:].float()
+            remainders.append(remainder)
+            rows = tensor.reshape(-1, ROW_ELEMENTS)
+            tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        group = [tensor.float(), *reversed(remainders)]
+        short_tensors += [part for part in group if part is not None]
+        groups += group
+    # Zeros fix the order of the sum, which depends on the number of terms.
+    norms, zero = iter(norm_of_each(short_tensors)), torch.zeros((), device="cpu")
+    norms_by_part = torch.stack([zero if part is None else next(norms) for part in groups])
+    norm: Tensor = torch.linalg.vector_norm(norms_by_part)
+    return norm
 
 
 def global_grad_norm(gradients: Iterable[Tensor], stages: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -198,7 +198,7 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         receive_buffers = self._pipeline.receive_buffers if self._pipeline is not None else list
         return FSDPBuffers(self.model, receive_buffers)
 
-    def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradient over all ranks to ``max_norm``, in place.
 
         Returns its norm before clipping.
@@ -206,10 +206,10 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         if self._optimizer_in_backward is not None:
             return self._optimizer_in_backward.take_grad_norm()
         is_owned = self._pipeline.is_owned if self._pipeline is not None else lambda parameter: True
-        gradients = [p.grad for p in module.parameters() if p.grad is not None and is_owned(p)]
+        gradients = [p.grad for p in parameters if p.grad is not None and is_owned(p)]
         norm = grad_norm.global_grad_norm(gradients, self.spec.sizes["pipeline"], self.root_device)
         if max_norm is not None:
-            grad_norm.clip_to_norm(module.parameters(), max_norm, norm)
+            grad_norm.clip_to_norm(parameters, max_norm, norm)
         return norm
 
     def model_to_device(self) -> None:

@@ -175,7 +175,7 @@ class ManualStep:
         begin_phase("optimizer")
         if probe is not None:
             probe.before_optimizer()
-        self.strategy.clip_grad_norm(self.module, self.run.trainer.clip_norm)
+        self.strategy.clip_grad_norm([*self.module.parameters()], self.run.trainer.clip_norm)
         self.optimizer.step()
         begin_phase("")
         persistent_bytes = probe.persistent_bytes if probe is not None else 0

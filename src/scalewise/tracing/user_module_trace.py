@@ -118,7 +118,7 @@ def _trace_step(
         loss.backward()
         if probe is not None:
             probe.before_optimizer()
-        strategy.clip_grad_norm(module, run.trainer.clip_norm)
+        strategy.clip_grad_norm([*module.parameters()], run.trainer.clip_norm)
         optimizer.step()
 
     _, metrics = measure_step(run, strategy, module, optimizer, take_step)

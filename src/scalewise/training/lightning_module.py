@@ -51,8 +51,8 @@ class TrainingModule(LightningModule):
         self.run, self.num_steps = run, steps
         objective = run.objective
         self._rollout = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
-        self._label_count = torch.zeros(())
-        self._label_constant: Tensor | None = None
+        self._loss: ScaledLoss | None = None
+        self._constant_loss: ScaledLoss | None = None
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
 
@@ -75,9 +75,11 @@ class TrainingModule(LightningModule):
         self, batch: Batch, device: torch.device, dataloader_idx: int
     ) -> Batch:
         """Move a batch but its positions, whose values the model reads on the host."""
-        moved = {name: x for name, x in batch.items() if name != "positions"}
-        moved = cast(Batch, super().transfer_batch_to_device(moved, device, dataloader_idx))
-        return moved | {"positions": batch["positions"]} if "positions" in batch else moved
+        on_cuda = device.type == "cuda"
+        return {
+            name: x if name == "positions" else x.to(device, non_blocking=on_cuda)
+            for name, x in batch.items()
+        }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Contribution of a micro-batch to the mean loss of its optimizer step.
@@ -85,17 +87,15 @@ class TrainingModule(LightningModule):
         The loss is scaled up by the number of accumulated micro-batches, by which Lightning
         divides, and by the number of ranks over which the strategy averages gradients.
         """
-        if batch_idx % self.run.accumulation == 0:
-            self._label_count = self._count_labels(batch)
+        accumulation = self.run.accumulation
+        if self._loss is None or batch_idx % accumulation == 0:
+            self._loss = self._scale_loss(batch)
         if self._rollout:
             step = self.trainer.global_step
             batch = self._rollout.sample(batch, self.forward_no_grad, self.run.seed, step)
         batch = self._add_reference(batch)
-        divisor = self.run.accumulation * self.run.parallelism.gradient_averaging_size
-        factor = divisor / self._label_count
-        loss = ScaledLoss(self.run.objective, factor, self.run.loss_compile)
-        last = (batch_idx + 1) % self.run.accumulation == 0
-        losses = self.parallel_strategy.compute_train_loss(self.model, batch, loss, last=last)
+        last = (batch_idx + 1) % accumulation == 0
+        losses = self.parallel_strategy.compute_train_loss(self.model, batch, self._loss, last=last)
         self.last_losses = losses.detach().view(-1)
         return losses[0] if losses.dim() else losses
 
@@ -133,6 +133,7 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer of the run, and its schedule, stepped once per optimizer step."""
         optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
+        self._model_parameters = [*self.model.parameters()]
         schedule = build_lr_scheduler(self.run.schedule, optimizer, self.num_steps)
         return {
             "optimizer": optimizer,
@@ -149,7 +150,8 @@ class TrainingModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Free the gradients after an optimizer step."""
         if (batch_idx + 1) % self.run.accumulation == 0:
-            self.zero_grad()
+            for parameter in self._model_parameters:
+                parameter.grad = None
 
     def configure_gradient_clipping(
         self,
@@ -159,7 +161,7 @@ class TrainingModule(LightningModule):
     ) -> None:
         """Clip the global gradient norm and store its value before clipping."""
         self.last_grad_norm = self.parallel_strategy.clip_grad_norm(
-            self.model, self.run.trainer.clip_norm
+            self._model_parameters, self.run.trainer.clip_norm
         ).detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -232,24 +234,26 @@ class TrainingModule(LightningModule):
         with disable_adapter(self.run.adapter, cast(ModelModule, self.model)):
             return {**batch, "reference": self.forward_no_grad(reference, batch)}
 
-    def _count_labels(self, batch: Batch) -> Tensor:
-        """Number of labels, pairs or sampled answers in the global batch of a step."""
-        targets_per_sample = (
-            1 if self.run.objective.pairs else self.run.objective.rollouts_per_sample
-        )
-        if targets_per_sample:
-            return self._constant_count(self.run.global_batch * targets_per_sample)
-        local_labels = batch.get("labels_of_step")
-        if local_labels is None:  # no label is masked
-            return self._constant_count(self.run.tokens_per_step)
-        ranks_per_batch = self.run.world_size // self.run.parallelism.data_parallel_size
-        total = local_labels.clone()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return (total // ranks_per_batch).clamp(min=1).float()
+    def _scale_loss(self, batch: Batch) -> ScaledLoss:
+        """Loss of a step, divided by the labels, pairs or sampled answers of its global batch.
 
-    def _constant_count(self, count: int) -> Tensor:
-        """Count on the device, created once: a copy to the device makes the host wait."""
-        if self._label_constant is None:
-            self._label_constant = torch.tensor(float(count), device=self.device)
-        return self._label_constant
+        A constant divisor is created once: a copy to the device makes the host wait.
+        """
+        run, local_labels = self.run, batch.get("labels_of_step")
+        targets_per_sample = 1 if run.objective.pairs else run.objective.rollouts_per_sample
+        if local_labels is not None and not targets_per_sample:
+            ranks_per_batch = run.world_size // run.parallelism.data_parallel_size
+            total = local_labels.clone()
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            return self._divide_loss((total // ranks_per_batch).clamp(min=1).float())
+        if self._constant_loss is None:  # no label is masked
+            targets = run.global_batch * targets_per_sample or run.tokens_per_step
+            self._constant_loss = self._divide_loss(
+                torch.tensor(float(targets), device=self.device)
+            )
+        return self._constant_loss
+
+    def _divide_loss(self, targets: Tensor) -> ScaledLoss:
+        divisor = self.run.accumulation * self.run.parallelism.gradient_averaging_size
+        return ScaledLoss(self.run.objective, divisor / targets, self.run.loss_compile)

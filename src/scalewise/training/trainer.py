@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.compat.lightning import disable_signal_broadcast
+from scalewise.compat.lightning_hooks import StepHookTrainer
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
 from scalewise.precision import FloatFormat
@@ -98,7 +99,7 @@ def build_trainer(
         "logger": False,
         "default_root_dir": folder,
     }
-    trainer = Trainer(**{**defaults, **settings})
+    trainer = StepHookTrainer(**{**defaults, **settings})
     # STOP handles signals. Lightning's own check is a blocking broadcast before every micro-batch.
     disable_signal_broadcast(trainer)
     return trainer

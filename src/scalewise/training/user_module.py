@@ -187,7 +187,8 @@ class UserMetricsRecorder(MetricsRecorder):
     ) -> None:
         """Record the gradient norm before Lightning clips it."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        self._grad_norm = trainer_strategy(trainer).clip_grad_norm(pl_module, None).detach()
+        parameters = [*pl_module.parameters()]
+        self._grad_norm = trainer_strategy(trainer).clip_grad_norm(parameters, None).detach()
 
     def get_loss_and_norm(
         self, module: LightningModule, outputs: Any

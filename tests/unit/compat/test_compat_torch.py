@@ -241,6 +241,11 @@ def test_tensor_version_counts_changes_in_place() -> None:
     assert compat_torch.tensor_version(tensor[:1]) == before + 1
 
 
+def test_norm_of_each_tensor() -> None:
+    norms = compat_torch.norm_of_each([torch.full((4,), 2.0), torch.zeros(0)])
+    assert [float(norm) for norm in norms] == [4.0, 0.0]
+
+
 def test_multiply_all_changes_tensors_in_place() -> None:
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     compat_torch.multiply_all_(tensors, torch.tensor(0.5))

@@ -44,7 +44,8 @@ class LossGuard(LossGuardArgs, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._pending: list[torch.Tensor] = []
+        self._pending_steps: list[int] = []
         self._copied: _HostLosses | None = None
         self._mean: float | None = None
         self._num_spikes = 0
@@ -59,13 +60,13 @@ class LossGuard(LossGuardArgs, Callback):
     ) -> None:
         """Store the loss, and check the stored losses once there are ``every``."""
         # Not outputs["loss"], which Lightning has divided by the accumulation.
-        loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
-        step = batch_idx // trainer.accumulate_grad_batches + 1
-        self._pending.append((step, loss.detach()))
+        losses = pl_module.last_losses if isinstance(pl_module, TrainingModule) else outputs["loss"]
+        self._pending.append(losses)
+        self._pending_steps.append(batch_idx // trainer.accumulate_grad_batches + 1)
         if len(self._pending) >= self.every:
             self._check_copied()
             self._start_copy()
-            if not loss.is_cuda:
+            if not losses.is_cuda:
                 self._check_copied()
 
     def on_save_checkpoint(
@@ -87,10 +88,9 @@ class LossGuard(LossGuardArgs, Callback):
     def _start_copy(self) -> None:
         """Start to copy the stored losses to the host."""
         if self._pending:
-            losses = torch.stack([loss for _, loss in self._pending])
-            steps = [step for step, _ in self._pending]
-            self._copied = _HostLosses(steps, losses)
-            self._pending = []
+            losses = torch.stack(self._pending).detach().view(len(self._pending), -1)
+            self._copied = _HostLosses(self._pending_steps, losses[:, 0])
+            self._pending, self._pending_steps = [], []
 
     def _check_copied(self) -> None:
         """Check the losses of the last copy."""
