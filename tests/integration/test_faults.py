@@ -127,7 +127,7 @@ def test_fault_of_one_rank_ends_the_others(strategy: str, fault: str, run_job: J
     assert reason in job_status["reason"]
     assert job_status["rank"] == 1
     if fault == "hang":
-        assert any("rank 1: " in line and "in happen" in line for line in job_status["log_tail"])
+        assert any("rank 1: " in line and "in inject" in line for line in job_status["log_tail"])
 
 
 def test_rank_that_ignores_signals_ends_soon_after_another_failed(run_job: JobRunner) -> None:

@@ -67,6 +67,6 @@ def test_dpo_experiment_beats_untrained_model(run_cli: CliRunner) -> None:
     last = float(run.metrics[-1]["val/reward_accuracy"])
     assert accuracy_match is not None
     assert float(accuracy_match[1]) / 100 == pytest.approx(last, abs=5e-3)
-    assert "more than untrained" in page
+    assert "above the untrained model" in page
     assert "nats per pair" in page
     assert run.column("train/reward_margin")[-1] > 1

@@ -111,12 +111,12 @@ def test_resume_auto_continues_the_newest_run(
     ("kind", "function"),
     [
         pytest.param("single", "_write_tensors", marks=EXHAUSTIVE),
-        pytest.param("single", "_sync", marks=EXHAUSTIVE),
+        pytest.param("single", "_fingerprint_files", marks=EXHAUSTIVE),
         pytest.param("ddp", "_fingerprint_files", marks=EXHAUSTIVE),
         ("fsdp", "_complete_save"),
         pytest.param("fsdp", "_begin_save", marks=EXHAUSTIVE),
         pytest.param("ddp", "_write_tensors", marks=EXHAUSTIVE),
-        pytest.param("ddp", "_sync", marks=EXHAUSTIVE),
+        pytest.param("ddp", "_complete_save", marks=EXHAUSTIVE),
     ],
 )
 def test_interrupted_save_loses_only_that_checkpoint(
