@@ -80,6 +80,7 @@ RUN_OPTIONS = {**RECOMPUTE_OPTIONS, "muon": ("optimizer=muon",)}
 CI_CASES = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
+    ("llama", "fsdp", "loss"),
     ("llama", "fsdp", "prompt"),
 )
 EXHAUSTIVE_STRATEGIES = (

@@ -16,6 +16,7 @@ from scalewise.bench.memory_accuracy import (
 )
 from scalewise.bench.memory_accuracy_runs import FULL, MIXED, fsdp_overrides, mesh_overrides
 from scalewise.planner import peak_memory
+from scalewise.planner.memory_breakdown import StepPhase
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.run_config import RunConfig
 from scalewise.tracing.step_trace import rejection_reason, trace_run, with_cpu_operators
@@ -47,6 +48,45 @@ def test_memory_breakdown_equals_trace(overrides: tuple[str, ...], run_of: Compo
     print(f"{' '.join(overrides)}: {error:+.2%}, {trace.peak:,} at {peak_phase}")
     assert abs(error) < 0.05
     assert not dist.is_initialized()
+
+
+SMALL_FSDP = (
+    "model=decoder_nano",
+    "model.layers=5",
+    "data=synthetic",
+    "data.sequence=128",
+    "trainer.micro_batch=2",
+    "trainer.global_batch=null",
+    "objective.loss_chunk=64",
+    MIXED,
+    FULL,
+    *fsdp_overrides(8),
+)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_prefetch_distance_is_the_number_of_blocks_gathered_ahead(
+    prefetch: int, compose: Compose
+) -> None:
+    wide_blocks = ("model.vocabulary=256", "model.width=128", "model.feedforward=1024")
+    run = compose(
+        *SMALL_FSDP, *wide_blocks, f"parallelism.prefetch={prefetch}", check_machine=False
+    )
+    predicted = peak_memory.worst_rank_breakdown(run).peak
+    assert predicted == pytest.approx(trace_run(run, full_depth=True).peak, rel=0.001)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_embedding_and_head_are_gathered_and_reduced_by_themselves(
+    tied: str, compose: Compose
+) -> None:
+    large_ends = ("model.vocabulary=8192", "model.width=128", f"model.tied={tied}")
+    run = compose(*SMALL_FSDP, *large_ends, check_machine=False)
+    trace, breakdown = trace_run(run, full_depth=True), peak_memory.worst_rank_breakdown(run)
+    assert breakdown.peak == pytest.approx(trace.peak, rel=0.005)
+    if tied == "false":
+        for phase, name in ((StepPhase.reduce_head, "head"), (StepPhase.reduce_rest, "block 0")):
+            assert breakdown.phases[phase] == pytest.approx(trace.phase_peaks[name], rel=0.001)
 
 
 def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:

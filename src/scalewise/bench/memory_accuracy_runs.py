@@ -99,6 +99,10 @@ EMA = "callbacks=[ema]"
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
 _CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
 """Large vocabulary with a chunked loss, so that the logits determine the peak."""
+_SHARDED_PIPELINE = (
+    *mesh_overrides(pipeline=2, shards=2),
+    "parallelism.pipeline_micro_batches=4",
+)
 _ZERO2 = fsdp_overrides(2, "parallelism.reshard_after_forward=false")
 
 TRAINED: tuple[Overrides, ...] = (
@@ -121,6 +125,7 @@ TRAINED: tuple[Overrides, ...] = (
     (*_ZERO2, MIXED, *WEIGHTS),
     _pipeline_overrides("one_f_one_b"),
     mesh_overrides(pipeline=2, shards=2),
+    (*_SHARDED_PIPELINE, FULL, "model.width=256", "model.feedforward=1024"),
     (*_TENSOR, *_CHUNKED),
     (*_TENSOR, *_TALL),
     fsdp_overrides(2, EMA, *WEIGHTS),
@@ -220,6 +225,12 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     (*mesh_overrides(shards=2, tensor=2), MIXED, *WEIGHTS),
     (*_pipeline_overrides("gpipe"), MIXED, "trainer.micro_batch=8"),
     mesh_overrides(pipeline=2, tensor=2),
+    (*_SHARDED_PIPELINE, *WEIGHTS, "trainer.micro_batch=4", "trainer.global_batch=16"),
+    (
+        *_SHARDED_PIPELINE,
+        *("parallelism.pipeline_schedule=gpipe", MIXED, *WEIGHTS, "trainer.micro_batch=4"),
+    ),
+    (*_SHARDED_PIPELINE, *WEIGHTS, "memory=none", "trainer.micro_batch=4"),
     (*QLORA, MIXED, SELECTIVE),
     (*QLORA, "adapter.targets=[.*]"),
     (*_pipeline_overrides("one_f_one_b"), *QLORA),

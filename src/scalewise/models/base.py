@@ -251,6 +251,14 @@ class ModelConfig(ABC):
         """Names of the weights that the embedding and the head share."""
         return frozenset()
 
+    @property
+    def end_modules(self) -> tuple[str, ...]:
+        """Names of the token embedding and of the head, which FSDP shards by themselves.
+
+        Empty if they share a weight, or if the model has several stacks of blocks.
+        """
+        return ()
+
     def split_stages(self, count: int, sequence: int) -> tuple[StageSlice, ...]:
         """Return pipeline stages that minimize the FLOPs of the most expensive stage.
 

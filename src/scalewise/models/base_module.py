@@ -55,6 +55,15 @@ class ModelModule(nn.Module):
                 block.set_submodule(name, build_layer(layer))
 
     @abstractmethod
+    def logits(self, x_BTW: Tensor, *, hooks: bool = True) -> Tensor:
+        """Return the ``logits_BTV`` of features.
+
+        Args:
+            x_BTW: Features that the head reads.
+            hooks: Whether to run the hooks of the head module.
+        """
+
+    @abstractmethod
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the head reads to compute logits."""
 

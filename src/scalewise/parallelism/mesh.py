@@ -87,7 +87,7 @@ class MeshConfig(ParallelismConfig):
     reshard_after_forward: bool = True
     """Whether gathered parameters are freed after a block's forward (ZeRO-3) or kept (ZeRO-2)."""
     prefetch: int = 1
-    """Prefetch distance of parameter gathering, in blocks."""
+    """Prefetch distance of parameter gathering, in blocks; 0: a block is gathered when it runs."""
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state are stored in host memory."""
     reduce_each_micro_batch: bool = True

@@ -229,6 +229,21 @@ class _ForwardLiveness:
         return sum(self._graph.sizes[tensor] for tensor in self.save_counts)
 
 
+def bytes_before_head(graph: OpGraph) -> int:
+    """Return the memory of the head part right after the backward pass of its last matmul.
+
+    Without the gradients of parameters: the gradient of the features, and what the norm saves.
+    """
+    if isinstance(graph, RecordedPart):
+        return 2 * graph.sizes[0]
+    forward = _ForwardLiveness(graph, (0,))
+    backward = BackwardLiveness(
+        graph, forward.save_counts, 0, fresh_gradients=True, step_scratch_ratio=-1
+    )
+    backward.run(graph.operators[-1:])
+    return backward.current_bytes - backward.gradient_bytes
+
+
 EMPTY = PartLiveness(0, 0, 0, 0)
 """Memory of a part that the rank does not store."""
 

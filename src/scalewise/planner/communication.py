@@ -67,17 +67,23 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     mixed = precision.compute.bytes < precision.parameters.bytes
     gathered_element_bytes = precision.compute.bytes if mixed else precision.parameters.bytes
     reduced_element_bytes = SCALAR_BYTES if mixed else precision.parameters.bytes
-    block, other = partition.weights_by_kind()
+    (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
     reductions = partition.run.accumulation if mesh.reduce_each_micro_batch else 1
-    for name, weights, layers in (("a block", block, partition.num_layers), ("the rest", other, 1)):
+    forwards = 1 + partition.run.extra_forward_passes if mesh.reshard_after_forward else 1
+    backwards = int(mesh.reshard_after_forward)
+    # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
+    for name, weights, layers, gathers_per_pass, overlaps in (
+        ("a block", block, partition.num_layers, forwards + backwards, True),
+        ("the embedding", groups.embedding, 1, forwards, False),
+        ("the head", groups.head, 1, 1, True),
+        ("the rest", groups.root, 1, 1, False),
+    ):
         if not weights:
             continue
         gathered_bytes = _padded_bytes(weights, ranks, gathered_element_bytes)
         reduced_bytes = _padded_bytes(
             (w for w in weights if w.trainable), ranks, reduced_element_bytes
         )
-        gathers_again = weights is block and mesh.reshard_after_forward
-        gathers_per_pass = 2 + partition.run.extra_forward_passes if gathers_again else 1
         if ranks > 1:
             axes, gathers = (
                 ("shards", "context"),
@@ -89,7 +95,7 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
                 gathered_bytes,
                 gathers,
                 f"weights of {name}",
-                overlaps=True,
+                overlaps=overlaps,
             )
             size = reduced_bytes
             yield Collective(
@@ -98,7 +104,7 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
                 size,
                 layers * reductions * bool(size),
                 f"gradients of {name}",
-                overlaps=True,
+                overlaps=overlaps,
             )
         if replicas > 1:
             size = reduced_bytes // ranks
@@ -108,7 +114,7 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
                 size,
                 layers * reductions * bool(size),
                 f"gradients of {name}",
-                overlaps=True,
+                overlaps=overlaps,
             )
 
 

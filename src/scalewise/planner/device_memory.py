@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scalewise.models.op_graph import Recompute
+from scalewise.planner.activation_liveness import bytes_before_head
 from scalewise.planner.memory_breakdown import (
     AFTER_HEAD,
     ALL_PHASES,
     BACKWARD,
+    FORWARD,
     FORWARD_BACKWARD,
     ROPE_PHASES,
     MemoryEntry,
@@ -32,11 +35,18 @@ class DeviceMemory(ModelStateMemory):
 
     def iter_entries(self) -> Iterator[MemoryEntry]:
         """Yield the entries of model states, gradients, activations and temporary tensors."""
-        yield from self.iter_state_entries()
-        yield from self._activation_entries()
-        yield from self._workspace_entries()
-        if self.rank_memory.num_pipeline_micro_batches > 1:
-            yield from self._pipeline_entries()
+        entries = [
+            *self.iter_state_entries(),
+            *self._activation_entries(),
+            *self._workspace_entries(),
+            *(self._pipeline_entries() if self.rank_memory.num_pipeline_micro_batches > 1 else ()),
+        ]
+        if self.peak_point.follows_forward:
+            yield from entries
+            return
+        for entry in entries:
+            sizes = {phase: size for phase, size in entry.bytes.items() if phase not in FORWARD}
+            yield replace(entry, bytes=sizes)
 
     def _activation_entries(self) -> Iterator[MemoryEntry]:
         saved_bytes = {
@@ -97,7 +107,7 @@ class DeviceMemory(ModelStateMemory):
         last = self.liveness_by_block[-1].offloaded_bytes * self.saves_on_host
         waits = last * len(self.rank_memory.stages) * (self.peak_point.waiting_passes > 0)
         buffers = dict.fromkeys(BACKWARD, waits)
-        for phase in (StepPhase.loss, StepPhase.backward_loss, StepPhase.backward_head):
+        for phase in (StepPhase.loss, *BACKWARD[: BACKWARD.index(StepPhase.backward_last)]):
             buffers[phase] = max(last, waits)
         for phase, (block, _) in self.blocks_by_phase.items():
             if phase in AFTER_HEAD:
@@ -121,9 +131,13 @@ class DeviceMemory(ModelStateMemory):
         )
         bytes_by_phase = {
             StepPhase.forward: forward_peak - cumulative_bytes[-2],
-            StepPhase.loss: max(head.forward_peak - head.saved_bytes, loss.forward_peak),
+            StepPhase.loss: max(
+                head.forward_peak - head.saved_bytes + self.last_gather_bytes, loss.forward_peak
+            ),
             StepPhase.backward_loss: loss.backward_peak,
             StepPhase.backward_head: head.backward_peak,
+            StepPhase.reduce_head: bytes_before_head(self.op_graphs.head)
+            * self.rank_memory.has_head,
             StepPhase.backward_last: blocks[-1].backward_peak,
             StepPhase.backward_next: blocks[-2:][0].backward_peak
             * (self.rank_memory.num_layers > 2),
@@ -132,6 +146,11 @@ class DeviceMemory(ModelStateMemory):
             StepPhase.backward_first: blocks[0].backward_peak,
             StepPhase.backward_embedding: embedding.backward_peak,
         }
+        if self.gathers_in_schedule:  # the next block is copied from its buffer, after this one
+            last = StepPhase.backward_first if len(blocks) > 1 else StepPhase.backward_last
+            for phase in BACKWARD[BACKWARD.index(StepPhase.backward_head) : BACKWARD.index(last)]:
+                if bytes_by_phase.get(phase) is not None:
+                    bytes_by_phase[phase] = max(bytes_by_phase[phase], self.gathered_block_bytes)
         yield MemoryEntry(
             "at work", bytes_by_phase, "", "of the module that is running, freed after it"
         )

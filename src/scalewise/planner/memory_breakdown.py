@@ -22,6 +22,8 @@ class StepPhase(StrEnum):
     """Backward of the loss."""
     backward_head = "backward of the head"
     """Backward of the output projection."""
+    reduce_head = "reduction of the head"
+    """Its gradients are complete and copied into a reduction buffer."""
     backward_last = "backward of the last block"
     """First block of the backward pass: all activations are alive."""
     reduce_last = "reduction of the last block"
@@ -52,6 +54,7 @@ PHASE_DESCRIPTIONS = {
     StepPhase.loss: "loss computation",
     StepPhase.backward_loss: "backward pass of the loss",
     StepPhase.backward_head: "backward pass of the head",
+    StepPhase.reduce_head: "gradient reduction of the head",
     StepPhase.backward_last: "backward pass of the last block",
     StepPhase.reduce_last: "gradient reduction of the last block",
     StepPhase.backward_next: "backward pass of the second-to-last block",
@@ -67,6 +70,7 @@ ALL_PHASES = tuple(StepPhase)
 BACKWARD = (
     StepPhase.backward_loss,
     StepPhase.backward_head,
+    StepPhase.reduce_head,
     StepPhase.backward_last,
     StepPhase.reduce_last,
     StepPhase.backward_next,
@@ -76,11 +80,19 @@ BACKWARD = (
     StepPhase.backward_embedding,
     StepPhase.reduce_rest,
 )
-FORWARD_BACKWARD = (StepPhase.forward, StepPhase.loss, *BACKWARD)
+FORWARD = (StepPhase.forward, StepPhase.loss)
+FORWARD_BACKWARD = (*FORWARD, *BACKWARD)
 ROPE_PHASES = FORWARD_BACKWARD[: FORWARD_BACKWARD.index(StepPhase.reduce_block)]
 """Phases before the last use of the RoPE tables, in the backward of the first block."""
-REDUCTION_PHASES = (StepPhase.reduce_last, StepPhase.reduce_block, StepPhase.reduce_rest)
+REDUCTION_PHASES = (
+    StepPhase.reduce_head,
+    StepPhase.reduce_last,
+    StepPhase.reduce_block,
+    StepPhase.reduce_rest,
+)
 """Phases in which ``optimizer.in_backward`` steps shards, right after their reduction."""
+HEAD_PHASES = (StepPhase.loss, StepPhase.backward_loss, StepPhase.backward_head)
+"""Phases in which the weights of the head are read."""
 AFTER_HEAD = BACKWARD[BACKWARD.index(StepPhase.backward_last) :]
 """Phases of the backward pass after the head."""
 
@@ -190,6 +202,7 @@ def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
         StepPhase.loss: (layers, 0),
         StepPhase.backward_loss: (layers, 0),
         StepPhase.backward_head: (layers, 0),
+        StepPhase.reduce_head: (layers, 0),
         StepPhase.backward_last: (layers - 1, 0),
         StepPhase.reduce_last: (layers - 1, 0),
         StepPhase.backward_next: (max(0, layers - 2), min(1, layers - 1)),

@@ -16,7 +16,7 @@ from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import ContextAttention, MeshConfig, PipelineSchedule
 from scalewise.parallelism.single import SingleConfig
-from scalewise.planner.rank_partition import RankStages, partition_of
+from scalewise.planner.rank_partition import FSDPGroups, RankStages, partition_of
 from scalewise.precision.config import FloatFormat
 from scalewise.run_config import RunConfig
 
@@ -39,6 +39,19 @@ class FSDPMemory:
     """Whether gradients stay unsharded until the last micro-batch."""
     has_replicas: bool
     """Whether gradient shards are also all-reduced over replicas."""
+    groups: FSDPGroups
+    """Weights outside of blocks by FSDP group, before sharding."""
+
+    def gathered_bytes(self, weights: Iterable[Weight]) -> int:
+        """Return the size of gathered weights, in bytes."""
+        shard = shard_bytes(weights, self.gathered_element_bytes, self.num_shards)
+        return shard * self.num_shards
+
+    def reduced_bytes(self, weights: Iterable[Weight]) -> tuple[int, int]:
+        """Return the sizes of a reduction of gradients in bytes: of its input and its output."""
+        elements = shard_elements(weights, self.num_shards, trained=True)
+        output = elements * self.reduced_element_bytes
+        return output * self.num_shards, output
 
 
 @dataclass(frozen=True)
@@ -240,8 +253,11 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         reduced_element_bytes=4 if mixed else parameters,
         keeps_unsharded=not config.reshard_after_forward,
         prefetch=config.prefetch,
-        has_unsharded_gradients=run.accumulation > 1 and not config.reduce_each_micro_batch,
+        has_unsharded_gradients=run.accumulation > 1
+        and not config.reduce_each_micro_batch
+        and sizes["pipeline"] == 1,
         has_replicas=sizes["replicate"] > 1,
+        groups=partition.fsdp_groups(),
     )
     block, other = partition.weights_by_kind()
     return RankMemory(

@@ -105,6 +105,15 @@ class RankPartition(RankStages):
         block, rest = _shard_by_kind(run.quantization, run.adapter, run.model, tensor)
         return block, tuple(filter(self._stores, rest))
 
+    def fsdp_groups(self) -> FSDPGroups:
+        """Return the weights outside of blocks by FSDP group, after tensor parallelism."""
+        groups: dict[str, list[Weight]] = {name: [] for name in (*self.run.model.end_modules, "")}
+        for weight in self.weights_by_kind()[1]:
+            owners = (name for name in groups if weight.name.startswith(f"{name}."))
+            groups[next(owners, "")].append(weight)
+        root = groups.pop("")
+        return FSDPGroups(tuple(root), *map(tuple, groups.values()))
+
     def _stores(self, weight: Weight) -> bool:
         tied = self.run.model.tied_weights
         return any(_is_in_stage(stage, weight, tied) for stage in self.stages)
@@ -125,6 +134,18 @@ class RankPartition(RankStages):
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Tensor parallel style of each module."""
         return _tensor_parallel_styles(self.run.adapter, self.run.model)
+
+
+@dataclass(frozen=True)
+class FSDPGroups:
+    """Weights outside of blocks that a rank stores, by the FSDP group that gathers them."""
+
+    root: tuple[Weight, ...]
+    """Weights that no other group contains."""
+    embedding: tuple[Weight, ...] = ()
+    """Token embedding, unless the head shares it."""
+    head: tuple[Weight, ...] = ()
+    """Head, unless it shares the weight of the embedding."""
 
 
 @dataclass

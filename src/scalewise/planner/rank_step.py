@@ -33,16 +33,18 @@ class PipelinePeakPoint:
     """Forward passes that wait for their backward, without the one that runs next."""
     finished_backwards: int = 0
     """Backward passes that have ended."""
-    is_draining: bool = False
-    """Whether the last pass of the rank was a backward."""
+    follows_forward: bool = True
+    """Whether the last pass of the rank was a forward."""
+    ends_schedule: bool = False
+    """Whether the backward is the last one of the step."""
 
 
 def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
     """Yield the points of a step at which the memory of a rank may peak.
 
-    Without a pipeline this is the backward pass. In a pipeline there are up to three: the first
-    backward, the last backward that follows a forward (gradients exist by then), and the backward
-    after it, for which no parameters were resharded.
+    Without a pipeline this is the backward pass. In a pipeline there are up to four: the first
+    backward, the last backward that follows a forward (gradients exist by then), the backward
+    after it, for which no parameters were resharded, and the last backward.
     """
     num_stages = len(rank_memory.stages)
     waiting_passes, finished_backwards = (
@@ -50,10 +52,17 @@ def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
         rank_memory.num_pipeline_micro_batches * num_stages - rank_memory.in_flight,
     )
     yield PipelinePeakPoint(waiting_passes)
-    if rank_memory.num_pipeline_micro_batches > 1 and finished_backwards:
-        yield PipelinePeakPoint(waiting_passes, finished_backwards, is_draining=num_stages > 1)
-    if rank_memory.num_pipeline_micro_batches > 1 and waiting_passes:
-        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, is_draining=True)
+    if rank_memory.num_pipeline_micro_batches == 1:
+        return
+    if finished_backwards:
+        yield PipelinePeakPoint(
+            waiting_passes, finished_backwards, ends_schedule=not waiting_passes
+        )
+    if waiting_passes:
+        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, follows_forward=False)
+        yield PipelinePeakPoint(
+            0, finished_backwards + waiting_passes, follows_forward=False, ends_schedule=True
+        )
 
 
 def iter_waiting_parts(
@@ -85,21 +94,18 @@ class RankStep:
     ) -> None:
         self.run, self.rank_memory, self.peak_point = run, rank_memory, peak_point
         fsdp = rank_memory.fsdp
-        accumulates = run.accumulation > 1 or peak_point.finished_backwards > 0
+        # The schedule of a pipeline neither reduces gradients nor reshards parameters in backward.
+        self.reduces_after_schedule = fsdp is not None and rank_memory.pipeline_ranks > 1
+        accumulates = run.accumulation > 1
         if fsdp is not None and peak_point.finished_backwards:
-            # FSDP2 reduces gradients only in the last pipeline micro-batch.
-            keeps_unsharded = fsdp.keeps_unsharded or peak_point.is_draining
+            keeps_unsharded = fsdp.keeps_unsharded or not peak_point.follows_forward
             fsdp = replace(fsdp, keeps_unsharded=keeps_unsharded, has_unsharded_gradients=True)
+        elif peak_point.finished_backwards:
+            accumulates = True
         self.fsdp = fsdp
-        # Before the last micro-batch nothing is reduced, and parameters stay unsharded.
-        self.has_next_micro_batch = (
-            fsdp is not None
-            and rank_memory.num_pipeline_micro_batches > 1
-            and not peak_point.finished_backwards
-        )
         has_unsharded_gradients = fsdp is not None and fsdp.has_unsharded_gradients
         self.gradients_persist = (
-            accumulates and not has_unsharded_gradients
+            accumulates and (self.reduces_after_schedule or not has_unsharded_gradients)
         ) or rank_memory.has_persistent_buckets
         adds_in_place = (
             has_unsharded_gradients
@@ -168,6 +174,22 @@ class RankStep:
         ]
         largest = max(weights, key=lambda weight: weight.numel)
         return optimizer.scratch_bytes(largest, 1, element_bytes) / (largest.numel * element_bytes)
+
+    @property
+    def last_gather_bytes(self) -> int:
+        """Size of FSDP2's last all-gather buffer in forward, which it keeps until forward ends."""
+        if self.fsdp is None or not self.rank_memory.has_head or not self.gathers_in_forward:
+            return 0
+        # A pipeline keeps the head gathered after its first micro-batch.
+        head = () if self.peak_point.waiting_passes else self.fsdp.groups.head
+        return self.fsdp.gathered_bytes(head or self.rank_memory.block_weights)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether forward gathers blocks; not in a pipeline if they are still gathered."""
+        point = self.peak_point
+        keeps_unsharded = self.fsdp is not None and self.fsdp.keeps_unsharded
+        return not point.finished_backwards and not (keeps_unsharded and point.waiting_passes)
 
     @property
     def head_numel(self) -> int:

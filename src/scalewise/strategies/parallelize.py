@@ -6,10 +6,11 @@ full model.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -101,7 +102,8 @@ def build_sharded(
     compile_module(run.applied_compile, module)
 
     if spec.uses_fsdp:
-        shard_blocks(module, module.layers(), run, rank_mesh)
+        shard_blocks(module, module.layers(), run, rank_mesh, run.model.end_modules)
+        _gather_head_for_chunked_loss(module)
 
     # After FSDP: only shards are allocated.
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else rank_mesh.root_device)
@@ -141,12 +143,23 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard_blocks(
-    module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, rank_mesh: RankMesh
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    run: RunConfig,
+    rank_mesh: RankMesh,
+    end_modules: Sequence[str] = (),
 ) -> None:
-    """Apply FSDP2 to each block, then to the rest as the root.
+    """Apply FSDP2 to each block and to the end modules, then to the rest as the root.
 
     Parameters are sharded over the axes ``shards`` and ``context`` together, and replicated over
     ``replicate`` (HSDP).
+
+    Args:
+        module: Model or pipeline stage.
+        blocks: Its blocks.
+        run: Config of the run.
+        rank_mesh: Mesh of this rank.
+        end_modules: Names of the token embedding and of the head, with parameters of their own.
     """
     spec, mesh = rank_mesh.spec, rank_mesh.device_mesh
     fsdp_mesh = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
@@ -161,23 +174,44 @@ def shard_blocks(
     )
     pin_memory = rank_mesh.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
-    # Blocks first: the root then shards the parameters that no block contains.
-    for block in blocks:
-        fully_shard(
-            block,
-            mesh=fsdp_mesh,
-            reshard_after_forward=spec.reshard_after_forward,
-            mp_policy=mp_policy,
-            offload_policy=offload,
-        )
-    fully_shard(module, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
-    _set_prefetch([block for block in blocks if isinstance(block, FSDPModule)], spec.prefetch)
+    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
+    # Blocks and ends first: the root then shards the parameters that none of them contains.
+    sharded = [shard(it, reshard_after_forward=spec.reshard_after_forward) for it in blocks]
+    modules, head = dict(module.named_modules()), None
+    # That of tensor-parallel embeddings, which nothing changes in place.
+    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
+    for end in filter(None, map(modules.get, end_modules)):
+        if next(end.parameters(), None) is None:
+            continue  # a pipeline stage without it
+        if isinstance(end, nn.Embedding):
+            embedding = shard(end, reshard_after_forward=spec.reshard_after_forward)
+            embedding.set_unshard_in_backward(False)  # its backward reads no weight
+        else:
+            head = shard(end, reshard_after_forward=False)  # its backward comes next
+    root = shard(module)
+    _set_prefetch(sharded, head or root, spec.prefetch)
 
 
-def _set_prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Set how many blocks are all-gathered ahead; FSDP2's default is one."""
+def _gather_head_for_chunked_loss(module: ModelModule) -> None:
+    """Let FSDP gather the head once for a chunked loss, not for each chunk."""
+    loss, head = module.loss, cast(Any, module).head
+    if loss is None or not isinstance(head, FSDPModule):
+        return
+    head = cast(Any, head)
+    head.chunked_loss = partial(loss, partial(module.logits, hooks=False))
+    register_fsdp_forward_method(head, "chunked_loss")
+    module.loss = lambda _, x_BTW, labels_BT: head.chunked_loss(x_BTW, labels_BT)
+
+
+def _set_prefetch(blocks: list[FSDPModule], head: FSDPModule, depth: int) -> None:
+    """Set how many blocks are all-gathered ahead; FSDP2's default is one.
+
+    ``head``: module whose backward pass comes before that of the blocks.
+    """
     if depth == 1:
         return
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
+    for index, module in enumerate([*blocks, head]):
+        module.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+        # An empty list would be FSDP2's default; the module itself is gathered already.
+        backward = blocks[max(0, index - depth) : index][::-1] or [module]
+        module.set_modules_to_backward_prefetch(backward)

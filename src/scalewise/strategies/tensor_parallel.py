@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -176,13 +176,17 @@ class ShardedHead(ParallelStyle):
         self._residual_placement, self._loss_parallel = residual_placement, loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: Any = (self._gather_input, self._gather_logits)
-        return distribute_module(module, device_mesh, partial(_shard_parameter, Shard(0)), *hooks)
+        distribute_module(module, device_mesh, partial(_shard_parameter, Shard(0)))
+        forward: Callable[..., Any] = module.forward
 
-    def _gather_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return _gather_first_input(self._residual_placement, inputs, mesh)
+        def sharded_forward(*inputs: Tensor) -> Tensor:
+            gathered = _gather_first_input(self._residual_placement, inputs, device_mesh)
+            return self._gather_logits(forward(*gathered))
 
-    def _gather_logits(self, module: nn.Module, logits_BTV: Any, mesh: DeviceMesh) -> Tensor:
+        module.forward = sharded_forward  # no hooks: a chunked loss calls it by itself
+        return module
+
+    def _gather_logits(self, logits_BTV: Any) -> Tensor:
         if self._loss_parallel:
             sharded_BTV: Tensor = logits_BTV
             return sharded_BTV

@@ -309,6 +309,11 @@ class DecoderConfig(ModelConfig):
         """Embedding weight if the head is tied, else empty."""
         return frozenset({"embedding.weight"} if self.tied else ())
 
+    @property
+    def end_modules(self) -> tuple[str, ...]:
+        """Names of the token embedding and of the head, unless they are tied."""
+        return () if self.tied else ("embedding", "head")
+
     def with_layers(self, layers: int) -> DecoderConfig:
         """Return the same configuration with another number of layers."""
         return replace(self, layers=layers)

@@ -149,13 +149,14 @@ class DecoderModule(ModelModule):
             return self.logits(x_BTW)
         return self.loss(self.logits, self.gather_tokens(x_BTW), labels_BT)
 
-    def logits(self, x_BTW: Tensor) -> Tensor:
+    def logits(self, x_BTW: Tensor, *, hooks: bool = True) -> Tensor:
         """Return ``logits_BTV`` of normalized features."""
         assert self.head is not None
+        head: Callable[..., Tensor] = self.head if hooks else self.head.forward
         if self.spec.tied:
             assert self.embedding is not None
-            return cast(Tensor, self.head(x_BTW, self.embedding.weight))
-        return cast(Tensor, self.head(x_BTW))
+            return head(x_BTW, self.embedding.weight)
+        return head(x_BTW)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

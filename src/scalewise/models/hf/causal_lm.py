@@ -114,9 +114,10 @@ class CausalLMModule(ModuleWithApplyHook, ModelModule):
             return self.logits(x_BTW)
         return self.loss(self.logits, x_BTW, labels_BT)
 
-    def logits(self, x_BTW: Tensor) -> Tensor:
+    def logits(self, x_BTW: Tensor, *, hooks: bool = True) -> Tensor:
         """Return ``logits_BTV`` of the body's output."""
-        return cast(Tensor, self.head(inputs_embeds=x_BTW, use_cache=False).logits)
+        head: Callable[..., Any] = self.head if hooks else self.head.forward
+        return cast(Tensor, head(inputs_embeds=x_BTW, use_cache=False).logits)
 
     def hf_name(self, name: str) -> str:
         """Return transformers' name of a parameter."""

@@ -148,6 +148,14 @@ class HuggingFaceConfig(ModelConfig):
         return self.info.tied_weights
 
     @property
+    def end_modules(self) -> tuple[str, ...]:
+        """Names of the token embedding and of the head, if it has a weight of its own."""
+        if self.tied_weights or len(self.info.stack_starts) > 1:
+            return ()
+        embedding = next(it.name for it in self.weight_census() if it.role == "embedding")
+        return (embedding.rpartition(".")[0], "head")
+
+    @property
     def lora_targets(self) -> tuple[str, ...]:
         """PEFT's default LoRA targets for the architecture, or all linear layers."""
         return peft_targets(self, "LORA")
