@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from math import isfinite
@@ -11,6 +13,7 @@ from pathlib import Path
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, local_world_size, this_machine
 from scalewise.run_config import RunConfig
+from scalewise.torch_compile import CompileBackend
 from scalewise.units import GIB, MAX_NUMBER
 from scalewise.validation import trusted_imports
 from scalewise.validation.adapter_rules import TrainedAdapter, adapter_issues, resume_issues
@@ -82,6 +85,7 @@ def iter_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 def iter_machine_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield config issues of this machine; skipped for plans of other machines."""
     yield from device_issues(run)
+    yield from compiler_issues(run)
     yield from fp16_issues(run)
     if run.resume not in (None, "last", "auto") and not Path(run.resume).expanduser().exists():
         reason = "no such checkpoint folder"
@@ -93,6 +97,20 @@ def iter_machine_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     yield from run.precision.validate_machine()
     yield from run.tracking.validate_machine()
     yield from parallelism_machine_issues(run.parallelism, run)
+
+
+def compiler_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue if ``torch.compile`` requires a compiler that this machine does not have."""
+    if not run.is_compiled or run.applied_compile.backend is not CompileBackend.inductor:
+        return
+    # Triton builds its launchers in C, TorchInductor the kernels of a CPU in C++.
+    on_cuda = run.hardware.device is DeviceKind.cuda
+    variable, names = ("CC", ("gcc", "clang")) if on_cuda else ("CXX", ("g++", "clang++"))
+    if variable in os.environ or any(map(shutil.which, names)):
+        return
+    reason = f"requires {names[0]} or {names[1]}, which this machine does not have"
+    fix = f"install {names[0]}, set {variable} to the path of a compiler, or set compile=none"
+    yield ConfigIssue("compile", run.option("compile"), reason, fix)
 
 
 def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:

@@ -92,6 +92,35 @@ def test_another_device_than_configured_is_rejected(
     assert reason in issue.reason
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "reason", "variable"),
+    [
+        (("NVIDIA H100",), ["hardware=h100"], "requires gcc or clang", "CC"),
+        ((), ["hardware=cpu", "compile=block"], "requires g++ or clang++", "CXX"),
+    ],
+)
+def test_compilation_without_a_compiler_is_rejected(
+    gpus: tuple[str, ...],
+    overrides: list[str],
+    reason: str,
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also that of compile=auto on CUDA, before the first step fails in Triton."""
+    for module in ("hardware", "run_config", "validation.run_issues"):
+        machine = Machine(gpus, "", 8, 2**34)
+        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
+    monkeypatch.delenv(variable, raising=False)
+    compose(overrides)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (issue,) = rejection_issues(overrides)
+    assert (issue.key, issue.reason.startswith(reason)) == ("compile", True)
+    compose([*overrides, "compile=none"])
+    compose([*overrides, "compile.backend=aot_eager"])
+    monkeypatch.setenv(variable, "compiler")
+    compose(overrides)
+
+
 @pytest.mark.parametrize(("hardware", "precision"), [("cpu", "fp32"), ("v100", "fp16_mixed")])
 def test_device_without_bf16_is_sent_to_a_precision_that_it_accepts(
     hardware: str, precision: str
