@@ -19,6 +19,7 @@ from scalewise.memory_config import AutoCheckpointing, FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.planner import step_time
 from scalewise.planner.fit_check import FitStatus, RunVariant
+from scalewise.planner.operator_time import DeviceRates
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
 from scalewise.trainer_config import AUTO, MICRO_BATCH_KEY
@@ -31,7 +32,7 @@ RECOMPUTE_PAIRS = (
 )
 """Recomputation of some blocks, and of all others; a third kind would save no time."""
 DIGITS = 4
-DEFAULT_RATES = step_time.DeviceRates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
+DEFAULT_RATES = DeviceRates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
 """Rates of a typical accelerator, to compare recomputation where the profile has no rates."""
 OUT_OF_MEMORY = "out_of_memory"
 

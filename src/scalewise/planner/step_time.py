@@ -15,10 +15,17 @@ from math import ceil
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
-from scalewise.parallelism.mesh import AXES
+from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.planner import host_memory
 from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 from scalewise.planner.communication import list_collectives
+from scalewise.planner.operator_time import (
+    DeviceRates,
+    forward_backward_seconds,
+    forward_seconds,
+    weight_backward_seconds,
+)
+from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
 from scalewise.planner.rank_partition import list_distinct_ranks
 from scalewise.run_config import RunConfig
@@ -26,39 +33,6 @@ from scalewise.units import GIGA, MICRO
 
 OVERLAP_SHARE = 0.8
 """Share of the compute time that can overlap with collectives; the rest waits for the first."""
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """Sustained rates of a device."""
-
-    matmul_flops_per_s: float
-    """Matmul rate, in FLOP/s."""
-    fp8_matmul_flops_per_s: float
-    """fp8 matmul rate, in FLOP/s."""
-    attention_flops_per_s: float
-    """Attention rate, in FLOP/s."""
-    memory_bytes_per_s: float
-    """Memory bandwidth, in bytes/s."""
-    launch_s: float
-    """Launch time of one operator on the host, in seconds."""
-
-    def op_seconds(
-        self, work: OpWork, flops: float, moved_bytes: float, *, is_launched: bool = True
-    ) -> float:
-        """Return the time of an operator, in seconds; collectives count elsewhere.
-
-        ``is_launched``: whether the operator is a kernel of its own, or the last one of a kernel.
-        """
-        if work is OpWork.communication or not moved_bytes:
-            return 0.0
-        rates = {
-            OpWork.attention: self.attention_flops_per_s,
-            OpWork.matmul_fp8: self.fp8_matmul_flops_per_s,
-        }
-        rate = rates.get(work, self.matmul_flops_per_s)
-        seconds = max(flops / rate, moved_bytes / self.memory_bytes_per_s)
-        return max(seconds, self.launch_s) if is_launched else seconds
 
 
 @dataclass(frozen=True)
@@ -183,7 +157,7 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     for graph, count in _rank_parts(op_graphs, rank_memory):
         for operator in graph.operators:
             compute_by_work[operator.work] += (
-                micro_batches * count * _forward_backward_seconds(graph, operator, rates)
+                micro_batches * count * forward_backward_seconds(graph, operator, rates)
             )
     recompute = micro_batches * _part_recompute_seconds(
         op_graphs.block, Counter(run.memory.recompute_per_layer(rank_memory.stages)), rates
@@ -210,14 +184,24 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     copies = max(0.0, host.copies - overlap_seconds) + host.activations
     if run.hardware.device is DeviceKind.cuda:  # activations are copied while blocks run
         block, passes = op_graphs.block, micro_batches * rank_memory.num_layers
-        forward = passes * sum(_forward_seconds(block, each, rates) for each in block.operators)
+        forward = passes * sum(forward_seconds(block, each, rates) for each in block.operators)
         both = passes * sum(
-            _forward_backward_seconds(block, each, rates) for each in block.operators
+            forward_backward_seconds(block, each, rates) for each in block.operators
         )
         for busy in (forward, both - forward + recompute):
             copies -= min(busy, host.activations / 2)
-    pipeline_slots = rank_memory.num_pipeline_micro_batches * len(rank_memory.stages)
-    bubble = (compute + sum(exposed.values())) * (rank_memory.pipeline_ranks - 1) / pipeline_slots
+    bubble = 0.0
+    if isinstance(run.parallelism, MeshConfig) and rank_memory.pipeline_ranks > 1:
+        parts = _rank_parts(op_graphs, rank_memory)
+        stage = _stage_seconds(parts, rates, compute / micro_batches, reference / micro_batches)
+        waits = sum(exposed.values()) / micro_batches
+        stage = stage.spread(len(rank_memory.stages), waits)
+        bubble = run.accumulation * bubble_seconds(
+            run.parallelism.pipeline_schedule,
+            stage,
+            rank_memory.pipeline_ranks,
+            rank_memory.num_pipeline_micro_batches,
+        )
     return StepTime(
         compute_by_work[OpWork.matmul] + compute_by_work[OpWork.matmul_fp8],
         compute_by_work[OpWork.attention],
@@ -231,6 +215,24 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
         copies,
         reference,
     )
+
+
+def _stage_seconds(
+    parts: list[tuple[OpGraph, int]], rates: DeviceRates, compute: float, reference: float
+) -> StageSeconds:
+    """Return the times of all stages of a rank in one micro-batch.
+
+    ``compute`` includes recomputation, which precedes the gradients of activations.
+    """
+    operators = [(graph, operator, count) for graph, count in parts for operator in graph.operators]
+    forward = reference + sum(
+        count * forward_seconds(graph, operator, rates) for graph, operator, count in operators
+    )
+    weights = sum(
+        count * weight_backward_seconds(graph, operator, rates)
+        for graph, operator, count in operators
+    )
+    return StageSeconds(forward, compute - forward - weights, weights)
 
 
 def _rank_parts(op_graphs: ModelOpGraphs, rank_memory: RankMemory) -> list[tuple[OpGraph, int]]:
@@ -247,7 +249,7 @@ def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRat
     """Return the time of a forward pass of the model without its adapter, in seconds."""
     op_graphs = model_op_graphs(run.model, replace(rank_memory.forward_spec, adapted_layers=()))
     return sum(
-        count * _forward_seconds(graph, operator, rates)
+        count * forward_seconds(graph, operator, rates)
         for graph, count in _rank_parts(op_graphs, rank_memory)
         for operator in graph.operators
     )
@@ -257,44 +259,6 @@ def _loader_seconds(run: RunConfig) -> float:
     """Return the data loading time of a rank per step, in seconds."""
     rate = run.hardware.loader_tokens_per_s
     return run.tokens_per_step / run.parallelism.data_parallel_size / rate if rate else 0.0
-
-
-def _forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    gradient_bytes = graph.count_moved_bytes(operator.gradients) + sum(
-        operator.weight_gradient_bytes
-    )
-    moved_bytes = (
-        _moved_bytes(graph, operator) + gradient_bytes
-        if operator.gradients or operator.weight_gradient_bytes[0]
-        else 0
-    )
-    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[1])
-    backward = rates.op_seconds(
-        operator.work,
-        operator.backward_flops,
-        moved_bytes,
-        is_launched=_ends_kernel(graph, operator),
-    )
-    return _forward_seconds(graph, operator, rates) + backward + casts
-
-
-def _forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[0])
-    forward = rates.op_seconds(
-        operator.work,
-        operator.flops,
-        _moved_bytes(graph, operator),
-        is_launched=_ends_kernel(graph, operator),
-    )
-    return forward + casts
-
-
-def _ends_kernel(graph: OpGraph, operator: Op) -> bool:
-    return operator.writes[0] not in graph.fused_intermediates
-
-
-def _moved_bytes(graph: OpGraph, operator: Op) -> int:
-    return graph.count_moved_bytes((*operator.reads, *operator.writes))
 
 
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
@@ -308,7 +272,7 @@ def _part_recompute_seconds(
     graph: OpGraph, blocks: Counter[Recompute], rates: DeviceRates
 ) -> float:
     return sum(
-        count * _forward_seconds(graph, operator, rates)
+        count * forward_seconds(graph, operator, rates)
         for recompute, count in blocks.items()
         for operator in _recomputed_ops(graph, recompute)
     )

@@ -13,12 +13,11 @@ from scalewise.models.op_graph import OpWork, build_op_graphs
 from scalewise.parallelism.collective import CollectiveKind
 from scalewise.parallelism.mesh import AXES
 from scalewise.planner.activation_liveness import model_op_graphs
+from scalewise.planner.operator_time import DeviceRates, forward_seconds
 from scalewise.planner.plan import Plan
 from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import (
-    DeviceRates,
     StepTime,
-    _forward_seconds,
     predict_step_time,
     ring_link,
 )
@@ -223,7 +222,7 @@ def test_step_time_launches_a_fused_kernel_once(compose: Compose) -> None:
     for is_compiled in (False, True):
         graph = model_op_graphs(run.model, replace(spec, is_compiled=is_compiled)).block
         launched = [op for op in graph.operators if op.writes[0] not in graph.fused_intermediates]
-        seconds = sum(_forward_seconds(graph, op, rates) for op in graph.operators)
+        seconds = sum(forward_seconds(graph, op, rates) for op in graph.operators)
         assert seconds == len([op for op in launched if op.work is not OpWork.communication])
         kernels.append(seconds)
     assert kernels[1] < 0.7 * kernels[0]

@@ -1,0 +1,92 @@
+"""Roofline times of operators on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scalewise.models.op_graph import Op, OpGraph, OpWork
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Sustained rates of a device."""
+
+    matmul_flops_per_s: float
+    """Matmul rate, in FLOP/s."""
+    fp8_matmul_flops_per_s: float
+    """fp8 matmul rate, in FLOP/s."""
+    attention_flops_per_s: float
+    """Attention rate, in FLOP/s."""
+    memory_bytes_per_s: float
+    """Memory bandwidth, in bytes/s."""
+    launch_s: float
+    """Launch time of one operator on the host, in seconds."""
+
+    def op_seconds(
+        self, work: OpWork, flops: float, moved_bytes: float, *, is_launched: bool = True
+    ) -> float:
+        """Return the time of an operator, in seconds; collectives count elsewhere.
+
+        ``is_launched``: whether the operator is a kernel of its own, or the last one of a kernel.
+        """
+        if work is OpWork.communication or not moved_bytes:
+            return 0.0
+        rates = {
+            OpWork.attention: self.attention_flops_per_s,
+            OpWork.matmul_fp8: self.fp8_matmul_flops_per_s,
+        }
+        rate = rates.get(work, self.matmul_flops_per_s)
+        seconds = max(flops / rate, moved_bytes / self.memory_bytes_per_s)
+        return max(seconds, self.launch_s) if is_launched else seconds
+
+
+def forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
+    """Return the time of an operator in forward and backward, in seconds."""
+    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[1])
+    forward = forward_seconds(graph, operator, rates)
+    return forward + _backward_seconds(graph, operator, rates) + casts
+
+
+def _backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
+    gradient_bytes = graph.count_moved_bytes(operator.gradients) + sum(
+        operator.weight_gradient_bytes
+    )
+    moved_bytes = (
+        _moved_bytes(graph, operator) + gradient_bytes
+        if operator.gradients or operator.weight_gradient_bytes[0]
+        else 0
+    )
+    return rates.op_seconds(
+        operator.work,
+        operator.backward_flops,
+        moved_bytes,
+        is_launched=_ends_kernel(graph, operator),
+    )
+
+
+def weight_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
+    """Return the time of the weight gradient of a matmul; other weight gradients are small."""
+    if not operator.weight_gradient_bytes[0] or not operator.backward_flops:
+        return 0.0
+    share = min(1.0, operator.flops / operator.backward_flops)
+    return share * _backward_seconds(graph, operator, rates)
+
+
+def forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
+    """Return the time of an operator in forward, in seconds."""
+    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[0])
+    forward = rates.op_seconds(
+        operator.work,
+        operator.flops,
+        _moved_bytes(graph, operator),
+        is_launched=_ends_kernel(graph, operator),
+    )
+    return forward + casts
+
+
+def _ends_kernel(graph: OpGraph, operator: Op) -> bool:
+    return operator.writes[0] not in graph.fused_intermediates
+
+
+def _moved_bytes(graph: OpGraph, operator: Op) -> int:
+    return graph.count_moved_bytes((*operator.reads, *operator.writes))
