@@ -42,5 +42,5 @@ def test_finetune_ablation_memory_equals_prediction(run_cli: CliRunner) -> None:
     losses = [step_metrics["train/loss"] for step_metrics in metrics[1:7]]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     page = (result.folder.path / "report.html").read_text("utf-8")
-    assert "Nine techniques together cut peak memory by" in page
+    assert "Nine techniques together reduced peak memory by" in page
     assert "+ in_backward" in page
