@@ -57,17 +57,19 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
     """Finished jobs as ablation steps; empty if the sweep is not an ablation.
 
     In an ablation, each job keeps the settings of the job before it and adds at least one. Only
-    ``compile`` may be dropped on the way, as it is not supported with every setting.
+    ``compile`` may return to its value in the first job, as not every setting supports it.
     """
     jobs = [job for job in comparison.finished if job.measured(STEP) is not None]
     if len(jobs) < 3:
         return ()
     ablation_steps, seen = [AblationStep(jobs[0], ())], set[str]()
+    first_compile = _setting_texts(jobs[0].run).get("compile")
     for before, job in pairwise(jobs):
         old, new = _setting_texts(before.run), _setting_texts(job.run)
         keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
         groups = {key.split(".")[0] for key in keys}
-        dropped = [key for key in keys if key == "compile" and key not in new and seen - {key}]
+        is_dropped = new.get("compile") == first_compile and seen - {"compile"}
+        dropped = [key for key in keys if key == "compile" and is_dropped]
         if keys == dropped or len(groups) > MAX_GROUPS_PER_STEP or seen & {*keys} - {*dropped}:
             return ()
         seen |= set(keys)
@@ -75,7 +77,9 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
         listed = [key for key in keys if "." not in key or key.split(".")[0] not in keys]
         added = [f"{key}={new.get(key, 'default')}" for key in listed if key not in dropped]
         ablation_steps.append(
-            AblationStep(job, (*added, *(f"without {key}={old[key]}" for key in dropped)))
+            AblationStep(
+                job, (*added, *(f"without {key}={old.get(key, 'default')}" for key in dropped))
+            )
         )
     return tuple(ablation_steps)
 

@@ -111,6 +111,14 @@ class TestAblation:
         )
         assert ablation[-1].added_overrides == ("b=2", "without compile=block")
 
+    def test_ablation_step_may_return_to_the_compilation_of_the_first_job(self) -> None:
+        """``compile=none`` is listed as a changed setting, because the default is ``auto``."""
+        eager, compiled = {"compile": "none"}, {"compile": "block"}
+        ablation = ablation_effects.as_ablation(
+            ablation_steps(eager, eager | {"a": 1}, compiled | {"a": 1}, eager | {"a": 1, "b": 2})
+        )
+        assert ablation[-1].added_overrides == ("b=2", "without compile=block")
+
     @pytest.mark.parametrize(
         "settings",
         [
