@@ -102,6 +102,9 @@ def build_sharded(
     compile_module(run.applied_compile, module)
 
     if spec.uses_fsdp:
+        # Views of tensor-parallel embeddings and of blocks such as OPT's: nothing of ours changes
+        # them in place. A user module may, and keeps FSDP2's warning.
+        warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
         shard_blocks(module, module.layers(), run, rank_mesh, run.model.end_modules)
         _gather_head_for_chunked_loss(module)
 
@@ -178,8 +181,6 @@ def shard_blocks(
     # Blocks and ends first: the root then shards the parameters that none of them contains.
     sharded = [shard(it, reshard_after_forward=spec.reshard_after_forward) for it in blocks]
     modules, head = dict(module.named_modules()), None
-    # That of tensor-parallel embeddings, which nothing changes in place.
-    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     for end in filter(None, map(modules.get, end_modules)):
         if next(end.parameters(), None) is None:
             continue  # a pipeline stage without it

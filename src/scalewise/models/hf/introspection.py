@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import chain
@@ -57,8 +56,6 @@ PROBE_TOKENS = (8, 4)
 
 def build_meta_module(path: str, depth: int | None, stage: StageSlice) -> CausalLMModule:
     """Return a new module on the meta device, in torch's default dtype, with a stage's weights."""
-    # Blocks such as OPT's return views, which nothing here changes in place.
-    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     with unset_fake_temporarily():
         module = copy.deepcopy(_cached_module(path, depth)).to(torch.get_default_dtype())
     for layer in {*range(len(module.blocks))} - {*stage.layers}:
