@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from fixtures.cli_runner import RunDir
+from fixtures.quiet_trainer import QUIET_TRAINER
 from fixtures.strategies import LLAMA, TINY_DECODER
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -84,14 +85,10 @@ def test_lightning_clips_fused_optimizers_in_fp16(tmp_path: Path) -> None:
     module = FusedModule()
     with silence_lightning():
         trainer = Trainer(
-            accelerator="cpu",
+            **QUIET_TRAINER,
             plugins=[LightningEnvironment(), FP16Precision("cpu")],
             gradient_clip_val=0.001,
             max_steps=3,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=tmp_path,
         )
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2))

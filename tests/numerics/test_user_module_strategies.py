@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures.cli_runner import RunDir, same_weights
 from fixtures.job_runner import JobRunner
+from fixtures.quiet_trainer import QUIET_TRAINER
 from fixtures.strategies import needs_deepspeed
 from fixtures.user_module import MyData, MyModule
 from lightning.pytorch import Trainer, seed_everything
@@ -61,16 +62,12 @@ def test_user_module_is_bitwise_equal_to_plain_lightning(
     seed_everything(1, workers=True, verbose=False)
     module, data = MyModule(dropout=0.3), MyData(shuffle=True)
     trainer = Trainer(
+        **QUIET_TRAINER,
         max_epochs=2,
-        accelerator="cpu",
         gradient_clip_val=1.0,
         val_check_interval=4,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(module, datamodule=data)

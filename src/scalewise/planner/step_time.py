@@ -192,10 +192,12 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
             copies -= min(busy, host.activations / 2)
     bubble = 0.0
     if isinstance(run.parallelism, MeshConfig) and rank_memory.pipeline_ranks > 1:
-        parts = _rank_parts(op_graphs, rank_memory)
-        stage = _stage_seconds(parts, rates, compute / micro_batches, reference / micro_batches)
-        waits = sum(exposed.values()) / micro_batches
-        stage = stage.spread(len(rank_memory.stages), waits)
+        stage = _stage_seconds(
+            op_graphs,
+            rank_memory,
+            rates,
+            *(seconds / micro_batches for seconds in (compute, reference, sum(exposed.values()))),
+        )
         bubble = run.accumulation * bubble_seconds(
             run.parallelism.pipeline_schedule,
             stage,
@@ -218,13 +220,28 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
 
 
 def _stage_seconds(
-    parts: list[tuple[OpGraph, int]], rates: DeviceRates, compute: float, reference: float
+    op_graphs: ModelOpGraphs,
+    rank_memory: RankMemory,
+    rates: DeviceRates,
+    compute: float,
+    reference: float,
+    communication: float,
 ) -> StageSeconds:
-    """Return the times of all stages of a rank in one micro-batch.
+    """Return the mean times of a stage of a rank in one micro-batch.
 
-    ``compute`` includes recomputation, which precedes the gradients of activations.
+    Args:
+        op_graphs: Operator graphs of the model.
+        rank_memory: Partition of the rank.
+        rates: Rates of the device.
+        compute: Time of all passes of the rank; recomputation precedes its input gradients.
+        reference: Time of its forward-only passes.
+        communication: Time for which both forward and backward wait, half each.
     """
-    operators = [(graph, operator, count) for graph, count in parts for operator in graph.operators]
+    operators = [
+        (graph, operator, count)
+        for graph, count in _rank_parts(op_graphs, rank_memory)
+        for operator in graph.operators
+    ]
     forward = reference + sum(
         count * forward_seconds(graph, operator, rates) for graph, operator, count in operators
     )
@@ -232,7 +249,12 @@ def _stage_seconds(
         count * weight_backward_seconds(graph, operator, rates)
         for graph, operator, count in operators
     )
-    return StageSeconds(forward, compute - forward - weights, weights)
+    inputs, stages = compute - forward - weights, len(rank_memory.stages)
+    return StageSeconds(
+        (forward + communication / 2) / stages,
+        (inputs + communication / 2) / stages,
+        weights / stages,
+    )
 
 
 def _rank_parts(op_graphs: ModelOpGraphs, rank_memory: RankMemory) -> list[tuple[OpGraph, int]]:

@@ -45,6 +45,7 @@ class TrainingModule(LightningModule):
     """
 
     model: nn.Module
+    _model_parameters: list[nn.Parameter]
 
     def __init__(self, run: RunConfig, steps: int) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.quiet_trainer import QUIET_TRAINER
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -51,13 +52,9 @@ class Module(LightningModule):
 
 def build_trainer(folder: Path, **settings: Any) -> Trainer:
     return Trainer(
-        accelerator="cpu",
+        **QUIET_TRAINER,
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=folder,
         plugins=[LightningEnvironment()],

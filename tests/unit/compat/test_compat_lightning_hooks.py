@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from fixtures.quiet_trainer import QUIET_TRAINER
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
@@ -80,7 +81,7 @@ class EqualCallback(Callback):
     calls: Calls
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.calls.append(("equal", id(self) == id(trainer.callbacks[2])))  # type: ignore[attr-defined]
+        self.calls.append(("equal", self is cast(Any, trainer).callbacks[2]))
 
 
 class AddedLater(Callback):
@@ -93,8 +94,8 @@ class AddedLater(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 1:
-            self.on_after_backward = lambda *_: self.calls.append(("added hook",))  # type: ignore[assignment,method-assign]
-            trainer.callbacks.append(Recorder(self.calls, "added"))  # type: ignore[attr-defined]
+            vars(self)["on_after_backward"] = lambda *_: self.calls.append(("added hook",))
+            cast(Any, trainer).callbacks.append(Recorder(self.calls, "added"))
 
 
 class Module(LightningModule):
@@ -146,15 +147,11 @@ def fit(
     strategy = RecordingStrategy(torch.device("cpu"))
     strategy.calls = calls
     trainer = kind(
-        accelerator="cpu",
+        **QUIET_TRAINER,
         strategy=strategy,
         max_epochs=2,
         accumulate_grad_batches=2,
         val_check_interval=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[
             Recorder(calls, "first"),
@@ -222,9 +219,8 @@ def test_functions_of_lightning_are_restored(fails: bool, tmp_path: Path) -> Non
                 raise RuntimeError("stop")
 
     trainer = lightning_hooks.StepHookTrainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        **QUIET_TRAINER, max_steps=1, default_root_dir=tmp_path
+    )
     data = DataLoader(torch.ones(1, 1, 1), batch_size=None)
     if fails:
         with pytest.raises(RuntimeError, match="stop"):

@@ -7,6 +7,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from fixtures.quiet_trainer import QUIET_TRAINER
 from torch.utils.data import DataLoader, Dataset
 
 from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
@@ -46,15 +47,11 @@ def fit(folder, callbacks=(), checkpoint=None):
     loader, module = TrainLoader(dataset, BatchShare(8, 4), seed=0, steps=6), RecordBatches()
     with silence_lightning():
         trainer = lightning.Trainer(
-            accelerator="cpu",
+            **QUIET_TRAINER,
             max_epochs=1,
             max_steps=6,
             callbacks=list(callbacks),
             accumulate_grad_batches=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=folder,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
@@ -44,7 +44,8 @@ def actions_by_rank(
         )
         for index in range(0, ranks * stages, ranks)
     ]
-    order = get_schedule_class(schedule.value)(local_stages, micro_batches).pipeline_order  # type: ignore[arg-type,attr-defined]
+    schedule_class = cast(Any, get_schedule_class(schedule.value))
+    order = schedule_class(local_stages, micro_batches).pipeline_order
     return [[action for action in order[rank] if action is not None] for rank in range(ranks)]
 
 

@@ -1,4 +1,4 @@
-"""Plans from configs alone: fit status, suggested fixes and collectives."""
+"""Plans from configs alone: memory entries, operators and collectives."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from scalewise.models.op_graph import OpWork, build_op_graphs
 from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
-from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
+from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
 from scalewise.planner.peak_memory import worst_rank_breakdown
 from scalewise.planner.plan import Plan, build_plan, dollars_per_billion_tokens, plan_record
 from scalewise.planner.rank_memory import forward_spec
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
-from scalewise.typed_override import replace_overrides
 from scalewise.units import GIB, MIB
 
 Compose = Callable[..., RunConfig]
@@ -56,32 +55,6 @@ def test_plan_of_dpo_adds_a_reference_forward_pass(compose: Compose) -> None:
     forward_flops = runs["text"].flops_per_token / 3
     assert (
         runs["disabled_adapter"].flops_per_token == runs["frozen"].flops_per_token + forward_flops
-    )
-
-
-def breakdown_of_size(gib: float) -> MemoryBreakdown:
-    entry = MemoryEntry("all", dict.fromkeys(ALL_PHASES, int(gib * GIB)), "", "")
-    return MemoryBreakdown((entry,))
-
-
-@pytest.mark.parametrize(
-    ("gib", "fit_status"),
-    [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
-)
-def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus) -> None:
-    fit = FitReport(breakdown_of_size(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
-    assert fit.status is fit_status
-    min_bytes, expected_bytes, max_bytes = fit.reserved
-    assert min_bytes == int(gib * GIB) + GIB < expected_bytes < max_bytes
-    assert fit.margin == 80 * GIB - expected_bytes
-
-
-def test_cpu_reserve_equals_allocation() -> None:
-    fit = FitReport(breakdown_of_size(79.5), capacity=80 * GIB, context_bytes=0, on_cpu=True)
-    assert fit.status is FitStatus.fits
-    assert (
-        FitReport(breakdown_of_size(1), capacity=None, context_bytes=0, on_cpu=True).status
-        is FitStatus.unknown
     )
 
 
@@ -160,49 +133,6 @@ def test_plan_covers_every_experiment(name: str, compose: Compose) -> None:
     assert all(entry.reason for entry in plan.fit.breakdown.entries)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("trainer.micro_batch=8", "trainer.global_batch=64"),
-        ("trainer.micro_batch=4", "trainer.global_batch=null"),
-        ("precision=fp32", "trainer.micro_batch=4"),
-        ("parallelism=single", "trainer.micro_batch=8"),
-        ("parallelism=ddp", "parallelism.replicas=8", "memory=checkpoint_full"),
-        ("hardware=h100_8x4", "model=llama3_70b"),
-        ("parallelism=mesh", "parallelism.tensor=4", "model=llama3_70b", "hardware=h100_8x4"),
-    ],
-    ids=" ".join,
-)
-def test_suggested_fix_makes_the_run_fit(
-    overrides: tuple[str, ...], plan_of: Callable[..., Plan], compose: Compose
-) -> None:
-    changes_strategy = any(override.startswith("parallelism=") for override in overrides)
-    typed_overrides = [
-        *(
-            override
-            for override in LLAMA_8B_STEP
-            if not (changes_strategy and "shards=" in override)
-        ),
-        *overrides,
-    ]
-    plan = plan_of(*typed_overrides)
-    assert plan.fit.status is FitStatus.out_of_memory
-    assert plan.suggested_fix is not None
-    fixed_run = compose(
-        *replace_overrides(typed_overrides, plan.suggested_fix.overrides), check_machine=False
-    )
-    typed_fit = check_fit(fixed_run)
-    assert typed_fit.status is FitStatus.fits
-    assert typed_fit.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
-    assert fixed_run.global_batch == plan.run.global_batch
-
-
-def test_run_that_fits_has_no_suggested_fix(plan_of: Callable[..., Plan]) -> None:
-    plan = plan_of(*LLAMA_8B_STEP, "memory=checkpoint_full")
-    assert plan.fit.status is FitStatus.fits
-    assert plan.suggested_fix is None
-
-
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_operator_graph_flops_equal_the_model(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", check_machine=False)
@@ -278,28 +208,6 @@ def test_plan_imports_no_torch() -> None:
     assert "Suggested fix: " in completed.stdout
 
 
-def test_memory_limit_reduces_the_device(plan_of: Callable[..., Plan]) -> None:
-    full_device_plan = plan_of(*LLAMA_8B_STEP, "hardware=h200")
-    limited_plan = plan_of(*LLAMA_8B_STEP, "hardware=h200", "launch.memory_limit_gib=80")
-    assert limited_plan.fit.capacity == 80 * GIB < (full_device_plan.fit.capacity or 0)
-    assert plan_of(*LLAMA_8B_STEP, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
-
-
-def test_fit_status_is_borderline_for_unmodeled_memory(plan_of: Callable[..., Plan]) -> None:
-    overrides = (
-        *LLAMA_8B_STEP,
-        "parallelism=pipeline",
-        "parallelism.pipeline=2",
-        "trainer.micro_batch=4",
-    )
-    fit = plan_of(*overrides, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
-    assert "deferred weight gradients" in fit.unmodeled_memory
-    larger_device_fit = replace(fit, capacity=int(1.5 * fit.reserved[1]))
-    assert larger_device_fit.status is FitStatus.borderline
-    assert replace(larger_device_fit, traced_peak=fit.peak).status is FitStatus.fits
-    assert plan_of(*overrides).fit.unmodeled_memory == ""
-
-
 def test_zero_collectives_send_gradients_and_weights(plan_of: Callable[..., Plan]) -> None:
     base_overrides = [
         override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
@@ -319,16 +227,6 @@ def test_zero_collectives_send_gradients_and_weights(plan_of: Callable[..., Plan
 def test_plan_notes_a_device_without_bf16(compose: Compose) -> None:
     with pytest.raises(ConfigError, match="V100 has no bf16; set precision=fp16_mixed"):
         compose("hardware=v100", "precision=bf16_mixed", check_machine=False)
-
-
-def test_suggested_fix_keeps_the_device_count(plan_of: Callable[..., Plan]) -> None:
-    base_overrides = [
-        override for override in LLAMA_8B_STEP if not override.startswith("parallelism")
-    ]
-    eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
-    fix = plan_of(*base_overrides, *eight).suggested_fix
-    assert fix is not None
-    assert fix.run.world_size == 8
 
 
 def test_memory_breakdown_lists_the_moving_average(plan_of: Callable[..., Plan]) -> None:

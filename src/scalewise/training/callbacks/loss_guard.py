@@ -88,7 +88,7 @@ class LossGuard(LossGuardArgs, Callback):
     def _start_copy(self) -> None:
         """Start to copy the stored losses to the host."""
         if self._pending:
-            losses = torch.stack(self._pending).detach().view(len(self._pending), -1)
+            losses = torch.stack(self._pending).view(len(self._pending), -1)
             self._copied = _HostLosses(self._pending_steps, losses[:, 0])
             self._pending, self._pending_steps = [], []
 

@@ -1,0 +1,249 @@
+"""Memory entries of FSDP on one device: gathered parameters and gradients in reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from scalewise.models.base import Weight
+from scalewise.planner.memory_breakdown import (
+    AFTER_HEAD,
+    FORWARD_BACKWARD,
+    HEAD_PHASES,
+    MemoryEntry,
+    StepPhase,
+    constant_entry,
+)
+from scalewise.planner.rank_memory import FSDPMemory, shard_elements
+from scalewise.planner.rank_step import RankStep
+
+
+class FSDPStateMemory(RankStep):
+    """Entries of a rank whose parameters FSDP shards."""
+
+    def iter_fsdp_entries(self) -> Iterator[MemoryEntry]:
+        """Yield the entries of gathered parameters and of gradients before they are shards."""
+        if self.fsdp is None:
+            return
+        if self.reduces_after_schedule:
+            yield from self._pipeline_fsdp_entries(self.fsdp)
+        else:
+            yield from self._fsdp_entries(self.fsdp)
+
+    @property
+    def gathered_block_bytes(self) -> int:
+        """Size of the gathered parameters of a block with FSDP, in bytes."""
+        return self.fsdp.gathered_bytes(self.rank_memory.block_weights) if self.fsdp else 0
+
+    @property
+    def gathers_in_schedule(self) -> bool:
+        """Whether backward gathers parameters in a pipeline, which keeps them unsharded."""
+        fsdp = self.rank_memory.fsdp
+        gathers = fsdp is not None and not fsdp.keeps_unsharded and self.peak_point.follows_forward
+        return self.reduces_after_schedule and gathers
+
+    def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
+        """FSDP: parameters gathered around the running block, and gradients being reduced."""
+        rank_memory = self.rank_memory
+        block = self.gathered_block_bytes
+        layers, keeps_unsharded = rank_memory.num_layers, fsdp.keeps_unsharded
+        yield self._gathered_outside_entry(fsdp)
+        # FSDP2 keeps the all-gather buffer for one block.
+        block_bytes, kept_blocks = block, layers * keeps_unsharded
+        prefetched = min(fsdp.prefetch, layers - 1)
+        bytes_by_phase = {
+            StepPhase.forward: max(kept_blocks, 1) * block_bytes + block_bytes,
+            StepPhase.loss: kept_blocks * block_bytes,
+            StepPhase.backward_loss: kept_blocks * block_bytes,
+            StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
+            StepPhase.reduce_head: (kept_blocks or prefetched) * block_bytes,
+            StepPhase.backward_last: (kept_blocks or 1 + prefetched) * block_bytes,
+            StepPhase.reduce_last: (max(kept_blocks - 1, 0) or prefetched) * block_bytes,
+            StepPhase.backward_next: (max(kept_blocks - 1, 0) or 1 + min(prefetched, layers - 2))
+            * block_bytes,
+            StepPhase.backward_second: (2 * keeps_unsharded or 1 + min(prefetched, 1))
+            * block_bytes,
+            StepPhase.backward_first: block_bytes,
+            StepPhase.reduce_block: 0,
+        }
+        yield MemoryEntry(
+            "gathered weights of blocks",
+            bytes_by_phase,
+            f"{block:,} B per block",
+            "kept after forward" if keeps_unsharded else "the running block and prefetched blocks",
+        )
+        if fsdp.has_unsharded_gradients:
+            yield self.earlier_gradient_entry(
+                fsdp.reduced_element_bytes, "kept until the reduction in the last micro-batch"
+            )
+        if fsdp.has_replicas and (self.gradients_persist or self.run.optimizer.in_backward):
+            yield self._replica_gradient_entry(fsdp)
+        yield self._reduction_entry(fsdp)
+
+    def _gathered_outside_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """Gathered parameters of the root, of the embedding and of the head."""
+        groups = fsdp.groups
+        embedding, head, root = map(
+            fsdp.gathered_bytes, (groups.embedding, groups.head, groups.root)
+        )
+        bytes_by_phase = dict.fromkeys(
+            FORWARD_BACKWARD[:-1], root + embedding * fsdp.keeps_unsharded
+        )
+        # In a pipeline, the head stays unsharded until the schedule has ended.
+        for phase in FORWARD_BACKWARD if self.reduces_after_schedule else HEAD_PHASES:
+            bytes_by_phase[phase] = bytes_by_phase.get(phase, 0) + head
+        return MemoryEntry(
+            "gathered weights outside of blocks",
+            bytes_by_phase,
+            f"{root:,} B, {head:,} B of the head",
+            "the rest for the whole pass, the head for its forward and backward",
+        )
+
+    def _reduction_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """Unsharded gradients outside of blocks, and the buffer of the reduction that runs."""
+        groups, block = fsdp.groups, self.rank_memory.block_weights
+        (block_buffer, block_shard), (head_buffer, head_shard) = (
+            fsdp.reduced_bytes(weights) for weights in (block, groups.head)
+        )
+        embedding_buffers, root_buffers = (
+            sum(fsdp.reduced_bytes(weights)) for weights in (groups.embedding, groups.root)
+        )
+        head_bytes, embedding_bytes = (
+            self._fresh_gradient_bytes(weights) for weights in (groups.head, groups.embedding)
+        )
+        # Gradients of the root: before the backward pass of the blocks, and after it.
+        early_bytes = self.head_liveness.gradient_bytes - head_bytes
+        tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
+        root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
+        block_bytes = self.block_liveness.gradient_bytes
+        is_single = self.rank_memory.num_layers == 1
+        running_bytes = early_bytes + (head_buffer if is_single else block_buffer)
+        return MemoryEntry(
+            "gradients on their way to shards",
+            {
+                StepPhase.reduce_head: head_bytes + head_buffer + head_shard,
+                StepPhase.backward_last: early_bytes + head_buffer,
+                StepPhase.reduce_last: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.backward_next: running_bytes,
+                StepPhase.backward_second: running_bytes,
+                StepPhase.backward_first: running_bytes,
+                StepPhase.reduce_block: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.backward_embedding: early_bytes + block_buffer,
+                # The root comes first.
+                StepPhase.reduce_rest: max(
+                    root_bytes + root_buffers, embedding_bytes + embedding_buffers
+                ),
+            },
+            f"{block_buffer:,} B per block",
+            "unsharded gradients and the buffer of one reduction",
+        )
+
+    def _fresh_gradient_bytes(self, weights: Iterable[Weight]) -> int:
+        """Unsharded gradients that backward allocates."""
+        element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
+        return shard_elements(weights, trained=True) * element_bytes * self.fresh_gradients
+
+    def _pipeline_fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
+        """FSDP in a pipeline: backward neither reshards parameters nor reduces gradients.
+
+        The forward after a backward gathers nothing, and reshards each block. After the schedule,
+        the root is reduced first, then the embedding and the blocks.
+        """
+        rank_memory, point = self.rank_memory, self.peak_point
+        layers, gradient_bytes = rank_memory.num_layers, fsdp.reduced_element_bytes
+        block = self.gathered_block_bytes
+        yield self._gathered_outside_entry(fsdp)
+        kept = layers * fsdp.keeps_unsharded
+        # Blocks of the rank's other stages, whose forward does not follow their backward.
+        others = (layers - layers // len(rank_memory.stages)) * (point.finished_backwards > 0)
+        prefetched = min(fsdp.prefetch, layers - 1)
+        blocks = {
+            StepPhase.forward: (kept or others + 1) + self.gathers_in_forward,
+            StepPhase.loss: kept or others,
+            StepPhase.backward_loss: kept or others,
+            StepPhase.backward_head: kept or others + min(1, fsdp.prefetch),
+            StepPhase.reduce_head: kept or others + min(1, fsdp.prefetch),
+        }
+        blocks |= {
+            phase: kept or min(layers, others + done + 1 + prefetched)
+            for phase, (_, done) in self.blocks_by_phase.items()
+            if phase in AFTER_HEAD
+        }
+        yield MemoryEntry(
+            "gathered weights of blocks",
+            {phase: count * block for phase, count in blocks.items()},
+            f"{block:,} B per block",
+            "kept until the next forward",
+        )
+        block_gradient = shard_elements(rank_memory.block_weights, trained=True) * gradient_bytes
+        rest_gradient = shard_elements(rank_memory.other_weights, trained=True) * gradient_bytes
+        if point.finished_backwards:
+            sizes = dict.fromkeys(FORWARD_BACKWARD, layers * block_gradient + rest_gradient)
+        else:
+            head = self.head_numel * gradient_bytes * rank_memory.has_head
+            sizes = {
+                phase: done * block_gradient + head
+                for phase, (_, done) in self.blocks_by_phase.items()
+                if phase in AFTER_HEAD
+            }
+        yield MemoryEntry(
+            "whole gradients",
+            sizes,
+            f"{block_gradient:,} B per block, and {rest_gradient:,} B",
+            "kept until the reduction after the last backward",
+        )
+        if self.peak_point.ends_schedule:
+            yield self._schedule_reduction_entry(fsdp)
+
+    def _schedule_reduction_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """FSDP in a pipeline: buffers of the largest reduction after the schedule.
+
+        Each group is first resharded; its whole gradients are freed after their reduction.
+        """
+        groups, blocks = fsdp.groups, self.rank_memory.block_weights
+        outer = [(weights, False) for weights in (groups.root, groups.embedding)]
+        gathered = [(blocks, True)] * self.rank_memory.num_layers
+        sizes, freed_bytes = [0], 0
+        for weights, is_gathered in (*outer, *gathered, (groups.head, True)):
+            source, shard = fsdp.reduced_bytes(weights)
+            freed_bytes += fsdp.gathered_bytes(weights) * is_gathered
+            sizes.append(source + shard - freed_bytes)
+            gradients = shard_elements(weights, trained=True) * fsdp.reduced_element_bytes
+            freed_bytes += gradients - shard
+        return constant_entry(
+            "gradients on their way to shards",
+            max(sizes),
+            (StepPhase.reduce_rest,),
+            "",
+            "buffers of one reduction",
+        )
+
+    def earlier_gradient_entry(self, element_bytes: int, reason: str) -> MemoryEntry:
+        """Unsharded gradients of earlier micro-batches that are not yet in their bucket."""
+        block = shard_elements(self.rank_memory.block_weights, trained=True) * element_bytes
+        rest = shard_elements(self.rank_memory.other_weights, trained=True) * element_bytes
+        moves_to_bucket = self.rank_memory.fsdp is None and not self.has_tied_weights
+        remaining_bytes = rest - self.head_numel * element_bytes * moves_to_bucket
+        if self.rank_memory.fsdp is not None:
+            head = self.rank_memory.fsdp.groups.head
+            remaining_bytes -= shard_elements(head, trained=True) * element_bytes
+        layers = self.rank_memory.num_layers
+        phases = {
+            phase: (layers - done) * block + (remaining_bytes if phase in AFTER_HEAD else rest)
+            for phase, (_, done) in self.blocks_by_phase.items()
+        }
+        formula = f"{layers} blocks x {block:,} B + {rest:,} B"
+        return MemoryEntry("gradients of earlier micro batches", phases, formula, reason)
+
+    def _replica_gradient_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
+        """All-reduced gradient shards, which FSDP2 keeps until backward ends."""
+        (_, block), (_, head) = (
+            fsdp.reduced_bytes(weights)
+            for weights in (self.rank_memory.block_weights, fsdp.groups.head)
+        )
+        phases = {
+            phase: done * block + head * (phase in AFTER_HEAD)
+            for phase, (_, done) in self.blocks_by_phase.items()
+        }
+        return MemoryEntry(
+            "sums over replicas", phases, f"{block:,} B per block", "kept until backward ends"
+        )
