@@ -1,9 +1,9 @@
 """Cache of Hydra compositions, shared by the jobs of one command.
 
-Hydra composes every job of a multirun from files, which takes 0.1 s per job. The composed node of a
-root key depends only on the entries of the defaults list that set this key. Such a node is composed
-once and copied. Overrides of the command line are then applied to the copy, as Hydra does last.
-Files are read once.
+Hydra composes every job of a multirun from files, which takes 0.1 to 0.3 s per job. The composed
+node of a root key depends only on the entries of the defaults list that set this key. Such a node
+is composed once and copied. Overrides of the command line are then applied to the copy, as Hydra
+does last. Files are read once.
 """
 
 import copy
