@@ -85,7 +85,7 @@ CI_CASES = (
 )
 EXHAUSTIVE_STRATEGIES = (
     "ddp_small_buckets",
-    "fsdp_late_reduction",
+    "fsdp_zero1",
     "fsdp_prefetch",
     "context_unbalanced",
     "pipeline_gpipe",

@@ -22,7 +22,7 @@ EXHAUSTIVE_STRATEGIES += (
     "ddp_small_buckets",
     "fsdp_prefetch",
     "context_unbalanced",
-    "fsdp_late_reduction",
+    "fsdp_zero1",
 )
 EXHAUSTIVE_STRATEGIES += (
     "fsdp_zero2",

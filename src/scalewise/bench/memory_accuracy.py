@@ -91,6 +91,8 @@ TRACED_SELDOM: tuple[Overrides, ...] = (
     (MIXED, *fsdp_overrides(8), ACCUMULATION),
     (MIXED, *fsdp_overrides(8), ACCUMULATION, "parallelism.reduce_each_micro_batch=false"),
     (MIXED, *fsdp_overrides(32), "parallelism.reshard_after_forward=false"),
+    (MIXED, *fsdp_overrides(8), ACCUMULATION, "parallelism.shard=gradients"),
+    (MIXED, *mesh_overrides(shards=4, tensor=2), ACCUMULATION, "parallelism.shard=optimizer"),
     (MIXED, *fsdp_overrides(128), SELECTIVE),
     (MIXED, *fsdp_overrides(128), *MIXTURE),
     (MIXED, *mesh_overrides(replicate=2, shards=8), ACCUMULATION),

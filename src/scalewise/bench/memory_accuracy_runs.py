@@ -103,7 +103,8 @@ _SHARDED_PIPELINE = (
     *mesh_overrides(pipeline=2, shards=2),
     "parallelism.pipeline_micro_batches=4",
 )
-_ZERO2 = fsdp_overrides(2, "parallelism.reshard_after_forward=false")
+_ZERO1 = fsdp_overrides(2, "parallelism.shard=optimizer")
+_ZERO2 = fsdp_overrides(2, "parallelism.shard=gradients")
 
 TRAINED: tuple[Overrides, ...] = (
     (),
@@ -122,6 +123,7 @@ TRAINED: tuple[Overrides, ...] = (
     _DDP,
     fsdp_overrides(2, *QLORA, *WEIGHTS),
     fsdp_overrides(2, LORA, *NORMS),
+    (*_ZERO1, MIXED, *WEIGHTS),
     (*_ZERO2, MIXED, *WEIGHTS),
     _pipeline_overrides("one_f_one_b"),
     mesh_overrides(pipeline=2, shards=2),
@@ -132,6 +134,11 @@ TRAINED: tuple[Overrides, ...] = (
 )
 TRAINED_SELDOM: tuple[Overrides, ...] = (
     (EMA, LORA),
+    (*_ZERO1, *WEIGHTS),
+    (*_ZERO2, *WEIGHTS, "trainer.global_batch=4"),
+    fsdp_overrides(2, "parallelism.reshard_after_forward=false", MIXED, *WEIGHTS),
+    (*mesh_overrides(shards=2, tensor=2), "parallelism.shard=optimizer", MIXED, *WEIGHTS),
+    (*_SHARDED_PIPELINE, "parallelism.shard=optimizer"),
     (*_DDP, EMA, *WEIGHTS),
     (*_TENSOR, EMA, MIXED, *WEIGHTS),
     (*_pipeline_overrides("one_f_one_b"), EMA, *WEIGHTS, "trainer.micro_batch=2"),

@@ -29,6 +29,7 @@ __all__ = [
     "gradient_metadata",
     "init_fake_process_group",
     "on_rank_failure",
+    "parameter_pair",
     "replaced_mesh_init",
     "replaced_stage_metadata",
     "replaced_to_empty",
@@ -84,6 +85,15 @@ def fsdp_parameters(module: FSDPModule) -> list[Any]:
     """Parameters with their buffers of an FSDP module; the public API returns shards only."""
     group = module._get_fsdp_state()._fsdp_param_group
     return list(group.fsdp_params) if group else []
+
+
+@private.reads("_unsharded_param", "sharded_param")
+def parameter_pair(parameter: Any) -> tuple[Any, Any]:
+    """Gathered parameter, None before the first all-gather, and shard of an FSDP parameter.
+
+    The module has one of them; the public API returns that one.
+    """
+    return getattr(parameter, "_unsharded_param", None), parameter.sharded_param
 
 
 @private.reads("unsharded_accumulated_grad")

@@ -166,6 +166,10 @@ def _sorted_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
 class StrategyBuffers:
     """Tensors that a strategy stores besides the module's own; none in this base class."""
 
+    def module_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that are stored between steps."""
+        return list(module.parameters())
+
     def parameters(self) -> list[torch.Tensor]:
         """Return additional parameter tensors."""
         return []
@@ -184,7 +188,7 @@ class StrategyBuffers:
 
 
 class MemoryProbe:
-    """Measure the memory of an optimizer step, from the start of its last micro-batch.
+    """Measure the memory of an optimizer step, from the start of its last micro-batches.
 
     Args:
         module: Module that trains.
@@ -289,11 +293,12 @@ class MemoryProbe:
         )
 
     def _parameters(self) -> list[torch.Tensor]:
-        parameters = [*self._module.parameters(), *self._module.buffers()]
-        return [*parameters, *self._strategy_buffers.parameters()]
+        parameters = self._strategy_buffers.module_parameters(self._module)
+        return [*parameters, *self._module.buffers(), *self._strategy_buffers.parameters()]
 
     def _gradients(self) -> list[torch.Tensor]:
-        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        parameters = self._strategy_buffers.module_parameters(self._module)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         return [*gradients, *self._strategy_buffers.gradients()]
 
 

@@ -30,6 +30,18 @@ class ContextAttention(StrEnum):
     """All-gather of keys and values: each rank attends with its own queries (Llama 3)."""
 
 
+class ShardedState(StrEnum):
+    """Model state that the ``shards`` and ``context`` axes partition: the ZeRO stage."""
+
+    optimizer = "optimizer"
+    """ZeRO-1: optimizer state and master weights, as in the distributed optimizer of Megatron-LM.
+    Parameters are gathered once per step; gradients are reduced after the last micro-batch."""
+    gradients = "gradients"
+    """ZeRO-2: also gradients, which are reduced after each micro-batch."""
+    parameters = "parameters"
+    """ZeRO-3: also parameters, which are gathered for each forward and backward of a block."""
+
+
 class PipelineSchedule(StrEnum):
     """Pipeline schedule; values are torch's names."""
 
@@ -84,14 +96,19 @@ class MeshConfig(ParallelismConfig):
     tensor: Size = 1
     """Tensor parallel size, in ranks; they partition every matrix (Megatron-LM, 2019). auto: all
     remaining devices."""
+    shard: ShardedState = ShardedState.parameters
+    """Model state that stays partitioned within a step: ``optimizer`` (ZeRO-1), ``gradients``
+    (ZeRO-2) or ``parameters`` (ZeRO-3)."""
     reshard_after_forward: bool = True
-    """Whether gathered parameters are freed after a block's forward (ZeRO-3) or kept (ZeRO-2)."""
+    """Whether gathered parameters are freed after a block's forward, or kept until its backward;
+    ``shard=optimizer`` and ``shard=gradients`` keep them."""
     prefetch: int = 1
     """Prefetch distance of parameter gathering, in blocks; 0: a block is gathered when it runs."""
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state are stored in host memory."""
     reduce_each_micro_batch: bool = True
-    """Whether gradients are reduced after each micro-batch, or stay unsharded until the last."""
+    """Whether gradients are reduced after each micro-batch, or stay unsharded until the last, as
+    with ``shard=optimizer``."""
     sequence_parallel: bool = True
     """Whether activations outside of tensor-parallel layers are sharded along the sequence."""
     loss_parallel: bool = True
@@ -138,6 +155,21 @@ class MeshConfig(ParallelismConfig):
     def uses_fsdp(self) -> bool:
         """Whether FSDP2 is applied: parameters are sharded or replicated over ranks."""
         return self.gradient_averaging_size > 1 or (self.world_size == 1 and self.one_rank_mesh)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters stay gathered for all micro-batches of a step."""
+        return self.shard is not ShardedState.parameters
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether the gathered parameters of a block are freed after its forward."""
+        return self.reshard_after_forward and not self.gathers_once
+
+    @property
+    def delays_reduction(self) -> bool:
+        """Whether gradients stay unsharded until the last micro-batch."""
+        return self.shard is ShardedState.optimizer or not self.reduce_each_micro_batch
 
     def data_parallel_rank(self, rank: int) -> int:
         """Return the index of a rank along ``replicate`` and ``shards``."""

@@ -68,9 +68,12 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     gathered_element_bytes = precision.compute.bytes if mixed else precision.parameters.bytes
     reduced_element_bytes = SCALAR_BYTES if mixed else precision.parameters.bytes
     (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
-    reductions = partition.run.accumulation if mesh.reduce_each_micro_batch else 1
-    forwards = 1 + partition.run.extra_forward_passes if mesh.reshard_after_forward else 1
-    backwards = int(mesh.reshard_after_forward)
+    reductions = 1 if mesh.delays_reduction else partition.run.accumulation
+    forwards = 1 + partition.run.extra_forward_passes if mesh.frees_after_forward else 1
+    backwards = int(mesh.frees_after_forward)
+    passes = partition.forward_passes
+    if mesh.gathers_once and mesh.sizes["pipeline"] == 1:
+        passes //= partition.run.accumulation
     # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
     for name, weights, layers, gathers_per_pass, overlaps in (
         ("a block", block, partition.num_layers, forwards + backwards, True),
@@ -87,7 +90,7 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
         if ranks > 1:
             axes, gathers = (
                 ("shards", "context"),
-                layers * partition.forward_passes * gathers_per_pass,
+                layers * passes * gathers_per_pass,
             )
             yield Collective(
                 CollectiveKind.all_gather,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from scalewise.models.base import Weight
 from scalewise.planner.memory_breakdown import (
@@ -41,6 +42,12 @@ class FSDPStateMemory(RankStep):
         gathers = fsdp is not None and not fsdp.keeps_unsharded and self.peak_point.follows_forward
         return self.reduces_after_schedule and gathers
 
+    @property
+    def accumulates_unsharded(self) -> bool:
+        """Whether the backward adds to unsharded gradients and reduces none."""
+        unsharded = self.fsdp is not None and self.fsdp.has_unsharded_gradients
+        return unsharded and self.peak_point.keeps_unsharded
+
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: parameters gathered around the running block, and gradients being reduced."""
         rank_memory = self.rank_memory
@@ -50,8 +57,9 @@ class FSDPStateMemory(RankStep):
         # FSDP2 keeps the all-gather buffer for one block.
         block_bytes, kept_blocks = block, layers * keeps_unsharded
         prefetched = min(fsdp.prefetch, layers - 1)
+        gather_buffers = int(not fsdp.keeps_between_passes)
         bytes_by_phase = {
-            StepPhase.forward: max(kept_blocks, 1) * block_bytes + block_bytes,
+            StepPhase.forward: (max(kept_blocks, 1) + gather_buffers) * block_bytes,
             StepPhase.loss: kept_blocks * block_bytes,
             StepPhase.backward_loss: kept_blocks * block_bytes,
             StepPhase.backward_head: (kept_blocks or prefetched) * block_bytes,
@@ -65,6 +73,8 @@ class FSDPStateMemory(RankStep):
             StepPhase.backward_first: block_bytes,
             StepPhase.reduce_block: 0,
         }
+        if self.peak_point.keeps_unsharded:
+            bytes_by_phase = dict.fromkeys(FORWARD_BACKWARD, layers * block_bytes)
         yield MemoryEntry(
             "gathered weights of blocks",
             bytes_by_phase,
@@ -89,7 +99,8 @@ class FSDPStateMemory(RankStep):
             FORWARD_BACKWARD[:-1], root + embedding * fsdp.keeps_unsharded
         )
         # In a pipeline, the head stays unsharded until the schedule has ended.
-        for phase in FORWARD_BACKWARD if self.reduces_after_schedule else HEAD_PHASES:
+        keeps_head = self.reduces_after_schedule or self.peak_point.keeps_unsharded
+        for phase in FORWARD_BACKWARD if keeps_head else HEAD_PHASES:
             bytes_by_phase[phase] = bytes_by_phase.get(phase, 0) + head
         return MemoryEntry(
             "gathered weights outside of blocks",
@@ -101,6 +112,8 @@ class FSDPStateMemory(RankStep):
     def _reduction_entry(self, fsdp: FSDPMemory) -> MemoryEntry:
         """Unsharded gradients outside of blocks, and the buffer of the reduction that runs."""
         groups, block = fsdp.groups, self.rank_memory.block_weights
+        if self.accumulates_unsharded:
+            fsdp = replace(fsdp, reduced_element_bytes=0)
         (block_buffer, block_shard), (head_buffer, head_shard) = (
             fsdp.reduced_bytes(weights) for weights in (block, groups.head)
         )
@@ -115,6 +128,10 @@ class FSDPStateMemory(RankStep):
         tied_bytes = self.head_liveness.gradient_bytes if self.run.model.tied_weights else 0
         root_bytes = early_bytes - tied_bytes + self.embedding_liveness.gradient_bytes
         block_bytes = self.block_liveness.gradient_bytes
+        if fsdp.has_unsharded_gradients:  # they are added to those of earlier micro-batches before
+            head_bytes = block_bytes = 0
+        # Gradients of a block are freed before the output of the reduction is allocated.
+        reduced_block_bytes = block_buffer + max(block_bytes, block_shard)
         is_single = self.rank_memory.num_layers == 1
         running_bytes = early_bytes + (head_buffer if is_single else block_buffer)
         return MemoryEntry(
@@ -122,11 +139,11 @@ class FSDPStateMemory(RankStep):
             {
                 StepPhase.reduce_head: head_bytes + head_buffer + head_shard,
                 StepPhase.backward_last: early_bytes + head_buffer,
-                StepPhase.reduce_last: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.reduce_last: early_bytes + reduced_block_bytes,
                 StepPhase.backward_next: running_bytes,
                 StepPhase.backward_second: running_bytes,
                 StepPhase.backward_first: running_bytes,
-                StepPhase.reduce_block: early_bytes + block_bytes + block_buffer + block_shard,
+                StepPhase.reduce_block: early_bytes + reduced_block_bytes,
                 StepPhase.backward_embedding: early_bytes + block_buffer,
                 # The root comes first.
                 StepPhase.reduce_rest: max(
@@ -231,6 +248,8 @@ class FSDPStateMemory(RankStep):
             phase: (layers - done) * block + (remaining_bytes if phase in AFTER_HEAD else rest)
             for phase, (_, done) in self.blocks_by_phase.items()
         }
+        if self.accumulates_unsharded:
+            phases = dict.fromkeys(FORWARD_BACKWARD, layers * block + rest)
         formula = f"{layers} blocks x {block:,} B + {rest:,} B"
         return MemoryEntry("gradients of earlier micro batches", phases, formula, reason)
 

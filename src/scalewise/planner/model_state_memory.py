@@ -100,7 +100,7 @@ class ModelStateMemory(FSDPStateMemory):
         return constant_entry("parameters", size, ALL_PHASES, formula, reason)
 
     def _gradient_entries(self) -> Iterator[MemoryEntry]:
-        if self.run.optimizer.in_backward:
+        if self.run.optimizer.in_backward or self.accumulates_unsharded:
             return
         rank_memory, element_bytes = self.rank_memory, self.gradient_element_bytes
         count = rank_memory.numel(rank_memory.gradient_shards, trained=True)

@@ -33,6 +33,8 @@ class FSDPMemory:
     """Bytes per element of gradients in a reduction."""
     keeps_unsharded: bool
     """Whether blocks stay unsharded between forward and backward."""
+    keeps_between_passes: bool
+    """Whether parameters stay unsharded for all micro-batches of a step."""
     prefetch: int
     """Number of blocks gathered ahead of use."""
     has_unsharded_gradients: bool
@@ -102,6 +104,8 @@ class RankMemory(RankStages):
     """Number of pipeline micro-batches per micro-batch."""
     pipeline_ranks: int = 1
     """Number of pipeline ranks."""
+    num_stage_buffers: int = 1
+    """Number of micro-batches with communication buffers; in torch all of a schedule have them."""
     fsdp: FSDPMemory | None = None
     """FSDP2 sharding."""
     zero: ZeroMemory | None = None
@@ -251,15 +255,19 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         shards,
         gathered_element_bytes=compute if mixed else parameters,
         reduced_element_bytes=4 if mixed else parameters,
-        keeps_unsharded=not config.reshard_after_forward,
+        keeps_unsharded=not config.frees_after_forward,
+        keeps_between_passes=config.gathers_once
+        and run.accumulation > 1
+        and sizes["pipeline"] == 1,
         prefetch=config.prefetch,
         has_unsharded_gradients=run.accumulation > 1
-        and not config.reduce_each_micro_batch
+        and config.delays_reduction
         and sizes["pipeline"] == 1,
         has_replicas=sizes["replicate"] > 1,
         groups=partition.fsdp_groups(),
     )
     block, other = partition.weights_by_kind()
+    pipeline_micro_batches = config.num_pipeline_micro_batches if sizes["pipeline"] > 1 else 1
     return RankMemory(
         partition.stages,
         replace(
@@ -281,9 +289,8 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         gradient_shards=shards,
         state_shards=shards,
         in_flight=_max_in_flight(config, rank),
-        num_pipeline_micro_batches=config.num_pipeline_micro_batches
-        if sizes["pipeline"] > 1
-        else 1,
+        num_pipeline_micro_batches=pipeline_micro_batches,
+        num_stage_buffers=pipeline_micro_batches,
         pipeline_ranks=sizes["pipeline"],
         fsdp=fsdp if config.uses_fsdp else None,
         states_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,

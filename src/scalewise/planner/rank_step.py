@@ -37,12 +37,16 @@ class PipelinePeakPoint:
     """Whether the last pass of the rank was a forward."""
     ends_schedule: bool = False
     """Whether the backward is the last one of the step."""
+    keeps_unsharded: bool = False
+    """Whether FSDP keeps parameters, and gradients that it reduces once per step, unsharded after
+    this backward: in each micro-batch but the last."""
 
 
 def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
     """Yield the points of a step at which the memory of a rank may peak.
 
-    Without a pipeline this is the backward pass. In a pipeline there are up to four: the first
+    Without a pipeline this is the backward pass of the last micro-batch, and that of an earlier one
+    if it leaves parameters unsharded. In a pipeline there are up to four: the first
     backward, the last backward that follows a forward (gradients exist by then), the backward
     after it, for which no parameters were resharded, and the last backward.
     """
@@ -52,6 +56,8 @@ def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
         rank_memory.num_pipeline_micro_batches * num_stages - rank_memory.in_flight,
     )
     yield PipelinePeakPoint(waiting_passes)
+    if rank_memory.fsdp is not None and rank_memory.fsdp.keeps_between_passes:
+        yield PipelinePeakPoint(waiting_passes, keeps_unsharded=True)
     if rank_memory.num_pipeline_micro_batches == 1:
         return
     if finished_backwards:
@@ -186,8 +192,10 @@ class RankStep:
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether forward gathers blocks; not in a pipeline if they are still gathered."""
+        """Whether forward gathers blocks; not if they are still gathered from an earlier one."""
         point = self.peak_point
+        if self.fsdp is not None and self.fsdp.keeps_between_passes:
+            return False
         keeps_unsharded = self.fsdp is not None and self.fsdp.keeps_unsharded
         return not point.finished_backwards and not (keeps_unsharded and point.waiting_passes)
 

@@ -184,7 +184,7 @@ def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collectiv
     ranks = partition.mesh.sizes
     shards = ranks["shards"] * ranks["context"] * ranks["replicate"]
     reductions = partition.forward_passes
-    if shards > 1 and not partition.mesh.reduce_each_micro_batch:
+    if shards > 1 and partition.mesh.delays_reduction:
         reductions = partition.forward_passes // partition.run.accumulation
     sizes: dict[int, int] = {}
     block, other = partition.weights_by_kind()

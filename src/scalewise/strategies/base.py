@@ -81,6 +81,8 @@ class ParallelStrategy(Strategy):
     """Whether ranks store different tensors, so that all of them write checkpoints."""
     fuses_forward_backward = False
     """Whether one call runs forward and backward, so that they cannot be timed apart."""
+    num_probed_micro_batches = 1
+    """Number of micro-batches at the end of a step of which one has the peak memory."""
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
     _resume_path: Path | None = None

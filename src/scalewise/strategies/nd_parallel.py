@@ -16,7 +16,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from scalewise.compat.lightning import init_model_parallel
-from scalewise.compat.torch_distributed import fsdp_parameters, unsharded_gradients
+from scalewise.compat.torch_distributed import (
+    fsdp_parameters,
+    parameter_pair,
+    unsharded_gradients,
+)
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.parallelism.mesh import AXES, MeshConfig
@@ -36,6 +40,13 @@ class FSDPBuffers(StrategyBuffers):
 
     def __init__(self, module: nn.Module, receive_buffers: Callable[[], list[Tensor]]) -> None:
         self._module, self._receive_buffers = module, receive_buffers
+
+    def module_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """Parameters with the shard in place of each gathered parameter."""
+        shards = {
+            id(gathered): shard for gathered, shard in map(parameter_pair, self._fsdp_parameters())
+        }
+        return [shards.get(id(it), it) for it in module.parameters()]
 
     def resizable(self) -> list[Tensor]:
         """All-gather outputs at their current size, and receive buffers of the pipeline."""
@@ -64,6 +75,8 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
     def __init__(self, spec: MeshConfig, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
         self.spec = spec
+        if spec.gathers_once:  # the micro-batch before the last frees no parameters
+            self.num_probed_micro_batches = 2
         self._sequence_sharding: SequenceSharding | None = None
         self._pipeline: PipelineRunner | None = None
 
@@ -217,22 +230,21 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable gradient reduction until the last micro-batch.
-
-        Has no effect with ``reduce_each_micro_batch``.
-        """
+        """Delay gradient reduction and resharding until the last micro-batch, as configured."""
         assert self.model is not None
-        delays_reduction = not self.spec.reduce_each_micro_batch
-        roots = [
-            module
-            for module in self.model.modules()
-            if delays_reduction and isinstance(module, FSDPModule)
-        ]
-        for root in roots:
-            root.set_requires_gradient_sync(False, recurse=False)
+        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self._set_backward_end(
+            modules, syncs=not self.spec.delays_reduction, reshards=not self.spec.gathers_once
+        )
         yield
-        for root in roots:
-            root.set_requires_gradient_sync(True, recurse=False)
+        self._set_backward_end(modules, syncs=True, reshards=True)
+
+    @staticmethod
+    def _set_backward_end(modules: Sequence[FSDPModule], *, syncs: bool, reshards: bool) -> None:
+        """Set whether a backward pass reduces gradients, and whether it frees parameters."""
+        for module in modules:
+            module.set_requires_gradient_sync(syncs, recurse=False)
+            module.set_reshard_after_backward(reshards, recurse=False)
 
 
 @build_strategy.register

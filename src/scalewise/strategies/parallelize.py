@@ -179,13 +179,13 @@ def shard_blocks(
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     # Blocks and ends first: the root then shards the parameters that none of them contains.
-    sharded = [shard(it, reshard_after_forward=spec.reshard_after_forward) for it in blocks]
+    sharded = [shard(it, reshard_after_forward=spec.frees_after_forward) for it in blocks]
     modules, head = dict(module.named_modules()), None
     for end in filter(None, map(modules.get, end_modules)):
         if next(end.parameters(), None) is None:
             continue  # a pipeline stage without it
         if isinstance(end, nn.Embedding):
-            embedding = shard(end, reshard_after_forward=spec.reshard_after_forward)
+            embedding = shard(end, reshard_after_forward=spec.frees_after_forward)
             embedding.set_unshard_in_backward(False)  # its backward reads no weight
         else:
             head = shard(end, reshard_after_forward=False)  # its backward comes next

@@ -165,12 +165,16 @@ class ManualStep:
             phase = f"{name}, micro-batch {micro_batch}" if micro_batch else name
 
         self.begin_phase = skip_call
+        first_probed = max(0, self.run.accumulation - self.strategy.num_probed_micro_batches)
         for index in range(self.run.accumulation):
-            last = index + 1 == self.run.accumulation
-            if probe is not None and last:
+            is_probed = probe is not None and index >= first_probed
+            if probe is not None and index == first_probed:
                 probe.start()
                 self.begin_phase = begin_phase
-            self._forward_backward(last=last, probe=probe if last else None)
+            self.num_micro_batches = 0
+            self.begin_phase("forward")
+            last = index + 1 == self.run.accumulation
+            self._forward_backward(last=last, probe=probe if is_probed else None)
         self.begin_phase, self.num_micro_batches = skip_call, 0
         begin_phase("optimizer")
         if probe is not None:

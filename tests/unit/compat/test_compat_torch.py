@@ -290,6 +290,9 @@ def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> 
     module.set_requires_gradient_sync(False)
     module(torch.ones(1, 4)).sum().backward()
     (parameter,) = torch_distributed.fsdp_parameters(module)
+    gathered, shard = torch_distributed.parameter_pair(parameter)
+    assert (type(gathered), gathered.shape) == (nn.Parameter, (4, 4))
+    assert shard is next(module.parameters())
     (full_tensor,) = parameter.all_gather_outputs
     assert full_tensor.numel() == 16
     (gradient,) = torch_distributed.unsharded_gradients(parameter)

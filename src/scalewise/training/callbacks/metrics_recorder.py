@@ -68,11 +68,13 @@ class MetricsRecorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """End the data phase, and start the memory probe at its step."""
-        last = (batch_idx + 1) % self.run.accumulation == 0
+        strategy = trainer_strategy(trainer)
+        first = max(0, self.run.accumulation - strategy.num_probed_micro_batches)
+        starts = batch_idx % self.run.accumulation == first
         probed = trainer.global_step == self.start_step + PROBED_STEP - 1
-        if probed and last and self._can_measure(trainer):
+        if probed and starts and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
-            buffers = trainer_strategy(trainer).strategy_buffers()
+            buffers = strategy.strategy_buffers()
             averages = [
                 tensor
                 for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning's
