@@ -127,6 +127,7 @@ def predict_row(row: Row) -> RowPrediction:
     source = row["source"].split()[0]
     peak_bytes = published_runs.measured_peak(row, run, fit.breakdown.peak)
     peak_gib = peak_bytes * (RESERVED_FACTORS[1] if facts.reports_reserved else 1.0) / GIB
+    peak_gib += run.hardware.context_gib * facts.adds_context
     step = predict_step_time(run)
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
     measured_peak, measured_rate = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]

@@ -24,7 +24,10 @@ COUNT_COLUMNS = (
 MEASUREMENT_COLUMNS = ("peak_mem_GiB", "tokens_per_s_per_gpu")
 TEXT_COLUMNS = (
     "model",
+    "params_B",
     "zero_stage",
+    "offload",
+    "compile",
     "precision",
     "quant",
     "peft",
@@ -35,7 +38,11 @@ TEXT_COLUMNS = (
 AXES = ("dp", "fsdp", "tp", "pp", "cp")
 OPTIMIZERS = ("adam", "sgd")
 """Prefixes of the optimizers whose state size is known."""
-CHECKPOINTING_MODES = ("none", "full", "selective")
+CHECKPOINTING_MODES = ("none", "full", "selective", "selective-op")
+FP8_NAMES = ("fp8", "float8")
+QUANTIZATIONS = ("bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8")
+ADAPTERS = ("", "lora", "qlora", "ia3")
+ZERO_STAGES = ("", "0", "1", "2", "3")
 FLOAT_FORMATS = ("fp32", "fp16", "bf16", "fp8", "float32", "32-true")
 
 
@@ -95,8 +102,16 @@ def _row_problems(row: Row, *, has_extra_cells: bool) -> Iterator[str]:
     optimizer, checkpointing = row["optimizer"].lower(), row["act_ckpt"].lower()
     if optimizer and (not optimizer.startswith(OPTIMIZERS) or "8bit" in optimizer):
         yield f"optimizer={row['optimizer']} is not supported: its state size is unknown"
-    if checkpointing and not checkpointing.startswith(CHECKPOINTING_MODES):
+    if checkpointing and checkpointing not in CHECKPOINTING_MODES:
         yield f"act_ckpt={row['act_ckpt']} is not one of {', '.join(CHECKPOINTING_MODES)}"
+    if row["quant"] and not row["quant"].startswith((*FP8_NAMES, *QUANTIZATIONS)):
+        yield f"quant={row['quant']} is not one of {', '.join((*FP8_NAMES, *QUANTIZATIONS))}"
+    if row["peft"].lower() not in ADAPTERS:
+        yield f"peft={row['peft']} is not one of {', '.join(filter(None, ADAPTERS))}"
+    if row["zero_stage"] not in ZERO_STAGES:
+        yield f"zero_stage={row['zero_stage']} is not one of {', '.join(filter(None, ZERO_STAGES))}"
+    if row["offload"]:
+        yield f"offload={row['offload']} is not supported"
     if row["precision"] and not any(name in row["precision"].lower() for name in FLOAT_FORMATS):
         yield f"precision={row['precision']} is not supported"
 

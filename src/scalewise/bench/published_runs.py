@@ -11,8 +11,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalewise.adapters import AdapterConfig, LoRAAdapterConfig, NoAdapterConfig
-from scalewise.bench.published_rows import Row
+from scalewise.adapters import (
+    AdapterConfig,
+    IA3AdapterConfig,
+    LoRAAdapterConfig,
+    NoAdapterConfig,
+)
+from scalewise.bench.published_rows import FP8_NAMES, Row
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.synthetic import RandomTokens
 from scalewise.errors import ConfigError
@@ -24,11 +29,12 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import AdamWConfig, SGDConfig
-from scalewise.parallelism.mesh import MeshConfig
+from scalewise.parallelism.mesh import MeshConfig, ShardedState
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory, mesh_rank_memory
-from scalewise.precision import FloatFormat, Precision
+from scalewise.precision import Float8, FloatFormat, Precision
+from scalewise.precision.config import ScalingRecipe
 from scalewise.run_config import RunConfig
-from scalewise.torch_compile import Compile
+from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
 
@@ -104,8 +110,12 @@ class FrameworkFacts:
     """Whether every rank builds the full model before it is sharded."""
     devices_per_node: int = 8
     """Number of devices per node."""
-    is_llama: bool = True
-    """Whether blocks are those of Llama, not of GPT-2."""
+    compiles_loss: bool = False
+    """Whether compilation includes the loss."""
+    allocates_all_stage_buffers: bool = True
+    """Whether each micro-batch of a pipeline has communication buffers of its own, as in torch."""
+    adds_context: bool = False
+    """Whether it reports the memory of the driver, which includes the CUDA context."""
 
 
 def _stated_formats(row: Row) -> Precision:
@@ -120,6 +130,13 @@ def _stated_formats(row: Row) -> Precision:
 
 
 FRAMEWORKS = {
+    "ao docs/source/eager_tutorials": FrameworkFacts(
+        _stated_formats,
+        True,
+        "a log of torchtitan in 2025, which compiles the loss (components/loss.py); else as below",
+        recomputes_every_second=True,
+        compiles_loss=True,
+    ),
     "torchtitan": FrameworkFacts(
         _stated_formats,
         True,
@@ -149,7 +166,22 @@ FRAMEWORKS = {
         "benchmarking/README.md: MosaicML DEFAULT and PURE are FSDP1's; GPT-shaped models; "
         "hf_causal_lm and mpt: loss_fn=fused_crossentropy, gradients in the place of the logits",
         loss_bytes=0,
-        is_llama=False,
+    ),
+    "bigscience": FrameworkFacts(
+        _stated_formats,
+        True,
+        "chronicles-prequel.md: nvidia-smi; Megatron-DeepSpeed: gradients in fp16, tensor "
+        "parallelism without sequence parallelism (Korthikanti et al., 2022, came later)",
+        gradient_reduce_bytes=2,
+        shards_sequence=False,
+        allocates_all_stage_buffers=False,
+        adds_context=True,
+    ),
+    "NVIDIA": FrameworkFacts(
+        lambda row: MIXED,
+        True,
+        "performance summaries of NeMo and Megatron-Bridge: bf16 with fp32 masters and gradients",
+        allocates_all_stage_buffers=False,
     ),
 }
 """Properties by a part of the name of a row's source."""
@@ -229,16 +261,16 @@ def build_run(row: Row) -> RunConfig:
     is_full = row["act_ckpt"].startswith("full")
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
     return RunConfig(
-        model=_model_config(row, facts),
+        model=_model_config(row),
         data=RandomTokens(sequence=_parse_int(row, "seq", 2048)),
         objective=CausalLM(),
         parallelism=parallelism,
-        precision=facts.precision(row),
+        precision=_precision(row, facts),
         optimizer=SGDConfig() if row["optimizer"].lower().startswith("sgd") else AdamWConfig(),
         schedule=ConstantConfig(),
         adapter=_adapter_config(row),
         memory=FixedCheckpointing(Recompute.full if is_full else recompute),
-        compile=Compile(),
+        compile=Compile(CompileScope.block if row.get("compile") == "1" else CompileScope.none),
         trainer=TrainerConfig(micro_batch=micro_batch, global_batch=global_batch, max_steps=1),
         checkpoint=CheckpointConfig(),
         tracking=WandbConfig(),
@@ -290,8 +322,16 @@ def _find_device(name: str) -> PublishedDevice | None:
     return None
 
 
-def _model_config(row: Row, facts: FrameworkFacts) -> DecoderConfig:
-    is_llama = facts.is_llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
+SIZE_TOLERANCE = 0.02
+"""Largest relative difference of the size of a model from that of its row."""
+
+
+def _model_config(row: Row) -> DecoderConfig:
+    """Architecture whose size is that of a row: of Llama or GPT-2, with a tied head or without.
+
+    Raises:
+        ConfigError: none of them has the size.
+    """
     config = DecoderConfig(
         vocabulary=_parse_int(row, "vocab", 32000),
         context=_parse_int(row, "seq", 2048),
@@ -301,16 +341,26 @@ def _model_config(row: Row, facts: FrameworkFacts) -> DecoderConfig:
         feedforward=_parse_int(row, "ffn", 11008),
         kv_heads=_parse_int(row, "kv_heads", 0) or None,
     )
-    if is_llama:
-        return config
-    return replace(
+    gpt = replace(config, norm=NormKind.layernorm, activation=ActivationKind.gelu)
+    learned = replace(gpt, position=PositionKind.learned)
+    candidates = [
         config,
-        norm=NormKind.layernorm,
-        activation=ActivationKind.gelu,
-        position=PositionKind.rope if facts.is_llama else PositionKind.learned,
-        bias=facts.is_llama,
-        tied=not facts.is_llama,
-    )
+        replace(config, tied=True),
+        replace(learned, tied=True),
+        replace(learned, bias=True, tied=True),
+        replace(gpt, bias=True),
+        gpt,
+        replace(gpt, tied=True),
+    ]
+    if any(config.validate()) or not row.get("params_B"):
+        return config
+    parameters = 1e9 * float(row["params_B"])
+    best = min(candidates, key=lambda it: abs(it.num_parameters / parameters - 1) > SIZE_TOLERANCE)
+    if abs(best.num_parameters / parameters - 1) > SIZE_TOLERANCE:
+        sizes = f"{config.num_parameters / 1e9:.4g} (Llama) or {gpt.num_parameters / 1e9:.4g} (GPT)"
+        reason = f"the model of the row has {sizes} billion parameters"
+        raise ConfigError.for_key("params_B", row["params_B"], reason, "check the columns")
+    return best
 
 
 @dataclass(frozen=True)
@@ -323,6 +373,10 @@ class ForeignMesh(MeshConfig):
     """Bytes per element of the logits in the loss."""
     every_second: bool = False
     """Whether selective activation checkpointing saves every second matmul only."""
+    compiles_loss: bool = False
+    """Whether compilation includes the loss."""
+    allocates_all_stage_buffers: bool = True
+    """Whether each micro-batch of a pipeline has communication buffers of its own."""
 
 
 @build_rank_memory.register
@@ -333,8 +387,12 @@ def _foreign_mesh_memory(config: ForeignMesh, run: RunConfig, rank: int = 0) -> 
         memory.forward_spec,
         loss_element_bytes=config.loss,
         saves_alternate_matmuls=config.every_second,
+        is_loss_compiled=config.compiles_loss and memory.forward_spec.is_loss_compiled,
     )
-    memory = replace(memory, forward_spec=forward_spec)
+    buffers = memory.num_stage_buffers
+    if not config.allocates_all_stage_buffers:
+        buffers = min(buffers, memory.in_flight)
+    memory = replace(memory, forward_spec=forward_spec, num_stage_buffers=buffers)
     if config.reduced is None or memory.fsdp is None:
         return memory
     return replace(memory, fsdp=replace(memory.fsdp, reduced_element_bytes=config.reduced))
@@ -342,27 +400,41 @@ def _foreign_mesh_memory(config: ForeignMesh, run: RunConfig, rank: int = 0) -> 
 
 def _parallelism_config(row: Row, facts: FrameworkFacts, accumulation: int) -> MeshConfig:
     pipeline = _parse_int(row, "pp", 1)
+    replicas, shards = _parse_int(row, "dp", 1), _parse_int(row, "fsdp", 1)
+    shard = {"1": ShardedState.optimizer, "2": ShardedState.gradients}.get(row["zero_stage"])
+    if shard is not None:  # the data-parallel ranks partition the optimizer state
+        replicas, shards = 1, replicas * shards
     return ForeignMesh(
         pipeline=pipeline,
-        replicate=_parse_int(row, "dp", 1),
-        shards=_parse_int(row, "fsdp", 1),
+        replicate=replicas,
+        shards=shards,
         context=_parse_int(row, "cp", 1),
         tensor=_parse_int(row, "tp", 1),
         reduced=facts.gradient_reduce_bytes,
         loss=facts.loss_bytes,
         every_second=facts.recomputes_every_second,
+        compiles_loss=facts.compiles_loss,
+        allocates_all_stage_buffers=facts.allocates_all_stage_buffers,
         sequence_parallel=facts.shards_sequence,
         loss_parallel=facts.shards_sequence,
-        reshard_after_forward=row["zero_stage"] != "2" and pipeline == 1,
+        shard=shard or ShardedState.parameters,
+        reshard_after_forward=pipeline == 1,
         reduce_each_micro_batch=not (facts.keeps_unsharded_gradients and accumulation > 1),
     )
 
 
+def _precision(row: Row, facts: FrameworkFacts) -> Precision:
+    """Formats of a row; those with fp8 also multiply the linear layers of blocks in fp8."""
+    formats = facts.precision(row)
+    if "fp8" not in row["precision"].lower() and not row["quant"].startswith(FP8_NAMES):
+        return formats
+    recipe = ScalingRecipe.rowwise if "rowwise" in row["quant"] else ScalingRecipe.tensorwise
+    return Float8(formats.parameters, formats.compute, recipe=recipe)
+
+
 def _adapter_config(row: Row) -> AdapterConfig:
-    """Adapter of a row; adapters other than LoRA count as LoRA of rank 1."""
-    if not row["peft"]:
-        return NoAdapterConfig()
-    return LoRAAdapterConfig() if row["peft"] == "lora" else LoRAAdapterConfig(rank=1)
+    """Adapter of a row."""
+    return {"": NoAdapterConfig(), "ia3": IA3AdapterConfig()}.get(row["peft"], LoRAAdapterConfig())
 
 
 def _parse_int(row: Row, key: str, default: int) -> int:

@@ -15,10 +15,12 @@ from scalewise.cli import main
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.config import NormKind
 from scalewise.models.op_graph import Recompute
+from scalewise.parallelism.mesh import MeshConfig, ShardedState
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.step_time import predict_step_time
 from scalewise.precision import FloatFormat
+from scalewise.run_config import RunConfig
 from scalewise.validation.run_issues import iter_issues
 
 ROOT = Path(__file__).parents[3]
@@ -91,9 +93,60 @@ def test_published_framework_is_identified_by_source() -> None:
     foundry_run = published_runs.build_run(
         ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"}
     )
-    assert foundry_run.model.norm is NormKind.layernorm
+    foundry_memory = build_rank_memory(foundry_run.parallelism, foundry_run)
+    assert foundry_memory.forward_spec.loss_element_bytes == 0
     framework = published_runs.framework_of(ROW | {"source": "somebody/else"})
     assert framework.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
+
+
+@pytest.mark.parametrize(
+    ("cells", "size", "is_gpt"),
+    [
+        ({"params_B": "8.03"}, 8_030_261_248, False),
+        ({"params_B": "7.5"}, 7_504_924_672, False),
+        (
+            {"params_B": "0.124", "hidden": "768", "layers": "12", "heads": "12", "kv_heads": "12"}
+            | {"ffn": "3072", "vocab": "50257", "seq": "1024"},
+            124_439_808,
+            True,
+        ),
+    ],
+    ids=["llama", "tied", "gpt2"],
+)
+def test_published_size_determines_the_architecture(
+    cells: dict[str, str], size: int, is_gpt: bool
+) -> None:
+    model = published_runs.build_run(ROW | cells).model
+    assert model.num_parameters == pytest.approx(size, rel=1e-3)
+    assert (model.norm is NormKind.layernorm) == is_gpt
+
+
+def test_published_size_that_no_architecture_has_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"params_B=70: the model of the row has 8\.03"):
+        published_runs.build_run(ROW | {"params_B": "70"})
+
+
+def test_published_columns_of_memory_and_time_are_planned() -> None:
+    def run(**cells: str) -> RunConfig:
+        return published_runs.build_run(ROW | {"compile": "0"} | cells)
+
+    eager = run()
+    assert run(compile="1").is_compiled
+    assert not eager.is_compiled
+    assert run(quant="float8-rowwise").precision.fp8_layers(eager.model)
+    assert run(precision="fp8").precision.fp8_layers(eager.model)
+    assert not eager.precision.fp8_layers(eager.model)
+    zero1 = run(zero_stage="1", dp="8", fsdp="1").parallelism
+    assert isinstance(zero1, MeshConfig)
+    assert (zero1.sizes["shards"], zero1.shard) == (8, ShardedState.optimizer)
+
+
+def test_published_megatron_reuses_stage_buffers_and_torch_does_not() -> None:
+    row = ROW | {"precision": "fp16-mixed", "pp": "2", "grad_accum": "64"}
+    torch_run = published_runs.build_run(row)
+    assert build_rank_memory(torch_run.parallelism, torch_run).num_stage_buffers == 64
+    megatron_run = published_runs.build_run(row | {"source": "bigscience-workshop/bigscience"})
+    assert build_rank_memory(megatron_run.parallelism, megatron_run).num_stage_buffers == 2
 
 
 def test_published_unknown_device_is_rejected() -> None:
@@ -132,6 +185,12 @@ def test_published_device_aliases_are_known(name: str, gib: float) -> None:
         ({"optimizer": "muon"}, "optimizer=muon is not supported: its state size is unknown"),
         ({"precision": "fp9"}, "precision=fp9 is not supported"),
         ({"act_ckpt": "weird"}, "act_ckpt=weird is not one of"),
+        ({"act_ckpt": "selective-block"}, "act_ckpt=selective-block is not one of"),
+        ({"quant": "gptq"}, "quant=gptq is not one of"),
+        ({"peft": "adapter_v2"}, "peft=adapter_v2 is not one of lora, qlora, ia3"),
+        ({"zero_stage": "4"}, "zero_stage=4 is not one of 0, 1, 2, 3"),
+        ({"offload": "optimizer"}, "offload=optimizer is not supported"),
+        ({"params_B": "70"}, "params_B=70: the model of the row has"),
         ({"gpu": "TPU"}, "gpu=TPU: is an unknown device"),
         ({"gpu": ""}, "gpu is missing"),
         ({"seq": ""}, "seq is missing"),
@@ -141,8 +200,8 @@ def test_published_invalid_row_is_skipped_with_a_reason(
     cells: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     valid_row, invalid_row = (
-        {"world": "", "optimizer": "", **ROW},
-        {"world": "", "optimizer": "", **ROW, **cells},
+        {"world": "", "optimizer": "", "offload": "", "params_B": "", **ROW},
+        {"world": "", "optimizer": "", "offload": "", "params_B": "", **ROW, **cells},
     )
     with (tmp_path / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
         table = csv.DictWriter(file, list(valid_row))
