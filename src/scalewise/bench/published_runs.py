@@ -29,7 +29,7 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import AdamWConfig, SGDConfig
-from scalewise.parallelism.mesh import MeshConfig, ShardedState
+from scalewise.parallelism.mesh import MeshConfig, PipelineSchedule, ShardedState
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory, mesh_rank_memory
 from scalewise.precision import Float8, FloatFormat, Precision
 from scalewise.precision.config import ScalingRecipe
@@ -58,18 +58,23 @@ class PublishedDevice:
     """Fraction of the peak compute rate that matmuls reach."""
     attention_share: float = 0.35
     """Fraction of the peak compute rate that attention reaches."""
+    bandwidth_share: float = 1.0
+    """Fraction of the memory bandwidth that kernels reach."""
 
 
+HOPPER_SHARES = (0.67, 0.35, 0.8808)
+"""Fractions of matmuls and of the bandwidth measured by ``bench gpu`` on an H100 SXM, which other
+Hopper devices are taken to reach too; of attention, those of FlashAttention-2, torch's default."""
 DEVICES = {
     "A100": PublishedDevice(80, 312, 2039, 300, 0.87, 0.6),
     "A100 40": PublishedDevice(40, 312, 1555, 300, 0.87, 0.6),
     "A800": PublishedDevice(80, 312, 2039, 200, 0.87, 0.6),
     "B200": PublishedDevice(180, 2250, 8000, 900),
-    "GH200": PublishedDevice(96, 989.5, 4000, 450),
-    "H100": PublishedDevice(80, 989.5, 3350, 450),
-    "H100 96": PublishedDevice(95, 989.5, 2400, 450),
-    "H200": PublishedDevice(139, 989.5, 4800, 450),
-    "H800": PublishedDevice(80, 989.5, 3350, 200),
+    "GH200": PublishedDevice(96, 989.5, 4000, 450, *HOPPER_SHARES),
+    "H100": PublishedDevice(80, 989.5, 3350, 450, *HOPPER_SHARES),
+    "H100 96": PublishedDevice(95, 989.5, 2400, 450, *HOPPER_SHARES),
+    "H200": PublishedDevice(139, 989.5, 4800, 450, *HOPPER_SHARES),
+    "H800": PublishedDevice(80, 989.5, 3350, 200, *HOPPER_SHARES),
     "L4": PublishedDevice(24, 121, 300, 32),
     "L40S": PublishedDevice(48, 362, 864, 32),
     "A6000": PublishedDevice(48, 155, 768, 32),
@@ -110,8 +115,10 @@ class FrameworkFacts:
     """Whether every rank builds the full model before it is sharded."""
     devices_per_node: int = 8
     """Number of devices per node."""
+    fuses_kernels: bool = False
+    """Whether its layers are fused kernels, like compiled ones, without compilation."""
     compiles_loss: bool = False
-    """Whether compilation includes the loss."""
+    """Whether compilation includes the loss, or its kernel is fused."""
     allocates_all_stage_buffers: bool = True
     """Whether each micro-batch of a pipeline has communication buffers of its own, as in torch."""
     adds_context: bool = False
@@ -180,7 +187,10 @@ FRAMEWORKS = {
     "NVIDIA": FrameworkFacts(
         lambda row: MIXED,
         True,
-        "performance summaries of NeMo and Megatron-Bridge: bf16 with fp32 masters and gradients",
+        "performance summaries of NeMo and Megatron-Bridge: bf16 with fp32 masters and gradients; "
+        "Transformer Engine: norm, SwiGLU and RoPE fused; Megatron Core: fused cross-entropy",
+        fuses_kernels=True,
+        compiles_loss=True,
         allocates_all_stage_buffers=False,
     ),
 }
@@ -259,6 +269,7 @@ def build_run(row: Row) -> RunConfig:
         micro_batch, accumulation = micro_batch * accumulation, 1
     global_batch = micro_batch * parallelism.data_parallel_size * accumulation
     is_full = row["act_ckpt"].startswith("full")
+    is_compiled = facts.fuses_kernels or row.get("compile") == "1"
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
     return RunConfig(
         model=_model_config(row),
@@ -270,7 +281,7 @@ def build_run(row: Row) -> RunConfig:
         schedule=ConstantConfig(),
         adapter=_adapter_config(row),
         memory=FixedCheckpointing(Recompute.full if is_full else recompute),
-        compile=Compile(CompileScope.block if row.get("compile") == "1" else CompileScope.none),
+        compile=Compile(CompileScope.block if is_compiled else CompileScope.none),
         trainer=TrainerConfig(micro_batch=micro_batch, global_batch=global_batch, max_steps=1),
         checkpoint=CheckpointConfig(),
         tracking=WandbConfig(),
@@ -306,6 +317,7 @@ def device_profile(name: str, devices_per_node: int) -> Hardware:
         context_gib=1.0,
         product_share=device.product_share,
         attention_share=device.attention_share,
+        bandwidth_share=device.bandwidth_share,
         launch_us=6.0,
     )
 
@@ -404,8 +416,13 @@ def _parallelism_config(row: Row, facts: FrameworkFacts, accumulation: int) -> M
     shard = {"1": ShardedState.optimizer, "2": ShardedState.gradients}.get(row["zero_stage"])
     if shard is not None:  # the data-parallel ranks partition the optimizer state
         replicas, shards = 1, replicas * shards
+    stages_per_rank = _stages_per_rank(row) if pipeline > 1 else 1
     return ForeignMesh(
         pipeline=pipeline,
+        pipeline_schedule=PipelineSchedule.interleaved_1f1b
+        if stages_per_rank > 1
+        else PipelineSchedule.one_f_one_b,
+        stages_per_rank=stages_per_rank,
         replicate=replicas,
         shards=shards,
         context=_parse_int(row, "cp", 1),
@@ -421,6 +438,13 @@ def _parallelism_config(row: Row, facts: FrameworkFacts, accumulation: int) -> M
         reshard_after_forward=pipeline == 1,
         reduce_each_micro_batch=not (facts.keeps_unsharded_gradients and accumulation > 1),
     )
+
+
+def _stages_per_rank(row: Row) -> int:
+    """Number of stages per pipeline rank: "VP=N" or "interleaved" in the notes, else one."""
+    virtual = re.search(r"\bVP=(\d+)", row["notes"])
+    count = int(virtual[1]) if virtual else 2 * ("interleaved" in row["notes"].lower())
+    return max(1, count)
 
 
 def _precision(row: Row, facts: FrameworkFacts) -> Precision:

@@ -15,7 +15,7 @@ from scalewise.cli import main
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.config import NormKind
 from scalewise.models.op_graph import Recompute
-from scalewise.parallelism.mesh import MeshConfig, ShardedState
+from scalewise.parallelism.mesh import MeshConfig, PipelineSchedule, ShardedState
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.rank_memory import build_rank_memory
 from scalewise.planner.step_time import predict_step_time
@@ -50,6 +50,7 @@ ROW = {
     "gpu": "H100-96GB-500W",
     "peak_mem_GiB": "60",
     "tokens_per_s_per_gpu": "5000",
+    "notes": "",
 }
 
 
@@ -139,6 +140,29 @@ def test_published_columns_of_memory_and_time_are_planned() -> None:
     zero1 = run(zero_stage="1", dp="8", fsdp="1").parallelism
     assert isinstance(zero1, MeshConfig)
     assert (zero1.sizes["shards"], zero1.shard) == (8, ShardedState.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("cells", "schedule", "num_stages"),
+    [
+        ({"pp": "4"}, PipelineSchedule.one_f_one_b, 4),
+        ({"pp": "4", "notes": "VP=3; asyncTP"}, PipelineSchedule.interleaved_1f1b, 12),
+        ({"pp": "4", "notes": "interleaved1F1B"}, PipelineSchedule.interleaved_1f1b, 8),
+        ({"pp": "1", "notes": "VP=3"}, PipelineSchedule.one_f_one_b, 1),
+    ],
+)
+def test_published_notes_state_the_stages_per_rank(
+    cells: dict[str, str], schedule: PipelineSchedule, num_stages: int
+) -> None:
+    mesh = published_runs.build_run(ROW | cells).parallelism
+    assert isinstance(mesh, MeshConfig)
+    assert (mesh.pipeline_schedule, mesh.num_stages) == (schedule, num_stages)
+
+
+def test_published_megatron_fuses_its_kernels() -> None:
+    run = published_runs.build_run(ROW | {"source": "NVIDIA/NeMo docs", "precision": "fp8"})
+    assert run.is_compiled
+    assert build_rank_memory(run.parallelism, run).forward_spec.is_loss_compiled
 
 
 def test_published_megatron_reuses_stage_buffers_and_torch_does_not() -> None:
