@@ -102,7 +102,7 @@ class RankStep:
         fsdp = rank_memory.fsdp
         # The schedule of a pipeline neither reduces gradients nor reshards parameters in backward.
         self.reduces_after_schedule = fsdp is not None and rank_memory.pipeline_ranks > 1
-        accumulates = run.accumulation > 1
+        accumulates = run.accumulation > (2 if peak_point.keeps_unsharded else 1)
         if fsdp is not None and peak_point.finished_backwards:
             keeps_unsharded = fsdp.keeps_unsharded or not peak_point.follows_forward
             fsdp = replace(fsdp, keeps_unsharded=keeps_unsharded, has_unsharded_gradients=True)
