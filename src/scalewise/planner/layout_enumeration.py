@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from scalewise.errors import ConfigIssue
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
-from scalewise.parallelism.mesh import AXES, MeshConfig
+from scalewise.parallelism.mesh import AXES, MeshConfig, ShardedState
 from scalewise.parallelism.single import SingleConfig
 from scalewise.plan_config import PlanSearch
 from scalewise.registry import option_name
@@ -116,6 +116,8 @@ def _layout_of_sizes(base: MeshConfig, sizes: dict[str, Any]) -> ParallelismConf
         return SingleConfig()
     if used == ["replicate"]:
         return DDPConfig(replicas=sizes["replicate"])
+    if sizes["shards"] * sizes["context"] == 1:  # nothing to shard
+        base = replace(base, shard=ShardedState.parameters)
     return replace(base, **sizes)
 
 

@@ -13,7 +13,7 @@ from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import AdamWConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
-from scalewise.parallelism.mesh import MeshConfig
+from scalewise.parallelism.mesh import MeshConfig, ShardedState
 from scalewise.parallelism.single import SingleConfig
 from scalewise.planner.fit_check import FitReport, RunVariant, check_fit, checkpointing_overrides
 from scalewise.precision import FloatFormat, Precision
@@ -193,6 +193,9 @@ def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
                 overrides += (f"trainer.global_batch={global_batch}",)
                 kinds |= {"passes"}
             yield RunChange(overrides, changed_groups, 4 + index, kinds)
+    if isinstance(strategy, MeshConfig) and strategy.gathers_once:
+        groups = {"parallelism": replace(strategy, shard=ShardedState.parameters)}
+        yield RunChange(("parallelism.shard=parameters",), groups, 1, frozenset({"layout"}))
     if isinstance(strategy, MeshConfig) and (strategy.cpu_offload or strategy.sizes["shards"] > 1):
         cpu_offload = not strategy.cpu_offload
         overrides = (f"parallelism.cpu_offload={str(cpu_offload).lower()}",)

@@ -10,7 +10,7 @@ from lightning.pytorch import strategies
 from scalewise.hardware import DeviceKind
 from scalewise.parallelism import ParallelismConfig
 from scalewise.parallelism.ddp import CommHook, DDPConfig
-from scalewise.parallelism.mesh import AXES, MeshConfig, PipelineSchedule
+from scalewise.parallelism.mesh import AXES, MeshConfig, PipelineSchedule, ShardedState
 from scalewise.parallelism.single import SingleConfig
 from scalewise.strategies.base import ParallelStrategy
 from scalewise.strategies.build import build_strategy
@@ -106,6 +106,25 @@ def test_pipeline_stages_and_micro_batches(
     assert list(spec.validate()) == []
 
 
+@pytest.mark.parametrize(
+    ("spec", "frees_after_forward", "delays_reduction"),
+    [
+        (MeshConfig(shards=2), True, False),
+        (MeshConfig(shards=2, shard=ShardedState.gradients), False, False),
+        (MeshConfig(context=2, shard=ShardedState.optimizer), False, True),
+        (MeshConfig(shards=2, reshard_after_forward=False), False, False),
+        (MeshConfig(shards=2, reduce_each_micro_batch=False), True, True),
+    ],
+    ids=repr,
+)
+def test_sharded_state_determines_gathering_and_reduction(
+    spec: MeshConfig, frees_after_forward: bool, delays_reduction: bool
+) -> None:
+    assert spec.frees_after_forward == frees_after_forward
+    assert spec.delays_reduction == delays_reduction
+    assert list(spec.validate()) == []
+
+
 def test_pipeline_schedules_exist_in_torch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -123,6 +142,7 @@ def test_pipeline_schedules_exist_in_torch() -> None:
         (MeshConfig(pipeline="auto", shards="auto", tensor="auto"), ["shards", "tensor"]),
         (MeshConfig(prefetch=-1), ["prefetch"]),
         (MeshConfig(shards=2, one_rank_mesh=True), ["one_rank_mesh"]),
+        (MeshConfig(replicate=2, shard=ShardedState.optimizer), ["shard"]),
         (MeshConfig(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
         (MeshConfig(stages_per_rank=2), ["stages_per_rank"]),
         (MeshConfig(stages_per_rank=1, pipeline_schedule=PipelineSchedule.interleaved_1f1b),

@@ -49,6 +49,7 @@ def test_cpu_reserve_equals_allocation() -> None:
     [
         ("trainer.micro_batch=8", "trainer.global_batch=64"),
         ("trainer.micro_batch=4", "trainer.global_batch=null"),
+        ("trainer.micro_batch=2", "trainer.global_batch=64", "parallelism.shard=optimizer"),
         ("precision=fp32", "trainer.micro_batch=4"),
         ("parallelism=single", "trainer.micro_batch=8"),
         ("parallelism=ddp", "parallelism.replicas=8", "memory=checkpoint_full"),

@@ -6,17 +6,19 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
 
 import pytest
-from fixtures.strategies import LLAMA_8B_STEP
+from fixtures.strategies import LLAMA_8B, LLAMA_8B_STEP
 
 from scalewise.config import paths
 from scalewise.errors import ConfigError
 from scalewise.models.op_graph import OpWork, build_op_graphs
+from scalewise.parallelism.collective import CollectiveKind
 from scalewise.plan_config import MemoryMethod
 from scalewise.planner import host_memory
 from scalewise.planner.communication import list_collectives
@@ -255,6 +257,31 @@ def test_memory_breakdown_lists_the_moving_average(plan_of: Callable[..., Plan])
             assert on_host == 0, strategy
             assert on_device == pytest.approx(average_bytes, rel=1e-3), strategy
         assert plan.fit.breakdown.peak - default_plan.fit.breakdown.peak == on_device, strategy
+
+
+def test_sharded_state_trades_memory_for_communication(plan_of: Callable[..., Plan]) -> None:
+    def plan(state: str) -> Plan:
+        accumulation = ("trainer.micro_batch=1", "trainer.global_batch=32")
+        return plan_of(*LLAMA_8B, *accumulation, f"parallelism.shard={state}")
+
+    optimizer, gradients, parameters = map(plan, ("optimizer", "gradients", "parameters"))
+    peaks = [each.fit.breakdown.peak for each in (optimizer, gradients, parameters)]
+    assert peaks == sorted(peaks, reverse=True)
+    numel = optimizer.run.model.num_parameters
+    unsharded_gradients = 4 * numel * 7 / 8  # fp32, on 8 ranks instead of 1 of 8
+    assert peaks[0] - peaks[1] == pytest.approx(unsharded_gradients, rel=0.1)
+
+    def gathered_and_reduced(each: Plan) -> tuple[int, int]:
+        sizes = Counter[CollectiveKind]()
+        for collective in list_collectives(each.run.parallelism, each.run):
+            sizes[collective.kind] += collective.count * collective.bytes
+        return sizes[CollectiveKind.all_gather], sizes[CollectiveKind.reduce_scatter]
+
+    gathered, reduced = gathered_and_reduced(optimizer)
+    assert (gathered, reduced) == (2 * numel, 4 * numel)  # once per step, bf16 and fp32
+    assert gathered_and_reduced(gradients) == (gathered, 4 * reduced)
+    assert gathered_and_reduced(parameters)[0] > 7 * gathered
+    assert gathered_and_reduced(parameters)[1] == 4 * reduced
 
 
 def test_matmul_workspaces_count_in_every_phase_on_cuda(plan_of: Callable[..., Plan]) -> None:
