@@ -28,7 +28,10 @@ IGNORED_KEYS = (
 )
 """Config keys that do not affect the identity of a job."""
 HASH_DIGITS = 16
-ADDED_OPTIONS: dict[tuple[str, str], object] = {("parallelism", "one_rank_mesh"): False}
+ADDED_OPTIONS: dict[tuple[str, str], object] = {
+    ("parallelism", "one_rank_mesh"): False,
+    ("parallelism", "shard"): "parameters",
+}
 """Options since version 0.1.0 by group and key, with the default that is not part of the hash."""
 
 
