@@ -239,8 +239,8 @@ class MeshConfig(ParallelismConfig):
             reason = f"the mesh has {self.world_size} ranks"
             fix = "set parallelism.one_rank_mesh=false"
             yield ConfigIssue("parallelism.one_rank_mesh", True, reason, fix)
-        partitions_nothing = not open_axes and self.sizes["shards"] * self.sizes["context"] == 1
-        if self.gathers_once and partitions_nothing and not self.one_rank_mesh:
+        has_shards = (self.shards, self.context) != (1, 1)
+        if self.gathers_once and not has_shards and not self.one_rank_mesh:
             reason = "no axis partitions the model state"
             fix = "set parallelism.shards=N, or parallelism.shard=parameters"
             yield ConfigIssue("parallelism.shard", self.shard.value, reason, fix)
