@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from scalewise import plain_console
-from scalewise.bench import published_rows, published_runs
+from scalewise.bench import published_frameworks, published_rows, published_runs
 from scalewise.bench.options import BenchOptions as BaseOptions
 from scalewise.bench.published_rows import Row
 from scalewise.console import print_lines
@@ -120,7 +120,7 @@ def predict_row(row: Row) -> RowPrediction:
     Raises:
         ConfigError: the model is invalid or the device is unknown.
     """
-    run, facts = published_runs.build_run(row), published_runs.framework_of(row)
+    run, facts = published_runs.build_run(row), published_frameworks.framework_of(row)
     if issues := [*run.model.validate()]:
         raise ConfigError(issues)
     fit = check_fit(run)

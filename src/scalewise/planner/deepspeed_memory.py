@@ -19,7 +19,7 @@ from scalewise.planner.memory_breakdown import (
     constant_entry,
 )
 from scalewise.planner.rank_memory import RankMemory, shard_elements
-from scalewise.planner.rank_step import PipelinePeakPoint
+from scalewise.planner.rank_step import PeakPoint
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 
@@ -27,9 +27,7 @@ from scalewise.run_config import RunConfig
 class DeepSpeedDeviceMemory(DeviceMemory):
     """Memory entries of one rank with ZeRO: compute weights, master weights, gradient buckets."""
 
-    def __init__(
-        self, run: RunConfig, rank_memory: RankMemory, peak_point: PipelinePeakPoint
-    ) -> None:
+    def __init__(self, run: RunConfig, rank_memory: RankMemory, peak_point: PeakPoint) -> None:
         assert rank_memory.zero is not None
         self.zero = rank_memory.zero
         # From stage 2 on, a gradient is copied into its bucket as soon as it is computed.

@@ -23,7 +23,7 @@ from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class PipelinePeakPoint:
+class PeakPoint:
     """State of a rank right before a backward pass through one of its stages.
 
     Forward passes are counted per stage.
@@ -42,38 +42,34 @@ class PipelinePeakPoint:
     this backward: in each micro-batch but the last."""
 
 
-def iter_peak_points(rank_memory: RankMemory) -> Iterator[PipelinePeakPoint]:
+def iter_peak_points(rank_memory: RankMemory) -> Iterator[PeakPoint]:
     """Yield the points of a step at which the memory of a rank may peak.
 
     Without a pipeline this is the backward pass of the last micro-batch, and that of an earlier one
-    if it leaves parameters unsharded. In a pipeline there are up to four: the first
-    backward, the last backward that follows a forward (gradients exist by then), the backward
-    after it, for which no parameters were resharded, and the last backward.
+    if it leaves parameters unsharded. In a pipeline there are up to four: the first backward, the
+    last backward that follows a forward (gradients exist by then), the backward after it, for which
+    no parameters were resharded, and the last backward.
     """
     num_stages = len(rank_memory.stages)
     waiting_passes, finished_backwards = (
         rank_memory.in_flight - num_stages,
         rank_memory.num_pipeline_micro_batches * num_stages - rank_memory.in_flight,
     )
-    yield PipelinePeakPoint(waiting_passes)
+    yield PeakPoint(waiting_passes)
     if rank_memory.fsdp is not None and rank_memory.fsdp.keeps_between_passes:
-        yield PipelinePeakPoint(waiting_passes, keeps_unsharded=True)
+        yield PeakPoint(waiting_passes, keeps_unsharded=True)
     if rank_memory.num_pipeline_micro_batches == 1:
         return
     if finished_backwards:
-        yield PipelinePeakPoint(
-            waiting_passes, finished_backwards, ends_schedule=not waiting_passes
-        )
+        yield PeakPoint(waiting_passes, finished_backwards, ends_schedule=not waiting_passes)
     if waiting_passes:
-        yield PipelinePeakPoint(waiting_passes - 1, finished_backwards + 1, follows_forward=False)
-        yield PipelinePeakPoint(
+        yield PeakPoint(waiting_passes - 1, finished_backwards + 1, follows_forward=False)
+        yield PeakPoint(
             0, finished_backwards + waiting_passes, follows_forward=False, ends_schedule=True
         )
 
 
-def iter_waiting_parts(
-    rank_memory: RankMemory, peak_point: PipelinePeakPoint
-) -> Iterator[StageSlice]:
+def iter_waiting_parts(rank_memory: RankMemory, peak_point: PeakPoint) -> Iterator[StageSlice]:
     """Yield the stage of each waiting forward pass, except one pass per stage.
 
     A rank runs as many forward passes through a stage as there are pipeline ranks, then
@@ -95,9 +91,7 @@ class RankStep:
         peak_point: Point of the pipeline schedule.
     """
 
-    def __init__(
-        self, run: RunConfig, rank_memory: RankMemory, peak_point: PipelinePeakPoint
-    ) -> None:
+    def __init__(self, run: RunConfig, rank_memory: RankMemory, peak_point: PeakPoint) -> None:
         self.run, self.rank_memory, self.peak_point = run, rank_memory, peak_point
         fsdp = rank_memory.fsdp
         # The schedule of a pipeline neither reduces gradients nor reshards parameters in backward.

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalewise.bench import compare_published, published_rows, published_runs
+from scalewise.bench import (
+    compare_published,
+    published_devices,
+    published_frameworks,
+    published_rows,
+    published_runs,
+)
 from scalewise.bench.compare_published import RowPrediction
 from scalewise.cli import main
 from scalewise.errors import ConfigError
@@ -96,8 +102,8 @@ def test_published_framework_is_identified_by_source() -> None:
     )
     foundry_memory = build_rank_memory(foundry_run.parallelism, foundry_run)
     assert foundry_memory.forward_spec.loss_element_bytes == 0
-    framework = published_runs.framework_of(ROW | {"source": "somebody/else"})
-    assert framework.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
+    framework = published_frameworks.framework_of(ROW | {"source": "somebody/else"})
+    assert framework.precision(ROW | {"precision": "bf16-true"}) == published_frameworks.BF16
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_published_unknown_device_is_rejected() -> None:
     ],
 )
 def test_published_device_aliases_are_known(name: str, gib: float) -> None:
-    assert published_runs.device_profile(name, 8).memory_gib == gib
+    assert published_devices.device_profile(name, 8).memory_gib == gib
 
 
 @pytest.mark.parametrize(

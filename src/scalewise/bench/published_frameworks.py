@@ -1,0 +1,130 @@
+"""Properties of the frameworks of published measurements, each with its source.
+
+They say how a framework stores and computes what a row of the measurements describes. No value is
+fitted to a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scalewise.bench.published_rows import Row
+from scalewise.precision import FloatFormat, Precision
+
+BF16 = Precision(FloatFormat.bf16, FloatFormat.bf16)
+MIXED = Precision(FloatFormat.fp32, FloatFormat.bf16)
+
+
+@dataclass(frozen=True)
+class FrameworkFacts:
+    """Properties of a framework that determine memory and time of its measurements."""
+
+    precision: Callable[[Row], Precision]
+    """Function that returns the precision of a row."""
+    reports_reserved: bool
+    """Whether it reports the memory that the allocator reserves, not the allocated memory."""
+    source: str
+    """Source of these properties."""
+    keeps_unsharded_gradients: bool = False
+    """Whether gradients stay unsharded during gradient accumulation."""
+    gradient_reduce_bytes: int | None = None
+    """Bytes per element in the reduction of gradients; None: as in scalewise."""
+    shards_sequence: bool = True
+    """Whether tensor parallelism includes sequence and loss parallelism."""
+    loss_bytes: int = 4
+    """Bytes per element of the logits in the loss."""
+    recomputes_every_second: bool = False
+    """Whether selective activation checkpointing saves every second matmul only."""
+    loads_full_model: bool = False
+    """Whether every rank builds the full model before it is sharded."""
+    devices_per_node: int = 8
+    """Number of devices per node."""
+    fuses_kernels: bool = False
+    """Whether its layers are fused kernels, like compiled ones, without compilation."""
+    compiles_loss: bool = False
+    """Whether compilation includes the loss, or its kernel is fused."""
+    allocates_all_stage_buffers: bool = True
+    """Whether each micro-batch of a pipeline has communication buffers of its own, as in torch."""
+    adds_context: bool = False
+    """Whether it reports the memory of the driver, which includes the CUDA context."""
+
+
+def _stated_formats(row: Row) -> Precision:
+    """Precision that a row states: mixed for "mixed", "amp" and "fp32", else one format."""
+    name = row["precision"].lower()
+    compute = FloatFormat.fp16 if "fp16" in name else FloatFormat.bf16
+    if name in ("fp32", "float32", "32-true"):
+        return Precision()
+    if "mixed" in name or "amp" in name or "fp32" in name:
+        return Precision(FloatFormat.fp32, compute)
+    return Precision(compute, compute)
+
+
+FRAMEWORKS = {
+    "ao docs/source/eager_tutorials": FrameworkFacts(
+        _stated_formats,
+        True,
+        "a log of torchtitan in 2025, which compiles the loss (components/loss.py); else as below",
+        recomputes_every_second=True,
+        compiles_loss=True,
+    ),
+    "torchtitan": FrameworkFacts(
+        _stated_formats,
+        True,
+        "train.py logs max_reserved; FSDP2 with fp32 masters; selective-op: every second matmul",
+        recomputes_every_second=True,
+    ),
+    "KempnerForge": FrameworkFacts(
+        lambda row: BF16,
+        False,
+        "parallel.py: model.to(bf16) whatever the name, gradients unsharded while accumulating; "
+        "loss.py: cross-entropy of bf16 logits",
+        keeps_unsharded_gradients=True,
+        loss_bytes=2,
+        gradient_reduce_bytes=4,
+        shards_sequence=False,
+        devices_per_node=4,
+    ),
+    "litgpt": FrameworkFacts(
+        _stated_formats,
+        False,
+        "resource-tables.md: torch.cuda.max_memory_allocated; FSDP1 over a module that is loaded",
+        loads_full_model=True,
+    ),
+    "llm-foundry": FrameworkFacts(
+        lambda row: MIXED if row["precision"].startswith("amp") else BF16,
+        True,
+        "benchmarking/README.md: MosaicML DEFAULT and PURE are FSDP1's; GPT-shaped models; "
+        "hf_causal_lm and mpt: loss_fn=fused_crossentropy, gradients in the place of the logits",
+        loss_bytes=0,
+    ),
+    "bigscience": FrameworkFacts(
+        _stated_formats,
+        True,
+        "chronicles-prequel.md: nvidia-smi; Megatron-DeepSpeed: gradients in fp16, tensor "
+        "parallelism without sequence parallelism (Korthikanti et al., 2022, came later)",
+        gradient_reduce_bytes=2,
+        shards_sequence=False,
+        allocates_all_stage_buffers=False,
+        adds_context=True,
+    ),
+    "NVIDIA": FrameworkFacts(
+        lambda row: MIXED,
+        True,
+        "performance summaries of NeMo and Megatron-Bridge: bf16 with fp32 masters and gradients; "
+        "Transformer Engine: norm, SwiGLU and RoPE fused; Megatron Core: fused cross-entropy",
+        fuses_kernels=True,
+        compiles_loss=True,
+        allocates_all_stage_buffers=False,
+    ),
+}
+"""Properties by a part of the name of a row's source."""
+
+OTHER = FrameworkFacts(_stated_formats, True, "the columns of the row")
+"""Properties of other sources."""
+
+
+def framework_of(row: Row) -> FrameworkFacts:
+    """Properties of the framework of a row."""
+    return next((facts for name, facts in FRAMEWORKS.items() if name in row["source"]), OTHER)
