@@ -22,17 +22,15 @@ COUNT_COLUMNS = (
     *("world", "dp", "fsdp", "tp", "pp", "cp"),
 )
 MEASUREMENT_COLUMNS = ("peak_mem_GiB", "tokens_per_s_per_gpu")
+OPTION_COLUMNS = (
+    *("zero_stage", "offload", "compile"),
+    *("precision", "quant", "peft", "optimizer", "act_ckpt"),
+)
+"""Columns of options, in any case."""
 TEXT_COLUMNS = (
     "model",
     "params_B",
-    "zero_stage",
-    "offload",
-    "compile",
-    "precision",
-    "quant",
-    "peft",
-    "optimizer",
-    "act_ckpt",
+    *OPTION_COLUMNS,
     "notes",
 )
 AXES = ("dp", "fsdp", "tp", "pp", "cp")
@@ -40,9 +38,23 @@ OPTIMIZERS = ("adam", "sgd")
 """Prefixes of the optimizers whose state size is known."""
 CHECKPOINTING_MODES = ("none", "full", "selective", "selective-op")
 FP8_NAMES = ("fp8", "float8")
-QUANTIZATIONS = ("bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8")
-ADAPTERS = ("", "lora", "qlora", "ia3")
-ZERO_STAGES = ("", "0", "1", "2", "3")
+_FOUR_BITS, _DOUBLE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+QUANTIZED = {
+    "bnb.nf4": _FOUR_BITS,
+    "bnb.nf4-dq": _DOUBLE,
+    "bnb.fp4": _FOUR_BITS,
+    "bnb.fp4-dq": _DOUBLE,
+    "bnb.int8": 1.0,
+}
+"""Bytes per quantized weight: 4 bits and a scale per 64 weights, quantized in turn with "dq"
+(Dettmers et al., 2023)."""
+OPTION_VALUES = {
+    "act_ckpt": CHECKPOINTING_MODES,
+    "peft": ("lora", "qlora", "ia3"),
+    "zero_stage": ("0", "1", "2", "3"),
+    "compile": ("0", "1"),
+}
+"""Values of columns that can be planned."""
 FLOAT_FORMATS = ("fp32", "fp16", "bf16", "fp8", "float32", "32-true")
 
 
@@ -67,6 +79,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
                 if not any(row.values()):
                     continue
                 row = dict.fromkeys((*COUNT_COLUMNS, *MEASUREMENT_COLUMNS, *TEXT_COLUMNS), "") | row
+                row |= {key: row[key].lower() for key in OPTION_COLUMNS}
                 problems = list(_row_problems(row, has_extra_cells=None in cells))
                 if problems:
                     skipped.append(f"line {table.line_num}: {'; '.join(problems)}")
@@ -99,17 +112,17 @@ def _row_problems(row: Row, *, has_extra_cells: bool) -> Iterator[str]:
     )
     if world and ranks != world:
         yield f"world={row['world']} is not {' x '.join(AXES)}"
-    optimizer, checkpointing = row["optimizer"].lower(), row["act_ckpt"].lower()
+    parameters = _parse_number(row["params_B"])
+    if row["params_B"] and not (parameters and parameters > 0):
+        yield f"params_B={row['params_B']} is not a number of billions"
+    optimizer = row["optimizer"]
     if optimizer and (not optimizer.startswith(OPTIMIZERS) or "8bit" in optimizer):
         yield f"optimizer={row['optimizer']} is not supported: its state size is unknown"
-    if checkpointing and checkpointing not in CHECKPOINTING_MODES:
-        yield f"act_ckpt={row['act_ckpt']} is not one of {', '.join(CHECKPOINTING_MODES)}"
-    if row["quant"] and not row["quant"].startswith((*FP8_NAMES, *QUANTIZATIONS)):
-        yield f"quant={row['quant']} is not one of {', '.join((*FP8_NAMES, *QUANTIZATIONS))}"
-    if row["peft"].lower() not in ADAPTERS:
-        yield f"peft={row['peft']} is not one of {', '.join(filter(None, ADAPTERS))}"
-    if row["zero_stage"] not in ZERO_STAGES:
-        yield f"zero_stage={row['zero_stage']} is not one of {', '.join(filter(None, ZERO_STAGES))}"
+    for key, values in OPTION_VALUES.items():
+        if row[key] and row[key] not in values:
+            yield f"{key}={row[key]} is not one of {', '.join(values)}"
+    if row["quant"] and not row["quant"].startswith(FP8_NAMES) and row["quant"] not in QUANTIZED:
+        yield f"quant={row['quant']} is not one of {', '.join((*FP8_NAMES, *QUANTIZED))}"
     if row["offload"]:
         yield f"offload={row['offload']} is not supported"
     if row["precision"] and not any(name in row["precision"].lower() for name in FLOAT_FORMATS):

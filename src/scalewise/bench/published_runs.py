@@ -13,7 +13,7 @@ from scalewise.adapters import (
 )
 from scalewise.bench.published_devices import device_profile
 from scalewise.bench.published_frameworks import OTHER, FrameworkFacts, framework_of
-from scalewise.bench.published_rows import FP8_NAMES, Row
+from scalewise.bench.published_rows import FP8_NAMES, QUANTIZED, Row
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.synthetic import RandomTokens
 from scalewise.errors import ConfigError
@@ -32,17 +32,6 @@ from scalewise.run_config import RunConfig
 from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
-
-_FOUR_BITS, _DOUBLE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
-QUANTIZED = {
-    "bnb.nf4": _FOUR_BITS,
-    "bnb.nf4-dq": _DOUBLE,
-    "bnb.fp4": _FOUR_BITS,
-    "bnb.fp4-dq": _DOUBLE,
-    "bnb.int8": 1.0,
-}
-"""Bytes per quantized weight: 4 bits and a scale per 64 weights, quantized in turn with "dq"
-(Dettmers et al., 2023)."""
 
 
 def measured_peak(row: Row, run: RunConfig, predicted: int) -> int:

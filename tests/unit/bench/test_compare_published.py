@@ -217,6 +217,10 @@ def test_published_device_aliases_are_known(name: str, gib: float) -> None:
         ({"act_ckpt": "weird"}, "act_ckpt=weird is not one of"),
         ({"act_ckpt": "selective-block"}, "act_ckpt=selective-block is not one of"),
         ({"quant": "gptq"}, "quant=gptq is not one of"),
+        ({"quant": "bnb.nf4-x"}, "quant=bnb.nf4-x is not one of"),
+        ({"compile": "yes"}, "compile=yes is not one of 0, 1"),
+        ({"params_B": "8B"}, "params_B=8B is not a number of billions"),
+        ({"params_B": "0"}, "params_B=0 is not a number of billions"),
         ({"peft": "adapter_v2"}, "peft=adapter_v2 is not one of lora, qlora, ia3"),
         ({"zero_stage": "4"}, "zero_stage=4 is not one of 0, 1, 2, 3"),
         ({"offload": "optimizer"}, "offload=optimizer is not supported"),
@@ -230,8 +234,8 @@ def test_published_invalid_row_is_skipped_with_a_reason(
     cells: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     valid_row, invalid_row = (
-        {"world": "", "optimizer": "", "offload": "", "params_B": "", **ROW},
-        {"world": "", "optimizer": "", "offload": "", "params_B": "", **ROW, **cells},
+        {"world": "", "offload": "", "params_B": "", "compile": "", **ROW},
+        {"world": "", "offload": "", "params_B": "", "compile": "", **ROW, **cells},
     )
     with (tmp_path / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
         table = csv.DictWriter(file, list(valid_row))
