@@ -19,6 +19,7 @@ from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.data.prepare import prepare_splits
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
+from scalewise.models.attention_kernels import MEASURED_HEAD_SIZE, MEASURED_TOKENS
 from scalewise.parallelism.collective import RingLink
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB, GIGA, MIB, MICRO, TERA
@@ -72,19 +73,27 @@ def matmul_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigu
 
 
 def attention_rate(kind: str, device: torch.device, seconds: float) -> MeasuredFigure:
-    """Rate of causal attention in format ``kind``, in TFLOP/s without masked positions."""
+    """Rate of causal attention in format ``kind``, in TFLOP/s without masked positions.
+
+    Backward, which recomputes the scores, has 2.5 times the FLOPs of forward.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    dtype = _dtype(kind)
-    heads, tokens, width = (32, 4096, 128) if device.type == "cuda" else (8, 1024, 64)
-    query, key, value = (
-        torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3)
+    heads, tokens, head_size = (
+        (32, MEASURED_TOKENS, MEASURED_HEAD_SIZE) if device.type == "cuda" else (8, 1024, 64)
     )
-    times = _repeat_times(
-        lambda: scaled_dot_product_attention(query, key, value, is_causal=True), device, seconds
+    shape, dtype = (1, heads, tokens, head_size), _dtype(kind)
+    query, key, value, gradient = (
+        torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(4)
     )
-    return _rate(times, 2.0 * heads * tokens * tokens * width / TERA)
+
+    def run() -> None:
+        scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
+        query.grad = key.grad = value.grad = None
+
+    times = _repeat_times(run, device, seconds)
+    return _rate(times, 3.5 * 2.0 * heads * tokens * tokens * head_size / TERA)
 
 
 def memory_bandwidth(device: torch.device, seconds: float) -> MeasuredFigure:

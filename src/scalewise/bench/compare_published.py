@@ -11,12 +11,13 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from scalewise import plain_console
-from scalewise.bench import published_frameworks, published_rows, published_runs
+from scalewise.bench import published_devices, published_frameworks, published_rows, published_runs
 from scalewise.bench.options import BenchOptions as BaseOptions
 from scalewise.bench.published_rows import Row
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.planner.fit_check import RESERVED_FACTORS, FitStatus, check_fit
+from scalewise.hardware import Hardware
+from scalewise.planner.fit_check import FitStatus, check_fit
 from scalewise.planner.step_time import predict_step_time
 from scalewise.run_config import RunConfig
 from scalewise.units import GIB
@@ -24,6 +25,10 @@ from scalewise.units import GIB
 FIT_STATUSES = (FitStatus.fits, FitStatus.borderline, FitStatus.out_of_memory)
 _OUTCOMES = (("ran", True), ("ran_out_of_memory", False))
 RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
+WORLDS: Mapping[str, tuple[str, ...]] = {
+    name: (f"hardware={name}",) for name in published_devices.PROFILES
+}
+"""Overrides of the planned runs, whose hardware is that of the published measurements."""
 TITLES = {
     "memory": "memory, unscaled",
     "memory_scaled": "memory, one scale per stack",
@@ -43,12 +48,18 @@ class PlannerOptions(BaseOptions):
     """Options of the planner benchmark."""
 
     data: str = ""
-    """CSV file of published measurements."""
+    """CSV files of published measurements, separated by commas."""
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of the files."""
+        return [Path(name) for name in self.data.split(",")]
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Issue of a missing file."""
-        if not Path(self.data).is_file():
-            yield ConfigIssue("data", self.data, "is not a file", "set data=ROWS.csv")
+        """Issues of missing files."""
+        for file in self.files:
+            if not file.is_file():
+                yield ConfigIssue("data", str(file), "is not a file", "set data=ROWS.csv")
 
 
 OPTIONS = PlannerOptions
@@ -76,7 +87,12 @@ def measure(
     runs: Mapping[str, RunConfig], options: PlannerOptions, folder: Path
 ) -> dict[str, object]:
     """Predict all rows of the file; print and return the tables of errors."""
-    predictions, skipped = _predict_rows(Path(options.data))
+    profiles = {name: runs[name].hardware for name in WORLDS}
+    predictions, skipped = [], []
+    for file in options.files:
+        predicted, reasons = _predict_rows(file, profiles)
+        predictions += predicted
+        skipped += reasons
     if skipped:
         print_lines(f"{len(skipped)} rows skipped:")
         print_lines(*(f"  {line}" for line in skipped))
@@ -95,38 +111,54 @@ def measure(
     for name, title in TITLES.items():
         if tables[name]:
             _print_table(title, tables[name])
-    fit_counts = _count_fit_status(predictions)
+    fit_counts, coverage = _count_fit_status(predictions), _interval_coverage(by_source)
     print_lines(*_fit_count_lines(fit_counts))
-    counts: dict[str, object] = {"rows": len(predictions), "left_out": skipped}
+    if coverage is not None:
+        print_lines(
+            f"step times in the interval of the other sources (10th to 90th percentile): "
+            f"{coverage:.0%}"
+        )
+    counts: dict[str, object] = {
+        "rows": len(predictions),
+        "sources": len({prediction.source for prediction in predictions}),
+        "left_out": skipped,
+        "interval_coverage": coverage,
+    }
     return counts | tables | {"step_scale": _step_scale(rates), "verdicts": fit_counts}
 
 
-def _predict_rows(path: Path) -> tuple[list[RowPrediction], list[str]]:
+def _predict_rows(
+    path: Path, profiles: Mapping[str, Hardware]
+) -> tuple[list[RowPrediction], list[str]]:
     """Predictions for the rows of a file, and the reasons why rows are skipped."""
     rows, skipped = published_rows.read_rows(path)
     predictions = []
     for row in rows:
         try:
-            predictions.append(predict_row(row))
+            predictions.append(predict_row(row, profiles))
         except ConfigError as error:
             issues = "; ".join(str(issue) for issue in error.issues)
             skipped.append(f"{row['source']} {row['model']}: {issues}")
     return predictions, skipped
 
 
-def predict_row(row: Row) -> RowPrediction:
+def predict_row(row: Row, profiles: Mapping[str, Hardware]) -> RowPrediction:
     """Predict the measurements of a row.
+
+    Args:
+        row: Row of published measurements.
+        profiles: Hardware profiles by name.
 
     Raises:
         ConfigError: the model is invalid or the device is unknown.
     """
-    run, facts = published_runs.build_run(row), published_frameworks.framework_of(row)
+    run, facts = published_runs.build_run(row, profiles), published_frameworks.framework_of(row)
     if issues := [*run.model.validate()]:
         raise ConfigError(issues)
     fit = check_fit(run)
     source = row["source"].split()[0]
     peak_bytes = published_runs.measured_peak(row, run, fit.breakdown.peak)
-    peak_gib = peak_bytes * (RESERVED_FACTORS[1] if facts.reports_reserved else 1.0) / GIB
+    peak_gib = peak_bytes * (facts.reserved_factors[1] if facts.reports_reserved else 1.0) / GIB
     peak_gib += run.hardware.context_gib * facts.adds_context
     step = predict_step_time(run)
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
@@ -137,7 +169,7 @@ def predict_row(row: Row) -> RowPrediction:
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
         (peak_gib, float(measured_peak)) if has_peak else None,
         (rate, float(measured_rate)) if measured_rate and rate else None,
-        replace(fit, traced_peak=peak_bytes).status,
+        replace(fit, traced_peak=peak_bytes, reserved_factors=facts.reserved_factors).status,
         fit_in_memory=bool(measured_rate) or has_peak,
     )
 
@@ -194,6 +226,21 @@ def _step_scale(throughput_ratios: Ratios) -> dict[str, float]:
         return {}
     center, deciles = median(scales), quantiles(scales, n=10)
     return {"median": center, "low": deciles[0] / center, "high": deciles[-1] / center}
+
+
+def _interval_coverage(throughput_ratios: Ratios) -> float | None:
+    """Share of the step times between the 10th and the 90th percentile of the other sources.
+
+    The interval of a plan should contain 80 % of the runs of a source that nobody has measured.
+    None: there are not enough sources.
+    """
+    covered = []
+    for name, ratios in throughput_ratios.items():
+        others = [r for other, rs in throughput_ratios.items() if other != name for r in rs]
+        if len(others) > 1:
+            deciles = quantiles(others, n=10)
+            covered += [deciles[0] <= ratio <= deciles[-1] for ratio in ratios]
+    return sum(covered) / len(covered) if covered else None
 
 
 def error_summary(errors: Sequence[float]) -> dict[str, float]:

@@ -3,63 +3,87 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from scalewise.errors import ConfigError
-from scalewise.hardware import DeviceKind, Hardware
+from scalewise.hardware import Hardware
 
 
 @dataclass(frozen=True)
 class PublishedDevice:
-    """Device of a published measurement."""
+    """Device of published measurements, as a profile in ``conf/hardware``."""
 
-    memory: float
-    """Memory, in GiB."""
-    tflops: float
-    """Peak bf16 compute rate, in TFLOP/s."""
-    bandwidth: float
-    """Memory bandwidth, in GB/s."""
-    link: float
-    """Bandwidth of the link between devices, in GB/s."""
-    product_share: float = 0.8
-    """Fraction of the peak compute rate that matmuls reach."""
-    attention_share: float = 0.35
-    """Fraction of the peak compute rate that attention reaches."""
-    bandwidth_share: float = 1.0
-    """Fraction of the memory bandwidth that kernels reach."""
+    profile: str
+    """Name of the profile."""
+    node_link_gb_per_s: float
+    """Bandwidth from one device to another node in the usual nodes with it, in GB/s."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Figures in which the device differs from the profile."""
 
 
-HOPPER_SHARES = (0.67, 0.35, 0.8808)
-"""Fractions of matmuls and of the bandwidth measured by ``bench gpu`` on an H100 SXM, which other
-Hopper devices are taken to reach too; of attention, those of FlashAttention-2, torch's default."""
+NIC_400, NIC_200, NIC_100 = 48.0, 24.0, 12.0
+"""Sustained bandwidth of network ports with 400, 200 and 100 Gb/s, in GB/s: 12 GB/s per 100 Gb/s
+(NCCL, src/graph/topo.h)."""
+FLASH_2 = {"attention_share": 0.32}
+"""FlashAttention-2 on Hopper, the default of torch: 319 of 989.5 TFLOP/s at 4096 tokens with a
+causal mask (Shah et al., 2024, FlashAttention-3, figure 5). The profiles have cuDNN's rate."""
 DEVICES = {
-    "A100": PublishedDevice(80, 312, 2039, 300, 0.87, 0.6),
-    "A100 40": PublishedDevice(40, 312, 1555, 300, 0.87, 0.6),
-    "A800": PublishedDevice(80, 312, 2039, 200, 0.87, 0.6),
-    "B200": PublishedDevice(180, 2250, 8000, 900),
-    "GH200": PublishedDevice(96, 989.5, 4000, 450, *HOPPER_SHARES),
-    "H100": PublishedDevice(80, 989.5, 3350, 450, *HOPPER_SHARES),
-    "H100 96": PublishedDevice(95, 989.5, 2400, 450, *HOPPER_SHARES),
-    "H200": PublishedDevice(139, 989.5, 4800, 450, *HOPPER_SHARES),
-    "H800": PublishedDevice(80, 989.5, 3350, 200, *HOPPER_SHARES),
-    "L4": PublishedDevice(24, 121, 300, 32),
-    "L40S": PublishedDevice(48, 362, 864, 32),
-    "A6000": PublishedDevice(48, 155, 768, 32),
-    "A10G": PublishedDevice(24, 70, 600, 32),
-    "3090": PublishedDevice(24, 71, 936, 32),
-    "4090": PublishedDevice(24, 165.2, 1008, 32),
-    "V100": PublishedDevice(32, 125, 900, 150),
-    "V100 16": PublishedDevice(16, 125, 900, 150),
+    "A100": PublishedDevice("a100_80g", NIC_200),
+    "A100 40": PublishedDevice("a100_40g", NIC_200),
+    "A800": PublishedDevice("a100_80g", NIC_200, {"link_gb_per_s": 8 * 20.0}),
+    "B200": PublishedDevice("b200", NIC_400),
+    "GB200": PublishedDevice("gb200", NIC_400),
+    "GH200": PublishedDevice("gh200", NIC_400, FLASH_2),
+    "H100": PublishedDevice("h100", NIC_400, FLASH_2),
+    "H100 96": PublishedDevice(
+        "h100", NIC_400, {**FLASH_2, "memory_gib": 95, "memory_gb_per_s": 2400}
+    ),
+    "H200": PublishedDevice("h200", NIC_400, FLASH_2),
+    "H800": PublishedDevice("h100", NIC_400, {**FLASH_2, "link_gb_per_s": 8 * 20.6}),
+    "MI300X": PublishedDevice("mi300x", NIC_400),
+    "A10": PublishedDevice("a10", NIC_100 / 8),
+    "A10G": PublishedDevice("a10g", NIC_100 / 8),
+    "A6000": PublishedDevice("a6000", NIC_100 / 8),
+    "L4": PublishedDevice("l4", NIC_100 / 8),
+    "L40S": PublishedDevice("l40s", NIC_100 / 8),
+    "T4": PublishedDevice("t4", NIC_100 / 8),
+    "3090": PublishedDevice("rtx3090", NIC_100 / 8),
+    "4090": PublishedDevice("rtx4090", NIC_100 / 8),
+    "5090": PublishedDevice("rtx5090", NIC_100 / 8),
+    "V100": PublishedDevice("v100", NIC_100 / 2),
+    "V100 16": PublishedDevice("v100", NIC_100 / 2, {"memory_gib": 16}),
 }
-"""Devices by name, from vendors' datasheets; fractions of published kernels (Bekman,
-Machine Learning Engineering, MAMF table; FlashAttention-2).
+"""Devices by name. Nodes: NVIDIA's DGX user guides (one port per device since the A100, four ports
+for the eight devices of a DGX-1), else one port with 100 Gb/s for eight devices.
 
-According to its report, torchtitan uses the H100 with 96 GB of HBM2e.
+The H100 with 96 GB is that of torchtitan's report, with HBM2e. The A800 and the H800 have eight
+NVLinks.
+"""
+PROFILES = tuple(dict.fromkeys(device.profile for device in DEVICES.values()))
+"""Names of the profiles."""
+BOARD_WATTS = 700
+"""Power limit of an H100 SXM, in watts."""
+POWER_EXPONENT = 0.45
+"""Exponent of the power limit in the matmul rate.
+
+The best matmul of an H100 SXM (700 W, 132 multiprocessors) reaches 792 TFLOP/s, that of an H100
+PCIe (350 W, 114) 499.5 TFLOP/s (github.com/mag-/gpu_benchmark): for each multiprocessor, 0.73 at
+half the power.
 """
 
 
-def device_profile(name: str, devices_per_node: int) -> Hardware:
-    """Hardware profile of a device.
+def device_profile(
+    name: str, devices_per_node: int, profiles: Mapping[str, Hardware], node_link: float | None
+) -> Hardware:
+    """Hardware profile of a device, without a step scale.
+
+    Args:
+        name: Name of the device, such as ``NVIDIA H100 80GB HBM3`` or ``H100-96GB-500W``.
+        devices_per_node: Number of devices per node.
+        profiles: Profiles by name.
+        node_link: Bandwidth from one device to another node, in GB/s; None: of the usual nodes.
 
     Raises:
         ConfigError: the device is unknown.
@@ -69,29 +93,21 @@ def device_profile(name: str, devices_per_node: int) -> Hardware:
         raise ConfigError.for_key(
             "gpu", name, "is an unknown device", f"choose one of {', '.join(DEVICES)}"
         )
-    return Hardware(
-        device=DeviceKind.cuda,
-        memory_gib=device.memory,
-        fp32_tflops=device.tflops / 16,  # NVIDIA GPUs since Ampere, without tensor cores
-        tf32_tflops=device.tflops / 2,
-        bf16_tflops=device.tflops,
-        fp16_tflops=device.tflops,
-        memory_gb_per_s=device.bandwidth,
-        link_gb_per_s=device.link,
-        link_latency_us=4.0,
+    profile = replace(profiles[device.profile], **device.changes)
+    if limit := re.search(r"\b(\d+)W\b", name):
+        share = (int(limit[1]) / BOARD_WATTS) ** POWER_EXPONENT
+        profile = replace(profile, product_share=profile.product_share * share)
+    return replace(
+        profile,
         devices_per_node=devices_per_node,
-        node_link_gb_per_s=device.link / 9,
+        node_link_gb_per_s=node_link or device.node_link_gb_per_s,
         node_link_latency_us=8.0,
-        context_gib=1.0,
-        product_share=device.product_share,
-        attention_share=device.attention_share,
-        bandwidth_share=device.bandwidth_share,
-        launch_us=6.0,
+        step_scale=1.0,
     )
 
 
 def _find_device(name: str) -> PublishedDevice | None:
-    """Find the device of a name such as ``NVIDIA H100 80GB HBM3`` or ``h100-sxm``."""
+    """Find the device of a name."""
     parts = re.findall(r"[a-z]*\d+[a-z]*", name.lower())
     sizes = [part.removesuffix("gb").removesuffix("g") for part in parts[1:]]
     for model in sorted(DEVICES, key=len, reverse=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalewise.adapters import (
@@ -17,6 +18,7 @@ from scalewise.bench.published_rows import FP8_NAMES, QUANTIZED, Row
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.data.synthetic import RandomTokens
 from scalewise.errors import ConfigError
+from scalewise.hardware import Hardware
 from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.memory_config import FixedCheckpointing
@@ -69,10 +71,14 @@ def _quantized_input_bytes(run: RunConfig) -> int:
     return tokens * inputs * run.precision.compute.bytes * model.layers
 
 
-def build_run(row: Row) -> RunConfig:
+def build_run(row: Row, profiles: Mapping[str, Hardware]) -> RunConfig:
     """Convert a row to the run of scalewise that is most similar to it.
 
     In a pipeline, the micro-batches of gradient accumulation are those of the pipeline.
+
+    Args:
+        row: Row of published measurements.
+        profiles: Hardware profiles by name.
     """
     facts = framework_of(row)
     accumulation = _parse_int(row, "grad_accum", 1)
@@ -87,6 +93,10 @@ def build_run(row: Row) -> RunConfig:
     global_batch = micro_batch * parallelism.data_parallel_size * accumulation
     is_full = row["act_ckpt"].startswith("full")
     is_compiled = facts.fuses_kernels or row.get("compile") == "1"
+    hardware = device_profile(
+        row["gpu"], facts.devices_per_node, profiles, facts.node_link_gb_per_s
+    )
+    attention_share = min(1.0, hardware.attention_share * facts.attention_speed)
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
     return RunConfig(
         model=_model_config(row),
@@ -96,14 +106,14 @@ def build_run(row: Row) -> RunConfig:
         precision=_precision(row, facts),
         optimizer=SGDConfig() if row["optimizer"].lower().startswith("sgd") else AdamWConfig(),
         schedule=ConstantConfig(),
-        adapter=_adapter_config(row),
+        adapter=_adapter_config(row, facts),
         memory=FixedCheckpointing(Recompute.full if is_full else recompute),
         compile=Compile(CompileScope.block if is_compiled else CompileScope.none),
         trainer=TrainerConfig(micro_batch=micro_batch, global_batch=global_batch, max_steps=1),
         checkpoint=CheckpointConfig(),
         tracking=WandbConfig(),
         launch=Launch(),
-        hardware=device_profile(row["gpu"], facts.devices_per_node),
+        hardware=replace(hardware, attention_share=attention_share),
     )
 
 
@@ -165,11 +175,16 @@ def _foreign_mesh_memory(config: ForeignMesh, run: RunConfig, rank: int = 0) -> 
         loss_element_bytes=facts.loss_bytes,
         saves_alternate_matmuls=facts.recomputes_every_second,
         is_loss_compiled=facts.compiles_loss and memory.forward_spec.is_loss_compiled,
+        fuses_fp8_casts=facts.fuses_fp8_casts,
+        unfused_norms=facts.unfused_norms,
     )
-    buffers = memory.num_stage_buffers
+    memory = replace(memory, forward_spec=forward_spec)
     if not facts.allocates_all_stage_buffers:
-        buffers = min(buffers, memory.in_flight)
-    memory = replace(memory, forward_spec=forward_spec, num_stage_buffers=buffers)
+        memory = replace(
+            memory,
+            num_stage_buffers=min(memory.num_stage_buffers, memory.in_flight),
+            num_gradient_buffers=1,
+        )
     if facts.gradient_reduce_bytes is None or memory.fsdp is None:
         return memory
     fsdp = replace(memory.fsdp, reduced_element_bytes=facts.gradient_reduce_bytes)
@@ -218,9 +233,10 @@ def _precision(row: Row, facts: FrameworkFacts) -> Precision:
     return Float8(formats.parameters, formats.compute, recipe=recipe)
 
 
-def _adapter_config(row: Row) -> AdapterConfig:
+def _adapter_config(row: Row, facts: FrameworkFacts) -> AdapterConfig:
     """Adapter of a row."""
-    return {"": NoAdapterConfig(), "ia3": IA3AdapterConfig()}.get(row["peft"], LoRAAdapterConfig())
+    lora = LoRAAdapterConfig(dropout=facts.lora_dropout)
+    return {"": NoAdapterConfig(), "ia3": IA3AdapterConfig()}.get(row["peft"], lora)
 
 
 def _parse_int(row: Row, key: str, default: int) -> int:

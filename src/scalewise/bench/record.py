@@ -147,16 +147,19 @@ def planner_figures(records: Path) -> str:
     )
     return _fill_marks(
         f"`scalewise bench planner` ({record['date'][:10]}) compares plans with {record['rows']} "
-        "published measurements of four other frameworks. Predicted memory differs by "
+        f"published measurements from {record['sources']} repositories of other frameworks. "
+        "Predicted memory differs by "
         f"{memory['median']:.1%} at the median and {memory['p90']:.0%} at the 90th percentile "
         f"({memory['rows']} measurements). Of the runs that succeeded, the fit status is "
         f"{_status_text(statuses['ran'])}. Of the runs that ran out of memory, it is "
         f"{_status_text(statuses['ran_out_of_memory'])}. Predicted tokens/s differ by {unscaled} "
         f"without a scale, by {others} with one scale fitted to the other sources only, and by "
-        f"{scaled} with one scale for each framework, device and precision. The "
-        "profiles of A100, V100 and RTX 4090 contain the median scale of all these runs as "
-        f"`step_scale`, {record['step_scale']['median']:.2f}, because no run of scalewise is "
-        "measured there. No constant is fitted to a single measurement, but the measurements "
+        f"{scaled} with one scale for each framework, device and precision. The profiles of GPUs "
+        "on which no run of scalewise is measured, except those of Hopper, contain the median "
+        f"scale of all these runs as `step_scale`, {record['step_scale']['median']:.2f}. The "
+        "interval from the 10th to the 90th percentile of the other sources contains "
+        f"{record['interval_coverage']:.0%} of the step times of a source. No constant is fitted "
+        "to a single measurement, but the measurements "
         "were known while the frameworks were modelled, so the error on other runs may be larger."
     )
 

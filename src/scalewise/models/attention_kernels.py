@@ -11,6 +11,18 @@ FLASH_MAX_HEAD_SIZE = 256
 """Features per head that flash attention on CUDA supports."""
 FLASH_HEAD_MULTIPLE = 8
 """Divisor of the features per head in flash attention of segments."""
+MEASURED_TOKENS, MEASURED_HEAD_SIZE = 4096, 128
+"""Shape of the attention that ``calibrate`` measures."""
+DIAGONAL_TOKENS = 384
+"""Tokens per row of the score matrix that a causal kernel spends on the diagonal.
+
+From the forward rates of FlashAttention-2 on an H100 at a head size of 128, which are 191, 260,
+298, 319, 333 and 335 TFLOP/s at 512, 1k, 2k, 4k, 8k and 16k tokens (Shah et al., 2024,
+FlashAttention-3, figure 5): ``343 * tokens / (tokens + 384)`` is within 5 % of each. cuDNN's rates
+fit as well.
+"""
+SMALL_HEAD_SHARE = 0.88
+"""Rate at a head size of 64 relative to 128: 324 of 370 TFLOP/s without a mask (same figure)."""
 
 
 class AttentionKernel(Enum):
@@ -77,3 +89,16 @@ def choose_backend(
         on_cuda and heads != key_heads and (not uses_flash or kernel is AttentionKernel.segments)
     )
     return AttentionBackend(kernel, expands_keys)
+
+
+def causal_rate_share(keys: int, head_size: int) -> float:
+    """Return the rate of a causal CUDA kernel, relative to the shape that ``calibrate`` measures.
+
+    Args:
+        keys: Number of keys of a sequence.
+        head_size: Features per head.
+    """
+    by_length = keys / (keys + DIAGONAL_TOKENS)
+    measured = MEASURED_TOKENS / (MEASURED_TOKENS + DIAGONAL_TOKENS)
+    by_head = SMALL_HEAD_SHARE if head_size < MEASURED_HEAD_SIZE else 1.0
+    return by_length / measured * by_head

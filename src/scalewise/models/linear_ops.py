@@ -69,9 +69,11 @@ class LinearOps:
         live_tensors: tuple[int, ...],
         *,
         bias: bool,
+        trains: bool = True,
     ) -> int:
         """Add torchao's FP8 linear layer, which casts the operands of each of its three matmuls.
 
+        It computes the weight gradient even of a frozen weight (``trains``: whether it is not).
         A cast of n elements allocates 9n bytes: scaled and saturated in fp32, then cast. Backward
         casts the output gradient for both matmuls, and casts the operands of forward again.
         Compiled, a cast reads its input twice and writes it once; torch's eager operators move
@@ -101,6 +103,12 @@ class LinearOps:
                 (weight_numel, weight_numel * forward_spec.gradient_element_bytes),
             )
         ]
+        cast_bytes = (traffic[0] + traffic[2], traffic[0] + 2 * traffic[1] + traffic[2])
+        if forward_spec.fuses_fp8_casts:
+            cast_bytes = (
+                2 * input_numel,
+                output_numel * (forward_spec.compute_element_bytes + 2),
+            )
         output = graph.add_op(
             OpWork.matmul_fp8,
             (x, *live_tensors),
@@ -108,8 +116,8 @@ class LinearOps:
             saved=(x,),
             gradients=(x,),
             weight_gradient_bytes=(
-                gradients[1],
-                weight_numel * forward_spec.gradient_element_bytes,
+                gradients[1] * trains,
+                weight_numel * forward_spec.gradient_element_bytes * trains,
             ),
             weight_gradient_first=False,
             forward_scratch=max(9 * input_numel, input_numel + 9 * weight_numel)
@@ -128,10 +136,10 @@ class LinearOps:
             )
             - graph.sizes[x]
             - gradients[1],
-            cast_bytes=(traffic[0] + traffic[2], traffic[0] + 2 * traffic[1] + traffic[2]),
+            cast_bytes=cast_bytes,
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
-            backward_flops=2 * flops,
+            backward_flops=(1 + trains) * flops,
         )
         if not bias:
             return output

@@ -68,6 +68,8 @@ class ForwardSpec:
     """Whether matmuls run under ``torch.autocast``."""
     on_cpu: bool
     """Whether torch's CPU operators run: RMSNorm, for example, has no fused kernel there."""
+    unfused_norms: bool = False
+    """Whether RMSNorm consists of fp32 operators on a GPU too, as in litgpt."""
     loss_chunk: int = 0
     """Tokens whose logits exist at a time (chunked loss); 0: all."""
     loss_in_forward: bool = False
@@ -114,6 +116,9 @@ class ForwardSpec:
     """Trained keys and values before those of each layer (prefix tuning)."""
     fp8_layers: tuple[str, ...] = ()
     """Linear layers that cast their operands to FP8."""
+    fuses_fp8_casts: bool = False
+    """Whether kernels write FP8 operands and their transposes themselves, and weights are cast once
+    per step, as in Transformer Engine."""
     fake_quantized_layers: tuple[str, ...] = ()
     """Linear layers that round their weights to integers and back (quantization-aware training)."""
     quantization_group: int = 0
@@ -176,6 +181,8 @@ class Op:
     """FLOPs of forward."""
     backward_flops: float = 0.0
     """FLOPs of backward."""
+    rate_share: float = 1.0
+    """Rate of its kernel at these shapes, relative to the sustained rate of the device."""
 
     @property
     def backward_reads_forward(self) -> bool:
@@ -237,6 +244,7 @@ class OpGraph:
         saves_gradients: bool = False,
         flops: float = 0.0,
         backward_flops: float = 0.0,
+        rate_share: float = 1.0,
     ) -> int:
         """Append an operator and return the index of its output.
 
@@ -274,6 +282,7 @@ class OpGraph:
                 saves_gradients=saves_gradients,
                 flops=flops,
                 backward_flops=backward_flops,
+                rate_share=rate_share,
             )
         )
         return output

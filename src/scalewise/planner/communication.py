@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import singledispatch
 from math import ceil, prod
 
@@ -58,6 +59,35 @@ def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[C
     return tuple(collective for collective in collectives if collective.count)
 
 
+@dataclass(frozen=True)
+class GathersPerStep:
+    """Number of times that FSDP gathers the weights of a part in an optimizer step."""
+
+    block: int
+    """A block."""
+    embedding: int
+    """The embedding, which backward does not read."""
+    last: int
+    """The head and the weights outside of other groups, which stay unsharded after forward."""
+
+
+def _gathers_per_step(partition: RankPartition) -> GathersPerStep:
+    """Gathers of each part: in a pipeline, only what forward frees is gathered again.
+
+    The schedule of a pipeline reshards nothing after backward. With ``frees_after_forward``, a
+    block is gathered before its first use and again after each forward, in any order of passes.
+    """
+    mesh, accumulation = partition.mesh, partition.run.accumulation
+    steps = 1 if mesh.gathers_once else accumulation
+    if not mesh.frees_after_forward:
+        return GathersPerStep(steps, steps, steps)
+    passes = partition.forward_passes
+    if mesh.sizes["pipeline"] > 1:
+        return GathersPerStep(passes + accumulation, passes, accumulation)
+    forwards = passes * (1 + partition.run.extra_forward_passes)
+    return GathersPerStep(forwards + passes, forwards, passes)
+
+
 def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     """FSDP: gathers of parameters for forward and backward, and reductions of gradients."""
     mesh, precision = partition.mesh, partition.run.precision
@@ -69,17 +99,13 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     reduced_element_bytes = SCALAR_BYTES if mixed else precision.parameters.bytes
     (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
     reductions = 1 if mesh.delays_reduction else partition.run.accumulation
-    forwards = 1 + partition.run.extra_forward_passes if mesh.frees_after_forward else 1
-    backwards = int(mesh.frees_after_forward)
-    passes = partition.forward_passes
-    if mesh.gathers_once and mesh.sizes["pipeline"] == 1:
-        passes //= partition.run.accumulation
+    gathers = _gathers_per_step(partition)
     # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
-    for name, weights, layers, gathers_per_pass, overlaps in (
-        ("a block", block, partition.num_layers, forwards + backwards, True),
-        ("the embedding", groups.embedding, 1, forwards, False),
-        ("the head", groups.head, 1, 1, True),
-        ("the rest", groups.root, 1, 1, False),
+    for name, weights, layers, num_gathers, overlaps in (
+        ("a block", block, partition.num_layers, gathers.block, True),
+        ("the embedding", groups.embedding, 1, gathers.embedding, False),
+        ("the head", groups.head, 1, gathers.last, True),
+        ("the rest", groups.root, 1, gathers.last, False),
     ):
         if not weights:
             continue
@@ -88,15 +114,12 @@ def _fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
             (w for w in weights if w.trainable), ranks, reduced_element_bytes
         )
         if ranks > 1:
-            axes, gathers = (
-                ("shards", "context"),
-                layers * passes * gathers_per_pass,
-            )
+            axes = ("shards", "context")
             yield Collective(
                 CollectiveKind.all_gather,
                 axes,
                 gathered_bytes,
-                gathers,
+                layers * num_gathers,
                 f"weights of {name}",
                 overlaps=overlaps,
             )

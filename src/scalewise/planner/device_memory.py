@@ -200,7 +200,10 @@ class DeviceMemory(ModelStateMemory):
         )
         # Block activations already count one buffer of the running micro-batch: the input of its
         # first block, and the gradient that its last block receives.
-        buffer_bytes = rank_memory.num_stage_buffers * (input_bytes + returned_bytes)
+        buffer_bytes = (
+            rank_memory.num_stage_buffers * input_bytes
+            + rank_memory.num_gradient_buffers * returned_bytes
+        )
         # The gradient that was sent last is still alive.
         sent_gradient_bytes = input_bytes // num_stages * (peak_point.finished_backwards > 0)
         buffers = dict.fromkeys(
@@ -208,6 +211,9 @@ class DeviceMemory(ModelStateMemory):
         )
         buffers[StepPhase.backward_last] -= returned_bytes // num_stages
         buffers[StepPhase.optimizer] = buffer_bytes
-        formula = f"{rank_memory.num_stage_buffers} x {input_bytes + returned_bytes:,} B"
+        formula = (
+            f"{rank_memory.num_stage_buffers} x {input_bytes:,} B + "
+            f"{rank_memory.num_gradient_buffers} x {returned_bytes:,} B"
+        )
         reason = "per micro-batch, one for activations and one for their gradients"
         yield MemoryEntry("buffers between stages", buffers, formula, reason)

@@ -23,11 +23,22 @@ class DeviceRates:
     """Launch time of one operator on the host, in seconds."""
 
     def op_seconds(
-        self, work: OpWork, flops: float, moved_bytes: float, *, is_launched: bool = True
+        self,
+        work: OpWork,
+        flops: float,
+        moved_bytes: float,
+        *,
+        rate_share: float = 1.0,
+        is_launched: bool = True,
     ) -> float:
         """Return the time of an operator, in seconds; collectives count elsewhere.
 
-        ``is_launched``: whether the operator is a kernel of its own, or the last one of a kernel.
+        Args:
+            work: Resource that bounds its time.
+            flops: Number of FLOPs.
+            moved_bytes: Bytes read from memory and written to it.
+            rate_share: Rate of the kernel, relative to the sustained rate of the device.
+            is_launched: Whether the operator is a kernel of its own, or the last one of a kernel.
         """
         if work is OpWork.communication or not moved_bytes:
             return 0.0
@@ -36,7 +47,7 @@ class DeviceRates:
             OpWork.matmul_fp8: self.fp8_matmul_flops_per_s,
         }
         rate = rates.get(work, self.matmul_flops_per_s)
-        seconds = max(flops / rate, moved_bytes / self.memory_bytes_per_s)
+        seconds = max(flops / (rate * rate_share), moved_bytes / self.memory_bytes_per_s)
         return max(seconds, self.launch_s) if is_launched else seconds
 
 
@@ -60,6 +71,7 @@ def _backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float
         operator.work,
         operator.backward_flops,
         moved_bytes,
+        rate_share=operator.rate_share,
         is_launched=_ends_kernel(graph, operator),
     )
 
@@ -79,6 +91,7 @@ def forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
         operator.work,
         operator.flops,
         _moved_bytes(graph, operator),
+        rate_share=operator.rate_share,
         is_launched=_ends_kernel(graph, operator),
     )
     return forward + casts

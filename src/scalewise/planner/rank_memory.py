@@ -105,7 +105,10 @@ class RankMemory(RankStages):
     pipeline_ranks: int = 1
     """Number of pipeline ranks."""
     num_stage_buffers: int = 1
-    """Number of micro-batches with communication buffers; in torch all of a schedule have them."""
+    """Number of micro-batches with a buffer for received activations; in torch all of a schedule
+    have one."""
+    num_gradient_buffers: int = 1
+    """Number of micro-batches with a buffer for received gradients; in torch all of a schedule."""
     fsdp: FSDPMemory | None = None
     """FSDP2 sharding."""
     zero: ZeroMemory | None = None
@@ -291,6 +294,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
         in_flight=_max_in_flight(config, rank),
         num_pipeline_micro_batches=pipeline_micro_batches,
         num_stage_buffers=pipeline_micro_batches,
+        num_gradient_buffers=pipeline_micro_batches,
         pipeline_ranks=sizes["pipeline"],
         fsdp=fsdp if config.uses_fsdp else None,
         states_on_host=config.cpu_offload and run.hardware.device is DeviceKind.cuda,

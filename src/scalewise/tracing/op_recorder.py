@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from scalewise.compat.torch import ATTENTION_OPS, TorchDispatchMode, tree_leaves
 from scalewise.measure.memory import LiveBytes, storage_bytes, storage_key, storage_keys
+from scalewise.models.attention_kernels import causal_rate_share
 from scalewise.models.linear_ops import LinearOps
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
@@ -216,7 +217,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> None:
         reads = [self._index(tensor) for tensor in inputs]
         differentiable = sum(self.graph.requires_grad[tensor] for tensor in reads[-2:])
-        work, flops, backward_flops = OpWork.pointwise, 0.0, 0.0
+        work, flops, backward_flops, rate_share = OpWork.pointwise, 0.0, 0.0, 1.0
         if func in MATMULS:
             work = OpWork.matmul
             flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
@@ -225,6 +226,8 @@ class OpRecorder(TorchDispatchMode):
             work = OpWork.attention
             flops = 2.0 * args[0].numel() * args[1].shape[-2]
             backward_flops = 2.5 * flops * bool(differentiable)
+            if not self.forward_spec.on_cpu:
+                rate_share = causal_rate_share(args[1].shape[-2], args[0].shape[-1])
         output = self.graph.add_op(
             work,
             reads,
@@ -233,6 +236,7 @@ class OpRecorder(TorchDispatchMode):
             saved_by_selective=func in MATMULS or func in ATTENTION,
             flops=flops,
             backward_flops=backward_flops,
+            rate_share=rate_share,
         )
         self._indices[storage_key(outputs[0])] = output
 

@@ -15,7 +15,7 @@ from scalewise.config.compose import compose
 
 RECORD = paths.project_root() / "experiments" / "records" / "h100" / "gpu.json"
 COMPOSE = partial(compose, check_machine=False)
-HOPPER = ("h100_8x4", "h100_nvl", "h100_pcie", "h200", "h200_nvl")
+HOPPER = ("h100_8", "h100_8x4", "h100_nvl", "h100_pcie", "h200", "h200_8", "h200_nvl")
 
 
 def test_h100_profile_has_the_step_scale_of_its_record() -> None:
@@ -25,7 +25,7 @@ def test_h100_profile_has_the_step_scale_of_its_record() -> None:
     assert [hardware.step_scale, hardware.step_shortest, hardware.step_longest] == fitted
     for name in HOPPER:
         profile = COMPOSE([f"hardware={name}"]).hardware
-        estimate = replace(hardware, step_shortest=0.75, step_longest=1.24)
+        estimate = replace(hardware, step_shortest=0.83, step_longest=1.26)
         for key in ("step_scale", "step_shortest", "step_longest", "matmul_workspace_mib"):
             assert getattr(profile, key) == getattr(estimate, key), (name, key)
 

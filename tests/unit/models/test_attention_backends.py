@@ -14,7 +14,12 @@ from torch import Tensor
 from scalewise.compat import torch as compat_torch
 from scalewise.models import attention_backends, varlen_cpu
 from scalewise.models.attention_backends import attend
-from scalewise.models.attention_kernels import AttentionBackend, AttentionKernel, choose_backend
+from scalewise.models.attention_kernels import (
+    AttentionBackend,
+    AttentionKernel,
+    causal_rate_share,
+    choose_backend,
+)
 from scalewise.models.attention_segments import AttentionSegments, equal_segments, packed_segments
 
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
@@ -356,3 +361,13 @@ def test_new_texts_do_not_recompile() -> None:
         tensors = inputs(segments, 2)
         torch.testing.assert_close(compiled(*tensors, segments), attend(*tensors, segments))
     assert len(compilations) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "tflops"),
+    [(512, 191), (1024, 260), (2048, 298), (4096, 319), (8192, 333), (16384, 335)],
+)
+def test_causal_rate_share_follows_published_rates(keys: int, tflops: float) -> None:
+    """FlashAttention-2 on an H100, head size 128 (FlashAttention-3, 2024, figure 5)."""
+    assert causal_rate_share(keys, 128) == pytest.approx(tflops / 319, rel=0.05)
+    assert causal_rate_share(keys, 64) == pytest.approx(0.88 * causal_rate_share(keys, 128))

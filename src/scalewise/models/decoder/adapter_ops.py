@@ -104,7 +104,10 @@ class AdapterOps(LinearOps):
         scaled = name in forward_spec.scaled_layers
         x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
         if name in forward_spec.fp8_layers:
-            output = self.add_fp8_linear(x, in_features, out_features, live_tensors, bias=bias)
+            trains = self.is_trained(name) or not forward_spec.fuses_fp8_casts
+            output = self.add_fp8_linear(
+                x, in_features, out_features, live_tensors, bias=bias, trains=trains
+            )
         elif name in forward_spec.fake_quantized_layers:
             output = self.add_fake_quantized_linear(x, in_features, out_features, live_tensors)
         elif name in forward_spec.packed_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalewise.models.attention_kernels import AttentionKernel, choose_backend
+from scalewise.models.attention_kernels import AttentionKernel, causal_rate_share, choose_backend
 from scalewise.models.decoder.adapter_ops import AdapterOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import OpWork
@@ -78,6 +78,9 @@ class AttentionOps(AdapterOps):
                 saved_by_selective=True,
                 flops=flops,
                 backward_flops=2.5 * flops,
+                rate_share=1.0
+                if forward_spec.on_cpu
+                else causal_rate_share(total_keys, spec.head_size),
             )
         else:
             mixed = self._add_unfused_attention(reads, total_keys, flops)

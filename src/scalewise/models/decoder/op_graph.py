@@ -233,7 +233,8 @@ class OpGraphWriter(AttentionOps):
         biased = spec.bias and spec.norm is NormKind.layernorm
         trained_numel = spec.width * (1 + biased) * trains
         weight = (trained_numel * forward_spec.gradient_element_bytes,) * 2
-        if spec.norm is NormKind.layernorm or not forward_spec.on_cpu:
+        is_fused = not (forward_spec.on_cpu or forward_spec.unfused_norms)
+        if spec.norm is NormKind.layernorm or is_fused:
             mean = forward_spec.residual_tokens * (
                 forward_spec.residual_element_bytes if forward_spec.on_cpu else FP32
             )
