@@ -49,6 +49,13 @@ def print_search(result: SearchResult) -> None:
     summary = (f"Best {result.rank_by}{scope}: ", (_layout_text(best), "bold"), ", ")
     console.print(styled_text(*summary, (str(best.fit.status), style)))
     console.print(train_command(base_run, best.overrides), soft_wrap=True, style="cyan")
+    if (lowest := result.lowest_cost) is not None and lowest is not best:
+        saved = 1 - lowest.cost(result.rank_by)[0] / best.cost(result.rank_by)[0]
+        console.print(
+            f"{_layout_text(lowest)} has more mesh axes; its predicted {result.rank_by} is "
+            f"{saved:.1%} less, which is within the error",
+            soft_wrap=True,
+        )
     console.print()
     console.print("Alternatives that differ in one choice", style="bold")
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -32,6 +32,9 @@ from scalewise.validation.parallelism_rules import parallelism_issues
 from scalewise.validation.precision_rules import quantization_issues
 
 Overrides = tuple[str, ...]
+TIME_TOLERANCE = 0.05
+"""Relative difference of step times that is too small to prefer a layout with more mesh axes: half
+the median error of predicted times (``scalewise bench planner``)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,29 @@ class SearchResult:
 
     @cached_property
     def best(self) -> SearchCandidate | None:
-        """The best candidate: by fit, then by changes of training, then by the ranked quantity."""
+        """The best candidate: by fit, then by changes of training, then by the ranked quantity.
+
+        Of those within ``TIME_TOLERANCE`` of the least time or price, it has the fewest mesh axes.
+        """
+        first, rank = self.lowest_cost, self.rank_by
+        if first is None or rank is RankBy.memory:
+            return first
+        (limit, _), changes = first.cost(rank), len(first.training_overrides)
+        return min(
+            (
+                candidate
+                for candidate in self.candidates
+                if candidate.is_acceptable == first.is_acceptable
+                and not candidate.fit.status.is_out_of_memory
+                and len(candidate.training_overrides) == changes
+                and candidate.cost(rank)[0] <= limit * (1 + TIME_TOLERANCE)
+            ),
+            key=lambda it: (_num_axes(it), it.cost(rank)),
+        )
+
+    @cached_property
+    def lowest_cost(self) -> SearchCandidate | None:
+        """The best candidate whatever its number of mesh axes; None: none can fit."""
         rank = self.rank_by
         return min(
             (
@@ -98,6 +123,10 @@ class SearchResult:
     def changed_training_front(self) -> tuple[SearchCandidate, ...]:
         """Runs with changed training on the Pareto front of all candidates."""
         return tuple(one for one in _pareto_front(self.candidates) if one.training_overrides)
+
+
+def _num_axes(candidate: SearchCandidate) -> int:
+    return sum(size > 1 for size in layout_enumeration.axis_sizes(candidate.run.parallelism))
 
 
 def _pareto_front(candidates: Iterable[SearchCandidate]) -> tuple[SearchCandidate, ...]:

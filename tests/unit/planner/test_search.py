@@ -16,6 +16,7 @@ from scalewise.errors import ConfigError
 from scalewise.plan_config import RankBy
 from scalewise.planner.alternatives import neighbor_alternatives
 from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.layout_enumeration import axis_sizes
 from scalewise.planner.plan import Plan
 from scalewise.planner.search import SearchCandidate, SearchResult, search_runs
 from scalewise.run_config import RunConfig
@@ -93,6 +94,32 @@ def test_search_best_beats_every_candidate(
                 memory,
                 micro_batch,
             )
+
+
+def test_search_prefers_fewer_axes_to_an_insignificant_gain(
+    find_strategies: FindStrategies, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = find_strategies("layout", *NODE_RUN)
+    simple = result.lowest_cost
+    assert simple is not None
+    assert simple.step_time is not None
+    assert simple is result.best
+    complex_one = next(
+        one
+        for one in result.candidates
+        if one.is_acceptable and sum(size > 1 for size in axis_sizes(one.run.parallelism)) == 2
+    )
+    for factor, expected in ((0.96, simple), (0.9, complex_one)):
+        candidate = replace(complex_one, step_time=simple.step_time.scale(factor))
+        changed = SearchResult(result.base_run, (simple, candidate))
+        assert changed.lowest_cost is candidate
+        assert changed.best is (simple if expected is simple else candidate), factor
+        show_search.print_search(changed)
+        printed = capsys.readouterr().out
+        assert ("4.0% less, which is within the error" in printed) == (expected is simple)
+    by_memory = replace(result.base_run, plan=replace(result.base_run.plan, rank_by=RankBy.memory))
+    result = SearchResult(by_memory, result.candidates)
+    assert result.best is result.lowest_cost
 
 
 @pytest.mark.parametrize("rank", ["time", "memory"])
