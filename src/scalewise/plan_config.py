@@ -22,6 +22,24 @@ class PlanSearch(StrEnum):
     """Micro-batch size, activation checkpointing, loss chunks, precision, optimizer and adapter."""
     all = "all"
     """Everything that ``layout`` and ``memory`` vary."""
+    micro_batch = "micro_batch"
+    """The largest micro-batch that fits."""
+    sequence = "sequence"
+    """The longest sequence that fits, up to the context of the model."""
+    devices = "devices"
+    """The fewest devices on which a layout fits; the training result stays the same."""
+    hardware = "hardware"
+    """The GPU profiles on which the run fits, by price."""
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the search varies one quantity to find its limit."""
+        return self in (
+            PlanSearch.micro_batch,
+            PlanSearch.sequence,
+            PlanSearch.devices,
+            PlanSearch.hardware,
+        )
 
 
 class RankBy(StrEnum):
@@ -71,5 +89,7 @@ class PlanConfig:
     """What ``train`` does with a run that does not fit."""
 
     def validate(self) -> Iterator[ConfigIssue]:
-        """Yield no config issue: all combinations are valid."""
-        yield from ()
+        """Yield an issue for ``train`` with a search that chooses no run."""
+        if self.search.is_limit and self.fit is UnfitPolicy.auto:
+            reason = f"chooses no run with plan.search={self.search}"
+            yield ConfigIssue("plan.fit", self.fit.value, reason, "set plan.search=layout")

@@ -23,6 +23,7 @@ from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
 FIT_STATUSES = (FitStatus.fits, FitStatus.borderline, FitStatus.out_of_memory)
+TASK_COLUMNS = ("source", "model", "gpu", "world", "seq", "precision", "quant", "peft", "compile")
 _OUTCOMES = (("ran", True), ("ran_out_of_memory", False))
 RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
 WORLDS: Mapping[str, tuple[str, ...]] = {
@@ -81,6 +82,9 @@ class RowPrediction:
     """Predicted fit status."""
     fit_in_memory: bool
     """Whether the published run fit in memory."""
+    task: tuple[str, ...] = ()
+    """Cells of source, model, devices, sequence length and formats: what rows must have in common
+    for their layouts to be compared."""
 
 
 def measure(
@@ -118,7 +122,17 @@ def measure(
             f"step times in the interval of the other sources (10th to 90th percentile): "
             f"{coverage:.0%}"
         )
+    regrets = _relative_speeds_of_choices(predictions)
+    if regrets:
+        print_lines(
+            f"measured speed of the layout that is predicted to be fastest, over the best measured "
+            f"one, in {len(regrets)} sets of layouts: {median(regrets):.2f} at the median, "
+            f"{min(regrets):.2f} at the least"
+        )
     counts: dict[str, object] = {
+        "choices": {"sets": len(regrets), "median": median(regrets), "worst": min(regrets)}
+        if regrets
+        else None,
         "rows": len(predictions),
         "sources": len({prediction.source for prediction in predictions}),
         "left_out": skipped,
@@ -171,6 +185,7 @@ def predict_row(row: Row, profiles: Mapping[str, Hardware]) -> RowPrediction:
         (rate, float(measured_rate)) if measured_rate and rate else None,
         replace(fit, traced_peak=peak_bytes, reserved_factors=facts.reserved_factors).status,
         fit_in_memory=bool(measured_rate) or has_peak,
+        task=tuple(row.get(column, "") for column in TASK_COLUMNS),
     )
 
 
@@ -226,6 +241,22 @@ def _step_scale(throughput_ratios: Ratios) -> dict[str, float]:
         return {}
     center, deciles = median(scales), quantiles(scales, n=10)
     return {"median": center, "low": deciles[0] / center, "high": deciles[-1] / center}
+
+
+def _relative_speeds_of_choices(predictions: Sequence[RowPrediction]) -> list[float]:
+    """Measured speed of the layout that is predicted to be fastest, over the best measured one.
+
+    One value for each task with at least two layouts; 1: the best one is chosen.
+    """
+    tasks: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for prediction in predictions:
+        if prediction.throughput is not None:
+            tasks.setdefault(prediction.task, []).append(prediction.throughput)
+    return [
+        max(rates)[1] / max(measured for _, measured in rates)
+        for rates in tasks.values()
+        if len(rates) > 1
+    ]
 
 
 def _interval_coverage(throughput_ratios: Ratios) -> float | None:

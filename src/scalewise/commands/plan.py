@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from scalewise import plain_console
-from scalewise.commands import show, show_plan, show_search
+from scalewise.commands import show, show_limits, show_plan, show_search
 from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.console import print_lines
@@ -38,6 +38,8 @@ class PlanCommand(Command):
         """Print memory breakdown, fit, suggested fix and step time, or the result of a search."""
         if self._resume_request is not None:
             self._resume_request.reject_single_run()
+        if run.plan.search.is_limit:
+            return 3 if show_limits.print_limit(run) is None else 0
         if run.plan.search is not PlanSearch.none:
             with plain_console.get_console().status("searching") as status:
                 result = search_runs(run, lambda count: status.update(f"{count:,} runs tried"))
@@ -138,7 +140,12 @@ def _packed_makespan(
 def _plan_job(run: RunConfig) -> Plan:
     if run.objective.trace_only and run.plan.method is MemoryMethod.trace:
         return _plan_by_trace(run)
-    best = None if run.plan.search is PlanSearch.none else search_runs(run).best
+    best: Plan | None = None
+    if run.plan.search.is_limit:
+        limit = show_limits.find_limit(run)[1]
+        best = None if limit is None else limit.plan
+    elif run.plan.search is not PlanSearch.none:
+        best = search_runs(run).best
     plan = best or build_plan(run)
     return _with_trace(plan) if run.plan.method is MemoryMethod.trace else plan
 

@@ -13,6 +13,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_memory
+from scalewise.planner.bottleneck import bottleneck_hint
 from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
@@ -68,6 +69,7 @@ def print_plan(plan: Plan) -> None:
     )
     if run.hardware.read_off:
         console.print(f"hardware=auto: {run.hardware.read_off}", style="dim", soft_wrap=True)
+    print_fit(plan)
     console.print()
     console.print(_breakdown_table(plan))
     console.print()
@@ -96,7 +98,6 @@ def print_plan(plan: Plan) -> None:
             f"Not included: {fit.unmodeled_memory}; set plan.method=trace to include it",
             style="yellow",
         )
-    print_fit(plan)
     _print_time(console, plan)
     _print_host_and_disk(console, plan)
 
@@ -294,7 +295,9 @@ def _print_time(console: Console, plan: Plan) -> None:
         console.print(NO_TIME, style="dim")
         return
     low, high = map(format_seconds, interval)
-    rates = f"{plan.tokens_per_s:,.0f} tok/s"
+    rates, ranks = f"{plan.tokens_per_s:,.0f} tok/s", plan.run.world_size
+    if ranks > 1 and plan.tokens_per_s is not None:
+        rates += f" ({plan.tokens_per_s / ranks:,.0f} per device)"
     if plan.mfu is not None and plan.mfu_palm is not None:
         rates += f", {format_mfu(plan.mfu, plan.mfu_palm)}"
     console.print()
@@ -305,6 +308,8 @@ def _print_time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(", ".join(shares), style="dim")
+    if hint := bottleneck_hint(plan):
+        console.print(hint, style="yellow", soft_wrap=True)
     if missing := host_memory.missing_rates(plan.run):
         options = " and ".join(f"hardware.{name}" for name in missing)
         console.print(

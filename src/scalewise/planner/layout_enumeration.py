@@ -36,11 +36,14 @@ def enumerate_layouts(
 ) -> Iterator[tuple[tuple[str, ...], ParallelismConfig]]:
     """Yield each layout with its overrides, from all devices down to one.
 
-    The device counts are powers of two, and the number of devices divided by powers of two. Sizes
-    in ``fixed_keys`` keep their value; other fields of the mesh are those of ``run``.
+    The device counts are powers of two, and the number of devices divided by powers of two; with
+    ``plan.search=devices`` only all devices. Sizes in ``fixed_keys`` keep their value; other fields
+    of the mesh are those of ``run``.
     """
     base, fixed_sizes = _base_mesh(run, fixed_keys)
-    for count in _device_counts(available_devices(run)):
+    devices = available_devices(run)
+    uses_all = run.plan.search is PlanSearch.devices
+    for count in [devices] if uses_all else _device_counts(devices):
         for factors in _factorizations(count, len(AXES)):
             sizes = dict(zip(AXES, factors, strict=True))
             if all(sizes[axis] == fixed_size for axis, fixed_size in fixed_sizes.items()):

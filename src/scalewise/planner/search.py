@@ -257,7 +257,7 @@ def _layout_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterato
 def _memory_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:
     run = variant.run
     chunks: list[int | None] = [run.objective.loss_chunk]
-    if run.plan.search is not PlanSearch.layout and chunks == [None]:
+    if run.plan.search in (PlanSearch.memory, PlanSearch.all) and chunks == [None]:
         chunks = chunks if "objective.loss_chunk" in fixed_keys else [None, LOSS_CHUNK_TOKENS]
     is_fixed = any(key.split(".")[0] == "memory" for key in fixed_keys)
     for recompute in [None] if is_fixed else Recompute:

@@ -254,6 +254,23 @@ def test_published_litgpt_saves_fp32_norms_and_dropout_masks() -> None:
     assert check_fit(litgpt).peak > other + 60 * fp32_bytes  # of 64 norms in blocks
 
 
+def test_choices_compare_layouts_of_the_same_task() -> None:
+    def prediction(task: str, predicted: float, measured: float) -> RowPrediction:
+        return RowPrediction(
+            "lab/tool",
+            "stack",
+            None,
+            (predicted, measured),
+            FitStatus.fits,
+            fit_in_memory=True,
+            task=(task,),
+        )
+
+    rows = [prediction("a", 90, 80), prediction("a", 100, 60), prediction("a", 10, 70)]
+    rows += [prediction("b", 50, 40), prediction("b", 30, 20), prediction("c", 10, 10)]
+    assert compare_published._relative_speeds_of_choices(rows) == [0.75, 1.0]
+
+
 def test_interval_coverage_uses_other_sources() -> None:
     wide, narrow = [1.0 + 0.01 * index for index in range(101)], [1.5, 1.5, 3.0]
     assert compare_published._interval_coverage({"wide": wide, "narrow": narrow}) == (

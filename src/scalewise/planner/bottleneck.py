@@ -1,0 +1,38 @@
+"""What bounds a step with a low MFU, and what to change."""
+
+from __future__ import annotations
+
+from scalewise.hardware import DeviceKind
+from scalewise.planner.plan import Plan
+from scalewise.planner.step_time import step_part_title
+
+LOW_MFU = 0.2
+"""MFU below which a plan names the bottleneck."""
+ADVICE = {
+    "products": "use larger matrices: a larger trainer.micro_batch or less parallelism.tensor",
+    "attention": "use shorter sequences (data.sequence)",
+    "pointwise": "set compile=block, or a larger trainer.micro_batch",
+    "recompute": "store more: memory=checkpoint_selective or memory=none",
+    "optimizer": "use a larger trainer.global_batch",
+    "bubble": "use more parallelism.pipeline_micro_batches",
+    "loading rows": "store the prepared data on a faster disk",
+    "copies off the device and back": "offload less, or use a larger trainer.micro_batch",
+}
+"""Change of the run by the key of the largest part of the step in ``plan.json``."""
+COMMUNICATION_ADVICE = "use fewer ranks on this axis, or a larger trainer.micro_batch"
+
+
+def bottleneck_hint(plan: Plan) -> str | None:
+    """Return the largest part of a GPU step with a low MFU, and a change; None: MFU is not low."""
+    step, run = plan.step_time, plan.run
+    if step is None or plan.mfu is None or plan.mfu >= LOW_MFU:
+        return None
+    if run.hardware.device is not DeviceKind.cuda:
+        return None
+    name, seconds = next(iter(step.parts().items()))
+    advice = ADVICE.get(name, COMMUNICATION_ADVICE)
+    bf16, peak = (run.hardware.peak_flops(kind) for kind in ("bf16", run.precision.peak_kind))
+    if name == "products" and bf16 and peak and bf16 > peak:
+        advice = f"set precision=bf16_mixed, whose peak rate is {bf16 / peak:.1f} times as high"
+    share = seconds / step.seconds
+    return f"MFU is below {LOW_MFU:.0%}: {step_part_title(name)} takes {share:.0%} of it; {advice}"
