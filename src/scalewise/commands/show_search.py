@@ -32,6 +32,10 @@ def print_search(result: SearchResult) -> None:
     if result.candidates:
         run = result.candidates[0].run
         console.print(f"Batch per step: {run.batch_description}")
+        if run.precision != base_run.precision:
+            console.print(
+                "precision=bf16_mixed, which the device supports; set precision=fp32 for fp32"
+            )
     if result.rank_by is not base_run.plan.rank_by:
         console.print(NO_TIME)
     if best is None:

@@ -2,7 +2,8 @@
 
 The search tries every layout on all devices and on fewer, with each micro-batch size, activation
 checkpointing and, with ``plan.search=memory`` or ``all``, precision, adapter and optimizer. Values
-typed on the command line stay fixed.
+typed on the command line stay fixed. These two start from ``precision=bf16_mixed`` on a GPU with
+bf16, unless a precision is typed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property
 
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
+from scalewise.hardware import DeviceKind
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
@@ -173,7 +175,9 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
     fits without recomputation, more recomputation is skipped, unless the search ranks by memory.
     """
     typed = override_keys(run.overrides)
-    for trained in _training_variants(RunVariant(run), typed):
+    base = _base_variant(RunVariant(run), typed)
+    for trained in _training_variants(base, typed):
+        training_overrides = trained.overrides[len(base.overrides) :]
         for laid in _layout_variants(trained, typed):
             if any(
                 (
@@ -183,7 +187,7 @@ def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
             ):
                 continue
             for variant in _memory_variants(laid, typed):
-                candidates = list(_iter_micro_batches(variant, typed, trained.overrides))
+                candidates = list(_iter_micro_batches(variant, typed, training_overrides))
                 yield from candidates
                 largest_fits = bool(candidates) and candidates[-1].is_acceptable
                 if largest_fits and run.plan.rank_by is not RankBy.memory:
@@ -207,6 +211,18 @@ def _iter_micro_batches(
         )
         if is_out_of_memory:
             return
+
+
+def _base_variant(variant: RunVariant, fixed_keys: frozenset[str]) -> RunVariant:
+    """Variant in bf16_mixed instead of an fp32 that was not asked for, on a GPU with bf16."""
+    run = variant.run
+    varies_precision = run.plan.search in (PlanSearch.memory, PlanSearch.all)
+    has_bf16 = run.hardware.device is DeviceKind.cuda and run.hardware.bf16_tflops != 0
+    if not varies_precision or not has_bf16 or "precision" in fixed_keys:
+        return variant
+    if run.precision != Precision():
+        return variant
+    return variant.change("precision=bf16_mixed", precision=Precision(compute=FloatFormat.bf16))
 
 
 def _training_variants(variant: RunVariant, fixed_keys: frozenset[str]) -> Iterator[RunVariant]:

@@ -244,6 +244,33 @@ def test_search_keeps_full_training_if_it_fits(find_strategies: FindStrategies) 
     assert best.training_overrides == ()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("hardware=h100",), "bf16_mixed"),
+        (("hardware=h100", "precision=fp32"), None),
+        (("hardware=v100",), None),
+        (("hardware=h100", "precision=bf16_true"), None),
+    ],
+)
+def test_search_leads_with_bf16_where_a_gpu_has_it(
+    overrides: tuple[str, ...],
+    expected: str | None,
+    find_strategies: FindStrategies,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = (SMALL_RUN[0], *SMALL_RUN[2:], *overrides)
+    result = find_strategies("memory", *small)
+    assert result.best is not None
+    assert ("precision=bf16_mixed" in result.best.overrides) == (expected is not None)
+    assert result.best.training_overrides == ()
+    show_search.print_search(result)
+    assert ("set precision=fp32 for fp32" in capsys.readouterr().out) == (expected is not None)
+    layout = find_strategies("layout", *small).best
+    assert layout is not None
+    assert not any(override.startswith("precision") for override in layout.overrides)
+
+
 def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: FindStrategies) -> None:
     overrides = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
     all_of = find_strategies("memory", *overrides)
