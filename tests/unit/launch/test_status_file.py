@@ -80,7 +80,7 @@ def test_status_exit_codes(outcome: Outcome, code: int) -> None:
           "trainer.micro_batch=1"],
          ["optimizer.offload=true"]),
         (Outcome("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
-          "trainer.micro_batch=1", "data.sequence=4096", "compile=none"],
+          "trainer.micro_batch=1", "data.sequence=5120", "compile=none"],
          ["memory=checkpoint_selective", "optimizer.offload=true"]),
         (Outcome("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
           "parallelism=ddp", "parallelism.replicas=2", "trainer.micro_batch=1",

@@ -25,7 +25,7 @@ def breakdown_of_size(gib: float) -> MemoryBreakdown:
 
 @pytest.mark.parametrize(
     ("gib", "fit_status"),
-    [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
+    [(70, FitStatus.fits), (75, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
 )
 def test_fit_status_includes_allocator_reserve(gib: float, fit_status: FitStatus) -> None:
     fit = FitReport(breakdown_of_size(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
