@@ -205,6 +205,7 @@ def test_rank_error_after_a_signal_is_interrupted(
 
     monkeypatch.setattr(rank_worker, "fit_run", fit)
     monkeypatch.setattr(rank_worker.STOP, "install", lambda: None)
+    monkeypatch.setattr(rank_worker.STOP, "received_signal", 0)  # restored after the test
     exit_reports.prepare_reports(tmp_path)
     outcome = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)
     assert (outcome.status, outcome.signal_number) == ("interrupted", signal_number)
