@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scalewise.commands.show_plan import STYLES, print_plan_table, train_command
+from scalewise.commands.show_search import PRICED_TOKENS
 from scalewise.config import paths
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
@@ -26,7 +27,6 @@ KEYS = {
     PlanSearch.hardware: "hardware",
 }
 """Name of the varied quantity in the table."""
-PRICED_TOKENS = 1e9
 
 
 def find_limit(run: RunConfig) -> tuple[list[LimitRow], LimitRow | None]:
@@ -103,4 +103,6 @@ def _hardware_rows(run: RunConfig) -> list[LimitRow]:
                     name, Plan(plan.run, plan.fit, plan.step_time, (override, *plan.overrides))
                 )
             )
-    return sorted(rows, key=lambda row: (not row.fits, row.plan.dollars_for(1e9) or 0.0, row.value))
+    return sorted(
+        rows, key=lambda row: (not row.fits, row.plan.dollars_for(PRICED_TOKENS) or 0.0, row.value)
+    )

@@ -214,7 +214,7 @@ def _iter_micro_batches(
 
 
 def _base_variant(variant: RunVariant, fixed_keys: frozenset[str]) -> RunVariant:
-    """Variant in bf16_mixed instead of an fp32 that was not asked for, on a GPU with bf16."""
+    """Variant in bf16_mixed instead of the default fp32, on a GPU with bf16."""
     run = variant.run
     varies_precision = run.plan.search in (PlanSearch.memory, PlanSearch.all)
     has_bf16 = run.hardware.device is DeviceKind.cuda and run.hardware.bf16_tflops != 0

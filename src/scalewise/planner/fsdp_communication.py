@@ -1,0 +1,101 @@
+"""Collectives of FSDP in one optimizer step: gathers of parameters, reductions of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from scalewise.models.base import Weight
+from scalewise.parallelism.collective import Collective, CollectiveKind
+from scalewise.planner.rank_partition import RankPartition
+from scalewise.planner.tensor_communication import SCALAR_BYTES
+
+
+@dataclass(frozen=True)
+class GathersPerStep:
+    """Number of times that FSDP gathers the weights of a part in an optimizer step."""
+
+    block: int
+    """A block."""
+    embedding: int
+    """The embedding, which backward does not read."""
+    last: int
+    """The head and the weights outside of other groups, which stay unsharded after forward."""
+
+
+def _gathers_per_step(partition: RankPartition) -> GathersPerStep:
+    """Gathers of each part: in a pipeline, only what forward frees is gathered again.
+
+    The schedule of a pipeline reshards nothing after backward. With ``frees_after_forward``, a
+    block is gathered before its first use and again after each forward, in any order of passes.
+    """
+    mesh, accumulation = partition.mesh, partition.run.accumulation
+    steps = 1 if mesh.gathers_once else accumulation
+    if not mesh.frees_after_forward:
+        return GathersPerStep(steps, steps, steps)
+    passes = partition.forward_passes
+    if mesh.sizes["pipeline"] > 1:
+        return GathersPerStep(passes + accumulation, passes, accumulation)
+    forwards = passes * (1 + partition.run.extra_forward_passes)
+    return GathersPerStep(forwards + passes, forwards, passes)
+
+
+def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """FSDP: gathers of parameters for forward and backward, and reductions of gradients."""
+    mesh, precision = partition.mesh, partition.run.precision
+    ranks, replicas = mesh.sizes["shards"] * mesh.sizes["context"], mesh.sizes["replicate"]
+    if ranks * replicas == 1:
+        return
+    mixed = precision.compute.bytes < precision.parameters.bytes
+    gathered_element_bytes = precision.compute.bytes if mixed else precision.parameters.bytes
+    reduced_element_bytes = SCALAR_BYTES if mixed else precision.parameters.bytes
+    (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
+    reductions = 1 if mesh.delays_reduction else partition.run.accumulation
+    gathers = _gathers_per_step(partition)
+    # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
+    for name, weights, layers, num_gathers, overlaps in (
+        ("a block", block, partition.num_layers, gathers.block, True),
+        ("the embedding", groups.embedding, 1, gathers.embedding, False),
+        ("the head", groups.head, 1, gathers.last, True),
+        ("the rest", groups.root, 1, gathers.last, False),
+    ):
+        if not weights:
+            continue
+        gathered_bytes = _padded_bytes(weights, ranks, gathered_element_bytes)
+        reduced_bytes = _padded_bytes(
+            (w for w in weights if w.trainable), ranks, reduced_element_bytes
+        )
+        if ranks > 1:
+            axes = ("shards", "context")
+            yield Collective(
+                CollectiveKind.all_gather,
+                axes,
+                gathered_bytes,
+                layers * num_gathers,
+                f"weights of {name}",
+                overlaps=overlaps,
+            )
+            size = reduced_bytes
+            yield Collective(
+                CollectiveKind.reduce_scatter,
+                axes,
+                size,
+                layers * reductions * bool(size),
+                f"gradients of {name}",
+                overlaps=overlaps,
+            )
+        if replicas > 1:
+            size = reduced_bytes // ranks
+            yield Collective(
+                CollectiveKind.all_reduce,
+                ("replicate",),
+                size,
+                layers * reductions * bool(size),
+                f"gradients of {name}",
+                overlaps=overlaps,
+            )
+
+
+def _padded_bytes(weights: Iterable[Weight], ranks: int, element_bytes: int) -> int:
+    """Return the size of weights padded to equal shards along the first dimension, in bytes."""
+    return sum(weight.shard_bytes(element_bytes, ranks) * ranks for weight in weights)
