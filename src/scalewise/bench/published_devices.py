@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scalewise.bench.published_frameworks import FrameworkFacts
 from scalewise.errors import ConfigError
 from scalewise.hardware import Hardware
 
@@ -21,12 +22,14 @@ class PublishedDevice:
     """Bandwidth from one device to another node in the usual nodes with it, in GB/s."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Figures in which the device differs from the profile."""
+    flash_attention_share: float | None = None
+    """Fraction of the peak rate that FlashAttention-2 reaches; None: that of the profile."""
 
 
 NIC_400, NIC_200, NIC_100 = 48.0, 24.0, 12.0
 """Sustained bandwidth of network ports with 400, 200 and 100 Gb/s, in GB/s: 12 GB/s per 100 Gb/s
 (NCCL, src/graph/topo.h)."""
-FLASH_2 = {"attention_share": 0.32}
+FLASH_2 = 0.32
 """FlashAttention-2 on Hopper, the default of torch: 319 of 989.5 TFLOP/s at 4096 tokens with a
 causal mask (Shah et al., 2024, FlashAttention-3, figure 5). The profiles have cuDNN's rate."""
 DEVICES = {
@@ -35,13 +38,13 @@ DEVICES = {
     "A800": PublishedDevice("a100_80g", NIC_200, {"link_gb_per_s": 8 * 20.0}),
     "B200": PublishedDevice("b200", NIC_400),
     "GB200": PublishedDevice("gb200", NIC_400),
-    "GH200": PublishedDevice("gh200", NIC_400, FLASH_2),
-    "H100": PublishedDevice("h100", NIC_400, FLASH_2),
+    "GH200": PublishedDevice("gh200", NIC_400, {}, FLASH_2),
+    "H100": PublishedDevice("h100", NIC_400, {}, FLASH_2),
     "H100 96": PublishedDevice(
-        "h100", NIC_400, {**FLASH_2, "memory_gib": 95, "memory_gb_per_s": 2400}
+        "h100", NIC_400, {"memory_gib": 95, "memory_gb_per_s": 2400}, FLASH_2
     ),
-    "H200": PublishedDevice("h200", NIC_400, FLASH_2),
-    "H800": PublishedDevice("h100", NIC_400, {**FLASH_2, "link_gb_per_s": 8 * 20.6}),
+    "H200": PublishedDevice("h200", NIC_400, {}, FLASH_2),
+    "H800": PublishedDevice("h100", NIC_400, {"link_gb_per_s": 8 * 20.6}, FLASH_2),
     "MI300X": PublishedDevice("mi300x", NIC_400),
     "A10": PublishedDevice("a10", NIC_100 / 8),
     "A10G": PublishedDevice("a10g", NIC_100 / 8),
@@ -74,16 +77,13 @@ half the power.
 """
 
 
-def device_profile(
-    name: str, devices_per_node: int, profiles: Mapping[str, Hardware], node_link: float | None
-) -> Hardware:
-    """Hardware profile of a device, without a step scale.
+def device_profile(name: str, facts: FrameworkFacts, profiles: Mapping[str, Hardware]) -> Hardware:
+    """Hardware profile of a device in the cluster of a framework, without a step scale.
 
     Args:
         name: Name of the device, such as ``NVIDIA H100 80GB HBM3`` or ``H100-96GB-500W``.
-        devices_per_node: Number of devices per node.
+        facts: Properties of the framework: its nodes and its attention kernel.
         profiles: Profiles by name.
-        node_link: Bandwidth from one device to another node, in GB/s; None: of the usual nodes.
 
     Raises:
         ConfigError: the device is unknown.
@@ -97,10 +97,14 @@ def device_profile(
     if limit := re.search(r"\b(\d+)W\b", name):
         share = (int(limit[1]) / BOARD_WATTS) ** POWER_EXPONENT
         profile = replace(profile, product_share=profile.product_share * share)
+    attention_share = profile.attention_share
+    if not facts.uses_cudnn_attention:
+        attention_share = facts.attention_speed * (device.flash_attention_share or attention_share)
     return replace(
         profile,
-        devices_per_node=devices_per_node,
-        node_link_gb_per_s=node_link or device.node_link_gb_per_s,
+        attention_share=attention_share,
+        devices_per_node=facts.devices_per_node,
+        node_link_gb_per_s=facts.node_link_gb_per_s or device.node_link_gb_per_s,
         node_link_latency_us=8.0,
         step_scale=1.0,
     )

@@ -93,10 +93,6 @@ def build_run(row: Row, profiles: Mapping[str, Hardware]) -> RunConfig:
     global_batch = micro_batch * parallelism.data_parallel_size * accumulation
     is_full = row["act_ckpt"].startswith("full")
     is_compiled = facts.fuses_kernels or row.get("compile") == "1"
-    hardware = device_profile(
-        row["gpu"], facts.devices_per_node, profiles, facts.node_link_gb_per_s
-    )
-    attention_share = min(1.0, hardware.attention_share * facts.attention_speed)
     recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
     return RunConfig(
         model=_model_config(row),
@@ -113,7 +109,7 @@ def build_run(row: Row, profiles: Mapping[str, Hardware]) -> RunConfig:
         checkpoint=CheckpointConfig(),
         tracking=WandbConfig(),
         launch=Launch(),
-        hardware=replace(hardware, attention_share=attention_share),
+        hardware=device_profile(row["gpu"], facts, profiles),
     )
 
 

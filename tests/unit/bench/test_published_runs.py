@@ -161,20 +161,28 @@ def test_published_unknown_device_is_rejected() -> None:
     ],
 )
 def test_published_device_aliases_are_known(name: str, gib: float) -> None:
-    assert published_devices.device_profile(name, 8, profiles(), None).memory_gib == gib
+    assert (
+        published_devices.device_profile(name, published_frameworks.OTHER, profiles()).memory_gib
+        == gib
+    )
 
 
 def test_published_device_has_the_rates_of_its_profile() -> None:
     h100 = profiles()["h100"]
-    published = published_devices.device_profile("H100-96GB-500W", 8, profiles(), None)
+    published = published_devices.device_profile(
+        "H100-96GB-500W", published_frameworks.OTHER, profiles()
+    )
     assert (published.link_gb_per_s, published.node_link_gb_per_s) == (h100.link_gb_per_s, 48)
     assert published.step_scale == 1.0
     assert published.product_share == pytest.approx(h100.product_share * (500 / 700) ** 0.45)
-    assert published_devices.device_profile("H100", 8, profiles(), 6.0).node_link_gb_per_s == 6.0
+    bigscience = build_run(ROW | {"source": "bigscience-workshop/bigscience", "gpu": "A100"})
+    assert bigscience.hardware.node_link_gb_per_s == 6.0
     foundry = build_run(ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"})
     assert foundry.hardware.attention_share == pytest.approx(0.32 / 1.9)
     nemo = build_run(ROW | {"source": "NVIDIA/NeMo docs"})
-    assert nemo.hardware.attention_share == pytest.approx(h100.attention_share)
+    assert nemo.hardware.attention_share == h100.attention_share
+    blackwell = build_run(ROW | {"source": "NVIDIA/NeMo docs", "gpu": "B200-180GB"})
+    assert blackwell.hardware.attention_share == profiles()["b200"].attention_share
 
 
 def test_published_transformer_engine_casts_less_than_torchao() -> None:
