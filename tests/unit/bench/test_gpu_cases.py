@@ -65,3 +65,14 @@ def test_gpu_aims_are_computed_from_successful_cases() -> None:
     aims = [replace(aim).evaluate(entries) for aim in gpu_cases.AIMS]
     assert [aim["figure"] for aim in aims] == [0.4, 0.56, 1.3, 0.06, None, 0.04, 0.002]
     assert [aim["reached"] for aim in aims] == [False, True, True, False, None, True, True]
+
+
+def test_fp8_speedup_is_that_of_the_most_blocks_measured() -> None:
+    entries = {
+        f"mfu_8b/{name}": {"status": "ok", "tokens_per_s": tokens}
+        for name, tokens in {"block_4": 100.0, "fp8_4": 120.0, "block_4_deep": 40.0}.items()
+    }
+    (aim,) = (aim for aim in gpu_cases.AIMS if "fp8" in aim.text)
+    assert aim.evaluate(entries)["figure"] == 1.2
+    entries["mfu_8b/fp8_4_deep"] = {"status": "ok", "tokens_per_s": 52.0}
+    assert aim.evaluate(entries)["figure"] == 1.3
