@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from scalewise.adapters.build import apply_adapter
 from scalewise.checkpoints import initial_parameters, store
@@ -286,6 +287,8 @@ class ParallelStrategy(Strategy):
         Does not wait for the device, whose collectives do not end if another rank has failed.
         """
         self.model = self.lightning_module
+        if self._optimizer_in_backward is not None:
+            self._optimizer_in_backward.remove_hooks()
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
 
@@ -304,11 +307,18 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._squared_norm = torch.zeros((), dtype=torch.float32, device=device)
+        self._hooks: list[RemovableHandle] = []
         parts: list[Any] = getattr(optimizer, "parts", [optimizer])
         for part in parts:
             for group in part.param_groups:
                 (parameter,) = group["params"]
-                parameter.register_post_accumulate_grad_hook(partial(self._step, part, group))
+                step = partial(self._step, part, group)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(step))
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks: parameters with such hooks are not garbage collected in cycles."""
+        for hook in self._hooks:
+            hook.remove()
 
     def take_grad_norm(self) -> Tensor:
         """2-norm of all gradients since the last call, equal on every rank; resets it."""

@@ -121,7 +121,7 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
     with warnings.catch_warnings():
         # Samples come from a memory map, so that workers are not needed; validation may be off;
         # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks;
-        # hardware=cpu trains on the CPU of a machine with GPUs.
+        # hardware=cpu trains on the CPU of a machine with GPUs; precision.tf32 is an option.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         if reduces_metrics:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
@@ -131,6 +131,7 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         warnings.filterwarnings("ignore", message=".*`srun` command is available.*")
         warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
