@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from scalewise.bench.profile import StepScale, fit_step_scale
 from scalewise.bench.suite import Compose
 from scalewise.planner.peak_memory import worst_rank_breakdown
 from scalewise.planner.step_time import predict_step_time
+from scalewise.units import format_count
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,29 @@ def accuracy_sentence(record: Path, compose: Compose) -> str:
     """Errors of planned memory and step time over the cases of a record."""
     cases, content = compare_cases(record, compose), json.loads(record.read_text("utf-8"))
     scale = fit_step_scale([case.unscaled for case in cases])
-    memory, times = (
+    memory, times, earlier = (
         [abs(error) for error in errors]
-        for errors in ([case.memory for case in cases], [case.time for case in cases])
+        for errors in (
+            [case.memory for case in cases],
+            [case.time for case in cases],
+            [content["cases"][case.name]["step_error"] for case in cases],
+        )
     )
     return (
         f"`scalewise bench gpu` ({content['date'][:10]}, {content['machine']['device']}, torch "
-        f"{content['versions']['torch']}) trained {len(cases)} configurations of 1.1B and 1.9B "
-        f"parameters. Planned peak memory differs by {median(memory):.3%} at the median and "
-        f"{max(memory):.3%} at the worst. Measured steps take {scale.median:.2f} times the "
-        f"unscaled plan at the median: that is `step_scale` in `conf/hardware/"
-        f"{record.parent.name}.yaml`, fitted to these cases. With it, planned step time differs "
-        f"by {median(times):.1%} at the median and {max(times):.1%} at the worst, on the cases "
-        "that it is fitted to; other runs may differ by more."
+        f"{content['versions']['torch']}) trained {len(cases)} configurations of "
+        f"{_parameter_range(content, cases)} parameters. Planned peak memory differs by "
+        f"{median(memory):.3%} at the median and {max(memory):.3%} at the worst. Step times that "
+        f"were planned before the runs, with the profile of that day, differ by "
+        f"{median(earlier):.1%} at the median and {max(earlier):.0%} at the worst. Measured steps "
+        f"take {scale.median:.2f} times the unscaled plan at the median: that is `step_scale` in "
+        f"`conf/hardware/{record.parent.name}.yaml`, fitted to these cases. With it, planned step "
+        f"time differs by {median(times):.1%} at the median and {max(times):.0%} at the worst, on "
+        "the cases that it is fitted to; other runs may differ by more."
     )
+
+
+def _parameter_range(content: dict[str, Any], cases: Sequence[CaseAccuracy]) -> str:
+    """Sizes of the smallest and of the largest model of the cases."""
+    sizes = [content["cases"][case.name]["parameters"] for case in cases]
+    return f"{format_count(min(sizes))} to {format_count(max(sizes))}"

@@ -168,8 +168,9 @@ def planner_figures(records: Path) -> str:
 
 
 def gpu_accuracy_figures(records: Path, compose: Compose) -> str:
-    """Errors of the planner against runs of scalewise on one H100."""
-    return _fill_marks(gpu_accuracy.accuracy_sentence(records / "h100" / "gpu.json", compose))
+    """Errors of the planner against runs of scalewise, in a paragraph per GPU."""
+    paths = sorted(records.glob("*/gpu.json"))
+    return "\n\n".join(_fill_marks(gpu_accuracy.accuracy_sentence(path, compose)) for path in paths)
 
 
 def _percent(error: float) -> str:

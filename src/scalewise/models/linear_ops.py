@@ -5,6 +5,12 @@ from __future__ import annotations
 from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
 FP32 = 4
+EAGER_FP8_CAST_BYTES = 33
+"""Bytes that torch's eager operators move per element that torchao casts to fp8.
+
+From bf16: magnitude 4, maximum 2, conversion to fp32 6, scaling 8, saturation 8, cast 5. From fp32:
+magnitude 8, maximum 4, and no conversion.
+"""
 
 
 class LinearOps:
@@ -76,8 +82,7 @@ class LinearOps:
         It computes the weight gradient even of a frozen weight (``trains``: whether it is not).
         A cast of n elements allocates 9n bytes: scaled and saturated in fp32, then cast. Backward
         casts the output gradient for both matmuls, and casts the operands of forward again.
-        Compiled, a cast reads its input twice and writes it once; torch's eager operators move
-        more.
+        Compiled, a cast reads its input twice and writes it once.
         """
         forward_spec, graph = self.forward_spec, self.graph
         input_bytes = forward_spec.num_tokens * in_features * forward_spec.compute_element_bytes
@@ -96,7 +101,7 @@ class LinearOps:
         has_transposed_copy = not forward_spec.on_cpu
         flops = 2.0 * weight_numel * forward_spec.num_tokens
         traffic = [
-            2 * size + numel
+            2 * size + numel if forward_spec.is_compiled else EAGER_FP8_CAST_BYTES * numel
             for numel, size in (
                 (input_numel, graph.sizes[x]),
                 (output_numel, output_numel * forward_spec.compute_element_bytes),

@@ -167,6 +167,8 @@ class Op:
     """Bytes of temporary tensors in backward."""
     cast_bytes: tuple[int, int] = (0, 0)
     """Memory traffic of casts to 8 bits or fewer, in forward and in backward."""
+    elementwise_bytes: tuple[int, int] = (0, 0)
+    """Memory traffic of elementwise kernels between its matmuls, in forward and in backward."""
     unpacks_weight: bool = False
     """Whether its packed weight is unpacked again in backward, which then reads no saved tensor."""
     saved_by_selective: bool = False
@@ -212,6 +214,17 @@ class OpGraph:
             self.sizes[tensor] for tensor in tensors if tensor not in self.fused_intermediates
         )
 
+    def forward_bytes(self, operator: Op) -> int:
+        """Return the memory traffic of an operator in forward, without casts inside it."""
+        return self.count_moved_bytes((*operator.reads, *operator.writes))
+
+    def backward_bytes(self, operator: Op) -> int:
+        """Return the memory traffic of an operator in backward, without casts inside it."""
+        if not (operator.gradients or operator.weight_gradient_bytes[0]):
+            return 0
+        gradient_bytes = self.count_moved_bytes(operator.gradients)
+        return self.forward_bytes(operator) + gradient_bytes + sum(operator.weight_gradient_bytes)
+
     def add_tensor(self, size: int, *, requires_grad: bool = True) -> int:
         """Add a tensor and return its index.
 
@@ -239,6 +252,7 @@ class OpGraph:
         forward_scratch: int = 0,
         backward_scratch: int = 0,
         cast_bytes: tuple[int, int] = (0, 0),
+        elementwise_bytes: tuple[int, int] = (0, 0),
         unpacks_weight: bool = False,
         saved_by_selective: bool = False,
         saves_gradients: bool = False,
@@ -277,6 +291,7 @@ class OpGraph:
                 forward_scratch=forward_scratch,
                 backward_scratch=backward_scratch,
                 cast_bytes=cast_bytes,
+                elementwise_bytes=elementwise_bytes,
                 unpacks_weight=unpacks_weight,
                 saved_by_selective=saved_by_selective,
                 saves_gradients=saves_gradients,

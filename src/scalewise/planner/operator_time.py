@@ -53,24 +53,15 @@ class DeviceRates:
 
 def forward_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
     """Return the time of an operator in forward and backward, in seconds."""
-    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[1])
     forward = forward_seconds(graph, operator, rates)
-    return forward + _backward_seconds(graph, operator, rates) + casts
+    return forward + _backward_seconds(graph, operator, rates) + inner_seconds(operator, rates, 1)
 
 
 def _backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
-    gradient_bytes = graph.count_moved_bytes(operator.gradients) + sum(
-        operator.weight_gradient_bytes
-    )
-    moved_bytes = (
-        _moved_bytes(graph, operator) + gradient_bytes
-        if operator.gradients or operator.weight_gradient_bytes[0]
-        else 0
-    )
     return rates.op_seconds(
         operator.work,
         operator.backward_flops,
-        moved_bytes,
+        graph.backward_bytes(operator),
         rate_share=operator.rate_share,
         is_launched=_ends_kernel(graph, operator),
     )
@@ -86,20 +77,21 @@ def weight_backward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) ->
 
 def forward_seconds(graph: OpGraph, operator: Op, rates: DeviceRates) -> float:
     """Return the time of an operator in forward, in seconds."""
-    casts = rates.op_seconds(OpWork.pointwise, 0.0, operator.cast_bytes[0])
     forward = rates.op_seconds(
         operator.work,
         operator.flops,
-        _moved_bytes(graph, operator),
+        graph.forward_bytes(operator),
         rate_share=operator.rate_share,
         is_launched=_ends_kernel(graph, operator),
     )
-    return forward + casts
+    return forward + inner_seconds(operator, rates, 0)
+
+
+def inner_seconds(operator: Op, rates: DeviceRates, index: int) -> float:
+    """Return the time of elementwise kernels inside an operator; index: 0 forward, 1 backward."""
+    inner_bytes = operator.cast_bytes[index] + operator.elementwise_bytes[index]
+    return rates.op_seconds(OpWork.pointwise, 0.0, inner_bytes)
 
 
 def _ends_kernel(graph: OpGraph, operator: Op) -> bool:
     return operator.writes[0] not in graph.fused_intermediates
-
-
-def _moved_bytes(graph: OpGraph, operator: Op) -> int:
-    return graph.count_moved_bytes((*operator.reads, *operator.writes))

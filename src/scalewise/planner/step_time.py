@@ -8,7 +8,6 @@ models run slower than predicted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
@@ -23,6 +22,7 @@ from scalewise.planner.operator_time import (
     DeviceRates,
     forward_backward_seconds,
     forward_seconds,
+    inner_seconds,
     weight_backward_seconds,
 )
 from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
@@ -130,7 +130,9 @@ def device_rates(run: RunConfig) -> DeviceRates | None:
     )  # CPU ranks share a processor
     return DeviceRates(
         matmul / ranks,
-        (hardware.matmul_flops("fp8") or matmul) / ranks,  # emulated without an fp8 rate
+        (hardware.matmul_flops("fp8") or matmul)  # emulated without an fp8 rate
+        * run.precision.fp8_rate_share
+        / ranks,
         peak * hardware.attention_share / ranks,
         hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share / ranks,
         hardware.launch_us * MICRO,
@@ -294,17 +296,20 @@ def _part_recompute_seconds(
     graph: OpGraph, blocks: Counter[Recompute], rates: DeviceRates
 ) -> float:
     return sum(
-        count * forward_seconds(graph, operator, rates)
+        count * _recomputed_op_seconds(graph, operator, recompute, rates)
         for recompute, count in blocks.items()
-        for operator in _recomputed_ops(graph, recompute)
+        if recompute is not Recompute.nothing
+        for operator in graph.operators
     )
 
 
-def _recomputed_ops(graph: OpGraph, recompute: Recompute) -> Iterator[Op]:
-    if recompute is Recompute.nothing:
-        return
-    saved = selective_ops(graph) if recompute is Recompute.selective else frozenset()
-    yield from (op for op in graph.operators if op.writes[0] not in saved)
+def _recomputed_op_seconds(
+    graph: OpGraph, operator: Op, recompute: Recompute, rates: DeviceRates
+) -> float:
+    """Return the time of an operator in recomputation; of saved matmuls, only the fp8 casts."""
+    if recompute is Recompute.selective and operator.writes[0] in selective_ops(graph):
+        return inner_seconds(operator, rates, 0)
+    return forward_seconds(graph, operator, rates)
 
 
 def _collective_seconds(

@@ -75,6 +75,11 @@ class Precision:
         return ()
 
     @property
+    def fp8_rate_share(self) -> float:
+        """Rate of the fp8 matmuls, relative to those with a scale per tensor."""
+        return 1.0
+
+    @property
     def peak_kind(self) -> str:
         """Key of a hardware profile's peak FLOP/s for matmuls."""
         return "tf32" if self.compute is FloatFormat.fp32 and self.tf32 else self.compute.value
@@ -91,6 +96,12 @@ class Precision:
 
 DIM_MULTIPLE = 16
 """Divisor of every dimension of an fp8 matmul on CUDA."""
+ROWWISE_RATE_SHARE = 0.75
+"""Rate of matmuls and casts with row-wise scales, relative to those with a scale per tensor.
+
+On one H200, row-wise scales add 21.6 ms to a step with 65 ms of fp8 matmuls
+(``experiments/records/h200/gpu.json``, ``mfu_8b/fp8_rowwise_4`` and ``mfu_8b/fp8_4``).
+"""
 FIRST_CAPABILITY = (8, 9)
 """Lowest compute capability of devices with fp8 matmuls."""
 
@@ -124,6 +135,11 @@ class Float8(Precision):
         if self.compute is FloatFormat.fp16:
             reason = "is not supported with fp8, whose gradients have no loss scale"
             yield ConfigIssue("precision.compute", "fp16", reason, "set precision.compute=bf16")
+
+    @property
+    def fp8_rate_share(self) -> float:
+        """Rate of the fp8 matmuls, relative to those with a scale per tensor."""
+        return ROWWISE_RATE_SHARE if self.recipe is ScalingRecipe.rowwise else 1.0
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yield an issue if torchao is not installed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,25 +12,39 @@ from scalewise.bench import gpu_accuracy
 from scalewise.config import paths
 from scalewise.config.compose import compose
 
-RECORD = paths.project_root() / "experiments" / "records" / "h100" / "gpu.json"
+RECORDS = sorted((paths.project_root() / "experiments" / "records").glob("*/gpu.json"))
+RECORD = next(path for path in RECORDS if path.parent.name == "h100")
 COMPOSE = partial(compose, check_machine=False)
-HOPPER = ("h100_8", "h100_8x4", "h100_nvl", "h100_pcie", "h200", "h200_8", "h200_nvl")
+ESTIMATED = {
+    "h100_8": "h100",
+    "h100_8x4": "h100",
+    "h100_nvl": "h100",
+    "h100_pcie": "h100",
+    "h200_8": "h200",
+    "h200_nvl": "h100",
+}
+"""Profiles without runs of scalewise, with the profile whose scale is their estimate."""
 
 
-def test_h100_profile_has_the_step_scale_of_its_record() -> None:
-    hardware = COMPOSE(["hardware=h100"]).hardware
-    scale = gpu_accuracy.recorded_step_scale(RECORD, COMPOSE)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
+def test_profile_has_the_step_scale_of_its_record(record: Path) -> None:
+    hardware = COMPOSE([f"hardware={record.parent.name}"]).hardware
+    scale = gpu_accuracy.recorded_step_scale(record, COMPOSE)
     fitted = [float(f"{value:.4g}") for value in (scale.median, scale.low, scale.high)]
     assert [hardware.step_scale, hardware.step_shortest, hardware.step_longest] == fitted
-    for name in HOPPER:
-        profile = COMPOSE([f"hardware={name}"]).hardware
-        estimate = replace(hardware, step_shortest=0.83, step_longest=1.26)
-        for key in ("step_scale", "step_shortest", "step_longest", "matmul_workspace_mib"):
-            assert getattr(profile, key) == getattr(estimate, key), (name, key)
 
 
-def test_planned_memory_of_recorded_cases_is_accurate() -> None:
-    cases = gpu_accuracy.compare_cases(RECORD, COMPOSE)
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_profile_without_runs_has_an_estimated_step_scale(name: str) -> None:
+    profile, measured = (COMPOSE([f"hardware={each}"]).hardware for each in (name, ESTIMATED[name]))
+    assert profile.step_scale == measured.step_scale
+    assert profile.matmul_workspace_mib == measured.matmul_workspace_mib
+    assert (profile.step_shortest, profile.step_longest) == (0.83, 1.26)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.parent.name)
+def test_planned_memory_of_recorded_cases_is_accurate(record: Path) -> None:
+    cases = gpu_accuracy.compare_cases(record, COMPOSE)
     assert len(cases) >= 11
     for case in cases:
         assert abs(case.memory) < 0.002, case

@@ -182,6 +182,15 @@ class OpGraphWriter(AttentionOps):
         weight_cast = weight_numel * forward_spec.compute_element_bytes * forward_spec.autocast
         trains = self.is_trained("head")
         gradient = weight_numel * forward_spec.gradient_element_bytes * trains
+        loss_ops = cross_entropy_ops(forward_spec, spec.output_size)
+        loss_traffic = [
+            sum(count(operator) for operator in loss_ops.operators)
+            for count in (loss_ops.forward_bytes, loss_ops.backward_bytes)
+        ]
+        # Each chunk but the first adds its weight gradient: cast, then sum and addend are read.
+        gradient_traffic = (-(-forward_spec.num_tokens // chunk) - 1) * (
+            (weight_cast * trains + gradient) * forward_spec.autocast + 3 * gradient
+        )
         if forward_spec.loss_in_forward:
             input_gradient = graph.sizes[normed] * graph.requires_grad[normed]
             gradient_cast = weight_cast * trains
@@ -200,6 +209,10 @@ class OpGraphWriter(AttentionOps):
                 weight_gradient_bytes=(gradient, gradient),
                 extra_output_bytes=(input_gradient, gradient),
                 saves_gradients=True,
+                elementwise_bytes=(
+                    sum(loss_traffic) + gradient_traffic,
+                    2 * (input_gradient + gradient),
+                ),
                 forward_scratch=features
                 + weight_cast
                 + max(loss_forward, loss_backward, last_matmul, input_gradient),
@@ -216,6 +229,7 @@ class OpGraphWriter(AttentionOps):
             backward_scratch=features
             + weight_cast
             + max(loss_backward, logits + features + gradient, 2 * gradient + features),
+            elementwise_bytes=(loss_traffic[0], sum(loss_traffic) + gradient_traffic),
             flops=flops,
             backward_flops=(2 + trains) * flops,
         )
