@@ -123,9 +123,10 @@ FRAMEWORKS = {
         True,
         "benchmarking/README.md: MosaicML DEFAULT and PURE are FSDP1's; GPT-shaped models; "
         "hf_causal_lm and mpt: loss_fn=fused_crossentropy, gradients in the place of the logits; "
-        "yamls/pretrain: attn_impl=triton, FlashAttention in Triton",
+        "yamls/pretrain: attn_impl=triton, FlashAttention in Triton; amp_fp8: Transformer Engine",
         loss_bytes=0,
         attention_speed=1 / TRITON_SLOWDOWN,
+        fuses_fp8_casts=True,
     ),
     "bigscience": FrameworkFacts(
         _stated_formats,
