@@ -172,9 +172,10 @@ class MemoryBreakdown:
     """Sum of the entries by phase, in bytes."""
 
     def __post_init__(self) -> None:
-        sums = {
-            phase: sum(entry.bytes.get(phase, 0) for entry in self.entries) for phase in StepPhase
-        }
+        sums = dict.fromkeys(StepPhase, 0)
+        for entry in self.entries:
+            for phase, size in entry.bytes.items():
+                sums[phase] += size
         object.__setattr__(self, "phases", sums)
 
     @property

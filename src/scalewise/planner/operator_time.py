@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from scalewise.models.op_graph import Op, OpGraph, OpWork
+from scalewise.models.base import ModelConfig
+from scalewise.models.op_graph import ForwardSpec, Op, OpGraph, OpWork, Recompute
+from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 
 
 @dataclass(frozen=True)
@@ -95,3 +99,58 @@ def inner_seconds(operator: Op, rates: DeviceRates, index: int) -> float:
 
 def _ends_kernel(graph: OpGraph, operator: Op) -> bool:
     return operator.writes[0] not in graph.fused_intermediates
+
+
+@dataclass(frozen=True)
+class GraphSeconds:
+    """Times of one operator graph, in seconds."""
+
+    forward: float
+    """Forward pass."""
+    by_work: Mapping[OpWork, float]
+    """Forward and backward, by the resource that bounds the operators."""
+    weight_gradients: float
+    """Weight gradients of the matmuls, a part of backward."""
+    recompute: Mapping[Recompute, float]
+    """Recomputation in backward, by what is recomputed."""
+
+
+@dataclass(frozen=True)
+class ModelSeconds:
+    """Times of the operator graphs of a model."""
+
+    block: GraphSeconds
+    """One block."""
+    ends: tuple[GraphSeconds, ...]
+    """Head and loss."""
+
+
+@lru_cache(maxsize=4096)
+def model_seconds(model: ModelConfig, spec: ForwardSpec, rates: DeviceRates) -> ModelSeconds:
+    """Return the times of the operator graphs of a model on one rank."""
+    graphs = model_op_graphs(model, spec)
+    ends = (graph for graph in (graphs.head, graphs.loss) if graph is not None)
+    return ModelSeconds(
+        _graph_seconds(graphs.block, rates), tuple(_graph_seconds(graph, rates) for graph in ends)
+    )
+
+
+def _graph_seconds(graph: OpGraph, rates: DeviceRates) -> GraphSeconds:
+    by_work = dict.fromkeys(OpWork, 0.0)
+    for operator in graph.operators:
+        by_work[operator.work] += forward_backward_seconds(graph, operator, rates)
+    saved = selective_ops(graph)
+    selective = sum(
+        # Of saved matmuls, only the fp8 casts are computed again.
+        inner_seconds(operator, rates, 0)
+        if operator.writes[0] in saved
+        else forward_seconds(graph, operator, rates)
+        for operator in graph.operators
+    )
+    forward = sum(forward_seconds(graph, operator, rates) for operator in graph.operators)
+    return GraphSeconds(
+        forward,
+        by_work,
+        sum(weight_backward_seconds(graph, operator, rates) for operator in graph.operators),
+        {Recompute.nothing: 0.0, Recompute.selective: selective, Recompute.full: forward},
+    )

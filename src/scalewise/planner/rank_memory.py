@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import cached_property, singledispatch
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
@@ -126,8 +126,17 @@ class RankMemory(RankStages):
 
     def numel(self, shards: int, *, trained: bool = False) -> int:
         """Return the elements of a shard of the rank's parameters, or of the trained ones."""
-        count = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
-        return count + shard_elements(self.other_weights, shards, trained=trained)
+        key = (shards, trained)
+        if key not in self._numel_by_shards:
+            count = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
+            count += shard_elements(self.other_weights, shards, trained=trained)
+            self._numel_by_shards[key] = count
+        return self._numel_by_shards[key]
+
+    @cached_property
+    def _numel_by_shards(self) -> dict[tuple[int, bool], int]:
+        """Results of ``numel``, which every peak point reads."""
+        return {}
 
     def weight_bytes(self, element_bytes: int, shards: int) -> int:
         """Return the size of a shard of the rank's parameters, in bytes."""

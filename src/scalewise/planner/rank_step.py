@@ -141,20 +141,22 @@ class RankStep:
         """Simulate the blocks of ``stages``, in order."""
         run, forward_spec = self.run, self.rank_memory.forward_spec
         saved_on = memory_of_saved_tensors(run)
+        liveness_by_kind: dict[tuple[Recompute, bool], PartLiveness] = {}
         liveness: list[PartLiveness] = []
         for stage in stages:
             for index, recompute in enumerate(run.memory.recompute_per_layer((stage,))):
-                liveness.append(
-                    block_liveness(
+                kind = (recompute, stage.is_first and not index)
+                if kind not in liveness_by_kind:
+                    liveness_by_kind[kind] = block_liveness(
                         run.model,
                         forward_spec,
                         recompute,
                         self.fresh_gradients,
                         saved_on,
                         self.step_scratch_ratio,
-                        is_first=stage.is_first and not index,
+                        is_first=kind[1],
                     )
-                )
+                liveness.append(liveness_by_kind[kind])
         return liveness
 
     def _compute_step_scratch_ratio(self) -> float:

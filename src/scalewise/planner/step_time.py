@@ -8,22 +8,21 @@ models run slower than predicted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from scalewise.hardware import DeviceKind, Hardware
-from scalewise.models.op_graph import ModelOpGraphs, Op, OpGraph, OpWork, Recompute
+from scalewise.models.op_graph import OpWork, Recompute
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.planner import host_memory
-from scalewise.planner.activation_liveness import model_op_graphs, selective_ops
 from scalewise.planner.communication import list_collectives
 from scalewise.planner.operator_time import (
     DeviceRates,
-    forward_backward_seconds,
-    forward_seconds,
-    inner_seconds,
-    weight_backward_seconds,
+    GraphSeconds,
+    ModelSeconds,
+    model_seconds,
 )
 from scalewise.planner.pipeline_bubble import StageSeconds, bubble_seconds
 from scalewise.planner.rank_memory import RankMemory, build_rank_memory
@@ -153,17 +152,15 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
 
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     rank_memory = build_rank_memory(run.parallelism, run, rank)
-    op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
+    graphs = model_seconds(run.model, rank_memory.forward_spec, rates)
     micro_batches = run.accumulation * rank_memory.num_pipeline_micro_batches
-    compute_by_work = dict.fromkeys(OpWork, 0.0)
-    for graph, count in _rank_parts(op_graphs, rank_memory):
-        for operator in graph.operators:
-            compute_by_work[operator.work] += (
-                micro_batches * count * forward_backward_seconds(graph, operator, rates)
-            )
-    recompute = micro_batches * _part_recompute_seconds(
-        op_graphs.block, Counter(run.memory.recompute_per_layer(rank_memory.stages)), rates
-    )
+    parts = _rank_parts(graphs, rank_memory)
+    compute_by_work = {
+        work: micro_batches * sum(count * part.by_work[work] for part, count in parts)
+        for work in OpWork
+    }
+    blocks = Counter(run.memory.recompute_per_layer(rank_memory.stages))
+    recompute = micro_batches * _recompute_seconds(graphs.block, blocks)
     reference = (
         micro_batches * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
     )
@@ -185,19 +182,15 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
     )
     copies = max(0.0, host.copies - overlap_seconds) + host.activations
     if run.hardware.device is DeviceKind.cuda:  # activations are copied while blocks run
-        block, passes = op_graphs.block, micro_batches * rank_memory.num_layers
-        forward = passes * sum(forward_seconds(block, each, rates) for each in block.operators)
-        both = passes * sum(
-            forward_backward_seconds(block, each, rates) for each in block.operators
-        )
+        passes = micro_batches * rank_memory.num_layers
+        forward, both = passes * graphs.block.forward, passes * sum(graphs.block.by_work.values())
         for busy in (forward, both - forward + recompute):
             copies -= min(busy, host.activations / 2)
     bubble = 0.0
     if isinstance(run.parallelism, MeshConfig) and rank_memory.pipeline_ranks > 1:
         stage = _stage_seconds(
-            op_graphs,
-            rank_memory,
-            rates,
+            parts,
+            len(rank_memory.stages),
             *(seconds / micro_batches for seconds in (compute, reference, sum(exposed.values()))),
         )
         bubble = run.accumulation * bubble_seconds(
@@ -222,9 +215,8 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
 
 
 def _stage_seconds(
-    op_graphs: ModelOpGraphs,
-    rank_memory: RankMemory,
-    rates: DeviceRates,
+    parts: Sequence[tuple[GraphSeconds, int]],
+    num_stages: int,
     compute: float,
     reference: float,
     communication: float,
@@ -232,51 +224,33 @@ def _stage_seconds(
     """Return the mean times of a stage of a rank in one micro-batch.
 
     Args:
-        op_graphs: Operator graphs of the model.
-        rank_memory: Partition of the rank.
-        rates: Rates of the device.
+        parts: Times of the operator graphs of the rank, with their number of runs.
+        num_stages: Number of stages of the rank.
         compute: Time of all passes of the rank; recomputation precedes its input gradients.
         reference: Time of its forward-only passes.
         communication: Time for which both forward and backward wait, half each.
     """
-    operators = [
-        (graph, operator, count)
-        for graph, count in _rank_parts(op_graphs, rank_memory)
-        for operator in graph.operators
-    ]
-    forward = reference + sum(
-        count * forward_seconds(graph, operator, rates) for graph, operator, count in operators
-    )
-    weights = sum(
-        count * weight_backward_seconds(graph, operator, rates)
-        for graph, operator, count in operators
-    )
-    inputs, stages = compute - forward - weights, len(rank_memory.stages)
+    forward = reference + sum(count * part.forward for part, count in parts)
+    weights = sum(count * part.weight_gradients for part, count in parts)
+    inputs = compute - forward - weights
     return StageSeconds(
-        (forward + communication / 2) / stages,
-        (inputs + communication / 2) / stages,
-        weights / stages,
+        (forward + communication / 2) / num_stages,
+        (inputs + communication / 2) / num_stages,
+        weights / num_stages,
     )
 
 
-def _rank_parts(op_graphs: ModelOpGraphs, rank_memory: RankMemory) -> list[tuple[OpGraph, int]]:
-    """Return the operator graphs that a rank runs in a forward pass, with their number of runs."""
-    end_graphs = [
-        graph
-        for graph in (op_graphs.head, op_graphs.loss)
-        if graph is not None and rank_memory.has_head
-    ]
-    return [(op_graphs.block, rank_memory.num_layers), *((graph, 1) for graph in end_graphs)]
+def _rank_parts(graphs: ModelSeconds, rank_memory: RankMemory) -> list[tuple[GraphSeconds, int]]:
+    """Return the times of the graphs that a rank runs in a forward pass, with their counts."""
+    ends = graphs.ends if rank_memory.has_head else ()
+    return [(graphs.block, rank_memory.num_layers), *((part, 1) for part in ends)]
 
 
 def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRates) -> float:
     """Return the time of a forward pass of the model without its adapter, in seconds."""
-    op_graphs = model_op_graphs(run.model, replace(rank_memory.forward_spec, adapted_layers=()))
-    return sum(
-        count * forward_seconds(graph, operator, rates)
-        for graph, count in _rank_parts(op_graphs, rank_memory)
-        for operator in graph.operators
-    )
+    base_spec = replace(rank_memory.forward_spec, adapted_layers=())
+    graphs = model_seconds(run.model, base_spec, rates)
+    return sum(count * part.forward for part, count in _rank_parts(graphs, rank_memory))
 
 
 def _loader_seconds(run: RunConfig) -> float:
@@ -287,29 +261,13 @@ def _loader_seconds(run: RunConfig) -> float:
 
 def recompute_seconds(run: RunConfig, rates: DeviceRates) -> float:
     """Return the recomputation time of all blocks in one micro-batch, in seconds."""
-    rank_memory = build_rank_memory(run.parallelism, run)
-    block = model_op_graphs(run.model, rank_memory.forward_spec).block
-    return _part_recompute_seconds(block, run.memory.count_by_recompute(run.model.layers), rates)
+    forward_spec = build_rank_memory(run.parallelism, run).forward_spec
+    block = model_seconds(run.model, forward_spec, rates).block
+    return _recompute_seconds(block, run.memory.count_by_recompute(run.model.layers))
 
 
-def _part_recompute_seconds(
-    graph: OpGraph, blocks: Counter[Recompute], rates: DeviceRates
-) -> float:
-    return sum(
-        count * _recomputed_op_seconds(graph, operator, recompute, rates)
-        for recompute, count in blocks.items()
-        if recompute is not Recompute.nothing
-        for operator in graph.operators
-    )
-
-
-def _recomputed_op_seconds(
-    graph: OpGraph, operator: Op, recompute: Recompute, rates: DeviceRates
-) -> float:
-    """Return the time of an operator in recomputation; of saved matmuls, only the fp8 casts."""
-    if recompute is Recompute.selective and operator.writes[0] in selective_ops(graph):
-        return inner_seconds(operator, rates, 0)
-    return forward_seconds(graph, operator, rates)
+def _recompute_seconds(block: GraphSeconds, blocks: Counter[Recompute]) -> float:
+    return sum(count * block.recompute[recompute] for recompute, count in blocks.items())
 
 
 def _collective_seconds(
