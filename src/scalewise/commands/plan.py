@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from scalewise import plain_console
-from scalewise.commands import show, show_limits, show_plan, show_search
+from scalewise.commands import plan_json, show, show_limits, show_plan, show_search
 from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.console import print_lines
@@ -31,13 +31,17 @@ class PlanCommand(Command):
 
     checks_machine = False
 
-    def __init__(self, resume_request: ResumeRequest | None = None) -> None:
-        self._resume_request = resume_request
+    def __init__(
+        self, resume_request: ResumeRequest | None = None, *, as_json: bool = False
+    ) -> None:
+        self._resume_request, self._as_json = resume_request, as_json
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
         """Print memory breakdown, fit, suggested fix and step time, or the result of a search."""
         if self._resume_request is not None:
             self._resume_request.reject_single_run()
+        if self._as_json:
+            return _print_json(run)
         if run.plan.search.is_limit:
             return 3 if show_limits.print_limit(run) is None else 0
         if run.plan.search is not PlanSearch.none:
@@ -80,7 +84,9 @@ class PlanCommand(Command):
         remaining = [
             (job.varied, plan) for job, plan in zip(jobs, plans, strict=True) if job not in finished
         ]
-        if remaining:
+        if self._as_json:
+            plan_json.print_json(plan_json.sweep_content(remaining))
+        elif remaining:
             show_plan.print_plan_table(remaining)
             remaining_plans = [plan for _, plan in remaining]
             show_plan.print_totals(
@@ -111,6 +117,24 @@ class PlanCommand(Command):
         finished = [job for job, earlier in matches if earlier is not None and earlier.result]
         show.print_resume_summary(len(jobs), len(finished), sweep_folder)
         return finished
+
+
+def _print_json(run: RunConfig) -> int:
+    """Print the plan of a run, or the result of its search, as JSON; return the exit code."""
+    if run.plan.search.is_limit:
+        limits = plan_json.limit_content(run)
+        plan_json.print_json(limits)
+        return 3 if limits["limit"] is None else 0
+    if run.plan.search is not PlanSearch.none:
+        result = search_runs(run)
+        plan_json.print_json(plan_json.search_content(result))
+        return 3 if result.best is None else 0
+    if run.plan.method is MemoryMethod.trace:
+        fix = "leave out --json, or set plan.method=ledger"
+        raise ConfigError.for_key("plan.method", "trace", "has no JSON output", fix)
+    plan = build_plan(run)
+    plan_json.print_json(plan_json.plan_content(plan))
+    return 3 if plan.fit.status.is_out_of_memory else 0
 
 
 def _packed_makespan(
@@ -239,5 +263,6 @@ def main(arguments: Sequence[str]) -> int:
         from scalewise.commands import compare_runs
 
         return compare_runs.main(arguments[1:])
-    resume_request, rest = sweep_resume.parse_resume_request(arguments)
-    return run_command(PlanCommand(resume_request), rest)
+    others = [argument for argument in arguments if argument != "--json"]
+    resume_request, rest = sweep_resume.parse_resume_request(others)
+    return run_command(PlanCommand(resume_request, as_json=len(others) < len(arguments)), rest)

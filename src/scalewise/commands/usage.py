@@ -72,6 +72,7 @@ FORMS: dict[str, Rows] = {
         ("... resume_sweep=last|DIR", "only the jobs that train would still run"),
         ("scalewise plan plan.search=WHAT", "search for a better run: layout, memory, all"),
         ("... plan.rank_by=WHAT", "what the search minimizes: time, price, memory"),
+        ("scalewise plan ... --json", "the plan, or the result of the search, as JSON on stdout"),
         ("scalewise plan plan.method=trace", "trace the real module with FakeTensor"),
         ("... plan.full_depth=true", "trace every layer"),
         ("scalewise plan explain RUN OTHER", "compare two runs, predicted and measured"),
