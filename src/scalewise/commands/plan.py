@@ -35,6 +35,7 @@ class PlanCommand(Command):
         self, resume_request: ResumeRequest | None = None, *, as_json: bool = False
     ) -> None:
         self._resume_request, self._as_json = resume_request, as_json
+        self.rejected_jobs = []
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
         """Print memory breakdown, fit, suggested fix and step time, or the result of a search."""
@@ -77,21 +78,24 @@ class PlanCommand(Command):
     ) -> list[JobOutcome]:
         """Print one row per job; with ``plan.search``, the best run of each job.
 
-        Jobs of a resumed sweep that ``train`` would not run again are left out.
+        Rejected jobs follow the table with their issues. Jobs of a resumed sweep that ``train``
+        would not run again are left out.
         """
-        plans = [_plan_job(job.run) for job in jobs]
+        plans, rejected = [_plan_job(job.run) for job in jobs], self.rejected_jobs or ()
         finished = self._finished_jobs(jobs, plans, folder)
         remaining = [
             (job.varied, plan) for job, plan in zip(jobs, plans, strict=True) if job not in finished
         ]
         if self._as_json:
-            plan_json.print_json(plan_json.sweep_content(remaining))
+            plan_json.print_json(plan_json.sweep_content(remaining, rejected))
         elif remaining:
             show_plan.print_plan_table(remaining)
             remaining_plans = [plan for _, plan in remaining]
             show_plan.print_totals(
                 sum_plans(remaining_plans), _packed_makespan(remaining_plans, launcher_options)
             )
+        if not self._as_json:
+            show_plan.print_rejected(rejected)
         return [
             JobOutcome(
                 3 if plan.fit.status.is_out_of_memory and job not in finished else 0,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from scalewise.commands import show_limits
+from scalewise.config.command import RejectedJob
 from scalewise.console import print_lines
 from scalewise.planner.plan import Plan, dollars_per_billion_tokens, plan_record
 from scalewise.planner.search import SearchResult
@@ -62,6 +63,14 @@ def limit_content(run: RunConfig) -> dict[str, object]:
     }
 
 
-def sweep_content(jobs: Sequence[tuple[Mapping[str, str], Plan]]) -> dict[str, object]:
-    """Plans of the jobs of a sweep, each with its varied values."""
-    return {"jobs": [{"varied": dict(varied), **plan_content(plan)} for varied, plan in jobs]}
+def sweep_content(
+    jobs: Sequence[tuple[Mapping[str, str], Plan]], rejected: Sequence[RejectedJob]
+) -> dict[str, object]:
+    """Plans of the jobs of a sweep with their varied values, and issues of rejected jobs."""
+    return {
+        "jobs": [{"varied": dict(varied), **plan_content(plan)} for varied, plan in jobs],
+        "rejected": [
+            {"varied": dict(job.varied), "issues": [str(issue) for issue in job.error.issues]}
+            for job in rejected
+        ],
+    }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from scalewise.console import MISSING
+from scalewise.config.command import RejectedJob
+from scalewise.console import MISSING, print_lines
 from scalewise.hardware import DeviceKind
 from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
@@ -178,6 +179,13 @@ def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             or (plan.suggested_fix.override_text if plan.suggested_fix else ""),
         )
     get_console().print(table)
+
+
+def print_rejected(jobs: Sequence[RejectedJob]) -> None:
+    """Print the rejected jobs of a sweep, each with its issues."""
+    for job in jobs:
+        varied = " ".join(f"{key}={value}" for key, value in job.varied.items())
+        print_lines(f"rejected: {varied}", *(f"  - {issue}" for issue in job.error.issues))
 
 
 def print_totals(totals: SweepTotals, packed_makespan: tuple[int, float] | None) -> None:

@@ -22,14 +22,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from scalewise import console, plain_console
 from scalewise.compat.hydra import log_setup_hook, run_job_hook, without_mode_composition
 from scalewise.config import diagnostics, hydra_policy, paths, run_folders, schemas
-from scalewise.config.command import Command, CommandContext, JobOutcome, SweepJob
+from scalewise.config.command import Command, CommandContext, JobOutcome, RejectedJob, SweepJob
 from scalewise.config.composition_cache import shared_composition_cache
 from scalewise.config.flags import flag_help, overrides_first, split_flags
 from scalewise.config.hydra_policy import bound_omegaconf
 from scalewise.config.launchers import launcher_issues, unknown_option_issues
 from scalewise.config.parse import parse_run
 from scalewise.config.run_folders import missing_folders, record_hydra_folders, remove_empty
-from scalewise.errors import ConfigError, ConfigIssue, did_you_mean
+from scalewise.errors import ConfigError, did_you_mean
 from scalewise.run_config import RunConfig
 
 _contexts: list[CommandContext] = []
@@ -299,7 +299,7 @@ def _validate_jobs(
 ) -> list[SweepJob]:
     varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
     jobs: list[SweepJob] = []
-    issues: dict[str, ConfigIssue] = {}
+    rejected: list[RejectedJob] = []
     composition_error: Exception | None = None
     progress = plain_console.show_progress(job_overrides, "checking", "jobs")
     for number, overrides in enumerate(progress, start=first_number):
@@ -322,7 +322,7 @@ def _validate_jobs(
                 check_machine=check_machine,
             )
         except ConfigError as error:
-            issues |= {str(issue): issue for issue in error.issues}
+            rejected.append(RejectedJob(varied[number - first_number], error))
             continue
         subdir = str(OmegaConf.select(job_config, "hydra.sweep.subdir"))
         if not _is_inside(subdir):
@@ -331,10 +331,15 @@ def _validate_jobs(
             raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, fix)
         job_folder = folder / subdir
         jobs.append(SweepJob(number, run, job_folder, varied[number - first_number]))
-    if issues:
+    kept = _contexts[-1].command.rejected_jobs
+    if rejected and (kept is None or not jobs or composition_error is not None):
+        issues = {str(issue): issue for job in rejected for issue in job.error.issues}
         raise ConfigError(issues.values()) from composition_error
     if composition_error is not None:
         raise composition_error
+    if kept is not None:
+        kept.extend(rejected)
+        _contexts[-1].exit_codes.extend(job.error.exit_code for job in rejected)
     return jobs
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scalewise.errors import ConfigError
 from scalewise.run_config import RunConfig
 
 
@@ -19,6 +20,16 @@ class SweepJob:
     """Run folder; it does not exist yet."""
     varied: Mapping[str, str]
     """Overrides in which the jobs of the multirun differ: value by key."""
+
+
+@dataclass(frozen=True)
+class RejectedJob:
+    """Job of a multirun whose config is rejected."""
+
+    varied: Mapping[str, str]
+    """Overrides in which the jobs of the multirun differ: value by key."""
+    error: ConfigError
+    """All issues of the config."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Command:
     """Whether jobs write measurements, which a search needs."""
     remote_launchers: Collection[str] = ()
     """Launchers that run jobs on other machines."""
+    rejected_jobs: list[RejectedJob] | None = None
+    """Rejected jobs of a multirun that handles the valid ones; None: it handles none of them."""
 
     def run_single(self, run: RunConfig, folder: Path) -> int:
         """Run a single job in ``folder`` and return its exit code."""

@@ -73,6 +73,27 @@ def test_sweep_has_one_plan_per_job(capsys: Capture) -> None:
     assert all(job["fit"] == "fits" for job in result["jobs"])
 
 
+def test_sweep_plans_the_valid_jobs_and_lists_the_rejected_ones(capsys: Capture) -> None:
+    layout = ("hardware=h100_8", "parallelism=tensor", "parallelism.tensor=2,5")
+    result = plan_json(capsys, "-m", *layout, exit_code=2)
+    assert [job["varied"] for job in result["jobs"]] == [{"parallelism.tensor": "2"}]
+    (rejected,) = result["rejected"]
+    assert rejected["varied"] == {"parallelism.tensor": "5"}
+    assert "does not divide model.heads=12" in rejected["issues"][0]
+    assert main(["plan", *MODEL, "-m", *layout]) == 2
+    output = capsys.readouterr().out
+    assert output.index("1 job;") < output.index("rejected: parallelism.tensor=5")
+    assert "- parallelism.tensor=5: does not divide model.heads=12" in output
+
+
+def test_sweep_without_valid_jobs_is_rejected(capsys: Capture) -> None:
+    layout = ("hardware=h100_8", "parallelism=tensor", "parallelism.tensor=5,7")
+    assert main(["plan", *MODEL, "-m", *layout, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "parallelism.tensor=7: does not divide model.heads=12" in captured.err
+
+
 def test_trace_is_rejected(capsys: Capture) -> None:
     assert main(["plan", *MODEL, "hardware=h100", "plan.method=trace", "--json"]) == 2
     captured = capsys.readouterr()
