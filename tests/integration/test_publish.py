@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from fixtures.cli_runner import TINY, CliResult, CliRunner, RunDir
-from fixtures.wandb_server import ENTITY, STREAM, UPLOAD, ServedRun, WandbServer
+from fixtures.wandb_http import STREAM, UPLOAD
+from fixtures.wandb_server import ENTITY, ServedRun, WandbServer
 from fixtures.wandb_views import Views
 
 EXHAUSTIVE = pytest.mark.exhaustive
