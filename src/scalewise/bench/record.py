@@ -161,7 +161,7 @@ def planner_figures(records: Path) -> str:
         f"{record['interval_coverage']:.0%} of the step times of a source. In "
         f"{record['choices']['sets']} sets of layouts of one model on the same devices, the layout "
         f"that is predicted to be fastest has {record['choices']['median']:.2f} of the best "
-        "measured speed at the median. No constant is fitted to a single measurement, but the "
+        "measured speed at the median. No constant is fitted to one of them, but the "
         "measurements "
         "were known while the frameworks were modelled, so the error on other runs may be larger."
     )

@@ -81,6 +81,9 @@ class PlanCommand(Command):
         Rejected jobs follow the table with their issues. Jobs of a resumed sweep that ``train``
         would not run again are left out.
         """
+        if self._as_json:
+            for job in jobs:
+                _reject_traced_json(job.run)
         plans, rejected = [_plan_job(job.run) for job in jobs], self.rejected_jobs or ()
         finished = self._finished_jobs(jobs, plans, folder)
         remaining = [
@@ -119,12 +122,14 @@ class PlanCommand(Command):
         job_keys = [(config_hash(run), job.varied) for run, job in zip(runs, jobs, strict=True)]
         matches = zip(jobs, sweep_resume.match_jobs(job_keys, earlier_jobs), strict=True)
         finished = [job for job, earlier in matches if earlier is not None and earlier.result]
-        show.print_resume_summary(len(jobs), len(finished), sweep_folder)
+        if not self._as_json:
+            show.print_resume_summary(len(jobs), len(finished), sweep_folder)
         return finished
 
 
 def _print_json(run: RunConfig) -> int:
     """Print the plan of a run, or the result of its search, as JSON; return the exit code."""
+    _reject_traced_json(run)
     if run.plan.search.is_limit:
         limits = plan_json.limit_content(run)
         plan_json.print_json(limits)
@@ -133,12 +138,15 @@ def _print_json(run: RunConfig) -> int:
         result = search_runs(run)
         plan_json.print_json(plan_json.search_content(result))
         return 3 if result.best is None else 0
-    if run.plan.method is MemoryMethod.trace:
-        fix = "leave out --json, or set plan.method=ledger"
-        raise ConfigError.for_key("plan.method", "trace", "has no JSON output", fix)
     plan = build_plan(run)
     plan_json.print_json(plan_json.plan_content(plan))
     return 3 if plan.fit.status.is_out_of_memory else 0
+
+
+def _reject_traced_json(run: RunConfig) -> None:
+    if run.plan.method is MemoryMethod.trace:  # it prints its own lines
+        fix = "leave out --json, or set plan.method=ledger"
+        raise ConfigError.for_key("plan.method", "trace", "has no JSON output", fix)
 
 
 def _packed_makespan(

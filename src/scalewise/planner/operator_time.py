@@ -141,7 +141,7 @@ def _graph_seconds(graph: OpGraph, rates: DeviceRates) -> GraphSeconds:
         by_work[operator.work] += forward_backward_seconds(graph, operator, rates)
     saved = selective_ops(graph)
     selective = sum(
-        # Of saved matmuls, only the fp8 casts are computed again.
+        # Of saved matmuls, only casts to 8 bits or fewer are computed again.
         inner_seconds(operator, rates, 0)
         if operator.writes[0] in saved
         else forward_seconds(graph, operator, rates)

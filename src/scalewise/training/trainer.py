@@ -121,7 +121,8 @@ def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
     with warnings.catch_warnings():
         # Samples come from a memory map, so that workers are not needed; validation may be off;
         # Lightning uses a deprecated name of torch's pytree; scalewise starts the Slurm tasks;
-        # hardware=cpu trains on the CPU of a machine with GPUs; precision.tf32 is an option.
+        # hardware=cpu trains on the CPU of a machine with GPUs; TorchInductor
+        # suggests TF32, which precision.tf32 turns on.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         if reduces_metrics:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")

@@ -94,8 +94,13 @@ def test_sweep_without_valid_jobs_is_rejected(capsys: Capture) -> None:
     assert "parallelism.tensor=7: does not divide model.heads=12" in captured.err
 
 
-def test_trace_is_rejected(capsys: Capture) -> None:
-    assert main(["plan", *MODEL, "hardware=h100", "plan.method=trace", "--json"]) == 2
+@pytest.mark.parametrize(
+    "arguments",
+    [("hardware=h100",), ("-m", "hardware=h100,h200"), ("hardware=h100", "plan.search=layout")],
+    ids=" ".join,
+)
+def test_trace_is_rejected(arguments: tuple[str, ...], capsys: Capture) -> None:
+    assert main(["plan", *MODEL, *arguments, "plan.method=trace", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "plan.method=trace: has no JSON output" in captured.err
