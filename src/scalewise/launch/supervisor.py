@@ -1,6 +1,7 @@
 """Supervisor processes of a packed sweep, each with one job at a time, and their pool.
 
 Ending a job ends all descendants of its process, so that concurrent jobs need a supervisor each.
+A supervisor restarts no job: ``job`` does.
 ``python -m scalewise.launch.supervisor FD PARENT`` reads tasks from a pipe of the sweep, the
 process PARENT, and ends with it.
 """

@@ -88,8 +88,8 @@ class MeshConfig(ParallelismConfig):
     all remaining devices."""
     shards: Size = 1
     """Sharding size (dp_shard, FSDP2), in ranks; they partition parameters, gradients and
-    optimizer state. auto: the devices of the hardware profile, or of the launched ranks, divided
-    by the sizes of the other axes; 2 on the CPU."""
+    optimizer state. auto: the launched ranks, else the devices of the hardware profile, else the
+    visible GPUs, divided by the sizes of the other axes and rounded down; else 2, on the CPU."""
     context: Size = 1
     """Context parallel size, in ranks; they partition each sequence, and parameters are sharded
     over them too. auto: all remaining devices."""

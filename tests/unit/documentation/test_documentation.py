@@ -24,6 +24,7 @@ from scalewise.launch import sweep_resume
 from scalewise.planner.plan import plan_record
 
 README = ROOT / "README.md"
+INLINE_MODULE = re.compile(r"`((?:\w+/)+\w+\.py)`")
 INLINE_COMMAND = re.compile(r"`(scalewise [a-z][^`]*)`")
 OTHER_COMMANDS = {
     "make": lambda line: re.search(rf"^{line.split()[1]}:", MAKEFILE, re.MULTILINE) is not None,
@@ -131,6 +132,14 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
         if {issue.key for issue in error.issues} <= {"data", "learn", "name"}:
             return []
         raise
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_modules_exist(document: Path) -> None:
+    modules = INLINE_MODULE.findall(FENCE.sub("", document.read_text("utf-8")))
+    folders = [ROOT, ROOT / "src/scalewise"]
+    missing = [name for name in modules if not any((it / name).is_file() for it in folders)]
+    assert not missing
 
 
 def test_readme_picture_exists() -> None:
