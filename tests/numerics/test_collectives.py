@@ -107,8 +107,12 @@ EXHAUSTIVE_STRATEGIES += (
 )
 EXHAUSTIVE_STRATEGIES += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
-SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
-"""Options that save results for one backward; zero-bubble schedules run two."""
+RECOMPUTING = {
+    "memory=checkpoint_full",
+    "memory=checkpoint_selective",
+    "memory=checkpoint_every_n",
+}
+"""Options that zero-bubble schedules reject, because they split the backward pass."""
 UNSUPPORTED_STRATEGIES = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
 """Axes that shard samples, heads or layers, which adapters reject."""
 
@@ -124,10 +128,8 @@ CollectiveCounts = Counter[tuple[str, tuple[int, ...], int]]
         for shape in SHAPES
         for option in RECOMPUTE_OPTIONS
         if not (
-            "zero_bubble" in strategy and SELECTIVE & {*RECOMPUTE_OPTIONS[option]}
+            "zero_bubble" in strategy and RECOMPUTING & {*RECOMPUTE_OPTIONS[option]}
         )  # which is rejected
-        if not ("zero_bubble" in strategy and "memory=checkpoint_full" in RECOMPUTE_OPTIONS[option])
-        # which recomputes a block once for each group of its weights
         if not any(axis in strategy for axis in UNSUPPORTED_STRATEGIES.get(option, ()))
         if not ("dpo" in option and ("pipeline" in strategy or "context" in strategy))  # as is this
         for is_default in [

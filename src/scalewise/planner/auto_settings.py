@@ -48,11 +48,13 @@ def resolve_auto_checkpointing(variant: RunVariant) -> RunVariant:
     budget = variant.run.memory.budget_gib
     if candidates := list(_candidates_within_budget(variant, budget)):
         return min(candidates, key=_recompute_seconds)
-    full_recompute = variant.set_checkpointing(FixedCheckpointing(Recompute.full))
-    peak = full_recompute.fit.breakdown.peak
+    smallest, note = variant.set_checkpointing(FixedCheckpointing(Recompute.full)), "full"
+    if not smallest.is_valid:  # zero-bubble schedules support no recomputation
+        smallest, note = variant.set_checkpointing(FixedCheckpointing()), "no"
+    peak = smallest.fit.breakdown.peak
     if budget is None or peak <= budget * GIB:
-        return full_recompute  # the fit status reports the missing memory
-    reason = f"is less than the {format_bytes(peak)} that remain with full recomputation"
+        return smallest  # the fit status reports the missing memory
+    reason = f"is less than the {format_bytes(peak)} that remain with {note} recomputation"
     fix = f"set memory.budget_gib={_round_up_gib(peak)}, or a smaller trainer.micro_batch"
     raise ConfigError.for_key("memory.budget_gib", budget, reason, fix)
 

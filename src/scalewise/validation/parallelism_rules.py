@@ -267,14 +267,8 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
             f"is not a multiple of the {mesh.num_pipeline_micro_batches} pipeline micro-batches",
             f"set trainer.micro_batch={mesh.num_pipeline_micro_batches}",
         )
-    selective = Recompute.selective in run.memory.count_by_recompute(run.model.layers)
-    if selective and mesh.splits_backward:
-        yield ConfigIssue(
-            "memory.recompute",
-            "selective",
-            f"saves outputs for one backward pass, and {mesh.pipeline_schedule.name} runs two",
-            "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
-        )
+    if mesh.splits_backward:
+        yield from _split_backward_issues(mesh, run)
     if run.is_compiled and not mesh.supports_compile:
         yield ConfigIssue(
             "compile.scope",
@@ -282,6 +276,22 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
             f"compiles a backward pass as one graph, and {mesh.pipeline_schedule.name} splits it",
             "set compile=none, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
+
+
+def _split_backward_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue for recomputation, which torch repeats for each part of a split backward."""
+    reasons = {
+        Recompute.selective: "saves outputs for one backward pass, and {} runs two",
+        Recompute.full: "recomputes a block once for each group of its weights with {}",
+    }
+    for recompute in run.memory.count_by_recompute(run.model.layers):
+        if recompute in reasons:
+            yield ConfigIssue(
+                "memory.recompute",
+                recompute.value,
+                reasons[recompute].format(mesh.pipeline_schedule.name),
+                "set memory=none, or parallelism.pipeline_schedule=interleaved_1f1b",
+            )
 
 
 def _pair_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:

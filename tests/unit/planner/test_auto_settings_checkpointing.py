@@ -124,10 +124,11 @@ def test_auto_checkpointing_reports_that_it_does_not_suffice(compose: Compose) -
         build_plan(compose(*TRAINING, "memory=auto", "memory.budget_gib=1", check_machine=False))
 
 
-def test_auto_checkpointing_omits_matmul_saving_for_some_schedules(compose: Compose) -> None:
+def test_auto_checkpointing_recomputes_nothing_with_a_split_backward(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", check_machine=False)
-    low, high = checkpointing_extremes(run)
-    limited = replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
-    resolved_run = resolve_auto_checkpointing(RunVariant(limited)).run
-    assert Recompute.selective not in resolved_run.memory.count_by_recompute(run.model.layers)
-    assert peak_memory.worst_rank_breakdown(resolved_run).peak <= (low + high) / 2
+    small_device = replace(run, hardware=replace(run.hardware, memory_gib=10))
+    variant = resolve_auto_checkpointing(RunVariant(small_device))
+    assert variant.overrides == ("memory=none",)
+    assert variant.fit.status is FitStatus.out_of_memory
+    with pytest.raises(ConfigError, match=r"budget_gib=1: .* that remain with no recomputation"):
+        resolve_auto_checkpointing(RunVariant(replace(run, memory=AutoCheckpointing(1))))

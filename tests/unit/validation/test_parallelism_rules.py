@@ -177,7 +177,19 @@ REJECTED_MESHES: list[RejectionCase] = [
          "memory=checkpoint_selective"],
         "memory.recompute",
         "one backward pass, and zbv_zero_bubble runs two",
-        "memory=checkpoint_full",
+        "memory=none",
+    ),
+    *(
+        (
+            ["parallelism=pipeline", f"parallelism.pipeline_schedule={schedule}",
+             f"memory={memory}"],
+            "memory.recompute",
+            f"recomputes a block once for each group of its weights with {schedule}",
+            fix,
+        )
+        for schedule in ("zbv_zero_bubble", "interleaved_zero_bubble")
+        for memory in ("checkpoint_full", "checkpoint_every_n", "offload_activations")
+        for fix in ("memory=none", "parallelism.pipeline_schedule=interleaved_1f1b")
     ),
     *(
         (
