@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fixtures.cli_runner import RunDir
 from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GPT2, LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import GPT2, LLAMA, QWEN, STRATEGIES, TINY_DECODER
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +33,7 @@ THIRD_STEP = (
     "+callbacks.messages._target_=fixtures.probe_callbacks.CountCollectives",
 )
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
+ARCHITECTURES = {"qwen": (*LLAMA, *QWEN)}
 RECOMPUTE_OPTIONS = {
     "none": (),
     "full": ("memory=checkpoint_full",),
@@ -155,6 +156,21 @@ def test_collectives_of_each_strategy_equal_prediction(
         *RUN_OPTIONS[option],
     )
     assert_collectives_equal(overrides, JobRunner(tmp_path, shared_cache))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("option", ["none", "full"])
+@pytest.mark.parametrize(
+    "strategy", ["tensor", "tensor_no_sequence_parallel", "shard_tensor", "context_gather"]
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_collectives_of_other_architectures_equal_prediction(
+    architecture: str, strategy: str, option: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    options = (*ARCHITECTURES[architecture], *STRATEGIES[strategy], *RUN_OPTIONS[option])
+    assert_collectives_equal(
+        (*TINY_DECODER, *THIRD_STEP, *options), JobRunner(tmp_path, shared_cache)
+    )
 
 
 @pytest.mark.parametrize(

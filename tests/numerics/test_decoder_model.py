@@ -23,11 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import flop_counter
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.build import build_model
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import find_family, write_config
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
 from scalewise.models.decoder.state_dict_adapter import (
     export_folder,
     from_hf_state_dict,
@@ -46,7 +48,12 @@ def assert_same_logits(actual: nn.Module, expected: nn.Module, spec: DecoderConf
 def read(name: str) -> DecoderConfig:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     del values["defaults"]
-    enums = {"norm": NormKind, "position": PositionKind, "activation": ActivationKind}
+    enums = {
+        "norm": NormKind,
+        "position": PositionKind,
+        "activation": ActivationKind,
+        "qk_norm": QKNorm,
+    }
     return DecoderConfig(
         **{key: enums.get(key, lambda x: x)(value) for key, value in values.items()}
     )
@@ -185,6 +192,12 @@ def test_decoder_option_parameter_shapes_equal_the_module(name: str) -> None:
     with torch.device("meta"):
         module = build_model(spec, 0)
     assert [(weight.name, weight.shape) for weight in spec.weight_census()] == shapes(module)
+    config = write_config(find_family(spec), spec)
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config)
+        )
+    assert reference.num_parameters() == spec.num_parameters
 
 
 @for_each_decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fixtures.job_runner import JobRunner
 from fixtures.reference_runs import BATCHES, ReferenceRun, assert_same_training, train_strategy
-from fixtures.strategies import OPTION_PRODUCTS, SCHEDULE_PRODUCTS, STRATEGIES, marks
+from fixtures.strategies import OPTION_PRODUCTS, QWEN, SCHEDULE_PRODUCTS, STRATEGIES, marks
 
 CI_BATCHES = ("combined",)
 EXHAUSTIVE_STRATEGIES = (
@@ -57,6 +57,40 @@ def test_strategy_equals_one_device(
 ) -> None:
     run = train_strategy(STRATEGIES[strategy], batch, JobRunner(tmp_path, shared_cache))
     assert_same_training(run, reference_run(batch))
+
+
+ARCHITECTURES = {"qwen": QWEN}
+"""Options of the decoder by name, on the accumulated batch of a Llama."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "strategy"),
+    [
+        pytest.param(
+            architecture, strategy, marks=() if strategy == "tensor" else pytest.mark.exhaustive
+        )
+        for architecture in ARCHITECTURES
+        for strategy in (
+            "tensor",
+            "tensor_no_sequence_parallel",
+            "shard_tensor",
+            "context",
+            "context_gather",
+            "pipeline_one_f_one_b",
+            "fsdp",
+        )
+    ],
+)
+def test_architecture_under_a_strategy_equals_one_device(
+    architecture: str,
+    strategy: str,
+    reference_run: ReferenceRun,
+    tmp_path: Path,
+    shared_cache: Path,
+) -> None:
+    options, run_job = ARCHITECTURES[architecture], JobRunner(tmp_path, shared_cache)
+    run = train_strategy(STRATEGIES[strategy], "accumulated", run_job, *options)
+    assert_same_training(run, reference_run("accumulated", *options))
 
 
 ALL_PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS

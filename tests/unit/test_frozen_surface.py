@@ -45,6 +45,10 @@ def test_groups_and_options_are_frozen() -> None:
             "openllama_13b",
             "openllama_3b",
             "openllama_7b",
+            "qwen3_0_6b",
+            "qwen3_1_7b",
+            "qwen3_32b",
+            "qwen3_8b",
             "tinyllama_1b",
         ],
         "data": [

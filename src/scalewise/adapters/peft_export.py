@@ -26,9 +26,9 @@ from scalewise.models import safetensors_files
 from scalewise.models.base import StageSlice, is_adapter_weight
 from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.state_dict_adapter import (
     TensorMapping,
-    is_llama_shape,
     iter_tensor_mappings,
 )
 from scalewise.models.hf.causal_lm import CausalLMModule
@@ -170,7 +170,7 @@ def _lora_tensors(
             target: adapter.alpha * (factor**0.5 if adapter.rank_stabilized else factor)
             for target, factor in rank_factors.items()
         },
-        fan_in_fan_out=not is_llama_shape(model),
+        fan_in_fan_out=find_family(model).has_conv1d,
     )
     return config, tensors
 
@@ -196,7 +196,7 @@ def _ia3_tensors(
     config = IA3Config(
         target_modules=sorted({_short_name(_module_name(name)) for name in tensors}),
         feedforward_modules=sorted(scaled_inputs),
-        fan_in_fan_out=not is_llama_shape(model),
+        fan_in_fan_out=find_family(model).has_conv1d,
     )
     return config, tensors
 

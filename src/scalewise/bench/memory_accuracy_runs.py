@@ -89,6 +89,7 @@ _GPT2 = (
     "model.activation=gelu",
     "model.bias=true",
 )
+_QWEN = ("model.qk_norm=head", "model.qkv_bias=true", "model.head_width=64")
 _IN_BACKWARD = (
     "optimizer.in_backward=true",
     "trainer.clip_norm=null",
@@ -133,6 +134,9 @@ TRAINED: tuple[Overrides, ...] = (
     fsdp_overrides(2, EMA, *WEIGHTS),
 )
 TRAINED_SELDOM: tuple[Overrides, ...] = (
+    _QWEN,
+    (*_QWEN, MIXED),
+    (*_QWEN, *_TENSOR),
     (EMA, LORA),
     (*_ZERO1, *WEIGHTS),
     (*_ZERO2, *WEIGHTS, "trainer.global_batch=4"),

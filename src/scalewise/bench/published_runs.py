@@ -22,7 +22,8 @@ from scalewise.hardware import Hardware
 from scalewise.launch_config import Launch
 from scalewise.lr_schedules import ConstantConfig
 from scalewise.memory_config import FixedCheckpointing
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
 from scalewise.models.op_graph import Recompute
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import AdamWConfig, SGDConfig

@@ -29,6 +29,8 @@ IGNORED_KEYS = (
 """Config keys that do not affect the identity of a job."""
 HASH_DIGITS = 16
 ADDED_OPTIONS: dict[tuple[str, str], object] = {
+    ("model", "qk_norm"): "none",
+    ("model", "qkv_bias"): False,
     ("parallelism", "one_rank_mesh"): False,
     ("parallelism", "shard"): "parameters",
 }

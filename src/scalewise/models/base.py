@@ -92,6 +92,8 @@ class TPStyle(StrEnum):
     """Output head sharded by its outputs (dim 0), if it is not tied to the embedding."""
     tokens = "tokens"
     """Replicated norm; with sequence parallelism it reads this rank's shard of the tokens."""
+    heads = "heads"
+    """Replicated norm over the features of one head, which reads the heads of this rank."""
     positions = "positions"
     """Replicated table of positions."""
     prompt = "prompt"

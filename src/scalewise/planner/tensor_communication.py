@@ -60,11 +60,11 @@ def tensor_collectives(partition: RankPartition) -> Iterator[Collective]:
             reduce_scatters,
             "sums cut by tokens",
         )
-        yield from _replicated_grad_collectives(partition)
     else:
         yield Collective(
             CollectiveKind.all_reduce, axes, partition.residual_bytes, reduce_scatters, "sums"
         )
+    yield from _replicated_grad_collectives(partition)
     yield from _lora_collectives(partition, layers)
     if last:
         yield from _loss_collectives(partition)
@@ -178,7 +178,8 @@ def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
 
 
 def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collective]:
-    """Gradients of replicated weights that see a part of the tokens: norms and positions."""
+    """Gradients of replicated weights that see a part of the tokens or heads."""
+    has_token_shards = partition.mesh.sequence_parallel
     styles = partition.tensor_parallel_styles
     element_bytes = partition.run.precision.parameters.bytes
     ranks = partition.mesh.sizes
@@ -193,11 +194,11 @@ def _replicated_grad_collectives(partition: RankPartition) -> Iterator[Collectiv
         *((it, 1) for it in other),
     ]:
         style = tp_style(weight, styles) if weight.trainable else None
-        if style is TPStyle.tokens:
+        if style is TPStyle.heads or (style is TPStyle.tokens and has_token_shards):
             sizes[weight.numel * element_bytes] = (
                 sizes.get(weight.numel * element_bytes, 0) + layers
             )
-        elif style is TPStyle.positions:
+        elif style is TPStyle.positions and has_token_shards:
             activation_bytes = (
                 partition.tokens_per_sequence
                 * partition.run.model.width

@@ -26,6 +26,8 @@ from scalewise.parallelism.mesh import MeshConfig
 
 TOKEN_SHARD = Shard(1)
 """Placement of ``x_BTW`` under sequence parallelism."""
+HEAD_DIM = 2
+"""Dimension of the heads in ``query_BTHD``."""
 
 
 def apply_tensor_parallel(
@@ -51,6 +53,7 @@ def apply_tensor_parallel(
         TPStyle.tokens: SequenceParallel()
         if spec.sequence_parallel
         else ReplicatedModule(Replicate()),
+        TPStyle.heads: SequenceParallel(sequence_dim=HEAD_DIM, use_local_output=True),
         TPStyle.positions: ReplicatedModule(position_placement),
         TPStyle.prompt: ReplicatedModule(residual_placement),
         TPStyle.replicated: ReplicatedModule(Replicate()),

@@ -9,7 +9,8 @@ from math import gcd
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
-from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import LLAMA_OPTIONS
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat, Precision
@@ -121,7 +122,8 @@ def _qat_issues(quantization: QATInt4Config, run: RunConfig) -> Iterator[ConfigI
 
 def _export_format_issues(model: DecoderConfig, name: str) -> Iterator[ConfigIssue]:
     """Yield an issue for each field that the export format does not have."""
-    for field, llama_value in LLAMA_SHAPE.items():
+    for field in ("position", "norm", "activation", "bias", "qkv_bias"):
+        llama_value = LLAMA_OPTIONS[field]
         if (value := getattr(model, field)) != llama_value:
             reason = f"differs from Llama, whose format quantization={name} is exported in"
             fix = f"set {format_override(f'model.{field}', llama_value)}"

@@ -11,7 +11,7 @@ from scalewise.bench import (
     published_runs,
 )
 from scalewise.errors import ConfigError
-from scalewise.models.decoder.config import NormKind
+from scalewise.models.decoder.kinds import NormKind
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.mesh import MeshConfig, PipelineSchedule, ShardedState
 from scalewise.planner.fit_check import check_fit

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.model import RMSNorm
+from scalewise.models.decoder.norms import RMSNorm
 
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from scalewise.models.base import AttentionFlops, StageSlice, TPStyle
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
 SMALL_DECODER = DecoderConfig(
@@ -30,15 +31,26 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "openllama_13b": 13_015_864_320,
     "llama3_70b": 70_553_706_496,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+}
+
+
+ENUMS = {
+    "norm": NormKind,
+    "position": PositionKind,
+    "activation": ActivationKind,
+    "qk_norm": QKNorm,
 }
 
 
 def read(name: str) -> DecoderConfig:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert values.pop("defaults") == ["/schema/model/decoder@_here_", "_self_"]
-    enums = {"norm": NormKind, "position": PositionKind, "activation": ActivationKind}
     return DecoderConfig(
-        **{key: enums.get(key, lambda x: x)(value) for key, value in values.items()}
+        **{key: ENUMS.get(key, lambda x: x)(value) for key, value in values.items()}
     )
 
 

@@ -13,14 +13,24 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3Config,
 )
 from transformers.activations import ACT2FN
 
 from scalewise.models.build import build_model
-from scalewise.models.decoder import hf_config_check as beside_of
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder import hf_config_check
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import (
+    FAMILY_BY_TYPE,
+    GPT2_ALIASES,
+    SILU,
+    TANH_GELU,
+    read_fields,
+)
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
 from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
 
 LLAMA = DecoderConfig(64, 32, 32, 2, 4, 48, kv_heads=2)
@@ -99,7 +109,9 @@ def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) 
         ),
         (LLAMA, LlamaConfig(**SIZES, rope_parameters=YARN), [USE_HF_MODEL]),
         (LLAMA, MistralConfig(**SIZES, sliding_window=16), ["context=16"]),
-        (LLAMA, Qwen2Config(**SIZES), [USE_HF_MODEL]),
+        (LLAMA, Qwen2Config(**SIZES), ["qkv_bias=true"]),
+        (LLAMA, Qwen3Config(**SIZES, head_dim=8), ["qk_norm=head"]),
+        (LLAMA, OPTConfig(), [USE_HF_MODEL]),
         (LLAMA, GPT2Config(**GPT2_SIZES), [USE_HF_MODEL]),
         (GPT2, LlamaConfig(**SIZES), [USE_HF_MODEL]),
         (GPT2, GPT2Config(**GPT2_SIZES | {"n_head": 8}), ["heads=8"]),
@@ -146,38 +158,48 @@ def test_weight_file_uses_the_config_of_its_folder(tmp_path: Path) -> None:
     assert "model.heads" in [issue.key for issue in pretrained.validate()]
 
 
-CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
+CLASSES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gpt2": GPT2Config,
+}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_config_keys_are_all_classified(kind: str) -> None:
     """Fails when transformers adds a key, which must then be classified."""
+    family = FAMILY_BY_TYPE[kind]
     keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
-    fixed = beside_of.FIXED_VALUES[kind] | beside_of.FIXED_FOR_ALL
-    known_keys = beside_of.IGNORED_KEYS | fixed.keys() | {*beside_of.COMPARED_KEYS[kind]}
-    assert keys - known_keys - beside_of.GPT2_ALIASES.keys() == set()
-    assert not beside_of.IGNORED_KEYS & {*fixed, *beside_of.COMPARED_KEYS[kind]}
+    fixed = {**family.fixed, **hf_config_check.FIXED_FOR_ALL}
+    compared_keys = {*family.keys.values(), *hf_config_check.compared_keys(family)}
+    assert keys - hf_config_check.IGNORED_KEYS - fixed.keys() - compared_keys == set()
+    assert not hf_config_check.IGNORED_KEYS & (fixed.keys() | compared_keys - GPT2_ALIASES.keys())
     defaults = CLASSES[kind]().to_dict()
-    for key, values in beside_of.FIXED_VALUES[kind].items():
+    for key, values in family.fixed.items():
         assert defaults.get(key, False) == values[0], key
-    assert CLASSES["gpt2"].attribute_map == beside_of.GPT2_ALIASES
+    assert CLASSES["gpt2"].attribute_map == GPT2_ALIASES
+
+
+def test_config_classes_are_those_of_all_families() -> None:
+    assert CLASSES.keys() == FAMILY_BY_TYPE.keys()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_absent_config_keys_have_transformers_defaults(kind: str) -> None:
-    config = CLASSES[kind]()
+    config, family = CLASSES[kind](), FAMILY_BY_TYPE[kind]
     required_keys = {"hidden_size", "num_attention_heads"}
-    read_fields = beside_of._gpt2_fields if kind == "gpt2" else beside_of._llama_fields
     config_values = {key: getattr(config, key) for key in required_keys} | {"model_type": kind}
-    assert read_fields(config_values) == read_fields(config.to_dict())
+    assert read_fields(family, config_values) == read_fields(family, config.to_dict())
 
 
 def test_accepted_activations_equal_the_decoder() -> None:
     x = torch.linspace(-6, 6, 1001)
-    for name in beside_of.TANH_GELU:
+    for name in TANH_GELU:
         expected = torch.nn.functional.gelu(x, approximate="tanh")
         torch.testing.assert_close(ACT2FN[name](x), expected, rtol=1e-5, atol=1e-6)
-    for name in beside_of.SILU:
+    for name in SILU:
         torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
 
 
@@ -198,6 +220,9 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 4}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"attention_bias": False, "mlp_bias": False}),
+    ("qwen2", {}),
+    ("qwen2", {"sliding_window": 4, "tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 16}),
     ("gpt2", {}),
     ("gpt2", {"activation_function": "gelu_fast"}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
@@ -218,6 +243,8 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"final_logit_softcapping": 1.0}),
     ("llama", {"is_causal": False}),
     ("mistral", {"hidden_act": "relu"}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    ("qwen3", {"attention_bias": True}),
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"activation_function": "gelu"}),
     ("gpt2", {"scale_attn_weights": False}),
@@ -259,7 +286,7 @@ def test_config_is_rejected_or_gives_equal_logits(
         values = {}
         for issue in issues:
             key, _, value = issue.fix.removeprefix("set model.").partition("=")
-            values[key] = json.loads(value)
+            values[key] = QKNorm(value) if key == "qk_norm" else json.loads(value)
         pretrained = dataclasses.replace(pretrained, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : pretrained.context]
     with torch.no_grad():

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from scalewise.models.attention_backends import attend
 from scalewise.models.attention_segments import AttentionSegments
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import QKNorm
+from scalewise.models.decoder.norms import RMSNorm
 
 
 class SelfAttention(nn.Module):
@@ -26,10 +28,15 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: DecoderConfig) -> None:
         super().__init__()
         self.head_size = spec.head_size
-        self.query = nn.Linear(spec.width, spec.query_width, bias=spec.bias)
-        self.key = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
-        self.value = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
+        qkv_bias = spec.bias or spec.qkv_bias
+        self.query = nn.Linear(spec.width, spec.query_width, bias=qkv_bias)
+        self.key = nn.Linear(spec.width, spec.kv_width, bias=qkv_bias)
+        self.value = nn.Linear(spec.width, spec.kv_width, bias=qkv_bias)
         self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
+        self.query_norm = self.key_norm = None
+        if spec.qk_norm is QKNorm.head:
+            self.query_norm = RMSNorm(spec.head_size, eps=spec.norm_epsilon)
+            self.key_norm = RMSNorm(spec.head_size, eps=spec.norm_epsilon)
         # ``mix`` is in the parameter names of prefix tuning, and so in checkpoints.
         self.mix: nn.Module = CausalAttention(spec.dropout)
 
@@ -40,6 +47,10 @@ class SelfAttention(nn.Module):
         query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
         key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
         value_BTKD = self.value(x_BTW).unflatten(-1, (-1, self.head_size))
+        if self.query_norm is not None:
+            query_BTHD = self.query_norm(query_BTHD)
+        if self.key_norm is not None:
+            key_BTKD = self.key_norm(key_BTKD)
         if rope_2TD is not None:
             query_BTHD = apply_rope(query_BTHD, rope_2TD)
             key_BTKD = apply_rope(key_BTKD, rope_2TD)

@@ -170,6 +170,8 @@ class AttentionOps(AdapterOps):
             // forward_spec.compute_element_bytes
             * max(forward_spec.compute_element_bytes, forward_spec.rope_element_bytes)
         )
+        # The frames of the module and of the function keep the input, and the cast ``rolled``.
+        held_bytes = 0 if forward_spec.is_compiled else size
         rolled = graph.add_op(OpWork.pointwise, (x,), size)
         second = graph.add_op(OpWork.pointwise, (rolled,), wide)
         first = graph.add_op(OpWork.pointwise, (x,), wide)
@@ -179,5 +181,8 @@ class AttentionOps(AdapterOps):
             wide,
             gradients=(second, first),
             shares_gradient=True,
+            forward_scratch=held_bytes,
         )
-        return total if wide == size else self.add_cast(total, size)
+        if wide == size:
+            return total
+        return graph.add_op(OpWork.pointwise, (total,), size, forward_scratch=held_bytes + size)

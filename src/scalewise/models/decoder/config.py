@@ -1,53 +1,20 @@
-"""Configuration of decoder-only transformers with the architectures of Llama and GPT-2."""
+"""Configuration of decoder-only transformers: Llama, GPT-2, Qwen and others of their kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
 from scalewise.registry import register_option
 from scalewise.typed_override import format_override
 
-
-class NormKind(StrEnum):
-    """Normalization layer."""
-
-    rmsnorm = "rmsnorm"
-    """RMSNorm (Zhang and Sennrich, 2019)."""
-    layernorm = "layernorm"
-    """LayerNorm (Ba et al., 2016)."""
-
-
-class PositionKind(StrEnum):
-    """Position encoding."""
-
-    rope = "rope"
-    """Rotary embedding of queries and keys (Su et al., 2021)."""
-    learned = "learned"
-    """Trained table that is added to the token embedding."""
-
-
-class ActivationKind(StrEnum):
-    """Activation of the feedforward."""
-
-    swiglu = "swiglu"
-    """``SiLU(gate) * up`` (Shazeer, 2020)."""
-    gelu = "gelu"
-    """GELU with the tanh approximation."""
-
-
-LLAMA_SHAPE = {
-    "position": PositionKind.rope,
-    "norm": NormKind.rmsnorm,
-    "activation": ActivationKind.swiglu,
-    "bias": False,
-}
-"""Fields of a decoder with the architecture of Llama."""
+QKV = ("attention.query", "attention.key", "attention.value")
+QK_NORMS = ("attention.query_norm", "attention.key_norm")
 
 
 @register_option("model", "decoder")
@@ -80,6 +47,10 @@ class DecoderConfig(ModelConfig):
     """Activation of the feedforward."""
     bias: bool = False
     """Whether LayerNorm and all linear layers except the head have biases."""
+    qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases, whatever ``bias``."""
+    qk_norm: QKNorm = QKNorm.none
+    """RMSNorm of queries and keys, before their rotary positions."""
     tied: bool = False
     """Whether the head shares the weight of the token embedding."""
     classes: int | None = None
@@ -151,13 +122,17 @@ class DecoderConfig(ModelConfig):
         """Linear layers of one block: name within it, output features, input features, role."""
         up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
         return (
-            ("attention.query", self.query_width, self.width, "attention"),
-            ("attention.key", self.kv_width, self.width, "attention"),
-            ("attention.value", self.kv_width, self.width, "attention"),
+            (QKV[0], self.query_width, self.width, "attention"),
+            (QKV[1], self.kv_width, self.width, "attention"),
+            (QKV[2], self.kv_width, self.width, "attention"),
             ("attention.output", self.width, self.query_width, "attention"),
             *((f"feedforward.{name}", self.feedforward, self.width, "feedforward") for name in up),
             ("feedforward.down", self.width, self.feedforward, "feedforward"),
         )
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a linear layer of a block has a bias, by its name within the block."""
+        return self.bias or (self.qkv_bias and name in QKV)
 
     def weight_census(self) -> tuple[Weight, ...]:
         """Return every parameter of ``DecoderModule``, in the order of ``named_parameters()``."""
@@ -177,8 +152,11 @@ class DecoderConfig(ModelConfig):
                 yield from self._norm(f"{block}.{norm}", layer)
                 for name, out, into, role in linears:
                     yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
-                    if self.bias:
+                    if self.has_bias(name):
                         yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
+                if norm == "attention_norm" and self.qk_norm is not QKNorm.none:
+                    for name in QK_NORMS:
+                        yield Weight(f"{block}.{name}.weight", (self.head_size,), "norm", layer)
         yield from self._norm("norm", None)
         if not self.tied:
             yield Weight("head.weight", (self.output_size, self.width), "head")
@@ -278,6 +256,11 @@ class DecoderConfig(ModelConfig):
             "embedding": TPStyle.vocabulary,
             "position": TPStyle.positions,
             **dict.fromkeys(norms, TPStyle.tokens),
+            **{
+                f"blocks.*.{name}": TPStyle.heads
+                for name in QK_NORMS
+                if self.qk_norm is not QKNorm.none
+            },
             **{
                 f"blocks.*.{name}": TPStyle.row if name in rows else TPStyle.column
                 for name, *_ in self.linear_layers

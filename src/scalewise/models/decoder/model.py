@@ -20,11 +20,13 @@ from scalewise.models.attention_segments import (
     equal_segments,
     packed_segments,
 )
-from scalewise.models.autocast import residual_dtype, without_autocast
+from scalewise.models.autocast import residual_dtype
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import ActivationKind, PositionKind
+from scalewise.models.decoder.norms import build_norm
 
 
 class DecoderModule(ModelModule):
@@ -269,35 +271,3 @@ class TiedHead(nn.Module):
 def build_head(spec: DecoderConfig) -> nn.Module:
     """Return the output head."""
     return TiedHead() if spec.tied else nn.Linear(spec.width, spec.output_size, bias=False)
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, computed in fp32: ``x_BTW -> x_BTW``.
-
-    Autocast would return fp32 on CUDA, and save an fp32 copy of the input for the backward pass.
-    """
-
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        """Return normalized features."""
-        assert self.weight is not None
-        weight_W = self.weight.to(x_BTW.dtype)
-        with without_autocast(x_BTW):
-            return F.rms_norm(x_BTW, self.normalized_shape, weight_W, self.eps)
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of its input, computed in fp32: ``x_BTW -> x_BTW``."""
-
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        """Return normalized features."""
-        weight_W = self.weight.to(x_BTW.dtype)
-        bias_W = None if self.bias is None else self.bias.to(x_BTW.dtype)
-        with without_autocast(x_BTW):
-            return F.layer_norm(x_BTW, self.normalized_shape, weight_W, bias_W, self.eps)
-
-
-def build_norm(spec: DecoderConfig) -> nn.Module:
-    """Return the normalization layer over the last dim, with a weight per feature."""
-    if spec.norm is NormKind.rmsnorm:
-        return RMSNorm(spec.width, eps=spec.norm_epsilon)
-    return LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalewise.models.decoder.attention_ops import AttentionOps
-from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import ActivationKind, PositionKind, QKNorm
+from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import (
     ForwardSpec,
@@ -50,7 +52,7 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
     )
 
 
-class OpGraphWriter(AttentionOps):
+class OpGraphWriter(AttentionOps, NormOps):
     """Adds the operators of one part of a decoder to its operator graph."""
 
     def add_embedding(self) -> None:
@@ -90,18 +92,16 @@ class OpGraphWriter(AttentionOps):
     def add_block(self, *, input_requires_grad: bool = True) -> None:
         """Add one block; ``input_requires_grad``: whether anything before it is trained."""
         x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
-        x2 = self._add_residual(
-            x, self._add_attention_sublayer(self._add_norm("attention_norm", x))
-        )
+        x2 = self._add_residual(x, self._add_attention_sublayer(self.add_norm("attention_norm", x)))
         self._add_residual(
-            x2, self._add_feedforward_sublayer(self._add_norm("feedforward_norm", x2))
+            x2, self._add_feedforward_sublayer(self.add_norm("feedforward_norm", x2))
         )
 
     def add_head(self) -> None:
         """Add the final norm and the logits, with the loss if it is chunked."""
         spec, forward_spec = self.spec, self.forward_spec
         features = self.add_all_gather(
-            self._add_norm("norm", self.graph.add_tensor(self._residual_bytes))
+            self.add_norm("norm", self.graph.add_tensor(self._residual_bytes))
         )
         if forward_spec.prompt_tokens:  # prompt tokens have no logits
             self.forward_spec = forward_spec = replace(
@@ -240,63 +240,18 @@ class OpGraphWriter(AttentionOps):
             OpWork.pointwise, (x, branch), self.graph.sizes[x], shares_gradient=True
         )
 
-    def _add_norm(self, name: str, x: int) -> int:
-        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
-        trains = self.is_trained(name)
-        size, small = graph.sizes[x], forward_spec.residual_tokens * FP32
-        biased = spec.bias and spec.norm is NormKind.layernorm
-        trained_numel = spec.width * (1 + biased) * trains
-        weight = (trained_numel * forward_spec.gradient_element_bytes,) * 2
-        is_fused = not (forward_spec.on_cpu or forward_spec.unfused_norms)
-        if spec.norm is NormKind.layernorm or is_fused:
-            mean = forward_spec.residual_tokens * (
-                forward_spec.residual_element_bytes if forward_spec.on_cpu else FP32
-            )
-            extra = (mean, mean) if spec.norm is NormKind.layernorm else (small,)
-            return graph.add_op(
-                OpWork.pointwise,
-                (x,),
-                size,
-                saved=(x,),
-                extra_output_bytes=extra,
-                weight_gradient_bytes=weight,
-            )
-        fp32_bytes = forward_spec.residual_tokens * spec.width * FP32
-        fp32 = self.add_cast(x, fp32_bytes) if size != fp32_bytes else x
-        square = graph.add_op(
-            OpWork.pointwise, (fp32,), fp32_bytes, saved=(fp32,), backward_scratch=2 * fp32_bytes
-        )
-        mean = graph.add_op(OpWork.pointwise, (square,), small)
-        root = graph.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
-        scaled = graph.add_op(
-            OpWork.pointwise,
-            (fp32, root),
-            fp32_bytes,
-            saved=(fp32, root),
-            backward_scratch=fp32_bytes - small,
-        )
-        out = graph.add_op(
-            OpWork.pointwise,
-            (scaled,),
-            fp32_bytes,
-            saved=(scaled,) if trains else (),
-            weight_gradient_bytes=weight,
-            backward_scratch=fp32_bytes * trains,
-        )
-        return out if size == fp32_bytes else self.add_cast(out, size)
-
     def _add_attention_sublayer(self, normed: int) -> int:
         spec, forward_spec = self.spec, self.forward_spec
         features, ranks = self.add_all_gather(normed), forward_spec.tensor_ranks
-        query = self.add_adapted_linear(
-            "attention.query", features, spec.width, spec.query_width // ranks, bias=spec.bias
+        query, key, value = (
+            self.add_adapted_linear(
+                name, features, spec.width, out_features // ranks, bias=spec.has_bias(name)
+            )
+            for name, out_features, _, _ in spec.linear_layers[:3]
         )
-        key = self.add_adapted_linear(
-            "attention.key", features, spec.width, spec.kv_width // ranks, bias=spec.bias
-        )
-        value = self.add_adapted_linear(
-            "attention.value", features, spec.width, spec.kv_width // ranks, bias=spec.bias
-        )
+        if spec.qk_norm is not QKNorm.none:
+            query = self.add_head_norm("attention.query_norm", query)
+            key = self.add_head_norm("attention.key_norm", key)
         if spec.position is PositionKind.rope:
             query, key = self.add_rope(query), self.add_rope(key)
         mixed = self.add_attention(query, key, value)

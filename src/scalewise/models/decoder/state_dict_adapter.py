@@ -1,7 +1,6 @@
 """Conversion of decoder weights from and to Hugging Face state dicts, as safetensors.
 
-A ``DecoderConfig`` is convertible if it has the architecture of Llama (RMSNorm, rotary positions,
-SwiGLU, no biases) or of GPT-2 (LayerNorm, learned positions, GELU, biases, default head width). No
+A ``DecoderConfig`` is convertible if it has the architecture of a family in ``hf_families.py``. No
 pickle file is read.
 """
 
@@ -16,46 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalewise.errors import CheckpointError, ConfigError, ConfigIssue
+from scalewise.errors import CheckpointError, ConfigIssue
 from scalewise.models import build, init, safetensors_files
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
-from scalewise.models.decoder.config import (
-    LLAMA_SHAPE,
-    ActivationKind,
-    DecoderConfig,
-    NormKind,
-    PositionKind,
-)
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.hf_families import find_family, write_config
 from scalewise.models.decoder.model import DecoderModule
 from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
 
 KEY = "model.weights"
 WEIGHTS_FIX = "save the model with safetensors and set model.weights to its folder"
 
-LLAMA_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feedforward_norm": "post_attention_layernorm",
-    "feedforward.gate": "mlp.gate_proj",
-    "feedforward.up": "mlp.up_proj",
-    "feedforward.down": "mlp.down_proj",
-}
-LLAMA = {"embedding": "embed_tokens", "norm": "norm"}
-GPT2_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.query": "attn.c_attn",
-    "attention.key": "attn.c_attn",
-    "attention.value": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "feedforward_norm": "ln_2",
-    "feedforward.up": "mlp.c_fc",
-    "feedforward.down": "mlp.c_proj",
-}
-GPT2 = {"embedding": "wte", "position": "wpe", "norm": "ln_f"}
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of buffers in old checkpoints, which are ignored."""
 
@@ -72,57 +43,22 @@ class TensorMapping:
     """Whether the tensor is stored as (features in, features out), as in GPT-2's ``Conv1D``."""
 
 
-def is_llama_shape(spec: DecoderConfig) -> bool:
-    """Return True for the architecture of Llama and False for that of GPT-2.
-
-    Raises:
-        ConfigError: The decoder has neither architecture. The issues name the fields that differ
-            from the architecture with the same position encoding.
-    """
-    llama = spec.position is PositionKind.rope
-    if llama:
-        required = dict(LLAMA_SHAPE)
-        actual = {name: getattr(spec, name) for name in required}
-    else:
-        required = {"norm": NormKind.layernorm, "activation": ActivationKind.gelu, "bias": True}
-        required |= {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
-        actual = {name: getattr(spec, name) for name in required}
-        actual |= {"kv_heads": spec.key_heads, "head_width": spec.head_size}
-    architecture = "Llama" if llama else "GPT-2"
-    issues = [
-        ConfigIssue(
-            f"model.{name}",
-            actual[name],
-            f"is not supported by Hugging Face's {architecture} (model.position={spec.position})",
-            f"set model.{name}={str(value).lower()}",
-        )
-        for name, value in required.items()
-        if actual[name] != value
-    ]
-    if issues:
-        raise ConfigError(issues)
-    return llama
-
-
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
-    """Yield the tensors of the Hugging Face model; raises ``ConfigError`` as ``is_llama_shape``."""
-    llama = is_llama_shape(spec)
-    body, stem = ("model.", "model.layers") if llama else ("transformer.", "transformer.h")
-    outer_names, block_names = (LLAMA, LLAMA_BLOCK) if llama else (GPT2, GPT2_BLOCK)
+    """Yield the tensors of the Hugging Face model; raises ``ConfigError`` as ``find_family``."""
+    family = find_family(spec)
     names: dict[str, list[str]] = {}
     for weight in spec.weight_census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
             hf_module = "score" if spec.classes else "lm_head"
         elif weight.layer is None:
-            hf_module = body + outer_names[module]
+            hf_module = family.names[module]
         else:
-            hf_module = f"{stem}.{weight.layer}.{block_names[module.split('.', 2)[2]]}"
+            hf_module = f"{family.blocks}.{weight.layer}.{family.names[module.split('.', 2)[2]]}"
         names.setdefault(f"{hf_module}.{kind}", []).append(weight.name)
     for hf_name, concatenated in names.items():
-        conv1d = not llama and hf_name.endswith(".weight")
-        conv1d &= ".attn." in hf_name or ".mlp." in hf_name
-        yield TensorMapping(hf_name, tuple(concatenated), conv1d)
+        is_linear = hf_name.endswith(".weight") and (".attn." in hf_name or ".mlp." in hf_name)
+        yield TensorMapping(hf_name, tuple(concatenated), family.has_conv1d and is_linear)
 
 
 def from_hf_state_dict(
@@ -213,68 +149,7 @@ def to_hf_state_dict(
         # One source is not copied here, to save memory.
         tensor = torch.cat(sources) if len(sources) > 1 else sources[0]
         tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
-    return tensors, _llama_config(spec) if is_llama_shape(spec) else _gpt2_config(spec)
-
-
-def _llama_config(spec: DecoderConfig) -> dict[str, Any]:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": spec.rope_factor,
-        "low_freq_factor": spec.rope_low_frequency,
-        "high_freq_factor": spec.rope_high_frequency,
-        "original_max_position_embeddings": spec.rope_original_context,
-    }
-    return {
-        "architectures": ["LlamaForSequenceClassification" if spec.classes else "LlamaForCausalLM"],
-        **_labels(spec),
-        "model_type": "llama",
-        "vocab_size": spec.vocabulary,
-        "max_position_embeddings": spec.context,
-        "hidden_size": spec.width,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.key_heads,
-        "head_dim": spec.head_size,
-        "intermediate_size": spec.feedforward,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.norm_epsilon,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling if spec.rope_scaling else None,
-        "attention_dropout": spec.dropout,
-        "initializer_range": spec.initial_std,
-        "tie_word_embeddings": spec.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def _gpt2_config(spec: DecoderConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2ForSequenceClassification" if spec.classes else "GPT2LMHeadModel"],
-        **_labels(spec),
-        "model_type": "gpt2",
-        "vocab_size": spec.vocabulary,
-        "n_positions": spec.context,
-        "n_embd": spec.width,
-        "n_layer": spec.layers,
-        "n_head": spec.heads,
-        "n_inner": spec.feedforward,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": spec.norm_epsilon,
-        "resid_pdrop": spec.dropout,
-        "embd_pdrop": spec.dropout,
-        "attn_pdrop": spec.dropout,
-        "initializer_range": spec.initial_std,
-        "tie_word_embeddings": spec.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def _labels(spec: DecoderConfig) -> dict[str, Any]:
-    """Return transformers' label names of a classification head."""
-    names = {str(index): f"LABEL_{index}" for index in range(spec.classes or 0)}
-    return {"id2label": names, "label2id": {n: int(i) for i, n in names.items()}} if names else {}
+    return tensors, write_config(find_family(spec), spec)
 
 
 def load_state_dict(path: str | Path, spec: DecoderConfig) -> dict[str, Tensor]:

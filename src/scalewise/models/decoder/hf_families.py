@@ -1,0 +1,286 @@
+"""Hugging Face's families of decoders: the options, config keys and module names of each.
+
+The same tables convert weights and configs in both directions. They need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.typed_override import format_override
+
+if TYPE_CHECKING:
+    from scalewise.models.decoder.config import DecoderConfig
+
+LLAMA_OPTIONS: dict[str, object] = {
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": "none",
+}
+"""Options of the decoder that not every family has, with their values in Llama."""
+LLAMA_KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "feedforward": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+}
+NO_HEAD_WIDTH = {name: key for name, key in LLAMA_KEYS.items() if name != "head_width"}
+GPT2_KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "n_embd",
+    "layers": "n_layer",
+    "feedforward": "n_inner",
+    "heads": "n_head",
+    "norm_epsilon": "layer_norm_epsilon",
+    "context": "n_positions",
+}
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names of GPT-2's keys (``GPT2Config.attribute_map``)."""
+LLAMA_DEFAULTS = {"vocab_size": 32000, "num_hidden_layers": 32, "rms_norm_eps": 1e-6}
+QWEN_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+}
+SILU, TANH_GELU = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+NO_BIAS = dict.fromkeys(("attention_bias", "mlp_bias"), (False,))
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feedforward_norm": "post_attention_layernorm",
+    "feedforward.gate": "mlp.gate_proj",
+    "feedforward.up": "mlp.up_proj",
+    "feedforward.down": "mlp.down_proj",
+}
+GPT2_NAMES = {
+    "embedding": "transformer.wte",
+    "position": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "attention_norm": "ln_1",
+    "attention.query": "attn.c_attn",
+    "attention.key": "attn.c_attn",
+    "attention.value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "feedforward_norm": "ln_2",
+    "feedforward.up": "mlp.c_fc",
+    "feedforward.down": "mlp.c_proj",
+}
+
+
+@dataclass(frozen=True)
+class HFFamily:
+    """One ``model_type`` of transformers."""
+
+    model_type: str
+    """Value of ``model_type`` in config.json."""
+    title: str
+    """Prefix of the names of transformers' classes."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Values of ``LLAMA_OPTIONS`` that differ from those of Llama."""
+    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
+    """Keys of config.json by field of the decoder.
+
+    Without a key, ``kv_heads`` is ``heads`` and ``head_width`` is ``width / heads``.
+    """
+    defaults: Mapping[str, object] = field(default_factory=lambda: LLAMA_DEFAULTS)
+    """transformers' values of missing keys."""
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Values of further keys that the decoder implements; the first one is the default."""
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    """Names of transformers' modules; those within a block start there."""
+    blocks: str = "model.layers"
+    """Name of the list of blocks."""
+    has_conv1d: bool = False
+    """Whether the weights of linear layers are stored transposed, as GPT-2's ``Conv1D``."""
+
+    def required_options(self, spec: DecoderConfig) -> dict[str, object]:
+        """Return the values of the options, and of head sizes that the family fixes."""
+        heads = {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
+        fixed_heads = {name: value for name, value in heads.items() if name not in self.keys}
+        return {**LLAMA_OPTIONS, **self.options, **fixed_heads}
+
+    def issues(self, spec: DecoderConfig) -> Iterator[ConfigIssue]:
+        """Yield the options of a decoder that the family does not have."""
+        actual = {**vars(spec), "kv_heads": spec.key_heads, "head_width": spec.head_size}
+        reason = f"is not supported by Hugging Face's {self.title} (model.position={spec.position})"
+        for name, value in self.required_options(spec).items():
+            if actual[name] != value:
+                fix = f"set {format_override(f'model.{name}', value)}"
+                yield ConfigIssue(f"model.{name}", actual[name], reason, fix)
+
+
+LLAMA = HFFamily(
+    "llama",
+    "Llama",
+    defaults={**LLAMA_DEFAULTS, "intermediate_size": 11008},
+    fixed={"hidden_act": SILU, **NO_BIAS},
+)
+FAMILIES = (
+    LLAMA,
+    HFFamily(
+        "mistral",
+        "Mistral",
+        defaults={**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8},
+        fixed={"hidden_act": SILU, **NO_BIAS},
+    ),
+    HFFamily(
+        "qwen2",
+        "Qwen2",
+        {"qkv_bias": True},
+        NO_HEAD_WIDTH,
+        QWEN_DEFAULTS,
+        {"hidden_act": SILU, "use_sliding_window": (False,)},
+    ),
+    HFFamily(
+        "qwen3",
+        "Qwen3",
+        {"qk_norm": "head"},
+        defaults={**QWEN_DEFAULTS, "head_dim": 128},
+        fixed={"hidden_act": SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    ),
+    HFFamily(
+        "gpt2",
+        "GPT-2",
+        {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+        GPT2_KEYS,
+        {"vocab_size": 50257, "n_layer": 12, "layer_norm_epsilon": 1e-5, "n_positions": 1024},
+        {
+            "activation_function": TANH_GELU,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        GPT2_NAMES,
+        "transformer.h",
+        has_conv1d=True,
+    ),
+)
+"""Families in the order in which exports choose one."""
+FAMILY_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def find_family(spec: DecoderConfig) -> HFFamily:
+    """Return the first family with the architecture of a decoder.
+
+    Raises:
+        ConfigError: There is none. The issues name the options that differ from the most similar
+            family with the same position encoding.
+    """
+    closest: list[ConfigIssue] | None = None
+    for family in FAMILIES:
+        issues = list(family.issues(spec))
+        if not issues:
+            return family
+        has_position = family.required_options(spec)["position"] == spec.position
+        if has_position and (closest is None or len(issues) < len(closest)):
+            closest = issues
+    assert closest
+    raise ConfigError(closest)
+
+
+def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters of a config.json; ``rope_scaling`` has precedence.
+
+    Before transformers 5, ``rope_theta`` was a key of its own next to ``rope_scaling``.
+    """
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
+def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``DecoderConfig`` that a config.json determines.
+
+    Further entries: ``rope_type`` and ``sliding_window``, if the family has them.
+    """
+    if family.has_conv1d:
+        config = {GPT2_ALIASES.get(key, key): value for key, value in config.items()}
+    values = {**family.defaults, **config}
+    fields = {name: values.get(key) for name, key in family.keys.items()}
+    heads, width = values[family.keys["heads"]], values[family.keys["width"]]
+    implied = {"kv_heads": heads, "head_width": width // heads}
+    fields |= {name: fields[name] or implied[name] for name in fields.keys() & implied}
+    options = {**LLAMA_OPTIONS, **family.options}
+    if family.has_conv1d:
+        return {**options, **fields, "feedforward": fields["feedforward"] or 4 * width}
+    rope = rope_table(config)
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    fields |= {
+        "rope_theta": float(theta) if isinstance(theta, int) else theta,
+        "rope_scaling": rope_type == "llama3",
+        "rope_type": rope_type,
+    }
+    if family.model_type == "mistral":
+        fields["sliding_window"] = config.get("sliding_window", 4096)
+    if rope_type == "llama3":
+        context = rope.get(
+            "original_max_position_embeddings", config.get("max_position_embeddings")
+        )
+        fields |= {
+            "rope_factor": rope["factor"],
+            "rope_low_frequency": rope["low_freq_factor"],
+            "rope_high_frequency": rope["high_freq_factor"],
+            "rope_original_context": config.get("original_max_position_embeddings", context),
+        }
+    return {**options, **fields}
+
+
+def write_config(family: HFFamily, spec: DecoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of a decoder."""
+    fields = {**vars(spec), "kv_heads": spec.key_heads, "head_width": spec.head_size}
+    prefix = family.title.replace("-", "")
+    language_model = "GPT2LMHeadModel" if family.has_conv1d else f"{prefix}ForCausalLM"
+    config = {
+        "architectures": [f"{prefix}ForSequenceClassification" if spec.classes else language_model],
+        **_labels(spec),
+        "model_type": family.model_type,
+        **{key: fields[name] for name, key in family.keys.items()},
+        **{key: values[0] for key, values in family.fixed.items()},
+        "initializer_range": spec.initial_std,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family.has_conv1d:
+        return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": spec.rope_factor,
+        "low_freq_factor": spec.rope_low_frequency,
+        "high_freq_factor": spec.rope_high_frequency,
+        "original_max_position_embeddings": spec.rope_original_context,
+    }
+    return config | {
+        "max_position_embeddings": spec.context,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": scaling if spec.rope_scaling else None,
+        "attention_dropout": spec.dropout,
+    }
+
+
+def _labels(spec: DecoderConfig) -> dict[str, Any]:
+    """Return transformers' label names of a classification head."""
+    names = {str(index): f"LABEL_{index}" for index in range(spec.classes or 0)}
+    return {"id2label": names, "label2id": {n: int(i) for i, n in names.items()}} if names else {}
