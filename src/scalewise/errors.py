@@ -17,6 +17,8 @@ EXIT_CODES = {
     "timeout": 4,
 }
 """Process exit code of each outcome; ``interrupted`` is 128 + the signal's number."""
+DIFFERENT = 5
+"""Process exit code of ``scalewise verify`` for a strategy that does not train like one device."""
 
 
 MAX_VALUE_LENGTH = 120

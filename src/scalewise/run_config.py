@@ -37,6 +37,7 @@ from scalewise.registry import option_name, target_name
 from scalewise.torch_compile import Compile, CompileScope
 from scalewise.tracking_config import WandbConfig
 from scalewise.trainer_config import TrainerConfig
+from scalewise.verify_config import VerifyConfig
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class RunConfig:
     """Bit width of frozen weights, or quantization-aware training."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Memory prediction, and search for a better configuration."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """Comparison of the strategy with one device."""
     name: str = "run"
     """Name of the run: its folder below runs/ and its W&B name; by default composed from the
     overrides."""

@@ -16,6 +16,7 @@ def test_commands_are_frozen() -> None:
     assert list(cli.COMMANDS) == [
         "train",
         "plan",
+        "verify",
         "explain",
         "status",
         "report",
@@ -156,6 +157,7 @@ def test_groups_and_options_are_frozen() -> None:
             "v100",
         ],
         "plan": ["default"],
+        "verify": ["default"],
         "callbacks": ["early_stopping", "ema", "guard", "none", "profiler"],
     }
 
@@ -223,6 +225,7 @@ def test_exit_codes_are_frozen() -> None:
         "out_of_memory": 3,
         "timeout": 4,
     }
+    assert errors.DIFFERENT == 5
     assert Outcome("interrupted", signal_number=15).exit_code == 143
     assert errors.Interrupted(2, "").exit_code == 130
     assert errors.ConfigError([]).exit_code == 2

@@ -13,6 +13,7 @@ MAX_NAME_WIDTH = 28
 COMMANDS = {
     "train": "train a model and write its report; -m or sweep=NAME for several runs",
     "plan": "predict memory, step time and cost of a run before it starts",
+    "verify": "prove that a parallelism strategy trains like one device, or name the fault",
     "explain": "print the documentation of a config key, group or option",
     "status": "print the progress of runs and sweeps; live on a terminal",
     "report": "write the reports of runs and sweeps again",
@@ -77,6 +78,11 @@ FORMS: dict[str, Rows] = {
         ("... plan.full_depth=true", "trace every layer"),
         ("scalewise plan explain RUN OTHER", "compare two runs, predicted and measured"),
     ),
+    "verify": (
+        ("scalewise verify [overrides]", "a few small SGD steps next to one device; exit code 5"),
+        ("... verify.layers=N verify.steps=N", "number of layers and steps of these runs"),
+        ("... --json", "losses, differing tensors and the likely cause as JSON on stdout"),
+    ),
     "explain": (
         ("scalewise explain KEY ...", "documentation, type, unit, defaults, allowed values"),
         ("scalewise explain GROUP", "options and keys of a config group"),
@@ -138,7 +144,7 @@ FLAGS = (
 )
 """Flags of Hydra that ``COMPOSING`` subcommands accept."""
 
-COMPOSING = ("train", "plan", "wandb-sweep")
+COMPOSING = ("train", "plan", "verify", "wandb-sweep")
 """Subcommands that compose a run from overrides."""
 
 

@@ -23,6 +23,7 @@ GROUPS = (
     "launch",
     "hardware",
     "plan",
+    "verify",
     "callbacks",
 )
 """Config groups in the order of the defaults list; a stable interface."""

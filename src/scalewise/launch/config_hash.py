@@ -21,6 +21,7 @@ IGNORED_KEYS = (
     "launch",
     "tracking",
     "plan",
+    "verify",
     "checkpoint",  # affects files only
     "trusted_packages",
     "hardware",  # affects plans only, except for the kind of device

@@ -289,6 +289,16 @@ class ModelConfig(ABC):
     def with_layers(self, layers: int) -> Self:
         """Return the same configuration with another number of layers."""
 
+    def shrink(self, layers: int, width: int | None) -> Self:
+        """Return a small copy of the architecture with random weights and without dropout.
+
+        Args:
+            layers: Largest number of layers of a stack.
+            width: Largest width of the residual stream, in features; None: as configured. Models
+                whose width is not an option keep it.
+        """
+        return self.with_layers(min(layers, self.layers))
+
     @abstractmethod
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the model itself."""

@@ -99,6 +99,10 @@ class ParallelismConfig(ABC):
         """
         return self
 
+    def shrink(self) -> Self:
+        """Return the config with at most two ranks along each axis."""
+        return self
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield a config issue for each invalid size."""
         yield from ()

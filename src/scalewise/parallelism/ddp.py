@@ -88,6 +88,10 @@ class DDPConfig(ParallelismConfig):
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
+    def shrink(self) -> Self:
+        """Return the config with at most two replicas."""
+        return replace(self, replicas=min(self.world_size, 2))
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield a config issue for each invalid size."""
         for key in ("replicas", "powersgd_rank", "averaging_period"):

@@ -99,6 +99,10 @@ class DeepSpeedConfig(ParallelismConfig):
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
+    def shrink(self) -> Self:
+        """Return the config with at most two replicas."""
+        return replace(self, replicas=min(self.world_size, 2), hierarchical=1)
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield a config issue for each invalid size, and for options that require stage 3."""
         if self.stage not in (1, 2, 3):

@@ -225,6 +225,11 @@ class MeshConfig(ParallelismConfig):
         sizes: dict[str, Any] = {open_axes[0]: size}
         return replace(self, **sizes)
 
+    def shrink(self) -> Self:
+        """Return the config with at most two ranks along each axis."""
+        sizes: dict[str, Any] = {axis: min(size, 2) for axis, size in self.sizes.items()}
+        return replace(self, **sizes)
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield a config issue for each invalid size and for an invalid schedule."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]

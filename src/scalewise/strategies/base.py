@@ -24,7 +24,7 @@ from scalewise.compat.lightning import call_through_wrapper
 from scalewise.measure.memory import StrategyBuffers
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.build import build_meta
-from scalewise.models.init import local_tensor
+from scalewise.models.init import full_tensor, local_tensor
 from scalewise.objectives import ObjectiveConfig
 from scalewise.objectives.losses import compute_loss, set_chunked_loss, token_sums_function
 from scalewise.optimizers.build import build_optimizer, compile_updates
@@ -208,6 +208,14 @@ class ParallelStrategy(Strategy):
     def canonical_name(self, name: str) -> str:
         """Name of a tensor in the full model without adapter."""
         return name.replace(".base_layer.", ".")
+
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Unsharded gradient of a parameter; None without one. All ranks must call this."""
+        return None if parameter.grad is None else full_tensor(parameter.grad)
+
+    def full_parameter(self, parameter: nn.Parameter) -> Tensor:
+        """Unsharded parameter. All ranks must call this."""
+        return full_tensor(parameter)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Optimizer counters for a checkpoint; state tensors are stored by name.

@@ -203,6 +203,17 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         self._grad_norm.fill_(float("inf") if skipped else engine.get_global_grad_norm())
         return output
 
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Unpartitioned gradient of a parameter; None without one. All ranks must call this."""
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: Tensor | None = safe_get_full_grad(parameter)
+        return gradient
+
+    def full_parameter(self, parameter: nn.Parameter) -> Tensor:
+        """Unpartitioned master weight. All ranks must call this."""
+        return zero_state_dict.full_weight(parameter)
+
     def strategy_buffers(self) -> StrategyBuffers:
         """Master weights, partitions and reduced gradients of the ZeRO optimizer."""
         return zero_state_dict.ZeroPartition(self.optimizers[0], self._parameter_names())

@@ -176,7 +176,9 @@ class UserMetricsRecorder(MetricsRecorder):
         """Set the micro-batch size from the first batch."""
         if self._on_first_batch is not None:
             settings = replace(self.run.trainer, micro_batch=batch_size(batch))
-            self.run = replace(self.run, trainer=settings)
+            run = replace(self.run, trainer=settings)
+            samples = run.samples_per_forward * trainer.accumulate_grad_batches
+            self.run = replace(run, trainer=replace(settings, global_batch=samples))
             if trainer.is_global_zero:
                 self._on_first_batch(self.run, trainer.max_steps)
             self._on_first_batch = None
@@ -199,7 +201,8 @@ class UserMetricsRecorder(MetricsRecorder):
             ConfigError: the module does not take one optimizer step per batch, or returns no loss.
         """
         self._num_batches += 1
-        if module.trainer.global_step != self.start_step + self._num_batches:
+        steps = self._num_batches // module.trainer.accumulate_grad_batches
+        if module.trainer.global_step != self.start_step + steps:
             raise self._unsupported_error(
                 "does not take exactly one optimizer step per batch, which is required"
             )

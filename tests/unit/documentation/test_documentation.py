@@ -113,14 +113,14 @@ def test_documented_commands_compose(
     if command == "explain":
         assert all(map(explain.explain_lines, words))
         return
-    if command not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
+    if command not in ("train", "plan", "verify", "wandb-sweep") or words[:1] == ["explain"]:
         assert command in COMMANDS
         assert not any("=" in word for word in words)
         return
     _, overrides = sweep_resume.parse_resume_request(words)
     if "-cd" in overrides:  # a user-defined folder
         return
-    check_machine = command != "plan" and "hydra/launcher=slurm" not in words
+    check_machine = command not in ("plan", "verify") and "hydra/launcher=slurm" not in words
     assert diagnose_overrides(overrides, check_machine=check_machine) == []
 
 

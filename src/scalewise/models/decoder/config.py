@@ -15,6 +15,8 @@ from scalewise.typed_override import format_override
 
 QKV = ("attention.query", "attention.key", "attention.value")
 QK_NORMS = ("attention.query_norm", "attention.key_norm")
+SMALL_HEAD_WIDTH, FEEDFORWARD_MULTIPLE = 8, 16
+"""Smallest head of a shrunk decoder, and divisor of its feedforward width, in features."""
 
 
 @register_option("model", "decoder")
@@ -300,3 +302,33 @@ class DecoderConfig(ModelConfig):
     def with_layers(self, layers: int) -> DecoderConfig:
         """Return the same configuration with another number of layers."""
         return replace(self, layers=layers)
+
+    def shrink(self, layers: int, width: int | None) -> DecoderConfig:
+        """Return a small copy with random weights; heads are at least 8 features wide.
+
+        The number of query heads per key head stays the same if it divides the number of heads.
+        """
+        small = replace(self, layers=min(layers, self.layers), weights=None, dropout=0.0)
+        if width is None or width >= self.width:
+            return small
+        heads = max(
+            count
+            for count in range(1, self.heads + 1)
+            if self.heads % count == 0 and (count == 1 or count * SMALL_HEAD_WIDTH <= width)
+        )
+        key_heads = max(1, heads * self.key_heads // self.heads)
+        return replace(
+            small,
+            width=width,
+            heads=heads,
+            kv_heads=key_heads if heads % key_heads == 0 else heads,
+            head_width=max(2, width // heads // 2 * 2),
+            feedforward=max(
+                FEEDFORWARD_MULTIPLE,
+                self.feedforward
+                * width
+                // self.width
+                // FEEDFORWARD_MULTIPLE
+                * FEEDFORWARD_MULTIPLE,
+            ),
+        )

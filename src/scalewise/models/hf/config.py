@@ -270,6 +270,11 @@ class HuggingFaceConfig(ModelConfig):
         """Return the same configuration with another number of layers per stack."""
         return replace(self, depth=layers)
 
+    def shrink(self, layers: int, width: int | None) -> HuggingFaceConfig:
+        """Return the architecture with random weights and at most ``layers`` layers per stack."""
+        depth = min(layers, self.layers // len(self.info.stack_starts))
+        return replace(self, depth=depth, init=InitKind.random)
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the path, the architecture and the weights."""
         if self.depth is not None and self.depth < 1:

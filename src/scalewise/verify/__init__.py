@@ -1,0 +1,1 @@
+"""Comparison of a parallelism strategy with one device: losses, gradients and weights."""
