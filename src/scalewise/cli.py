@@ -104,7 +104,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 2
     if incomplete is not None and command == "train":
         raise incomplete
-    name = f"scalewise.commands.{command.replace('-', '_')}"
+    module = {"import": "import_config"}.get(command, command.replace("-", "_"))
+    name = f"scalewise.commands.{module}"
     if name not in sys.modules:
         gc.disable()  # imported objects live until exit; collections took 1/6 of a plan
         try:

@@ -22,6 +22,7 @@ def test_commands_are_frozen() -> None:
         "report",
         "evaluate",
         "export",
+        "import",
         "publish",
         "dashboard",
         "bench",

@@ -1,11 +1,11 @@
-"""``scalewise export RUN``: write a trained model in Hugging Face format."""
+"""``scalewise export``: a trained model in Hugging Face format, or a config of another library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalewise.commands import run_arguments
+from scalewise.commands import export_config, run_arguments
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
 from scalewise.export import AdapterExport, check_target_free
@@ -14,7 +14,12 @@ DEFAULTS = {"to": "", "step": "last", "adapter": AdapterExport.merged.value}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the model to ``RUN/export`` or ``to=FOLDER`` and print the path; exit code 0."""
+    """Write the model to ``RUN/export`` or ``to=FOLDER`` and print the path; return the exit code.
+
+    ``accelerate`` or ``deepspeed`` instead of a folder print the config of a composed run.
+    """
+    if arguments and arguments[0] in export_config.LIBRARIES:
+        return export_config.export_config(arguments[0], list(arguments[1:]))
     issues = []
     adapter_format = run_arguments.parse_options(arguments).get("adapter", AdapterExport.merged)
     if adapter_format not in set(AdapterExport):

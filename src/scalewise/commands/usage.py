@@ -18,7 +18,8 @@ COMMANDS = {
     "status": "print the progress of runs and sweeps; live on a terminal",
     "report": "write the reports of runs and sweeps again",
     "evaluate": "evaluate a trained model on held-out data, or generate text with it",
-    "export": "write a trained model or its adapter in Hugging Face format",
+    "export": "write a trained model in Hugging Face format, or a config for Accelerate",
+    "import": "print the command line for a config of Accelerate or DeepSpeed",
     "publish": "send runs, sweeps and their reports to Weights & Biases",
     "dashboard": "create or update a saved W&B workspace of a project",
     "bench": "measure this machine's links, or compare scalewise with baselines",
@@ -103,6 +104,12 @@ FORMS: dict[str, Rows] = {
         ("... to=FOLDER", "to another folder"),
         ("... step=best|NUMBER", "another checkpoint"),
         ("... adapter=alone", "the adapter without its base model, for PEFT"),
+        ("scalewise export accelerate [overrides]", "prints Accelerate's config of a run, as YAML"),
+        ("scalewise export deepspeed [overrides]", "prints DeepSpeed's config of a run, as JSON"),
+    ),
+    "import": (
+        ("scalewise import accelerate FILE", "from the YAML file of `accelerate config`"),
+        ("scalewise import deepspeed FILE", "from a JSON file; stderr: what has no counterpart"),
     ),
     "publish": (("scalewise publish FOLDER ...", "runs or sweeps that were tracked offline"),),
     "dashboard": (

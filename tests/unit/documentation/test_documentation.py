@@ -12,7 +12,7 @@ from fixtures.documentation import COMMAND, DOCUMENTS, FENCE, ROOT, Block, block
 
 from scalewise.bench import record
 from scalewise.bench.options import BenchOptions, split_options
-from scalewise.commands import explain
+from scalewise.commands import explain, export_config
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
 from scalewise.commands.usage import COMMANDS, EXAMPLES
 from scalewise.config import app, paths
@@ -106,21 +106,24 @@ def test_documented_commands_compose(
             diagnose_overrides([*next(iter(runs.values())), *overrides], check_machine=False) == []
         )
         return
-    if command in ("evaluate", "export"):
+    composes = command in ("train", "plan", "verify", "wandb-sweep")
+    if command == "export" and words[:1] and words[0] in export_config.LIBRARIES:
+        composes = bool(words.pop(0))
+    elif command in ("evaluate", "export"):
         defaults = import_module(f"scalewise.commands.{command}").DEFAULTS
         assert {word.partition("=")[0] for word in words if "=" in word} <= {*defaults}
         return
     if command == "explain":
         assert all(map(explain.explain_lines, words))
         return
-    if command not in ("train", "plan", "verify", "wandb-sweep") or words[:1] == ["explain"]:
+    if not composes or words[:1] == ["explain"]:
         assert command in COMMANDS
         assert not any("=" in word for word in words)
         return
     _, overrides = sweep_resume.parse_resume_request(words)
     if "-cd" in overrides:  # a user-defined folder
         return
-    check_machine = command not in ("plan", "verify") and "hydra/launcher=slurm" not in words
+    check_machine = command not in ("plan", "verify", "export") and "hydra/launcher=slurm" not in words
     assert diagnose_overrides(overrides, check_machine=check_machine) == []
 
 

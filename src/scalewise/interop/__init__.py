@@ -1,0 +1,1 @@
+"""Configs of Accelerate and DeepSpeed, translated to overrides and back."""
