@@ -1,4 +1,4 @@
-"""Hydra sweeper plugins: ``hydra/sweeper=basic``, ``optuna`` and ``screen``.
+"""Hydra sweeper plugins: ``hydra/sweeper=basic``, ``optuna``, ``cases`` and ``screen``.
 
 ``basic`` replaces Hydra's own sweeper of this name, so that the file of a sweep may choose another
 one. Hydra imports this module in every application, so heavy imports are inside the functions.
@@ -79,6 +79,21 @@ class OptunaSweeper(LaunchingSweeper):
         TrialRunner(self.loader, self.config, self.launcher).run(axes, self.options)
 
 
+class CasesSweeper(LaunchingSweeper):
+    """Sweeper that launches named cases, each with overrides and expectations of its own."""
+
+    def __init__(self, cases: Any, only: Any, hypothesis: str) -> None:
+        self.cases, self.only, self.hypothesis = cases, only, hypothesis
+
+    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+        """Run the cases and return their results. Raises ``ConfigError`` for invalid cases."""
+        from scalewise.config import app, parsed_overrides
+
+        cases, jobs = parsed_overrides.expand_cases(self.cases, self.only, arguments, self.loader)
+        app.set_cases(cases)
+        return self.launcher.launch(jobs, initial_job_idx=0)
+
+
 class ScreenSweeper(LaunchingSweeper):
     """Sweeper that launches all jobs of a two-level fractional factorial as one batch."""
 
@@ -125,6 +140,18 @@ class OptunaSweeperConf:
 
 
 @dataclass
+class CasesSweeperConf:
+    """Options of the sweeper, documented in ``scalewise.config.option_docs.CasesOptions``."""
+
+    _target_: str = f"{__name__}.{CasesSweeper.__name__}"
+    _recursive_: bool = False
+    _convert_: str = "all"
+    cases: Any = None
+    only: Any = None
+    hypothesis: str = ""
+
+
+@dataclass
 class ScreenSweeperConf:
     """Options of the sweeper, documented in ``scalewise.hpo.screen.ScreeningDesign``."""
 
@@ -145,6 +172,7 @@ for name, node in {
         "zip": {},
     },
     "optuna": OptunaSweeperConf,
+    "cases": CasesSweeperConf,
     "screen": ScreenSweeperConf,
 }.items():
     ConfigStore.instance().store(group="hydra/sweeper", name=name, node=node, provider="scalewise")

@@ -118,6 +118,13 @@ class JobRecord(TypedDict):
     reason: NotRequired[str]
 
 
+class CaseRecord(TypedDict):
+    """A case of a sweep of cases in ``sweep.json``."""
+
+    expect: Mapping[str, object]
+    plan: str
+
+
 class _Jobs(TypedDict):
     jobs: list[JobRecord]
 
@@ -135,6 +142,7 @@ class SweepRecord(_Jobs, total=False):
     process: ProcessRecord
     varying: Mapping[str, list[str]]
     wandb: WandbRecord
+    cases: Mapping[str, CaseRecord]
 
 
 class CollectiveRecord(TypedDict):

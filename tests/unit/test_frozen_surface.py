@@ -17,6 +17,7 @@ def test_commands_are_frozen() -> None:
         "train",
         "plan",
         "verify",
+        "lab",
         "explain",
         "status",
         "report",

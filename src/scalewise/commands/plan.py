@@ -13,6 +13,7 @@ from scalewise.config.app import run_command
 from scalewise.config.command import Command, JobOutcome, SweepJob
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError
+from scalewise.expectations import CaseOutcome
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import sweep_resume
 from scalewise.launch.config_hash import config_hash
@@ -89,10 +90,14 @@ class PlanCommand(Command):
         remaining = [
             (job.varied, plan) for job, plan in zip(jobs, plans, strict=True) if job not in finished
         ]
+        passed: dict[str, bool] = {}
         if self._as_json:
             plan_json.print_json(plan_json.sweep_content(remaining, rejected))
         elif remaining:
-            show_plan.print_plan_table(remaining)
+            if jobs[0].expectation is None:
+                show_plan.print_plan_table(remaining)
+            else:
+                passed = _grade_plans(jobs, plans)
             remaining_plans = [plan for _, plan in remaining]
             show_plan.print_totals(
                 sum_plans(remaining_plans), _packed_makespan(remaining_plans, launcher_options)
@@ -101,7 +106,9 @@ class PlanCommand(Command):
             show_plan.print_rejected(rejected)
         return [
             JobOutcome(
-                3 if plan.fit.status.is_out_of_memory and job not in finished else 0,
+                int(not passed[job.run.name])
+                if passed
+                else 3 * (plan.fit.status.is_out_of_memory and job not in finished),
                 plan.step_time.seconds if plan.step_time else float(plan.fit.breakdown.peak),
             )
             for job, plan in zip(jobs, plans, strict=True)
@@ -125,6 +132,19 @@ class PlanCommand(Command):
         if not self._as_json:
             show.print_resume_summary(len(jobs), len(finished), sweep_folder)
         return finished
+
+
+def _grade_plans(jobs: Sequence[SweepJob], plans: Sequence[Plan]) -> dict[str, bool]:
+    """Print the grades of the plans of cases; return whether each is as expected, by name."""
+    from scalewise.commands import show_grades  # imports numpy
+
+    expectations, outcomes = {}, {}
+    for job, plan in zip(jobs, plans, strict=True):
+        assert job.expectation is not None
+        expectations[job.run.name] = job.expectation
+        step_s = plan.step_time.seconds if plan.step_time else None
+        outcomes[job.run.name] = CaseOutcome(plan.fit.status.value, float(plan.fit.peak), step_s)
+    return show_grades.grade_plans(expectations, outcomes)
 
 
 def _print_json(run: RunConfig) -> int:

@@ -19,6 +19,7 @@ from scalewise.launch.job import JobSpec, Result, execute
 from scalewise.launch.locks import FolderLock
 from scalewise.launch.sweep_resume import EarlierJob, ResumeRequest
 from scalewise.launch.sweep_runner import claim_sweep_folder, execute_all
+from scalewise.planner.fit_check import check_fit
 from scalewise.run_config import RunConfig
 from scalewise.tracking import wandb_session
 from scalewise.typed_override import command_line
@@ -140,12 +141,31 @@ class TrainCommand(Command):
             on_start=show.print_job_start,
             on_end=_report_outcome,
             kept_results=earlier_results,
+            cases={
+                job.run.name: {"expect": job.expectation.as_dict(), "plan": _fit_status(job.run)}
+                for job in jobs
+                if job.expectation is not None
+            },
         )
         with report_errors("no job table"):
             show.print_job_table(tasks, results)
         show.finish_sweep(results, folder)
         publish.after_training(folder, [result.folder for result in results])
-        return [JobOutcome(result.exit_code, result.objective) for result in results]
+        exit_codes = [result.exit_code for result in results]
+        if any(job.expectation is not None for job in jobs):
+            from scalewise.commands import show_grades  # imports numpy
+
+            passed = show_grades.grade_sweep_folder(folder)
+            exit_codes = [int(not passed[job.run.name]) for job in jobs]
+        return [
+            JobOutcome(exit_code, result.objective)
+            for exit_code, result in zip(exit_codes, results, strict=True)
+        ]
+
+
+def _fit_status(run: RunConfig) -> str:
+    """Predicted fit status of a case; empty if only a trace predicts its memory."""
+    return "" if run.objective.trace_only else check_fit(run).status.value
 
 
 def _report_outcome(task: SweepTask, result: Result) -> None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train a model and write its report; -m or sweep=NAME for several runs",
     "plan": "predict memory, step time and cost of a run before it starts",
     "verify": "prove that a parallelism strategy trains like one device, or name the fault",
+    "lab": "list experiments with expected outcomes, show one, or grade their runs",
     "explain": "print the documentation of a config key, group or option",
     "status": "print the progress of runs and sweeps; live on a terminal",
     "report": "write the reports of runs and sweeps again",
@@ -83,6 +84,11 @@ FORMS: dict[str, Rows] = {
         ("scalewise verify [overrides]", "a few small SGD steps next to one device; exit code 5"),
         ("... verify.layers=N verify.steps=N", "number of layers and steps of these runs"),
         ("... --json", "losses, differing tensors and the likely cause as JSON on stdout"),
+    ),
+    "lab": (
+        ("scalewise lab", "every lab: question, hypothesis, and status below runs/"),
+        ("scalewise lab NAME", "expected outcome of each case, and the last result"),
+        ("scalewise lab grade FOLDER ...", "grades runs; exit code 0 if all are as expected"),
     ),
     "explain": (
         ("scalewise explain KEY ...", "documentation, type, unit, defaults, allowed values"),

@@ -30,6 +30,7 @@ from scalewise.config.launchers import launcher_issues, unknown_option_issues
 from scalewise.config.parse import parse_run
 from scalewise.config.run_folders import missing_folders, record_hydra_folders, remove_empty
 from scalewise.errors import ConfigError, did_you_mean
+from scalewise.expectations import SweepCase
 from scalewise.run_config import RunConfig
 
 _contexts: list[CommandContext] = []
@@ -288,6 +289,11 @@ def set_file_overrides(overrides: Sequence[str]) -> None:
     _contexts[-1].file_overrides = overrides
 
 
+def set_cases(cases: Sequence[SweepCase]) -> None:
+    """Store the cases of the multirun, one per job; called by the Hydra sweeper."""
+    _contexts[-1].cases = cases
+
+
 def _validate_jobs(
     loader: ConfigLoader,
     config: DictConfig,
@@ -297,7 +303,10 @@ def _validate_jobs(
     *,
     check_machine: bool,
 ) -> list[SweepJob]:
+    cases = _contexts[-1].cases
     varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
+    if cases:
+        varied = [{"name": case.name} for case in cases]
     jobs: list[SweepJob] = []
     rejected: list[RejectedJob] = []
     composition_error: Exception | None = None
@@ -330,7 +339,8 @@ def _validate_jobs(
             reason = "is outside of the sweep folder"
             raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, fix)
         job_folder = folder / subdir
-        jobs.append(SweepJob(number, run, job_folder, varied[number - first_number]))
+        expectation = cases[number].expect if cases else None
+        jobs.append(SweepJob(number, run, job_folder, varied[number - first_number], expectation))
     kept = _contexts[-1].command.rejected_jobs
     if rejected and (kept is None or not jobs or composition_error is not None):
         issues = {str(issue): issue for job in rejected for issue in job.error.issues}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scalewise.errors import ConfigError
+from scalewise.expectations import Expectation, SweepCase
 from scalewise.run_config import RunConfig
 
 
@@ -20,6 +21,8 @@ class SweepJob:
     """Run folder; it does not exist yet."""
     varied: Mapping[str, str]
     """Overrides in which the jobs of the multirun differ: value by key."""
+    expectation: Expectation | None = None
+    """Expected outcome; None if the job is not a case of ``hydra/sweeper=cases``."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,5 @@ class CommandContext:
     """Keys that a search varies, even if they are equal in one batch."""
     file_overrides: Sequence[str] = ()
     """Overrides that a sweep file adds to the command line."""
+    cases: Sequence[SweepCase] = ()
+    """Cases of ``hydra/sweeper=cases``, one per job."""

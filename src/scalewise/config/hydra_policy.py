@@ -43,6 +43,7 @@ PLUGINS = {
     "sweeper": (
         "hydra_plugins.scalewise_sweepers.ScalewiseSweeper",
         "hydra_plugins.scalewise_sweepers.OptunaSweeper",
+        "hydra_plugins.scalewise_sweepers.CasesSweeper",
         "hydra_plugins.scalewise_sweepers.ScreenSweeper",
     ),
 }

@@ -85,6 +85,18 @@ class GridOptions(AxisOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class CasesOptions:
+    """Options of ``hydra/sweeper=cases``, which runs named cases and checks their outcomes."""
+
+    cases: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """``overrides``, as on a command line, and ``expect``, the expected outcome, of each case."""
+    only: Sequence[str] | None = None
+    """Names of the cases to run; null: all."""
+    hypothesis: str = ""
+    """Expected answer to the question of the sweep."""
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedOptions:
     """Options of ``hydra/launcher=packed``."""
 
@@ -96,6 +108,7 @@ HYDRA_OPTIONS: Mapping[str, Mapping[str, tuple[str, Sequence[type]]]] = {
     "hydra/sweeper": {
         "basic": ("Grid: all combinations of the values on the command line.", [GridOptions]),
         "optuna": ("Hyperparameter search with Optuna.", [AxisOptions, SearchConfig]),
+        "cases": ("Named cases with overrides and expected outcomes.", [CasesOptions]),
         "screen": ("Fractional factorial of factors with two levels.", [ScreeningDesign]),
     },
     "hydra/launcher": {

@@ -19,7 +19,9 @@ from hydra.core.override_parser.types import (
     RangeSweep,
 )
 
+from scalewise import typed_override
 from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.expectations import SweepCase, parse_cases
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, job_count_issues
 
 
@@ -95,6 +97,32 @@ def expand_jobs(
         rows = zip(*(values[key] for key in zipped), strict=True)
         axes.append([list(row) for row in rows])
     return [list(itertools.chain(*parts)) for parts in itertools.product(*axes)]
+
+
+def expand_cases(
+    cases: object, only: object, cli_overrides: Sequence[str], loader: ConfigLoader
+) -> tuple[list[SweepCase], list[list[str]]]:
+    """Cases of ``hydra/sweeper=cases``, and the overrides of the job of each.
+
+    The name of a case becomes the name of its run. Raises ``ConfigError`` if a case is invalid, or
+    if the command line varies a key or sets one that cases set.
+    """
+    parsed_cases, issues = parse_cases(cases, only)
+    axes, fixed_overrides = read_axes(cli_overrides, loader)
+    fix = "remove it, or edit the cases in the file of the sweep"
+    issues += [ConfigIssue(axis.key, "", "is varied by a sweep of cases", fix) for axis in axes]
+    case_keys = typed_override.override_keys(it for case in parsed_cases for it in case.overrides)
+    issues += [
+        ConfigIssue(key, "", "is set by cases of the sweep", fix)
+        for key in sorted(typed_override.override_keys(fixed_overrides) & (case_keys | {"name"}))
+    ]
+    if issues:
+        raise ConfigError(issues)
+    jobs = [
+        [*fixed_overrides, typed_override.override("name", case.name), *case.overrides]
+        for case in parsed_cases
+    ]
+    return parsed_cases, jobs
 
 
 def count(override: Override) -> int:

@@ -33,10 +33,12 @@ def execute_all(
     on_start: Callable[[SweepTask, int], None],
     on_end: Callable[[SweepTask, Result], None],
     kept_results: Mapping[int, Result] | None = None,
+    cases: Mapping[str, object] | None = None,
 ) -> list[Result]:
     """Run the jobs in their folders and return their results; a failed job does not stop others.
 
-    ``kept_results``: results of jobs that have ended before, by number; those do not run. Updates
+    ``kept_results``: results of jobs that have ended before, by number; those do not run.
+    ``cases``: expectations by case, of a sweep of cases; recorded with the sweep. Updates
     ``sweep.json`` in ``folder`` after every change. A signal ends the sweep, with status
     ``interrupted`` for jobs that have not started. If the executor rejects all jobs, the previous
     record is restored.
@@ -44,6 +46,8 @@ def execute_all(
     folder.mkdir(parents=True, exist_ok=True)
     previous_record: dict[str, Any] = read_json(folder / "sweep.json")
     record = _sweep_record(folder, previous_record, command, question)
+    if cases:
+        record["cases"] = {**record.get("cases", {}), **cases}
     results = dict(kept_results or {})
     entries = {entry["number"]: entry for entry in record["jobs"]}
     for task in tasks:

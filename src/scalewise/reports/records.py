@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from scalewise import regular_files
 from scalewise.errors import ConfigError
+from scalewise.expectations import Expectation, parse_expectation
 from scalewise.reports import report_redaction
 from scalewise.run_files import (
     RecordError,
@@ -192,6 +193,10 @@ class SweepRecord:
     """Jobs by number."""
     wandb: Mapping[str, object] = field(default_factory=dict)
     """The W&B report."""
+    expectations: Mapping[str, Expectation] = field(default_factory=dict)
+    """Expected outcome by case, of a sweep of cases."""
+    fit_statuses: Mapping[str, str] = field(default_factory=dict)
+    """Predicted fit status by case; empty text if it is unknown."""
 
 
 def read_record(folder: Path) -> RunRecord | SweepRecord:
@@ -264,7 +269,7 @@ def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
     jobs = [_read_job(folder, row) for row in sweep.get("jobs", ())]
     jobs.sort(key=lambda job: job.number or 0)
     numbers = [job.number for job in jobs]
-    reference = sweep.get("reference")
+    reference, cases = sweep.get("reference"), sweep.get("cases", {}).items()
     return SweepRecord(
         folder=folder.name,
         name=sweep.get("name") or folder.name,
@@ -277,6 +282,8 @@ def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
         wandb=sweep.get("wandb", {}),
+        expectations={name: parse_expectation(name, case["expect"], []) for name, case in cases},
+        fit_statuses={name: case["plan"] for name, case in cases},
     )
 
 

@@ -17,6 +17,7 @@ from scalewise.reports import (
     breakdown_charts,
     compare,
     factorial_report,
+    grading,
     importance,
     loss_curves,
     parallel_coordinates,
@@ -145,13 +146,16 @@ def build_report(record: RunRecord | SweepRecord) -> ReportModel:
         comparison = compare.compare_run(record)
     peaks = [peak for job in comparison.jobs if (peak := job.measured(compare.PEAK)) is not None]
     unit = memory_unit(peaks)
-    parts = _sweep_report if isinstance(record, SweepRecord) else _run_report
+    if isinstance(record, SweepRecord):
+        parts = _sweep_report(record, comparison, unit)
+    else:
+        parts = _run_report(comparison, unit)
     return ReportModel(
         record,
         comparison,
         summary_sentences.summary_text(comparison, unit),
         tuple(summary_tables.header_facts(comparison, record)),
-        (*parts(comparison, unit), _reproduce_part(comparison, record)),
+        (*parts, _reproduce_part(comparison, record)),
     )
 
 
@@ -170,7 +174,11 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
     yield from (section for section in sections if section is not None)
 
 
-def _sweep_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part]:
+def _sweep_report(
+    sweep: SweepRecord, comparison: ReportComparison, unit: MemoryUnit
+) -> Iterator[Part]:
+    if (section := grading.expectations_section(sweep)) is not None:
+        yield section
     yield _varied_part(comparison)
     yield _compared_part(comparison, unit)
     sections = (

@@ -119,7 +119,7 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
     sweeper = content["hydra"]["sweeper"]
-    assert set(sweeper) <= {"params", "zip"}
+    assert set(sweeper) <= {"params", "zip"} or set(sweeper) == {"cases", "hypothesis"}
     with hydra_session() as loader:
         sweep_overrides = parsed_overrides.sweep_overrides(
             sweeper.get("params", {}), sweeper.get("zip", {})
@@ -127,6 +127,8 @@ def test_compose_accepts_every_job_of_every_sweep(name: str) -> None:
         jobs = parsed_overrides.expand_jobs(
             sweep_overrides, [], list(sweeper.get("zip", {})), loader
         )
+        if cases := sweeper.get("cases"):
+            jobs = parsed_overrides.expand_cases(cases, None, [], loader)[1]
     runs = [compose([f"sweep={name}", *job], check_machine=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 

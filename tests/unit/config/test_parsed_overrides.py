@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from fixtures.recording_command import RecordingCommand
 from scalewise.config.app import SweepJob, run_command
 from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
+from scalewise.expectations import Expectation
 from scalewise.hpo.space import IntervalAxis
 
 Jobs = Callable[..., list[SweepJob]]
@@ -200,3 +202,39 @@ def test_range_is_a_search_interval_without_listing() -> None:
     assert preview.space == [IntervalAxis("seed", 1, 999_999_999, step=1)]
     preview = preview_search(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
     assert preview.space == [IntervalAxis("optimizer.lr", 0.1, 0.4, step=0.1)]
+
+
+class TestCases:
+    CASES: ClassVar[dict[str, object]] = {
+        "small": {"overrides": "model.layers=1 model.width=32"},
+        "large": {"overrides": "model.layers=2", "expect": {"status": "out_of_memory"}},
+    }
+
+    def test_cases_are_jobs_with_their_names_and_expectations(self, jobs: Jobs) -> None:
+        small, large = jobs("hydra/sweeper=cases", "seed=3", cases=self.CASES)
+        assert [job.varied for job in (small, large)] == [{"name": "small"}, {"name": "large"}]
+        assert [job.run.name for job in (small, large)] == ["small", "large"]
+        assert [job.run.seed for job in (small, large)] == [3, 3]
+        assert [job.run.model.layers for job in (small, large)] == [1, 2]
+        assert small.expectation == Expectation()
+        assert large.expectation == Expectation("out_of_memory")
+
+    def test_selected_cases_alone_are_jobs(self, jobs: Jobs) -> None:
+        (job,) = jobs("hydra/sweeper=cases", "hydra.sweeper.only=[large]", cases=self.CASES)
+        assert (job.run.name, job.number) == ("large", 0)
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("seed=1,2", "seed: is varied by a sweep of cases"),
+            ("model.layers=3", "model.layers: is set by cases of the sweep"),
+            ("name=mine", "name: is set by cases of the sweep"),
+            ("hydra.sweeper.only=tiny", "hydra.sweeper.only=tiny: is not a case"),
+        ],
+    )
+    def test_cases_reject_overrides_that_they_would_hide(
+        self, jobs: Jobs, line: str, message: str
+    ) -> None:
+        with pytest.raises(ConfigError) as error:
+            jobs("hydra/sweeper=cases", line, cases=self.CASES)
+        assert message.replace(": is", "=: is") in str(error.value) or message in str(error.value)

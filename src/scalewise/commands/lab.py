@@ -1,0 +1,148 @@
+"""``scalewise lab``: experiments with expected outcomes, their last results, and their grades."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from scalewise.commands import show_grades
+from scalewise.config import app, labs
+from scalewise.config.compose import compose
+from scalewise.config.labs import Lab
+from scalewise.console import print_lines
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.expectations import Expectation
+from scalewise.hardware import DeviceKind, this_machine
+from scalewise.plain_console import get_console, styled_text
+from scalewise.reports import grading, records
+from scalewise.reports.grading import GradedCase
+from scalewise.reports.records import RunRecord, SweepRecord
+from scalewise.tracking.sweep_record import sweep_start
+from scalewise.typed_override import command_line
+
+RUNS = Path("runs")
+"""Folder of runs, below the current folder."""
+STYLES = {"passed": "green", "failed": "red"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``scalewise lab [NAME]`` or ``scalewise lab grade FOLDER...``; return the exit code."""
+    app.prepare()
+    match list(arguments):
+        case []:
+            _print_labs()
+            return 0
+        case ["grade", *folders]:
+            return _grade_folders([Path(folder).expanduser() for folder in folders])
+        case [name]:
+            _print_lab(labs.find_lab(name))
+            return 0
+    fix = "scalewise lab, scalewise lab NAME, or scalewise lab grade FOLDER"
+    raise ConfigError.for_key("", "", "too many arguments", fix)
+
+
+def _print_labs() -> None:
+    """Print one line per lab: name, status, question."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in ("lab", "cases", "status", "question and hypothesis"):
+        table.add_column(head, justify="right" if head == "cases" else "left", overflow="fold")
+    for lab in labs.find_labs().values():
+        status = _status(lab)
+        table.add_row(
+            lab.name,
+            str(len(lab.expectations)),
+            styled_text((status, STYLES.get(status, "dim"))),
+            f"{lab.question} {lab.hypothesis}",
+        )
+    get_console().print(table)
+
+
+def _print_lab(lab: Lab) -> None:
+    """Print question, hypothesis, expectations and the last result of a lab."""
+    print_lines(lab.question, f"Hypothesis: {lab.hypothesis}", f"Status: {_status(lab)}")
+    predict, train = (command_line(it, [f"sweep={lab.name}"]) for it in ("plan", "train"))
+    print_lines(f"Prediction: {predict}", f"Run: {train}", "")
+    if (folder := _last_folder(lab.name)) is not None:
+        print_lines(f"Last result: {folder}")
+    show_grades.print_grades(_grade(lab.expectations, [folder] if folder else []))
+
+
+def _status(lab: Lab) -> str:
+    """Status of a lab: never run, passed, failed, or planned only if this machine cannot run it."""
+    if (folder := _last_folder(lab.name)) is not None:
+        passed = all(case.passed for case in _grade(lab.expectations, [folder]))
+        return "passed" if passed else "failed"
+    run = compose([f"sweep={lab.name}"], check_machine=False)
+    needs_cuda = run.hardware.device is DeviceKind.cuda
+    return "planned only" if needs_cuda and not this_machine().gpus else "never run"
+
+
+def _last_folder(name: str) -> Path | None:
+    """Folder of the newest sweep of a lab below ``runs``; None if it never ran."""
+    folders = [file.parent for file in (RUNS / name).glob("*/sweep.json")]
+    return max(folders, key=sweep_start, default=None)
+
+
+def _grade_folders(folders: Sequence[Path]) -> int:
+    """Print the grades of the labs below ``folders``; return 0 if every case is as expected.
+
+    Cases of several sweeps of one lab are graded together; the newest run of a case counts. The
+    expectations are those of the installed lab, else those that the sweep recorded.
+    """
+    issues = [
+        ConfigIssue("", "", f"{folder} is not a folder")
+        for folder in folders
+        if not folder.is_dir()
+    ]
+    files = [file for folder in folders for file in _sweep_files(folder)]
+    if not folders or issues:
+        raise ConfigError(issues or [ConfigIssue("", "", "no folder given", "lab grade FOLDER")])
+    sweeps: dict[str, list[Path]] = {}
+    for folder in sorted((file.parent for file in files), key=sweep_start):
+        if name := _lab_name(folder):
+            sweeps.setdefault(name, []).append(folder)
+    if not sweeps:
+        reason = f"no sweep of cases in {', '.join(map(str, folders))}"
+        raise ConfigError.for_key("", "", reason, "run a lab: scalewise train sweep=lab_cpu")
+    passed = True
+    for name, sweep_folders in sweeps.items():
+        installed = labs.find_labs().get(name)
+        expectations = installed.expectations if installed else {}
+        print_lines(f"{name}: {', '.join(map(str, sweep_folders))}")
+        cases = _grade(expectations, sweep_folders)
+        show_grades.print_grades(cases)
+        passed = passed and all(case.passed for case in cases)
+    return 0 if passed else 1
+
+
+def _sweep_files(folder: Path) -> list[Path]:
+    """Records of sweeps in a folder, in its sweeps and in their folders: runs/NAME/TIME."""
+    return [file for depth in ("", "*/", "*/*/") for file in folder.glob(f"{depth}sweep.json")]
+
+
+def _read_sweep(folder: Path) -> SweepRecord:
+    record = records.read_record(folder)
+    assert isinstance(record, SweepRecord)
+    return record
+
+
+def _lab_name(folder: Path) -> str:
+    """Name of the sweep file of a sweep of cases; empty for other sweeps."""
+    sweep = _read_sweep(folder)
+    names = [str(run.choices["sweep"]) for run in sweep.jobs if run.choices.get("sweep")]
+    return (names or [sweep.name])[0] if sweep.expectations else ""
+
+
+def _grade(expectations: Mapping[str, Expectation], folders: Sequence[Path]) -> list[GradedCase]:
+    """Grade the newest run of each case; ``folders``: sweeps of one lab, the oldest first."""
+    runs: dict[str, RunRecord] = {}
+    fit_statuses: dict[str, str] = {}
+    recorded: dict[str, Expectation] = {}
+    for folder in folders:
+        sweep = _read_sweep(folder)
+        runs |= grading.runs_by_case(sweep)
+        fit_statuses |= sweep.fit_statuses
+        recorded |= sweep.expectations
+    return grading.grade_runs(expectations or recorded, runs, fit_statuses)

@@ -1,0 +1,82 @@
+"""Sweeps of cases: expected outcomes, their grades, and ``scalewise lab``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.cli_runner import UNTRACKED, CliRunner
+
+FILE = """
+defaults:
+  - override /hydra/sweeper: cases
+question: Does the large run fit?
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    hypothesis: The large run is out of memory.
+    cases:
+      large: {overrides: +inject=oom, expect: {status: out_of_memory}}
+      small: {overrides: seed=3, expect: {peak_memory_gib: [0, 1], loss_within: {other: 0.5}}}
+      other: {overrides: seed=4, expect: {STATUS}}
+"""
+
+
+@pytest.fixture
+def lab_folder(tmp_path: Path) -> Path:
+    """User folder with the sweep ``mine``."""
+    folder = tmp_path / "own"
+    (folder / "sweeps").mkdir(parents=True)
+    (folder / "sweeps" / "mine.yaml").write_text(FILE.replace("STATUS", "status: ok"))
+    return folder
+
+
+def test_sweep_of_cases_is_graded(run_cli: CliRunner, lab_folder: Path) -> None:
+    line = ("-cd", str(lab_folder), "sweep=mine", *UNTRACKED)
+    result = run_cli(*line).assert_ok()
+    assert "3 of 3 cases as expected" in result.out
+    folder = result.folder
+    assert folder.json("sweep.json")["cases"]["large"] == {
+        "expect": {"status": "out_of_memory"},
+        "plan": "fits",
+    }
+    assert [job.status["name"] for job in folder.jobs] == ["large", "small", "other"]
+    assert 'id="expectations"' in (folder.path / "report.html").read_text("utf-8")
+    graded = run_cli("grade", "runs", command="lab").assert_ok()
+    assert "mine" in graded.out
+    assert "3 of 3 cases as expected" in graded.out
+
+    (lab_folder / "sweeps" / "mine.yaml").write_text(FILE.replace("STATUS", "status: failed"))
+    again = run_cli(*line, "hydra.sweeper.only=[other]")
+    assert again.code == 1, again.failure_report
+    assert "fail: ok, expected failed" in " ".join(again.out.split())
+    regraded = run_cli("grade", "runs", command="lab")
+    assert regraded.code == 1, regraded.failure_report
+    assert "2 of 3 cases as expected" in regraded.out
+
+
+def test_cases_are_planned_with_their_expectations(run_cli: CliRunner, lab_folder: Path) -> None:
+    line = ("-cd", str(lab_folder), "sweep=mine", *UNTRACKED)
+    result = run_cli(*line, command="plan")
+    assert result.code == 1, result.failure_report  # a plan does not know of injected faults
+    assert "2 of 3 cases as expected" in result.out
+    only = run_cli(*line, "hydra.sweeper.only=[small,other]", command="plan").assert_ok()
+    assert "2 of 2 cases as expected" in only.out
+
+
+def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
+    listed = run_cli(command="lab").assert_ok().out
+    assert "lab_litgpt" in listed
+    assert "planned only" in listed
+    shown = run_cli("lab_litgpt", command="lab").assert_ok().out
+    assert "Hypothesis: " in shown
+    assert "fail: not run" in shown
+    run_cli("lab_gpu", command="lab").assert_rejected("is not a lab", "lab_litgpt")
+    run_cli("grade", command="lab").assert_rejected("no folder given")
+
+
+def test_litgpt_lab_is_planned_as_expected(run_cli: CliRunner) -> None:
+    result = run_cli("sweep=lab_litgpt", command="plan").assert_ok()
+    assert "19 of 19 cases as expected" in result.out
+    unfit = [line.split()[0] for line in result.out.splitlines() if "out_of_memory" in line]
+    assert unfit == ["tinyllama", "13b"]
