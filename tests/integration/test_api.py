@@ -171,6 +171,7 @@ def test_user_config_folder_extends_the_config_tree(
     assert result.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
 
 
+@pytest.mark.exhaustive
 def test_sweep_file_runs_without_the_multirun_flag(
     user_config_folder: Path, run_cli: CliRunner
 ) -> None:

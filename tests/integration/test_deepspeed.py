@@ -113,6 +113,7 @@ def test_deepspeed_resume_is_bitwise_equal(
     assert_same_steps(resumed, run, kind)
 
 
+@pytest.mark.exhaustive
 def test_hierarchical_partition_resumes_like_plain_stage_3(run_job: JobRunner) -> None:
     """Validates and saves after each step: both gather the same weights."""
     overrides = (*ADAMW, *ZERO3_FOUR_RANKS, "trainer.validate_every=1", *EACH_CHECKPOINT)

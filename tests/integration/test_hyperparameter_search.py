@@ -81,6 +81,7 @@ def test_pruned_trial_trains_fewer_steps(strategy: str, run_cli: CliRunner) -> N
     assert list(trials[1]["reported"]) == ["4"]
 
 
+@pytest.mark.exhaustive
 def test_killed_search_resumes(run_cli: CliRunner) -> None:
     """SIGKILL in the second of three trials: only the second is repeated."""
     overrides = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")

@@ -37,7 +37,9 @@ def test_ray_launcher_is_rejected(run_cli: CliRunner) -> None:
     assert list(run_cli.cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize("launcher", ["scalewise", "packed"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("scalewise", marks=pytest.mark.exhaustive), "packed"]
+)
 def test_forkserver_preloads_peft_for_adapter_runs(run_cli: CliRunner, launcher: str) -> None:
     record_imports = "+callbacks.born._target_=fixtures.faults.RecordImports"
     overrides = (

@@ -67,6 +67,7 @@ def test_two_torchrun_agents_train_one_run(run_cli: CliRunner) -> None:
     assert folder.steps == list(range(1, 9))
 
 
+@pytest.mark.exhaustive
 def test_failure_of_a_rank_ends_rank_0_that_ignores_signals(run_cli: CliRunner) -> None:
     hang = "+callbacks.hang={_target_:fixtures.faults.HangRank,rank:0,step:3}"
     failure = ("+inject=oom", "callbacks.inject.rank=1", "callbacks.inject.step=3")

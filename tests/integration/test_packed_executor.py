@@ -62,6 +62,7 @@ def test_packed_jobs_run_concurrently_on_separate_cores(run_cli: CliRunner) -> N
 
 
 @several_cores
+@pytest.mark.exhaustive
 def test_sweep_file_chooses_the_packed_launcher(run_cli: CliRunner) -> None:
     file = run_cli.cwd / "own" / "sweeps" / "packed.yaml"
     file.parent.mkdir(parents=True)

@@ -218,6 +218,7 @@ def test_publish_uploads_weights_on_request(sweep: RunDir, run_cli: CliRunner) -
     assert not FILES & set(run_of(server, job_without_weights).files)
 
 
+@pytest.mark.exhaustive
 def test_publish_groups_two_attempts(run_cli: CliRunner) -> None:
     """Each attempt has its own id and rows; the second names its checkpoint."""
     run_cli(*TINY).assert_ok()
@@ -262,6 +263,7 @@ def test_publish_resends_history_that_the_server_lost(
     assert [artifact.state for artifact in server.artifacts].count("COMMITTED") == 1
 
 
+@pytest.mark.exhaustive
 def test_publish_continues_after_a_failed_job_or_report(sweep: RunDir, run_cli: CliRunner) -> None:
     damaged_job, complete_job = sweep.jobs
     (log,) = damaged_job.path.glob("wandb/*run-*/run-*.wandb")
@@ -367,6 +369,7 @@ def test_slow_server_loses_no_step_and_no_history_row(run_cli: CliRunner) -> Non
     assert_rows_are_those_of(folder, run_of(server, folder))
 
 
+@pytest.mark.exhaustive
 def test_publish_uses_wandb_environment_variables(run_cli: CliRunner) -> None:
     other_folder = run_cli.cwd / "elsewhere"
     other_folder.mkdir()

@@ -118,6 +118,7 @@ def test_slurm_runs_jobs_on_one_and_two_nodes(submit: Callable[..., Sweep]) -> N
         assert job.column("train/loss") == pytest.approx(single.column("train/loss"), abs=1e-5), job
 
 
+@pytest.mark.exhaustive
 def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     """A job whose rank 0 is killed leaves no report, and Slurm has no accounting."""
     sweep = submit(
@@ -135,6 +136,7 @@ def test_slurm_array_records_killed_ranks(submit: Callable[..., Sweep]) -> None:
     assert "job 0 failed" in result.out
 
 
+@pytest.mark.exhaustive
 def test_slurm_requeue_timeout_warning_and_cancel(submit: Callable[..., Sweep]) -> None:
     """By an administrator, by the time limit of Slurm, and by the user."""
     sweep = submit(*UNTRACKED, *LOGGED_STEPS, "seed=1,2,3", "trainer.max_steps=12")
