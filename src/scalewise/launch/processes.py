@@ -10,7 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from scalewise.units import GIB, KIB
 
 PRELOAD_MODULE = "scalewise.launch.forkserver_preload"
 PR_SET_CHILD_SUBREAPER = 36
+M_MMAP_THRESHOLD = -3
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
@@ -78,10 +79,17 @@ def become_subreaper() -> None:
 
 
 def limit_memory(gib: float | None) -> None:
-    """Limit the memory that this process can allocate in addition to its current memory."""
+    """Limit the memory that this process can allocate in addition to its current memory.
+
+    glibc keeps freed blocks of up to 32 MiB, which would count; here it returns those of 128 KiB or
+    more to the system.
+    """
     if gib is None:
         return
     import resource
+
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * KIB)
 
     limit = _data_bytes() + int(gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
