@@ -199,6 +199,15 @@ class RunConfig:
         return None if has_sharded_logits else self.cuda_compile
 
     @property
+    def sequence_loss_weight(self) -> float:
+        """Weight of one sequence in losses inside of the model, such as those of routers.
+
+        They are averaged over the sequences of the global batch; gradients over ranks.
+        """
+        sequences = self.global_batch * self.sequences_per_sample
+        return self.parallelism.gradient_averaging_size / sequences
+
+    @property
     def computes_loss_gradients_in_forward(self) -> bool:
         """Whether the gradients of a chunked loss are computed in the forward pass.
 

@@ -15,6 +15,7 @@ from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.op_graph import ForwardSpec, Recompute, build_op_graphs
 from scalewise.planner.activation_liveness import simulate_part
 from scalewise.precision.build import apply_precision
@@ -101,6 +102,35 @@ def test_block_memory_equals_the_operator_graph(
     assert measured_bytes["backward"] == pytest.approx(
         predicted.backward_peak + input_bytes, rel=1e-3
     )
+
+
+EXPERTS = replace(SPECS["llama"], experts=8, expert_dim=96)
+WITH_EXPERTS = {
+    "experts": EXPERTS,
+    "shared": replace(EXPERTS, shared_experts=1, aux_loss=0.01, router_z_loss=0.01),
+    "sigmoid": replace(EXPERTS, router_score=RouterScore.sigmoid, balance_rate=0.001),
+}
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_true"])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_block_memory_with_experts_is_near_the_operator_graph(
+    name: str, precision: str, recompute: Recompute
+) -> None:
+    """Sizes do not depend on the routing; indices of rows are few bytes."""
+    spec, (stream, compute, master_bytes) = WITH_EXPERTS[name], ELEMENT_BYTES[precision]
+    shape = ForwardSpec(
+        *(BATCH_SIZE, TOKENS, stream, compute, master_bytes),
+        autocast="mixed" in precision,
+        on_cpu=True,
+        rope_element_bytes=master_bytes,
+    )
+    predicted = simulate_part(build_op_graphs(spec, shape).block, recompute, fresh_gradients=True)
+    measured_bytes = _measured(spec, precision, recompute, fresh_gradients=True)
+    assert measured_bytes["saved"] == pytest.approx(predicted.saved_bytes, rel=1e-3)
+    assert measured_bytes["forward"] == pytest.approx(predicted.forward_peak, rel=0.025)
+    assert measured_bytes["backward"] == pytest.approx(predicted.backward_peak, rel=0.025)
 
 
 def _measured(

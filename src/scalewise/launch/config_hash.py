@@ -30,8 +30,17 @@ IGNORED_KEYS = (
 """Config keys that do not affect the identity of a job."""
 HASH_DIGITS = 16
 ADDED_OPTIONS: dict[tuple[str, str], object] = {
+    ("model", "aux_loss"): 0.0,
+    ("model", "balance_rate"): 0.0,
+    ("model", "expert_dim"): None,
+    ("model", "experts"): None,
+    ("model", "experts_per_token"): 2,
+    ("model", "norm_topk"): True,
     ("model", "qk_norm"): "none",
     ("model", "qkv_bias"): False,
+    ("model", "router_score"): "softmax",
+    ("model", "router_z_loss"): 0.0,
+    ("model", "shared_experts"): 0,
     ("parallelism", "one_rank_mesh"): False,
     ("parallelism", "shard"): "parameters",
 }

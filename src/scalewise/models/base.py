@@ -44,8 +44,8 @@ class Weight:
     shape: tuple[int, ...]
     """Unsharded shape."""
     role: str
-    """``embedding``, ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head`` or
-    ``scale`` (a vector of an adapter)."""
+    """``embedding``, ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``,
+    ``router``, ``experts`` or ``scale`` (a vector of an adapter)."""
     layer: int | None = None
     """Index of its block; None: outside the blocks."""
     trainable: bool = True
@@ -307,3 +307,8 @@ class ModelConfig(ABC):
     def num_parameters(self) -> int:
         """Number of parameters."""
         return sum(weight.numel for weight in self.weight_census())
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token is computed with: all, unless there are experts."""
+        return self.num_parameters

@@ -83,5 +83,11 @@ class ModelModule(nn.Module):
     def set_position_ids(self, positions_T: Tensor) -> None:
         """Set the positions of this rank's tokens in the sequence; default: 0, 1, 2..."""
 
+    def set_sequence_weight(self, weight: float) -> None:
+        """Set the weight of one sequence in losses that the module adds itself.
+
+        By default there are none.
+        """
+
     def init_buffers(self) -> None:
         """Fill the non-persistent buffers after ``to_empty``; by default there are none."""

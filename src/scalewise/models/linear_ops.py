@@ -29,12 +29,17 @@ class LinearOps:
         bias: bool = False,
         trains: bool = True,
         tokens: int | None = None,
+        matrices: int = 1,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
-        """Add a linear layer; under autocast with the casts of its weight, bias and input."""
+        """Add a linear layer; under autocast with the casts of its weight, bias and input.
+
+        ``matrices``: number of stacked matrices, each token being multiplied by one of them. Their
+        cast is freed after the matmul; autocast keeps that of a single one.
+        """
         forward_spec, graph = self.forward_spec, self.graph
         tokens = tokens or forward_spec.num_tokens
-        weight_numel, bias_numel = in_features * out_features, out_features * bias
+        weight_numel, bias_numel = in_features * out_features * matrices, out_features * bias
         saved, matmul_input = [], x
         if forward_spec.autocast:
             if bias:
@@ -50,10 +55,10 @@ class LinearOps:
             if graph.sizes[x] != input_bytes:
                 matmul_input = self.add_cast(x, input_bytes)
         trained_numel = (weight_numel + bias_numel) * trains
-        flops = 2.0 * weight_numel * tokens
+        flops = 2.0 * in_features * out_features * tokens
         return graph.add_op(
             OpWork.matmul,
-            (matmul_input, *live_tensors),
+            (matmul_input, *(saved if matrices > 1 else ()), *live_tensors),
             tokens * out_features * forward_spec.compute_element_bytes,
             saved=(*((matmul_input,) if trains else ()), *saved),
             gradients=(matmul_input,),

@@ -24,6 +24,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.memory_config import ActivationCheckpointing, AutoCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
+from scalewise.models.grouped_mm import grouped_mm  # noqa: F401 (registers its operator)
 from scalewise.models.op_graph import Recompute
 from scalewise.models.varlen_cpu import varlen_attention_cpu  # noqa: F401 (registers its operator)
 from scalewise.strategies.activation_offload import offload_blocks
@@ -31,8 +32,10 @@ from scalewise.torch_compile import Compile, CompileScope
 
 MATMUL_OPS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 SEGMENT_OPS = (torch.ops.scalewise.varlen_attention_cpu,)
+EXPERT_OPS = (torch.ops.scalewise.grouped_mm, torch.ops.aten._grouped_mm)
 SAVED_OPS = (
-    frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS, *SEGMENT_OPS)) | SAVED_COLLECTIVES
+    frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS, *SEGMENT_OPS, *EXPERT_OPS))
+    | SAVED_COLLECTIVES
 )
 """Operators whose results selective checkpointing stores: costly to repeat."""
 

@@ -94,6 +94,7 @@ class ParallelStrategy(Strategy):
         """Build the model, or this rank's shards of it, and initialize it from ``run.seed``."""
         all_layers = StageSlice(range(run.model.layers))
         module = build_meta(run.model, all_layers)
+        module.set_sequence_weight(run.sequence_loss_weight)
         apply_quantization(run.quantization, module, run.model)
         apply_precision(run.precision, module, run.model, run.hardware.device)
         apply_adapter(run.adapter, module, run.model)
@@ -177,6 +178,11 @@ class ParallelStrategy(Strategy):
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
         return norm
+
+    def sum_over_data_ranks(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks with other tokens, in place; equal ranks may count twice."""
+        if dist.is_initialized():
+            dist.all_reduce(tensor)
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:
         """Register a callback for backward passes that Lightning does not run.

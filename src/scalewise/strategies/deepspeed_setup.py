@@ -117,6 +117,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
 
     all_layers, swapper = StageSlice(range(run.model.layers)), None
     model = build_meta(run.model, all_layers)
+    model.set_sequence_weight(run.sequence_loss_weight)
     apply_adapter(run.adapter, model, run.model)
     for layer_module in iter_layers(run, device):
         if run.precision.compute is FloatFormat.bf16:

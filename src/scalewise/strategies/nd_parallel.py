@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -199,6 +200,11 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         with self.loss_context():
             return super().backward(closure_loss, *args, **kwargs)
+
+    def sum_over_data_ranks(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks of this pipeline stage with other tokens, in place."""
+        for axis in ("replicate", "shards"):
+            dist.all_reduce(tensor, group=self.device_mesh.get_group(axis))
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:
         """Register a callback before each backward pass of a pipeline micro-batch."""

@@ -71,6 +71,7 @@ def build_sharded(
     spec = rank_mesh.spec
     with torch.device("meta"):
         module = build_meta(run.model, stage)
+    module.set_sequence_weight(run.sequence_loss_weight)
 
     if sharding is not None:
         module.replace_attention(

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from scalewise.compat.torch_distributed import schedule_stages
+from scalewise.models.decoder.moe import find_mixtures
 from scalewise.models.init import local_tensor
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.strategies.base import Batch, ScaledLoss
@@ -35,6 +36,18 @@ class ScheduledStage(PipelineStage):
     """Pipeline stage with a callback before each backward pass of a micro-batch."""
 
     before_backward: Callable[[], None]
+    _has_run = False
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of one micro-batch; the first one resets the loads of experts.
+
+        Until then, they count tokens by which torch has inferred shapes.
+        """
+        if not self._has_run:
+            self._has_run = True
+            for mixture in find_mixtures(self.submod):
+                mixture.load.zero_()
+        return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of one micro-batch."""

@@ -16,6 +16,7 @@ from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch
 from scalewise.lr_schedules import ScheduleConfig
 from scalewise.models.base_module import ModelModule
+from scalewise.models.decoder.moe import find_mixtures
 from scalewise.objectives import GRPO, ObjectiveConfig
 from scalewise.objectives.losses import count_targets
 from scalewise.run_config import RunConfig
@@ -149,10 +150,22 @@ class TrainingModule(LightningModule):
         """Do nothing: a pipeline schedule has already computed gradients at this point."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Free the gradients after an optimizer step."""
+        """Free the gradients after an optimizer step, and balance experts."""
         if (batch_idx + 1) % self.run.accumulation == 0:
             for parameter in self._model_parameters:
                 parameter.grad = None
+            self._balance_experts()
+
+    def _balance_experts(self) -> None:
+        """Balance the experts by their loads in the global batch, and reset the loads."""
+        mixtures = find_mixtures(self.model)
+        if not mixtures:
+            return
+        loads_LE = torch.stack([mixture.load for mixture in mixtures])
+        self.parallel_strategy.sum_over_data_ranks(loads_LE)
+        for mixture, load_E in zip(mixtures, loads_LE, strict=True):
+            mixture.balance(load_E)
+            mixture.load.zero_()
 
     def configure_gradient_clipping(
         self,

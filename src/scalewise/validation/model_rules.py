@@ -10,11 +10,13 @@ from scalewise.data.chat_templates import read_end_of_text
 from scalewise.data.tokenizer import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
+from scalewise.validation.expert_rules import expert_issues
 
 UNSUPPORTED = "is not supported for Hugging Face models"
 
@@ -23,6 +25,9 @@ UNSUPPORTED = "is not supported for Hugging Face models"
 def model_issues(model: ModelConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues of the model with other parts of the run: none."""
     yield from ()
+
+
+model_issues.register(DecoderConfig)(expert_issues)
 
 
 @model_issues.register(HuggingFaceConfig)

@@ -20,6 +20,9 @@ SMALL_DECODER = DecoderConfig(
     vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48
 )
 PARAMETERS = {
+    "moe_nano": 2_364_544,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
     "decoder_nano": 1_180_800,
     "decoder_10m": 9_965_824,
     "gpt2_124m": 124_439_808,

@@ -13,10 +13,12 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.activations import ACT2FN
 
@@ -163,6 +165,8 @@ CLASSES = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
     "gpt2": GPT2Config,
 }
 
@@ -175,7 +179,7 @@ def test_config_keys_are_all_classified(kind: str) -> None:
     fixed = {**family.fixed, **hf_config_check.FIXED_FOR_ALL}
     compared_keys = {*family.keys.values(), *hf_config_check.compared_keys(family)}
     assert keys - hf_config_check.IGNORED_KEYS - fixed.keys() - compared_keys == set()
-    assert not hf_config_check.IGNORED_KEYS & (fixed.keys() | compared_keys - GPT2_ALIASES.keys())
+    assert not hf_config_check.IGNORED_KEYS & (fixed.keys() | compared_keys - family.aliases.keys())
     defaults = CLASSES[kind]().to_dict()
     for key, values in family.fixed.items():
         assert defaults.get(key, False) == values[0], key

@@ -10,6 +10,7 @@ from scalewise.errors import ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
 from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.moe_config import EXPERT_MATRICES, ExpertsConfig
 from scalewise.registry import register_option
 from scalewise.typed_override import format_override
 
@@ -21,7 +22,7 @@ SMALL_HEAD_WIDTH, FEEDFORWARD_MULTIPLE = 8, 16
 
 @register_option("model", "decoder")
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(ExpertsConfig, ModelConfig):
     """Pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
 
     vocabulary: int
@@ -35,7 +36,8 @@ class DecoderConfig(ModelConfig):
     heads: int
     """Number of query heads per block."""
     feedforward: int
-    """Width of the feedforward's hidden layer, in features."""
+    """Width of the feedforward's hidden layer, in features; with experts, of each expert unless
+    ``expert_dim`` is set."""
     kv_heads: int | None = None
     """Number of key and value heads per block (grouped-query attention); null: as many as
     ``heads``."""
@@ -95,6 +97,15 @@ class DecoderConfig(ModelConfig):
         return file if self.weights is not None and file.is_file() else None
 
     @property
+    def resolved_fields(self) -> dict[str, int]:
+        """Values of fields whose null is the value of another field."""
+        return {
+            "kv_heads": self.key_heads,
+            "head_width": self.head_size,
+            "expert_dim": self.hidden_dim,
+        }
+
+    @property
     def head_size(self) -> int:
         """Features per head."""
         return self.head_width or self.width // self.heads
@@ -121,15 +132,27 @@ class DecoderConfig(ModelConfig):
 
     @property
     def linear_layers(self) -> tuple[tuple[str, int, int, str], ...]:
-        """Linear layers of one block: name within it, output features, input features, role."""
+        """Linear layers of one block: name within it, output features, input features, role.
+
+        The router and the matrices of routed experts are not among them.
+        """
         up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
+        prefix, hidden = "feedforward", self.feedforward
+        if self.experts:
+            prefix, hidden = "feedforward.shared", self.shared_experts * self.hidden_dim
         return (
             (QKV[0], self.query_width, self.width, "attention"),
             (QKV[1], self.kv_width, self.width, "attention"),
             (QKV[2], self.kv_width, self.width, "attention"),
             ("attention.output", self.width, self.query_width, "attention"),
-            *((f"feedforward.{name}", self.feedforward, self.width, "feedforward") for name in up),
-            ("feedforward.down", self.width, self.feedforward, "feedforward"),
+            *(
+                layer
+                for layer in (
+                    *((f"{prefix}.{name}", hidden, self.width, "feedforward") for name in up),
+                    (f"{prefix}.down", self.width, hidden, "feedforward"),
+                )
+                if hidden
+            ),
         )
 
     def has_bias(self, name: str) -> bool:
@@ -152,6 +175,8 @@ class DecoderConfig(ModelConfig):
             }
             for norm, linears in sublayers.items():
                 yield from self._norm(f"{block}.{norm}", layer)
+                if norm == "feedforward_norm" and self.experts:
+                    yield from self._expert_weights(block, layer)
                 for name, out, into, role in linears:
                     yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
                     if self.has_bias(name):
@@ -162,6 +187,24 @@ class DecoderConfig(ModelConfig):
         yield from self._norm("norm", None)
         if not self.tied:
             yield Weight("head.weight", (self.output_size, self.width), "head")
+
+    def _expert_weights(self, block: str, layer: int) -> Iterator[Weight]:
+        width, hidden, experts = self.width, self.hidden_dim, self.routed_experts
+        yield Weight(f"{block}.feedforward.router.weight", (experts, width), "router", layer)
+        for name in EXPERT_MATRICES:
+            shape = (experts * width, hidden) if name == "down" else (experts * hidden, width)
+            yield Weight(f"{block}.feedforward.experts.{name}.weight", shape, "experts", layer)
+
+    def token_fraction(self, name: str, sequence: int, target: int) -> float:
+        """Return the fraction of the tokens that a matrix is applied to: not 1 for experts."""
+        is_routed = self.experts and ".experts." in name
+        return self.experts_per_token / self.routed_experts if is_routed else 1.0
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token is computed with."""
+        inactive = self.routed_experts - self.experts_per_token if self.experts else 0
+        return self.num_parameters - self.layers * inactive * 3 * self.width * self.hidden_dim
 
     def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
         yield Weight(f"{name}.weight", (self.width,), "norm", layer)
@@ -183,10 +226,13 @@ class DecoderConfig(ModelConfig):
         convention).
 
         Every query counts against the full sequence, except with ``AttentionFlops.causal``, which
-        counts half of it.
+        counts half of it. Of the routed experts, those of one token count.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
         block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
+        if self.experts:
+            active = self.experts_per_token * len(EXPERT_MATRICES) * self.hidden_dim
+            block += 6.0 * self.width * (active + self.experts)
         attention_flops = attention.count(sequence * self.query_width)
         return self.layers * (block + attention_flops) + 6.0 * self.output_size * self.width
 
@@ -214,6 +260,7 @@ class DecoderConfig(ModelConfig):
             yield self._issue(name, "must be positive", fix)
         if not invalid:
             yield from self._validate_shape()
+            yield from self.validate_experts()
         if not 0 <= self.dropout < 1:
             yield self._issue("dropout", "is not in [0, 1)", "set model.dropout=0")
         is_ordered = 0 < self.rope_low_frequency < self.rope_high_frequency
@@ -229,8 +276,7 @@ class DecoderConfig(ModelConfig):
             fix = "set model.weights=PATH of a folder with safetensors files, or model.weights=null"
             yield self._issue("weights", "does not exist", fix)
         elif self.weights is not None and not invalid:
-            fields = {**vars(self), "kv_heads": self.key_heads, "head_width": self.head_size}
-            yield from config_issues(fields, self.weights)
+            yield from config_issues({**vars(self), **self.resolved_fields}, self.weights)
 
     def _validate_shape(self) -> Iterator[ConfigIssue]:
         if self.classes is not None and self.tied:
@@ -246,6 +292,12 @@ class DecoderConfig(ModelConfig):
             reason = f"rotary position embedding requires an even head width, not {self.head_size}"
             fix = f"set model.head_width={self.head_size + 1}"
             yield self._issue("head_width", reason, fix)
+
+        for name, value in {"activation": ActivationKind.swiglu, "bias": False}.items():
+            if self.experts is not None and getattr(self, name) != value:
+                reason = "is not supported with model.experts, which are SwiGLU without biases"
+                fix = f"set {format_override(f'model.{name}', value)}"
+                yield self._issue(name, reason, fix)
 
     def _issue(self, field: str, reason: str, fix: str) -> ConfigIssue:
         return ConfigIssue(f"model.{field}", getattr(self, field), reason, fix)
@@ -277,7 +329,10 @@ class DecoderConfig(ModelConfig):
 
     @property
     def ia3_targets(self) -> tuple[str, ...]:
-        """Key and value projections, and the last layer of the feedforward (Liu et al., 2022)."""
+        """Key and value projections, and the last layer of the feedforward (Liu et al., 2022).
+
+        Experts are not scaled.
+        """
         return ("attention.key", "attention.value", "feedforward.down")
 
     def tensor_parallel_sizes(self) -> dict[str, int]:

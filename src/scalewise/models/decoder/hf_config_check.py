@@ -11,7 +11,6 @@ from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
 from scalewise.models.decoder.hf_families import (
     FAMILY_BY_TYPE,
-    GPT2_ALIASES,
     LLAMA_OPTIONS,
     HFFamily,
     read_fields,
@@ -38,6 +37,7 @@ IGNORED_KEYS = frozenset(
         *("unsloth_version", "unsloth_fixed", "tokenizer_class"),
         # Initialization and regularization, which the run configures.
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop"),
+        *("router_aux_loss_coef", "output_router_logits"),
         *("embd_pdrop", "attn_pdrop", "classifier_dropout", "summary_type", "summary_use_proj"),
         *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
         *("tie_word_embeddings", "tie_encoder_decoder"),
@@ -144,5 +144,8 @@ def _other_operator_issues(
 
 
 def compared_keys(family: HFFamily) -> tuple[str, ...]:
-    """Return the keys of a config.json that are compared, without ``HFFamily.keys``."""
-    return (*GPT2_ALIASES,) if family.has_conv1d else ROPE_KEYS
+    """Return the keys of a config.json that are compared, without ``HFFamily.keys``.
+
+    ``intermediate_size`` may be that of dense blocks, which a decoder of experts does not have.
+    """
+    return (*family.aliases, *(() if family.has_conv1d else (*ROPE_KEYS, "intermediate_size")))

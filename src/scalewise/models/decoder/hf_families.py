@@ -22,6 +22,11 @@ LLAMA_OPTIONS: dict[str, object] = {
     "bias": False,
     "qkv_bias": False,
     "qk_norm": "none",
+    "experts": None,
+    "shared_experts": 0,
+    "router_score": "softmax",
+    "norm_topk": True,
+    "balance_rate": 0.0,
 }
 """Options of the decoder that not every family has, with their values in Llama."""
 LLAMA_KEYS = {
@@ -33,6 +38,10 @@ LLAMA_KEYS = {
     "kv_heads": "num_key_value_heads",
     "head_width": "head_dim",
     "norm_epsilon": "rms_norm_eps",
+}
+EXPERT_KEYS = {
+    **{name: key for name, key in LLAMA_KEYS.items() if name != "feedforward"},
+    "experts_per_token": "num_experts_per_tok",
 }
 NO_HEAD_WIDTH = {name: key for name, key in LLAMA_KEYS.items() if name != "head_width"}
 GPT2_KEYS = {
@@ -75,6 +84,21 @@ LLAMA_NAMES = {
     "feedforward.up": "mlp.up_proj",
     "feedforward.down": "mlp.down_proj",
 }
+MIXTRAL_NAMES = {
+    **LLAMA_NAMES,
+    "feedforward.router": "block_sparse_moe.gate",
+    "feedforward.experts.gate": "block_sparse_moe.experts.{expert}.w1",
+    "feedforward.experts.up": "block_sparse_moe.experts.{expert}.w3",
+    "feedforward.experts.down": "block_sparse_moe.experts.{expert}.w2",
+}
+QWEN_MOE_NAMES = {
+    **LLAMA_NAMES,
+    "feedforward.router": "mlp.gate",
+    **{
+        f"feedforward.experts.{name}": f"mlp.experts.{{expert}}.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
+}
 GPT2_NAMES = {
     "embedding": "transformer.wte",
     "position": "transformer.wpe",
@@ -107,10 +131,13 @@ class HFFamily:
     """
     defaults: Mapping[str, object] = field(default_factory=lambda: LLAMA_DEFAULTS)
     """transformers' values of missing keys."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys (``attribute_map`` of transformers)."""
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values of further keys that the decoder implements; the first one is the default."""
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
-    """Names of transformers' modules; those within a block start there."""
+    """Names of transformers' modules; those within a block start there, and ``{expert}`` is the
+    index of an expert."""
     blocks: str = "model.layers"
     """Name of the list of blocks."""
     has_conv1d: bool = False
@@ -120,7 +147,8 @@ class HFFamily:
         """Return the values of the options, and of head sizes that the family fixes."""
         heads = {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
         fixed_heads = {name: value for name, value in heads.items() if name not in self.keys}
-        return {**LLAMA_OPTIONS, **self.options, **fixed_heads}
+        options = {**LLAMA_OPTIONS, **self.options, **fixed_heads}
+        return {name: value for name, value in options.items() if name not in self.keys}
 
     def issues(self, spec: DecoderConfig) -> Iterator[ConfigIssue]:
         """Yield the options of a decoder that the family does not have."""
@@ -130,6 +158,8 @@ class HFFamily:
             if actual[name] != value:
                 fix = f"set {format_override(f'model.{name}', value)}"
                 yield ConfigIssue(f"model.{name}", actual[name], reason, fix)
+        if "experts" in self.keys and not spec.experts:
+            yield ConfigIssue("model.experts", spec.experts, reason, "set model.experts=8")
 
 
 LLAMA = HFFamily(
@@ -152,7 +182,7 @@ FAMILIES = (
         {"qkv_bias": True},
         NO_HEAD_WIDTH,
         QWEN_DEFAULTS,
-        {"hidden_act": SILU, "use_sliding_window": (False,)},
+        fixed={"hidden_act": SILU, "use_sliding_window": (False,)},
     ),
     HFFamily(
         "qwen3",
@@ -162,11 +192,58 @@ FAMILIES = (
         fixed={"hidden_act": SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
     ),
     HFFamily(
+        "mixtral",
+        "Mixtral",
+        keys={**EXPERT_KEYS, "expert_dim": "intermediate_size", "experts": "num_local_experts"},
+        defaults={
+            **LLAMA_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        aliases={"num_experts": "num_local_experts"},
+        fixed={"hidden_act": SILU, "router_jitter_noise": (0.0,)},
+        names=MIXTRAL_NAMES,
+    ),
+    HFFamily(
+        "qwen3_moe",
+        "Qwen3Moe",
+        {"qk_norm": "head"},
+        {
+            **EXPERT_KEYS,
+            "expert_dim": "moe_intermediate_size",
+            "experts": "num_experts",
+            "norm_topk": "norm_topk_prob",
+        },
+        {
+            **QWEN_DEFAULTS,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        {"num_local_experts": "num_experts"},
+        {
+            "hidden_act": SILU,
+            "attention_bias": (False,),
+            "use_sliding_window": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+        },
+        QWEN_MOE_NAMES,
+    ),
+    HFFamily(
         "gpt2",
         "GPT-2",
         {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
         GPT2_KEYS,
         {"vocab_size": 50257, "n_layer": 12, "layer_norm_epsilon": 1e-5, "n_positions": 1024},
+        GPT2_ALIASES,
         {
             "activation_function": TANH_GELU,
             "scale_attn_weights": (True,),
@@ -214,8 +291,7 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Further entries: ``rope_type`` and ``sliding_window``, if the family has them.
     """
-    if family.has_conv1d:
-        config = {GPT2_ALIASES.get(key, key): value for key, value in config.items()}
+    config = {family.aliases.get(key, key): value for key, value in config.items()}
     values = {**family.defaults, **config}
     fields = {name: values.get(key) for name, key in family.keys.items()}
     heads, width = values[family.keys["heads"]], values[family.keys["width"]]
@@ -225,15 +301,16 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     if family.has_conv1d:
         return {**options, **fields, "feedforward": fields["feedforward"] or 4 * width}
     rope = rope_table(config)
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     fields |= {
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
         "rope_scaling": rope_type == "llama3",
         "rope_type": rope_type,
     }
-    if family.model_type == "mistral":
-        fields["sliding_window"] = config.get("sliding_window", 4096)
+    if family.model_type in ("mistral", "mixtral"):
+        default = 4096 if family.model_type == "mistral" else None
+        fields["sliding_window"] = config.get("sliding_window", default)
     if rope_type == "llama3":
         context = rope.get(
             "original_max_position_embeddings", config.get("max_position_embeddings")
@@ -249,7 +326,7 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_config(family: HFFamily, spec: DecoderConfig) -> dict[str, Any]:
     """Return the ``config.json`` of a decoder."""
-    fields = {**vars(spec), "kv_heads": spec.key_heads, "head_width": spec.head_size}
+    fields = {**vars(spec), **spec.resolved_fields}
     prefix = family.title.replace("-", "")
     language_model = "GPT2LMHeadModel" if family.has_conv1d else f"{prefix}ForCausalLM"
     config = {

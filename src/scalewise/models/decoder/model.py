@@ -26,6 +26,7 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import ActivationKind, PositionKind
+from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.models.decoder.norms import build_norm
 
 
@@ -176,17 +177,22 @@ class DecoderModule(ModelModule):
             elif isinstance(parameter, nn.Parameter) and "norm" in name:
                 nn.init.ones_(parameter)
             else:
-                writes_residual = name.endswith(
-                    ("attention.output.weight", "feedforward.down.weight")
-                )
+                writes_residual = name.endswith(("attention.output.weight", ".down.weight"))
                 std = residual_std if writes_residual else self.spec.initial_std
                 init.init_normal(name, parameter, seed, std)
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the rotary table, which is not part of a checkpoint."""
+        """Fill the rotary table, which is not part of a checkpoint, and the biases of routers."""
         if self.rope is not None:
             self.rope.copy_(build_rope_table(self.spec))
+        for experts in find_mixtures(self):
+            experts.init_buffers()
+
+    def set_sequence_weight(self, weight: float) -> None:
+        """Set the weight of one sequence in the losses of the routers."""
+        for experts in find_mixtures(self):
+            experts.sequence_weight = weight
 
 
 class PromptVectors(nn.Module):
@@ -211,11 +217,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = build_norm(spec)
         self.attention = SelfAttention(spec)
         self.feedforward_norm = build_norm(spec)
-        self.feedforward = (
-            SwiGLUFeedForward(spec)
-            if spec.activation is ActivationKind.swiglu
-            else GELUFeedForward(spec)
-        )
+        self.feedforward = build_feedforward(spec)
 
     def forward(
         self,
@@ -233,14 +235,24 @@ class TransformerBlock(nn.Module):
         return F.dropout(x_BTW, self.dropout, self.training)
 
 
+def build_feedforward(spec: DecoderConfig) -> nn.Module:
+    """Return the feedforward of a block, dense or of experts."""
+    if spec.experts:
+        hidden = spec.shared_experts * spec.hidden_dim
+        return MixtureOfExperts(spec, SwiGLUFeedForward(spec, hidden) if hidden else None)
+    if spec.activation is ActivationKind.swiglu:
+        return SwiGLUFeedForward(spec, spec.feedforward)
+    return GELUFeedForward(spec)
+
+
 class SwiGLUFeedForward(nn.Module):
     """SwiGLU feedforward: ``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
 
-    def __init__(self, spec: DecoderConfig) -> None:
+    def __init__(self, spec: DecoderConfig, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
-        self.up = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
-        self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
+        self.gate = nn.Linear(spec.width, hidden, bias=spec.bias)
+        self.up = nn.Linear(spec.width, hidden, bias=spec.bias)
+        self.down = nn.Linear(hidden, spec.width, bias=spec.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Return ``x_BTW``."""

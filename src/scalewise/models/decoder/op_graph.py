@@ -7,6 +7,7 @@ from dataclasses import replace
 from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.kinds import ActivationKind, PositionKind, QKNorm
+from scalewise.models.decoder.moe_ops import ExpertOps
 from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
 from scalewise.models.op_graph import (
@@ -52,7 +53,7 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
     )
 
 
-class OpGraphWriter(AttentionOps, NormOps):
+class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
     """Adds the operators of one part of a decoder to its operator graph."""
 
     def add_embedding(self) -> None:
@@ -266,28 +267,39 @@ class OpGraphWriter(AttentionOps, NormOps):
         )
 
     def _add_feedforward_sublayer(self, normed: int) -> int:
-        spec, graph, bias = self.spec, self.graph, self.spec.bias
-        features, hidden_width = (
-            self.add_all_gather(normed),
-            self.spec.feedforward // self.forward_spec.tensor_ranks,
+        spec, graph = self.spec, self.graph
+        if not spec.experts:
+            return self._add_dense_feedforward(normed, "feedforward", spec.feedforward)
+        output = self.add_experts(normed)
+        if not spec.shared_experts:
+            return output
+        hidden = spec.shared_experts * spec.hidden_dim
+        shared = self._add_dense_feedforward(normed, "feedforward.shared", hidden)
+        return graph.add_op(
+            OpWork.pointwise, (output, shared), graph.sizes[output], shares_gradient=True
         )
+
+    def _add_dense_feedforward(self, normed: int, name: str, width: int) -> int:
+        spec, graph, bias = self.spec, self.graph, self.spec.bias
+        features = self.add_all_gather(normed)
+        hidden_width = width // self.forward_spec.tensor_ranks
         if spec.activation is ActivationKind.swiglu:
             gate = self.add_adapted_linear(
-                "feedforward.gate", features, spec.width, hidden_width, bias=bias
+                f"{name}.gate", features, spec.width, hidden_width, bias=bias
             )
             size = graph.sizes[gate]
             activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
             up = self.add_adapted_linear(
-                "feedforward.up", features, spec.width, hidden_width, bias=bias
+                f"{name}.up", features, spec.width, hidden_width, bias=bias
             )
             hidden = graph.add_op(OpWork.pointwise, (activated, up), size, saved=(activated, up))
         else:
             up = self.add_adapted_linear(
-                "feedforward.up", features, spec.width, hidden_width, bias=bias
+                f"{name}.up", features, spec.width, hidden_width, bias=bias
             )
             hidden = graph.add_op(OpWork.pointwise, (up,), graph.sizes[up], saved=(up,))
         return self.add_adapted_linear(
-            "feedforward.down",
+            f"{name}.down",
             hidden,
             hidden_width,
             spec.width,

@@ -41,12 +41,15 @@ class TensorMapping:
     """Names in the state dict of ``DecoderModule``, in the order of concatenation."""
     transposed: bool = False
     """Whether the tensor is stored as (features in, features out), as in GPT-2's ``Conv1D``."""
+    expert: int | None = None
+    """Index of the expert whose rows of the parameter it has; None: all rows."""
 
 
 def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
     """Yield the tensors of the Hugging Face model; raises ``ConfigError`` as ``find_family``."""
     family = find_family(spec)
     names: dict[str, list[str]] = {}
+    experts: list[TensorMapping] = []
     for weight in spec.weight_census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
@@ -55,10 +58,18 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
             hf_module = family.names[module]
         else:
             hf_module = f"{family.blocks}.{weight.layer}.{family.names[module.split('.', 2)[2]]}"
+        if weight.role == "experts":
+            hf_name = f"{hf_module}.{kind}"
+            experts += [
+                TensorMapping(hf_name.format(expert=index), (weight.name,), expert=index)
+                for index in range(spec.routed_experts)
+            ]
+            continue
         names.setdefault(f"{hf_module}.{kind}", []).append(weight.name)
     for hf_name, concatenated in names.items():
         is_linear = hf_name.endswith(".weight") and (".attn." in hf_name or ".mlp." in hf_name)
         yield TensorMapping(hf_name, tuple(concatenated), family.has_conv1d and is_linear)
+    yield from experts
 
 
 def from_hf_state_dict(
@@ -78,11 +89,24 @@ def from_hf_state_dict(
         CheckpointError: A tensor is missing, unexpected or of another shape.
         ConfigError: Hugging Face has no such architecture.
     """
+    parts = _collect_parts(tensors, spec, source)
+    return {name: _concatenate(tensors) for name, tensors in parts.items()}
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all tensors; one tensor is not copied."""
+    return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]
+
+
+def _collect_parts(
+    tensors: Mapping[str, Tensor], spec: DecoderConfig, source: object
+) -> dict[str, list[Tensor]]:
+    """Return the tensors whose concatenation is each parameter: one, or one per expert."""
     unexpected = {
         strip_prefix(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)
     }
     shapes = {weight.name: weight.shape for weight in spec.weight_census()}
-    state: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
     missing, misshapen = [], []
     for mapping in iter_tensor_mappings(spec):
         tensor = unexpected.pop(strip_prefix(mapping.hf_name), None)
@@ -91,18 +115,20 @@ def from_hf_state_dict(
             continue
         if mapping.transposed and tensor.ndim == 2:
             tensor = tensor.T
-        sizes = [shapes[name][0] for name in mapping.names]
+        num_experts = 1 if mapping.expert is None else spec.routed_experts
+        sizes = [shapes[name][0] // num_experts for name in mapping.names]
         expected = (sum(sizes), *shapes[mapping.names[0]][1:])
         if tuple(tensor.shape) == expected:
-            state |= zip(mapping.names, torch.split(tensor, sizes), strict=True)
+            for name, part in zip(mapping.names, torch.split(tensor, sizes), strict=True):
+                parts.setdefault(name, []).append(part)
         else:
             misshapen.append(f"{mapping.hf_name} {tuple(tensor.shape)}, not {expected}")
     if spec.classes:  # a new head replaces the head of a language model
         unexpected.pop("lm_head.weight", None)
         missing = [name for name in missing if name != "score.weight"]
     head = unexpected.pop("lm_head.weight", None) if spec.tied else None
-    embedding = state.get("embedding.weight")
-    is_untied = head is not None and embedding is not None and not torch.equal(head, embedding)
+    embedding = parts.get("embedding.weight")
+    is_untied = head is not None and embedding and not torch.equal(head, embedding[0])
 
     use_other = "set model=NAME of the checkpoint's architecture"
     untie, tie = "set model.tied=false", "set model.tied=true"
@@ -110,7 +136,11 @@ def from_hf_state_dict(
         ("has no tensor", missing, tie if missing == ["lm_head.weight"] else use_other),
         ("has a tensor that the model does not have:", list(unexpected), use_other),
         ("has a tensor of another shape:", misshapen, use_other),
-        ("has a head that differs from the embedding:", ["lm_head.weight"] * is_untied, untie),
+        (
+            "has a head that differs from the embedding:",
+            ["lm_head.weight"] * bool(is_untied),
+            untie,
+        ),
     )
     issues = [
         ConfigIssue(KEY, source, f"{reason} {names[0]}" + _other_tensors(names), fix)
@@ -119,7 +149,7 @@ def from_hf_state_dict(
     ]
     if issues:
         raise CheckpointError(issues)
-    return state
+    return parts
 
 
 def strip_prefix(name: str) -> str:
@@ -146,8 +176,9 @@ def to_hf_state_dict(
     tensors = {}
     for mapping in iter_tensor_mappings(spec):
         sources = [state[name].detach() for name in mapping.names]
-        # One source is not copied here, to save memory.
-        tensor = torch.cat(sources) if len(sources) > 1 else sources[0]
+        tensor = _concatenate(sources)
+        if mapping.expert is not None:  # a copy: tensors of a file cannot share memory
+            tensor = tensor.unflatten(0, (spec.routed_experts, -1))[mapping.expert].clone()
         tensors[mapping.hf_name] = (tensor.T if mapping.transposed else tensor).contiguous()
     return tensors, write_config(find_family(spec), spec)
 
@@ -179,10 +210,13 @@ def load_into(module: DecoderModule, path: str | Path, seed: int) -> None:
     A classification head that the checkpoint does not have is initialized from ``seed``.
     """
     module.init_buffers()
-    state = load_state_dict(path, module.spec)
+    files = SafetensorsFiles(_weight_files(Path(path)), KEY, path)
+    tensors = {name: files.read(name) for name in files.names}
+    # Matrices of experts are concatenated one at a time, and not kept.
+    parts = _collect_parts(tensors, module.spec, path)
     for name, parameter in module.base_parameters():
-        if name in state:
-            init.copy_into(parameter, state[name])
+        if name in parts:
+            init.copy_into(parameter, _concatenate(parts[name]))
         else:
             init.init_normal(name, parameter, seed, module.spec.initial_std)
 

@@ -1,0 +1,234 @@
+"""Mixture-of-experts feedforward of the decoder: dropless token-choice routing.
+
+Shape suffixes: B batch, T tokens of a sequence on this rank, N = B T tokens, W width, E experts,
+K experts of a token, R = N K rows sorted by expert, F hidden features of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.moe_config import RouterScore
+from scalewise.models.grouped_mm import grouped_mm
+
+
+class Routing(NamedTuple):
+    """Assignment of tokens to experts."""
+
+    weights: Tensor
+    """Weight of each row in the output of its token, in fp32."""
+    order: Tensor
+    """Index of each row among the assignments NK, which are ordered by token."""
+    inverse: Tensor
+    """Row of each assignment."""
+    ends: Tensor
+    """Ends of the rows of each expert, in int32."""
+
+
+class MixtureOfExperts(nn.Module):
+    """Sum over the experts of a token of weight times SwiGLU: ``x_BTW -> x_BTW``."""
+
+    bias: Tensor | None
+    """Biases of the scores by which experts are chosen."""
+    load: Tensor
+    """Rows of each expert since the last optimizer step; a recomputed forward counts twice."""
+
+    def __init__(self, spec: DecoderConfig, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.spec = spec
+        num_experts = spec.routed_experts
+        self.router = nn.Linear(spec.width, num_experts, bias=False)
+        self.experts = Experts(spec)
+        self.shared = shared
+        bias_E = torch.empty(num_experts, dtype=torch.float32) if spec.balance_rate else None
+        self.register_buffer("bias", bias_E)
+        load_E = torch.empty(num_experts, dtype=torch.int64)
+        self.register_buffer("load", load_E, persistent=False)
+        self.sequence_weight: float | None = None
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Return the output of the experts."""
+        routing = self._route(self.router(x_BTW).float())
+        y_BTW: Tensor = self.experts(x_BTW.flatten(0, 1), routing).view(x_BTW.shape)
+        return y_BTW if self.shared is None else y_BTW + self.shared(x_BTW)
+
+    def _route(self, logits_BTE: Tensor) -> Routing:
+        spec = self.spec
+        is_softmax = spec.router_score is RouterScore.softmax
+        scores_BTE = logits_BTE.softmax(-1) if is_softmax else logits_BTE.sigmoid()
+        if self.bias is None:
+            weights_BTK, experts_BTK = scores_BTE.topk(spec.experts_per_token)
+        else:
+            biased_BTE = scores_BTE.detach() + self.bias
+            experts_BTK = biased_BTE.topk(spec.experts_per_token).indices
+            weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if spec.norm_topk:
+            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+        is_training = self.training and torch.is_grad_enabled()
+        if is_training and (spec.aux_loss or spec.router_z_loss):
+            loss = self._router_loss(logits_BTE, scores_BTE, experts_BTK)
+            weights_BTK = _apply(_AddGradient, weights_BTK, loss)
+        sorted_R, order_R = experts_BTK.flatten().sort(stable=True)
+        num_experts = spec.routed_experts
+        ends_E = torch.searchsorted(
+            sorted_R, torch.arange(num_experts, device=sorted_R.device), right=True, out_int32=True
+        )
+        rows_R = torch.arange(len(order_R), device=order_R.device)
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
+        if is_training:
+            self.load += ends_E.diff(prepend=ends_E.new_zeros(1))
+        return Routing(
+            weights_BTK.flatten().index_select(0, order_R),
+            order_R,
+            inverse_R.view(-1, spec.experts_per_token),
+            ends_E,
+        )
+
+    def _router_loss(self, logits_BTE: Tensor, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
+        """Losses of the router, summed over sequences with the weight of a sequence.
+
+        The sum does not depend on how the global batch is divided into micro-batches and ranks.
+        """
+        spec, (num_sequences, _, num_experts) = self.spec, scores_BTE.shape
+        loss_B = scores_BTE.new_zeros(num_sequences)
+        if spec.aux_loss:
+            chosen_BK = experts_BTK.flatten(1)
+            counts_BE = torch.zeros_like(scores_BTE[:, 0]).scatter_add_(
+                1, chosen_BK, torch.ones_like(chosen_BK, dtype=scores_BTE.dtype)
+            )
+            if spec.router_score is RouterScore.sigmoid:
+                scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            load_BE = counts_BE * (num_experts / chosen_BK.shape[1])
+            loss_B = loss_B + spec.aux_loss * (load_BE * scores_BTE.mean(1)).sum(-1)
+        if spec.router_z_loss:
+            loss_B = loss_B + spec.router_z_loss * logits_BTE.logsumexp(-1).square().mean(1)
+        weight = self.sequence_weight or 1 / num_sequences
+        return weight * loss_B.sum()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Set loads and biases to zero."""
+        self.load.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    @torch.no_grad()
+    def balance(self, load_E: Tensor) -> None:
+        """Move the bias of each expert toward the mean load (Wang et al., 2024).
+
+        ``load_E``: rows of each expert in the global batch.
+        """
+        if self.bias is not None:
+            self.bias += self.spec.balance_rate * (load_E.float().mean() - load_E).sign()
+
+
+def find_mixtures(module: nn.Module) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts in a module, in the order of layers."""
+    return [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
+
+
+class Experts(nn.Module):
+    """Weighted sum of the SwiGLUs of the experts of each token: ``x_NW, routing -> y_NW``."""
+
+    def __init__(self, spec: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = ExpertMatrices(spec.routed_experts, spec.hidden_dim, spec.width)
+        self.up = ExpertMatrices(spec.routed_experts, spec.hidden_dim, spec.width)
+        self.down = ExpertMatrices(spec.routed_experts, spec.width, spec.hidden_dim)
+
+    def forward(self, x_NW: Tensor, routing: Routing) -> Tensor:
+        """Return the sum over the experts of each token."""
+        _, order_R, inverse_NK, ends_E = routing
+        # No tensor of the size of all rows has a name here: each is freed after its last use.
+        y_RW = _weigh(
+            self.down(
+                self._hidden(_apply(_SortByExpert, x_NW, order_R, inverse_NK), ends_E), ends_E
+            ),
+            routing.weights,
+        )
+        return _apply(_SumByToken, y_RW, order_R, inverse_NK)
+
+    def _hidden(self, x_RW: Tensor, ends_E: Tensor) -> Tensor:
+        hidden_RF: Tensor = F.silu(self.gate(x_RW, ends_E)) * self.up(x_RW, ends_E)
+        return hidden_RF
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix per expert, stacked along the first dimension, which FSDP shards evenly."""
+
+    def __init__(self, experts: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
+
+    def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the product of each row with the matrix of its expert, as ``nn.Linear``."""
+        device = x_RI.device.type
+        if torch.is_autocast_enabled(device):
+            x_RI = x_RI.to(torch.get_autocast_dtype(device))
+        weight_EOI = self.weight.to(x_RI.dtype).unflatten(0, (-1, self.out_features))
+        return grouped_mm(x_RI, weight_EOI, ends_E)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Tensor) -> Tensor:
+    return cast(Tensor, function.apply(*arguments))
+
+
+def _weigh(y_RW: Tensor, weights_R: Tensor) -> Tensor:
+    return y_RW * weights_R[:, None].to(y_RW.dtype)
+
+
+class _SortByExpert(torch.autograd.Function):
+    """Rows of tokens in the order of experts: ``x_NW -> x_RW``; no atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_NK)
+        return _gather_rows(x_NW, order_R, inverse_NK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_NK,) = ctx.saved_tensors
+        return _sum_rows(grad_RW, inverse_NK), None, None
+
+
+class _SumByToken(torch.autograd.Function):
+    """Sum of the rows of each token: ``y_RW -> y_NW``, the transpose of ``_SortByExpert``."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R, inverse_NK)
+        return _sum_rows(y_RW, inverse_NK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grad_NW, *ctx.saved_tensors), None, None
+
+
+def _gather_rows(x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
+    return x_NW.index_select(0, order_R // inverse_NK.shape[1])
+
+
+def _sum_rows(y_RW: Tensor, inverse_NK: Tensor) -> Tensor:
+    return y_RW.index_select(0, inverse_NK.flatten()).view(*inverse_NK.shape, -1).sum(1)
+
+
+class _AddGradient(torch.autograd.Function):
+    """Identity of ``x`` whose backward also starts the backward pass of a scalar ``loss``.
+
+    The gradient of the loss needs no value of it, so that it works in pipeline stages and in
+    recomputed blocks; ``loss`` contains all factors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), dtype=torch.float32, device=grad.device)

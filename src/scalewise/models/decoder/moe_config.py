@@ -1,0 +1,81 @@
+"""Fields of a decoder whose feedforward is a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scalewise.errors import ConfigIssue
+from scalewise.typed_override import format_override
+
+
+class RouterScore(StrEnum):
+    """Function from router logits to the scores of experts."""
+
+    softmax = "softmax"
+    """Softmax over all experts. With ``norm_topk``, the same as a softmax over the chosen ones."""
+    sigmoid = "sigmoid"
+    """Sigmoid of each logit (DeepSeek-V3)."""
+
+
+EXPERT_MATRICES = ("gate", "up", "down")
+"""Matrices of a SwiGLU expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts: a router chooses experts for each token (Shazeer et al., 2017).
+
+    The output of a token is ``sum_e weight_e down_e(SiLU(gate_e(x)) * up_e(x))`` over its experts,
+    plus that of the shared experts. No token is dropped.
+    """
+
+    experts: int | None = None
+    """Number of routed experts per block; null: a dense feedforward instead of experts."""
+    experts_per_token: int = 2
+    """Number of experts that a token is routed to."""
+    expert_dim: int | None = None
+    """Width of the hidden layer of an expert, in features; null: ``feedforward``."""
+    shared_experts: int = 0
+    """Number of experts that every token passes through; they are one dense feedforward."""
+    router_score: RouterScore = RouterScore.softmax
+    """Scores of experts: ``softmax`` (Mixtral, Qwen3-MoE) or ``sigmoid`` (DeepSeek-V3)."""
+    norm_topk: bool = True
+    """Whether the scores of the chosen experts are divided by their sum."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss ``E sum_e f_e P_e`` of each sequence, f: share of its
+    tokens routed to an expert, P: mean score (Fedus et al., 2021; DeepSeek-V3, section 2.1.2)."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss ``mean(logsumexp(logits)^2)`` (Zoph et al., 2022)."""
+    balance_rate: float = 0.0
+    """Step of the biases that balance the load without a loss: after each optimizer step, the bias
+    of an expert below the mean load grows, and that of one above shrinks (DeepSeek-V3)."""
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the hidden layer of an expert, in features."""
+        return self.expert_dim or self.feedforward  # type: ignore[attr-defined]  # of the decoder
+
+    @property
+    def routed_experts(self) -> int:
+        """Number of routed experts; 0 if the feedforward is dense."""
+        return self.experts or 0
+
+    def validate_experts(self) -> Iterator[ConfigIssue]:
+        """Yield issues of the fields of a mixture of experts."""
+        if self.experts is None:
+            return
+        for name in ("experts", "experts_per_token", "expert_dim"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                fix = f"set {format_override(f'model.{name}', getattr(ExpertsConfig, name) or 2)}"
+                yield ConfigIssue(f"model.{name}", value, "must be positive", fix)
+        for name in ("shared_experts", "aux_loss", "router_z_loss", "balance_rate"):
+            if getattr(self, name) < 0:
+                value, fix = getattr(self, name), f"set model.{name}=0"
+                yield ConfigIssue(f"model.{name}", value, "must be 0 or more", fix)
+        if 0 < self.experts < self.experts_per_token:
+            reason = f"exceeds model.experts={self.experts}"
+            fix = f"set model.experts_per_token={self.experts}"
+            yield ConfigIssue("model.experts_per_token", self.experts_per_token, reason, fix)

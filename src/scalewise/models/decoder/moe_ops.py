@@ -1,0 +1,130 @@
+"""Mixture of experts in the operator graph of the decoder, for the planner."""
+
+from __future__ import annotations
+
+from scalewise.models.decoder.adapter_ops import AdapterOps
+from scalewise.models.decoder.moe_config import RouterScore
+from scalewise.models.linear_ops import FP32
+from scalewise.models.op_graph import OpWork
+
+INT64 = 8
+
+
+class ExpertOps(AdapterOps):
+    """Adds routing and experts to an operator graph.
+
+    No token is dropped, so that sizes do not depend on the balance of experts: the rows of all
+    experts together are the tokens times the experts per token.
+    """
+
+    def add_experts(self, x: int) -> int:
+        """Add the router, the routed experts and the weighted sum of their outputs."""
+        spec, forward_spec, graph = self.spec, self.forward_spec, self.graph
+        tokens = forward_spec.num_tokens
+        num_rows = tokens * spec.experts_per_token
+        row_bytes = num_rows * spec.width * forward_spec.compute_element_bytes
+        weights, order, inverse = self._add_routing(x)
+        sorted_rows = graph.add_op(
+            OpWork.pointwise,
+            (x, order, inverse),
+            num_rows * graph.sizes[x] // tokens,
+            saved=(inverse,),
+            gradients=(x,),
+            forward_scratch=num_rows * INT64,
+            backward_scratch=num_rows * graph.sizes[x] // tokens,
+        )
+        gate = self._add_expert_linear("gate", sorted_rows, spec.width, spec.hidden_dim)
+        size = graph.sizes[gate]
+        activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
+        up = self._add_expert_linear("up", sorted_rows, spec.width, spec.hidden_dim)
+        hidden = graph.add_op(
+            OpWork.pointwise,
+            (activated, up, sorted_rows),
+            size,
+            saved=(activated, up),
+            gradients=(activated, up),
+        )
+        output = self._add_expert_linear("down", hidden, spec.hidden_dim, spec.width)
+        if graph.sizes[weights] != num_rows * forward_spec.compute_element_bytes:
+            weights = self.add_cast(weights, num_rows * forward_spec.compute_element_bytes)
+        weighted = graph.add_op(
+            OpWork.pointwise,
+            (output, weights),
+            row_bytes,
+            saved=(output, weights),
+            backward_scratch=row_bytes,
+        )
+        by_token = graph.add_op(
+            OpWork.pointwise,
+            (weighted, inverse),
+            row_bytes,
+            gradients=(weighted,),
+            shares_gradient=True,
+        )
+        return graph.add_op(
+            OpWork.pointwise,
+            (by_token, weighted, order, x),
+            tokens * spec.width * forward_spec.compute_element_bytes,
+            saved=(order, inverse),
+            gradients=(by_token,),
+            backward_scratch=num_rows * INT64,
+        )
+
+    def _add_routing(self, x: int) -> tuple[int, int, int]:
+        """Add the router; return the tensors of weights, order and inverse order of the rows."""
+        spec, graph, tokens = self.spec, self.graph, self.forward_spec.num_tokens
+        num_rows = tokens * spec.experts_per_token
+        trains = self.is_trained("feedforward.router")
+        logits = self.add_linear(x, spec.width, spec.routed_experts, trains=trains)
+        score_bytes, weight_bytes = tokens * spec.routed_experts * FP32, num_rows * FP32
+        if graph.sizes[logits] != score_bytes:
+            logits = self.add_cast(logits, score_bytes)
+        scores = graph.add_op(OpWork.pointwise, (logits,), score_bytes, saves_output=True)
+        experts = num_rows * INT64
+        weights = graph.add_op(
+            OpWork.pointwise, (scores,), weight_bytes, extra_output_bytes=(experts,)
+        )
+        if spec.norm_topk:
+            total = graph.add_op(OpWork.pointwise, (weights,), tokens * FP32)
+            weights = graph.add_op(
+                OpWork.pointwise, (weights, total), weight_bytes, saved=(weights, total)
+            )
+        if spec.aux_loss:
+            is_sigmoid = spec.router_score is RouterScore.sigmoid
+            weights = graph.add_op(
+                OpWork.pointwise,
+                (weights, scores),
+                weight_bytes,
+                shares_gradient=True,
+                forward_scratch=score_bytes * is_sigmoid,
+                backward_scratch=score_bytes,
+            )
+        if spec.router_z_loss:
+            weights = graph.add_op(
+                OpWork.pointwise,
+                (weights, logits),
+                weight_bytes,
+                saved=(logits,),
+                shares_gradient=True,
+                backward_scratch=score_bytes,
+            )
+        order = graph.add_op(
+            OpWork.pointwise, (weights,), experts, gradients=(), forward_scratch=2 * experts
+        )
+        inverse = graph.add_op(
+            OpWork.pointwise, (order,), experts, gradients=(), forward_scratch=experts
+        )
+        sorted_weights = graph.add_op(
+            OpWork.pointwise, (weights, order), weight_bytes, saved=(order,), gradients=(weights,)
+        )
+        return sorted_weights, order, inverse
+
+    def _add_expert_linear(self, name: str, x: int, in_features: int, out_features: int) -> int:
+        return self.add_linear(
+            x,
+            in_features,
+            out_features,
+            trains=self.is_trained(f"feedforward.experts.{name}"),
+            tokens=self.forward_spec.num_tokens * self.spec.experts_per_token,
+            matrices=self.spec.routed_experts,
+        )

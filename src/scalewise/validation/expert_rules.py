@@ -1,0 +1,57 @@
+"""Rules between a mixture of experts and the other parts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scalewise.errors import ConfigIssue
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.precision import FloatFormat
+from scalewise.precision.config import Float8
+from scalewise.run_config import RunConfig
+
+
+def expert_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield parts of a run that a mixture of experts does not support."""
+    if not model.experts:
+        return
+    sizes = getattr(run.parallelism, "sizes", {})
+    if (ranks := sizes.get("tensor", 1)) > 1:
+        reason = "is not supported with model.experts"
+        fix = "set parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue("parallelism.tensor", ranks, reason, fix)
+    if isinstance(run.precision, Float8):
+        reason = "does not quantize the matmuls of model.experts"
+        yield ConfigIssue("precision", run.option("precision"), reason, "set precision=bf16_mixed")
+    if run.quantization.packed_layers(model) or run.quantization.fake_quantized_layers(model):
+        reason = "does not quantize the matrices of model.experts, which are most of the weights"
+        fix = "set quantization=none"
+        yield ConfigIssue("quantization", run.option("quantization"), reason, fix)
+    yield from _router_issues(model, run)
+
+
+def _router_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of the losses and biases that balance experts."""
+    sizes = getattr(run.parallelism, "sizes", {})
+    for name in ("aux_loss", "router_z_loss", "balance_rate"):
+        key, value = f"model.{name}", getattr(model, name)
+        if value and run.parallelism.flattens_parameters:
+            reason = "is not supported with DeepSpeed, which scales gradients itself"
+            yield ConfigIssue(key, value, reason, f"set {key}=0, or parallelism=fsdp")
+        elif value and name != "balance_rate" and run.precision.compute is FloatFormat.fp16:
+            reason = "is not supported with the loss scaling of fp16"
+            yield ConfigIssue(key, value, reason, f"set {key}=0, or precision=bf16_mixed")
+    is_balanced = model.aux_loss or model.router_z_loss or model.balance_rate
+    if is_balanced and run.global_batch % run.samples_per_forward:
+        size = run.samples_per_forward
+        reason = f"is not a multiple of {size}, so that padding is routed to experts too"
+        fix = f"set trainer.global_batch={-(-run.global_batch // size) * size}"
+        yield ConfigIssue("trainer.global_batch", run.global_batch, reason, fix)
+    if model.aux_loss and (ranks := sizes.get("context", 1)) > 1:
+        reason = f"requires the loads of whole sequences, and {ranks} context ranks have a part"
+        fix = "set model.aux_loss=0 model.balance_rate=0.001"
+        yield ConfigIssue("model.aux_loss", model.aux_loss, reason, fix)
+    if model.balance_rate and run.precision.parameters is FloatFormat.bf16:
+        reason = f"is lost in the bf16 biases of precision={run.option('precision')}"
+        fix = "set precision=bf16_mixed, or model.balance_rate=0"
+        yield ConfigIssue("model.balance_rate", model.balance_rate, reason, fix)

@@ -1,0 +1,223 @@
+"""Mixture of experts: routing, losses of the router, and parallelism strategies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.decoder_configs import (
+    EXACT_TOLERANCE,
+    EXPERT_DECODERS,
+    LLAMA,
+    hf_model,
+    random_tokens,
+)
+from fixtures.job_runner import JobRunner
+from fixtures.reference_runs import BATCHES, SGD, ReferenceRun, assert_same_training
+from fixtures.strategies import STRATEGIES, TINY_DECODER, marks, mesh
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from scalewise import compose
+from scalewise.errors import ConfigError
+from scalewise.models.build import build_model
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
+from scalewise.models.decoder.moe_config import RouterScore
+from scalewise.models.decoder.state_dict_adapter import export_folder
+from scalewise.models.grouped_mm import grouped_mm
+from scalewise.planner import peak_memory
+
+EXPERTS = replace(LLAMA, experts=6, expert_dim=24, initial_std=0.3)
+
+
+def mixture_of(spec: DecoderConfig) -> MixtureOfExperts:
+    first, *_ = find_mixtures(build_model(spec, 0))
+    return first
+
+
+def loop_over_experts(mixture: MixtureOfExperts, x_BTW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, router logits and experts of tokens, written independently of the module."""
+    spec, weights = mixture.spec, mixture.experts
+    logits = x_BTW @ mixture.router.weight.T
+    softmax = spec.router_score is RouterScore.softmax
+    scores = logits.softmax(-1) if softmax else logits.sigmoid()
+    bias = 0 if mixture.bias is None else mixture.bias
+    chosen = (scores + bias).topk(spec.experts_per_token).indices
+    total = torch.zeros_like(x_BTW)
+    gate, up, down = (
+        matrices.weight.unflatten(0, (spec.routed_experts, -1))
+        for matrices in (weights.gate, weights.up, weights.down)
+    )
+    picked = scores.gather(-1, chosen)
+    divisor = picked.sum(-1) if spec.norm_topk else torch.ones(())
+    for expert in range(spec.routed_experts):
+        output = (F.silu(x_BTW @ gate[expert].T) * (x_BTW @ up[expert].T)) @ down[expert].T
+        weight = scores[..., expert] * (chosen == expert).any(-1) / divisor
+        total = total + weight[..., None] * output
+    if mixture.shared is not None:
+        total = total + mixture.shared(x_BTW)
+    return total, logits, chosen
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        EXPERTS,
+        replace(EXPERTS, experts_per_token=1, norm_topk=False),
+        replace(EXPERTS, shared_experts=2, experts_per_token=3),
+        replace(EXPERTS, router_score=RouterScore.sigmoid, balance_rate=0.1),
+    ],
+    ids=["mixtral", "switch", "shared", "deepseek"],
+)
+def test_experts_equal_a_loop_over_experts(spec: DecoderConfig) -> None:
+    mixture = mixture_of(spec)
+    if mixture.bias is not None:
+        mixture.bias += torch.linspace(-1, 1, spec.routed_experts)
+    x = torch.randn(2, 7, spec.width, requires_grad=True)
+    parameters = list(mixture.parameters())
+    expected, *_ = loop_over_experts(mixture, x)
+    direction = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad((expected * direction).sum(), [x, *parameters])
+    actual = mixture(x)
+    gradients = torch.autograd.grad((actual * direction).sum(), [x, *parameters])
+    torch.testing.assert_close(actual, expected, **EXACT_TOLERANCE)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, **EXACT_TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", EXPERT_DECODERS.values(), ids=EXPERT_DECODERS.keys())
+def test_experts_load_from_transformers_and_export_to_it(
+    spec: DecoderConfig, tmp_path: Path
+) -> None:
+    reference, tokens = hf_model(spec), random_tokens(spec)
+    reference.save_pretrained(tmp_path / "from")
+    loaded = replace(spec, weights=str(tmp_path / "from"))
+    assert not list(loaded.validate())
+    decoder = build_model(loaded, 0).eval()
+    export_folder(decoder.state_dict(), spec, tmp_path / "to")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "to").eval()
+    with torch.no_grad():
+        logits = decoder(tokens)
+        for model in (reference, exported):
+            torch.testing.assert_close(logits, model(tokens).logits, **EXACT_TOLERANCE)
+
+
+def test_balanced_experts_have_no_architecture_of_transformers(tmp_path: Path) -> None:
+    spec = replace(EXPERTS, balance_rate=0.001)
+    with pytest.raises(ConfigError, match="is not supported by Hugging Face's Mixtral"):
+        export_folder(build_model(spec, 0).state_dict(), spec, tmp_path / "out")
+
+
+def test_grouped_mm_leaves_empty_groups_without_gradient() -> None:
+    x = torch.randn(5, 3, requires_grad=True)
+    weight = torch.randn(4, 2, 3, requires_grad=True)
+    y = grouped_mm(x, weight, torch.tensor([0, 2, 2, 5], dtype=torch.int32))
+    assert torch.equal(y, torch.cat([x[:2] @ weight[1].T, x[2:] @ weight[3].T]))
+    y.square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[[0, 2]].abs().max() == 0
+    assert weight.grad[[1, 3]].abs().min() > 0
+
+
+@pytest.mark.parametrize("score", RouterScore)
+def test_router_losses_add_their_gradient(score: RouterScore) -> None:
+    spec = replace(EXPERTS, aux_loss=0.7, router_z_loss=0.3, router_score=score)
+    mixture = mixture_of(spec)
+    x = torch.randn(3, 8, spec.width)
+    (mixture(x) * 0).sum().backward()
+    _, logits, chosen = loop_over_experts(mixture, x)
+    scores = logits.softmax(-1) if score is RouterScore.softmax else logits.sigmoid()
+    shares = F.one_hot(chosen, spec.routed_experts).float().mean((1, 2))
+    means = (scores / scores.sum(-1, keepdim=True)).mean(1)
+    aux = spec.routed_experts * (shares * means).sum(-1).mean()
+    z_loss = logits.logsumexp(-1).square().mean()
+    loss = 0.7 * aux + 0.3 * z_loss
+    (expected,) = torch.autograd.grad(loss, [mixture.router.weight])
+    torch.testing.assert_close(mixture.router.weight.grad, expected, **EXACT_TOLERANCE)
+
+
+def test_router_losses_are_off_in_validation() -> None:
+    mixture = mixture_of(replace(EXPERTS, aux_loss=0.7)).eval()
+    with torch.no_grad():
+        mixture(torch.randn(1, 4, EXPERTS.width))
+    assert mixture.load.sum() == 0
+
+
+def test_balance_moves_biases_toward_the_mean_load() -> None:
+    spec = replace(EXPERTS, balance_rate=0.25)
+    module = build_model(spec, 0).train()
+    module(random_tokens(spec))
+    for mixture in find_mixtures(module):
+        load = mixture.load.clone()
+        assert load.sum() == 2 * 48 * spec.experts_per_token
+        mixture.balance(load)
+        assert mixture.bias is not None
+        assert torch.equal(mixture.bias, 0.25 * (load.float().mean() - load).sign())
+
+
+WITH_EXPERTS = ("model.experts=4", "model.expert_dim=16", "model.shared_experts=1")
+LOSSES = ("model.aux_loss=0.1", "model.router_z_loss=0.01", "model.balance_rate=0.01")
+EXHAUSTIVE = pytest.mark.exhaustive
+EQUAL_STRATEGIES = {
+    "ddp": (STRATEGIES["ddp"], 2, LOSSES),
+    "fsdp": (STRATEGIES["fsdp"], 2, LOSSES),
+    "fsdp_zero1": (STRATEGIES["fsdp_zero1"], 2, LOSSES),
+    "hsdp": (mesh(replicate=2, shards=2), 1, LOSSES),
+    "pipeline_shards": (mesh(pipeline=2, shards=2), 2, LOSSES),
+    "zero_bubble": (STRATEGIES["pipeline_zbv_zero_bubble"], 4, LOSSES),
+    "checkpointing": (("parallelism=fsdp", "memory=checkpoint_full"), 2, LOSSES),
+    "context": (STRATEGIES["context"], 4, ()),
+    "deepspeed_zero2": (STRATEGIES["deepspeed_zero2"], 2, ()),
+    "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2, ()),
+}
+"""Strategies with the micro-batch size, three of which are a step, and losses of the router."""
+IN_CI = ("pipeline_shards",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=(*marks(name), *(() if name in IN_CI else (EXHAUSTIVE,))))
+        for name in EQUAL_STRATEGIES
+    ],
+)
+def test_experts_under_a_strategy_equal_one_device(
+    name: str, reference_run: ReferenceRun, tmp_path: Path, shared_cache: Path
+) -> None:
+    strategy, micro_batch, losses = EQUAL_STRATEGIES[name]
+    experts = (*WITH_EXPERTS, *losses)
+    run = JobRunner(tmp_path, shared_cache).without_defaults(
+        *TINY_DECODER,
+        *SGD,
+        *BATCHES["clipped"],
+        *strategy,
+        *experts,
+        f"trainer.micro_batch={micro_batch}",
+    )
+    assert_same_training(run, reference_run("clipped", *experts))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        pytest.param(("parallelism=fsdp",), marks=EXHAUSTIVE),
+        pytest.param(("memory=checkpoint_selective",), marks=EXHAUSTIVE),
+        pytest.param(("precision=bf16_mixed",), marks=EXHAUSTIVE),
+        pytest.param(("adapter=lora",), marks=EXHAUSTIVE),
+    ],
+    ids=" ".join,
+)
+def test_memory_with_experts_equals_prediction(
+    overrides: tuple[str, ...], tmp_path: Path, shared_cache: Path
+) -> None:
+    sizes = ("model.width=64", "model.heads=4", "trainer.micro_batch=8", "trainer.max_steps=4")
+    run = (*TINY_DECODER, *WITH_EXPERTS, *LOSSES, *sizes, *overrides)
+    predicted = peak_memory.worst_rank_breakdown(compose(run))
+    metrics = JobRunner(tmp_path, shared_cache).without_defaults(*run).summary["metrics"]
+    error = predicted.peak / metrics["memory/peak_bytes"] - 1
+    assert abs(error) < 0.02, f"{error:+.2%} at {predicted.peak_phase}"

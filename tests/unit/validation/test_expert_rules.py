@@ -1,0 +1,68 @@
+"""Rules between a mixture of experts and the other parts of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalewise import ConfigError, compose
+from scalewise.optimizers.config import MuonConfig
+
+EXPERTS = ("model=moe_nano", "data=synthetic", "model.balance_rate=0")
+FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (
+            ("parallelism=tensor",),
+            "parallelism.tensor",
+            "set parallelism=fsdp parallelism.tensor=1",
+        ),
+        ((*FSDP_ON_H100, "precision=fp8"), "precision", "set precision=bf16_mixed"),
+        (("quantization=nf4", "adapter=lora"), "quantization", "set quantization=none"),
+        (("quantization=qat_int4",), "quantization", "set quantization=none"),
+        (
+            ("parallelism=deepspeed_zero2", "model.aux_loss=0.01"),
+            "model.aux_loss",
+            "set model.aux_loss=0, or parallelism=fsdp",
+        ),
+        (
+            ("hardware=h100", "precision=fp16_mixed", "model.router_z_loss=0.01"),
+            "model.router_z_loss",
+            "set model.router_z_loss=0, or precision=bf16_mixed",
+        ),
+        (
+            ("parallelism=context", "model.aux_loss=0.01"),
+            "model.aux_loss",
+            "set model.aux_loss=0 model.balance_rate=0.001",
+        ),
+        (
+            ("precision=bf16_true", "model.balance_rate=0.001"),
+            "model.balance_rate",
+            "set precision=bf16_mixed, or model.balance_rate=0",
+        ),
+        (
+            ("trainer.micro_batch=4", "trainer.global_batch=6", "model.aux_loss=0.01"),
+            "trainer.global_batch",
+            "set trainer.global_batch=8",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_unsupported_parts_are_rejected(overrides: tuple[str, ...], key: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose((*EXPERTS, *overrides), check_machine=False)
+    assert (key, fix) in [(issue.key, issue.fix) for issue in error.value.issues]
+
+
+def test_adapters_leave_experts_frozen() -> None:
+    run = compose((*EXPERTS, "adapter=lora", "adapter.targets=[.*]"), check_machine=False)
+    assert {w.role for w in run.weight_census() if w.trainable} == {"attention"}
+
+
+def test_muon_updates_experts_by_adamw() -> None:
+    run = compose((*EXPERTS, "optimizer=muon"), check_machine=False)
+    assert isinstance(run.optimizer, MuonConfig)
+    hidden = {w.role for w in run.weight_census() if run.optimizer.is_hidden(w)}
+    assert hidden == {"attention"}
