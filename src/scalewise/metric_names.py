@@ -50,6 +50,15 @@ _METRICS = (
     MetricInfo("train/grad_norm", "", "Global gradient norm before clipping"),
     MetricInfo("train/lr", "", "Learning rate of the first parameter group"),
     MetricInfo(
+        "experts/max_load", "", "Load of the busiest expert of any layer, relative to its mean load"
+    ),
+    MetricInfo(
+        "experts/min_load", "", "Load of the idlest expert of any layer, relative to its mean load"
+    ),
+    MetricInfo(
+        "experts/router_entropy", "nats", "Mean entropy of router scores; ln of experts if uniform"
+    ),
+    MetricInfo(
         "throughput/tokens_per_s",
         "tokens/s",
         "Tokens per second of a step, all ranks, including padding",

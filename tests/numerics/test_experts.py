@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from scalewise import compose
 from scalewise.errors import ConfigError
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
+from scalewise.models.decoder.moe import ENTROPY_UNIT, MixtureOfExperts, find_mixtures
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.decoder.state_dict_adapter import export_folder
 from scalewise.models.grouped_mm import grouped_mm
@@ -140,6 +141,18 @@ def test_router_losses_add_their_gradient(score: RouterScore) -> None:
     torch.testing.assert_close(mixture.router.weight.grad, expected, **EXACT_TOLERANCE)
 
 
+def test_counts_have_loads_and_entropy() -> None:
+    mixture = mixture_of(EXPERTS)
+    x = torch.randn(2, 5, EXPERTS.width)
+    mixture(x)
+    mixture(x)
+    _, logits, chosen = loop_over_experts(mixture, x)
+    *loads, entropy = mixture.counts.tolist()
+    assert loads == [2 * int((chosen == expert).sum()) for expert in range(6)]
+    expected = torch.distributions.Categorical(logits=logits).entropy().sum()
+    assert entropy / ENTROPY_UNIT == pytest.approx(2 * expected.item(), rel=1e-4)
+
+
 def test_router_losses_are_off_in_validation() -> None:
     mixture = mixture_of(replace(EXPERTS, aux_loss=0.7)).eval()
     with torch.no_grad():
@@ -198,7 +211,10 @@ def test_experts_under_a_strategy_equal_one_device(
         *experts,
         f"trainer.micro_batch={micro_batch}",
     )
-    assert_same_training(run, reference_run("clipped", *experts))
+    reference = reference_run("clipped", *experts)
+    assert_same_training(run, reference)
+    for key in ("experts/max_load", "experts/min_load", "experts/router_entropy"):
+        assert run.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
 
 
 @pytest.mark.parametrize(
@@ -218,6 +234,9 @@ def test_memory_with_experts_equals_prediction(
     sizes = ("model.width=64", "model.heads=4", "trainer.micro_batch=8", "trainer.max_steps=4")
     run = (*TINY_DECODER, *WITH_EXPERTS, *LOSSES, *sizes, *overrides)
     predicted = peak_memory.worst_rank_breakdown(compose(run))
-    metrics = JobRunner(tmp_path, shared_cache).without_defaults(*run).summary["metrics"]
-    error = predicted.peak / metrics["memory/peak_bytes"] - 1
+    folder = JobRunner(tmp_path, shared_cache).without_defaults(*run)
+    error = predicted.peak / folder.summary["metrics"]["memory/peak_bytes"] - 1
     assert abs(error) < 0.02, f"{error:+.2%} at {predicted.peak_phase}"
+    assert all(1 <= load < 4 for load in folder.column("experts/max_load"))
+    assert all(0 <= load <= 1 for load in folder.column("experts/min_load"))
+    assert folder.column("experts/router_entropy")[0] == pytest.approx(math.log(4), abs=0.1)

@@ -36,6 +36,16 @@ LOSS_UNITS = {
 """Loss unit by objective, where it is not :data:`DEFAULT_LOSS_UNIT`."""
 
 
+SIDE_CURVES = {
+    "train/grad_norm": "Gradient norm",
+    "train/lr": "Learning rate",
+    "experts/max_load": "Load of the busiest expert, relative to the mean",
+    "experts/min_load": "Load of the idlest expert, relative to the mean",
+    "experts/router_entropy": "Router entropy, in nats",
+}
+"""Curves below the loss of a run, by metric, as far as measured."""
+
+
 def loss_section(comparison: ReportComparison) -> ReportSection | None:
     """Loss section of a sweep: loss curves, and loss differences from the reference."""
     curves = _loss_curves(comparison, LOSS)
@@ -289,7 +299,7 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
     panels = [_curves_panel(title, loss_unit([job]), lines, "loss", sentence)]
     loss_keys = (LOSS, VALIDATION_LOSS) if validation.steps else (LOSS,)
     wandb_panels = [TitledPanel(title, CurvesPanel(loss_keys))]
-    for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
+    for key, title in SIDE_CURVES.items():
         curve = lttb(series.get(key, MetricSeries()), 200)
         if len(curve.steps) > 1:
             line = CurveLine(

@@ -32,6 +32,9 @@ CURVES = (
     "val/accuracy",
     "train/grad_norm",
     "train/lr",
+    "experts/max_load",
+    "experts/min_load",
+    "experts/router_entropy",
     "throughput/tokens_per_s",
 )
 """Columns of ``metrics.csv`` that a report charts over the steps."""

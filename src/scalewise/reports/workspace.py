@@ -50,6 +50,14 @@ SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
         ),
     ),
     (
+        "Experts",
+        _curve_panels(
+            ("experts/max_load", "Load of the busiest expert, relative to the mean"),
+            ("experts/min_load", "Load of the idlest expert, relative to the mean"),
+            ("experts/router_entropy", "Router entropy (nats)"),
+        ),
+    ),
+    (
         "Preference optimization",
         _curve_panels(
             (PREFERENCE_ACCURACY, "Validation preference accuracy (untrained: 0.5)"),

@@ -46,7 +46,7 @@ class ScheduledStage(PipelineStage):
         if not self._has_run:
             self._has_run = True
             for mixture in find_mixtures(self.submod):
-                mixture.load.zero_()
+                mixture.reset_counts()
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:

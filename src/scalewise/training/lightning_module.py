@@ -165,7 +165,7 @@ class TrainingModule(LightningModule):
         self.parallel_strategy.sum_over_data_ranks(loads_LE)
         for mixture, load_E in zip(mixtures, loads_LE, strict=True):
             mixture.balance(load_E)
-            mixture.load.zero_()
+            mixture.reset_counts()
 
     def configure_gradient_clipping(
         self,

@@ -16,6 +16,9 @@ from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.grouped_mm import grouped_mm
 
+ENTROPY_UNIT = 2**20
+"""Entropy is counted in units of 1 / this, in nats: sums of integers do not depend on the order."""
+
 
 class Routing(NamedTuple):
     """Assignment of tokens to experts."""
@@ -37,6 +40,8 @@ class MixtureOfExperts(nn.Module):
     """Biases of the scores by which experts are chosen."""
     load: Tensor
     """Rows of each expert since the last optimizer step; a recomputed forward counts twice."""
+    entropy: Tensor
+    """Entropy of the scores of these tokens, in units of ``1 / ENTROPY_UNIT``."""
 
     def __init__(self, spec: DecoderConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -49,6 +54,8 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("bias", bias_E)
         load_E = torch.empty(num_experts, dtype=torch.int64)
         self.register_buffer("load", load_E, persistent=False)
+        entropy = torch.empty((), dtype=torch.int64)
+        self.register_buffer("entropy", entropy, persistent=False)
         self.sequence_weight: float | None = None
 
     def forward(self, x_BTW: Tensor) -> Tensor:
@@ -81,13 +88,19 @@ class MixtureOfExperts(nn.Module):
         rows_R = torch.arange(len(order_R), device=order_R.device)
         inverse_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
         if is_training:
-            self.load += ends_E.diff(prepend=ends_E.new_zeros(1))
+            self._count(ends_E, scores_BTE.detach())
         return Routing(
             weights_BTK.flatten().index_select(0, order_R),
             order_R,
             inverse_R.view(-1, spec.experts_per_token),
             ends_E,
         )
+
+    def _count(self, ends_E: Tensor, scores_BTE: Tensor) -> None:
+        self.load += ends_E.diff(prepend=ends_E.new_zeros(1))
+        probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        entropy = torch.special.entr(probabilities_BTE).sum(dtype=torch.float64)
+        self.entropy += (entropy * ENTROPY_UNIT).long()
 
     def _router_loss(self, logits_BTE: Tensor, scores_BTE: Tensor, experts_BTK: Tensor) -> Tensor:
         """Losses of the router, summed over sequences with the weight of a sequence.
@@ -112,10 +125,20 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Set loads and biases to zero."""
-        self.load.zero_()
+        """Set counts and biases to zero."""
+        self.reset_counts()
         if self.bias is not None:
             self.bias.zero_()
+
+    @property
+    def counts(self) -> Tensor:
+        """Rows of each expert, then the entropy, as integers."""
+        return torch.cat([self.load, self.entropy[None]])
+
+    def reset_counts(self) -> None:
+        """Set loads and entropy to zero."""
+        self.load.zero_()
+        self.entropy.zero_()
 
     @torch.no_grad()
     def balance(self, load_E: Tensor) -> None:

@@ -18,6 +18,7 @@ from scalewise.metric_names import STEP_PHASES
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
+from scalewise.training.callbacks.expert_metrics import ExpertMetrics
 from scalewise.training.lightning_module import TrainingModule
 
 PROBED_STEP = 3
@@ -61,6 +62,7 @@ class MetricsRecorder(Callback):
         strategy = trainer_strategy(trainer)
         self._forward_phase = "forward_backward" if strategy.fuses_forward_backward else "forward"
         strategy.set_backward_callback(self._probe_activations)
+        self._experts = ExpertMetrics(pl_module)
         self.timer = StepTimer(pl_module.device)
         self.timer.mark("data")
 
@@ -141,6 +143,7 @@ class MetricsRecorder(Callback):
         if len(self._losses) % self.run.accumulation:
             return
         self._norms.append(norm)
+        self._experts.record_step()
         if self._probe:
             self._memory, self._probe = self._probe.finish(), None
         self.timer.end_step()
@@ -223,6 +226,7 @@ class MetricsRecorder(Callback):
             means_SK = metrics_SK[:, :-1] / dist.get_world_size()
             dist.all_reduce(means_SK, dist.ReduceOp.SUM)
             metrics_SK[:, :-1] = means_SK
+        expert_rows = self._experts.take_rows(trainer_strategy(trainer), steps)
         metrics, seconds = metrics_SK.tolist(), slowest_rank_times(seconds_SP).tolist()
         first = trainer.global_step - steps + 1
         for index in range(steps):
@@ -232,6 +236,7 @@ class MetricsRecorder(Callback):
                 **{f"train/{key}": metrics[index][n] for n, key in enumerate(keys)},
                 "train/grad_norm": metrics[index][-1],
                 "train/lr": self._rates[index],
+                **expert_rows[index],
                 **self._throughput_metrics(first + index, times),
             }
 

@@ -1,0 +1,61 @@
+"""Metrics of mixtures of experts: balance of the load, and entropy of the router.
+
+Shape suffixes: S optimizer steps, L layers of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scalewise.models.decoder.moe import ENTROPY_UNIT, find_mixtures
+from scalewise.strategies.base import ParallelStrategy
+
+
+class ExpertMetrics:
+    """Recorder of the loads of experts, without device synchronization between log intervals."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._mixtures = find_mixtures(module)
+        self._counts: list[Tensor] = []
+
+    def record_step(self) -> None:
+        """Copy the counts of the step that ends; they are reset after it."""
+        if self._mixtures:
+            self._counts.append(torch.stack([mixture.counts for mixture in self._mixtures]))
+
+    def take_rows(self, strategy: ParallelStrategy, steps: int) -> Sequence[dict[str, float]]:
+        """Metrics of the recorded steps; every rank must call it at the same step.
+
+        Args:
+            strategy: Strategy, which sums over ranks.
+            steps: Number of steps; without experts, that of empty rows.
+        """
+        if not self._mixtures:
+            return [{}] * steps
+        counts_SLE = torch.stack(self._counts)
+        self._counts = []
+        strategy.sum_over_data_ranks(counts_SLE)
+        counts_SLE = counts_SLE.double()
+        loads_SLE, entropy_SL = counts_SLE[..., :-1], counts_SLE[..., -1] / ENTROPY_UNIT
+        relative_SLE = loads_SLE / loads_SLE.mean(-1, keepdim=True).clamp(min=1)
+        per_token = self._mixtures[0].spec.experts_per_token
+        tokens_S = loads_SLE.sum((1, 2)) / per_token
+        extremes_S2 = torch.stack([relative_SLE.amax((1, 2)), -relative_SLE.amin((1, 2))], 1)
+        sums_S2 = torch.stack([entropy_SL.sum(1), tokens_S], 1)
+        if dist.is_initialized():  # other layers are on other stages of a pipeline
+            dist.all_reduce(extremes_S2, dist.ReduceOp.MAX)
+            dist.all_reduce(sums_S2)
+        return [
+            {
+                "experts/max_load": highest,
+                "experts/min_load": -lowest,
+                "experts/router_entropy": entropy / tokens,
+            }
+            for (highest, lowest), (entropy, tokens) in zip(
+                extremes_S2.tolist(), sums_S2.tolist(), strict=True
+            )
+        ]
