@@ -22,9 +22,11 @@ MIN_VALUES = {
     "decay": 0.0,
     "update_every_n_steps": 1,
     "update_starting_at_step": 0,
+    "perturbation": 0.0,
+    "batches_per_step": 1,
 }
 """Minimum of each numeric argument; ``factor`` must exceed it."""
-UPPER_BOUNDS = {"decay": 1.0}
+UPPER_BOUNDS = {"decay": 1.0, "perturbation": 1.0}
 """Exclusive upper bounds; these arguments may equal their minimum."""
 
 
@@ -99,7 +101,21 @@ class FaultArgs(CallbackArgs):
     """Whether the fault is skipped when the job restarts in the same folder."""
 
 
+@dataclass(eq=False)
+class StateRecorderArgs(CallbackArgs):
+    """Arguments of ``state_recorder.StateRecorder``."""
+
+    perturbation: float = 0.0
+    """Largest relative change of each weight before the first step."""
+    batches_per_step: int = 1
+    """Number of batches per optimizer step of a user-defined module, which the data-parallel ranks
+    of another run read; 1: as configured."""
+    contributions: bool = False
+    """Whether the gradient of each micro-batch of the first step is written too."""
+
+
 _PACKAGE = "scalewise.training.callbacks"
+STATE_RECORDER = f"{_PACKAGE}.state_recorder.StateRecorder"
 EMA = f"{_PACKAGE}.ema.EMAWeightAveraging"
 AVERAGE_BYTES_PER_ELEMENT = 4
 """Bytes per element of the average, which is fp32."""
@@ -107,6 +123,7 @@ BUILTIN_CALLBACKS: dict[str, type] = {
     f"{_PACKAGE}.loss_guard.LossGuard": LossGuardArgs,
     f"{_PACKAGE}.profiler.Profiler": ProfilerArgs,
     EMA: EMAArgs,
+    STATE_RECORDER: StateRecorderArgs,
     **dict.fromkeys(
         (
             f"{_PACKAGE}.fault_injection.Inject{name}"

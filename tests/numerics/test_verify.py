@@ -8,7 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fixtures.strategies import LLAMA, TINY_DECODER
+from fixtures.compatibility_matrix import USER_MODULE
+from fixtures.hf_checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
+from fixtures.strategies import LLAMA, TINY_DECODER, ZERO_BUBBLE_SHARDS, mesh, needs_deepspeed
 
 from scalewise import compose
 from scalewise.launch import processes
@@ -16,6 +18,7 @@ from scalewise.verify.reduced_run import reduce_run
 from scalewise.verify.runner import Verification, verify_run
 
 EXHAUSTIVE = pytest.mark.exhaustive
+BF16 = "precision=bf16_mixed"
 ACCUMULATED = (
     *TINY_DECODER,
     *LLAMA,
@@ -57,10 +60,57 @@ def assert_equal(verification: Verification) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(("parallelism=ddp",), marks=EXHAUSTIVE), ("parallelism=fsdp",)],
+    [
+        pytest.param(("parallelism=ddp",), marks=EXHAUSTIVE),
+        ("parallelism=fsdp",),
+        pytest.param(("parallelism=tensor", BF16), marks=EXHAUSTIVE),
+        pytest.param(("parallelism=context", BF16), marks=EXHAUSTIVE),
+        pytest.param(("parallelism=pipeline", BF16, "trainer.micro_batch=4"), marks=EXHAUSTIVE),
+        pytest.param((*ZERO_BUBBLE_SHARDS, "trainer.micro_batch=4"), marks=EXHAUSTIVE),
+        pytest.param((*mesh(context=2, tensor=2), BF16), marks=EXHAUSTIVE),
+        pytest.param(("parallelism=hsdp", "precision=bf16_true"), marks=EXHAUSTIVE),
+        pytest.param(("parallelism=fsdp", "adapter=lora", "quantization=nf4"), marks=EXHAUSTIVE),
+        pytest.param(
+            ("parallelism=ddp", "memory=checkpoint_full", "objective.loss_chunk=24"),
+            marks=EXHAUSTIVE,
+        ),
+        *(
+            pytest.param(
+                (f"parallelism=deepspeed_zero{stage}",), marks=(needs_deepspeed, EXHAUSTIVE)
+            )
+            for stage in (2, 3)
+        ),
+    ],
 )
 def test_strategy_without_fault_is_equal(strategy: tuple[str, ...], verify: Verify) -> None:
     assert_equal(verify(*ACCUMULATED, *strategy))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("ddp", "fp32"),
+        pytest.param("fsdp", "bf16_mixed", marks=EXHAUSTIVE),
+        pytest.param("hsdp", "fp32", marks=EXHAUSTIVE),
+    ],
+)
+def test_user_module_without_fault_is_equal(strategy: str, precision: str, verify: Verify) -> None:
+    """One device accumulates the batches of the ranks."""
+    overrides = (*USER_MODULE, "tracking=none", "+data.arguments.shuffle=true")
+    verification = verify(*overrides, f"parallelism={strategy}", f"precision={precision}")
+    assert_equal(verification)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("model", [RANDOM_LLAMA, RANDOM_T5, RANDOM_BLIP2])
+def test_transformers_model_without_fault_is_equal(model: tuple[str, ...], verify: Verify) -> None:
+    data = {
+        RANDOM_T5: ("objective=seq2seq", "data=synthetic", "data.target_length=8"),
+        RANDOM_BLIP2: ("objective=captioning", "data=shapes"),
+    }
+    overrides = data.get(model, ("data=synthetic",))
+    sequence = "data.sequence=8" if model == RANDOM_BLIP2 else "data.sequence=32"
+    assert_equal(verify(*model, *overrides, sequence, "tracking=none", "parallelism=fsdp"))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rich.status import Status
 from rich.table import Table
 
 from scalewise.commands.plan_json import print_json
@@ -18,7 +21,7 @@ from scalewise.errors import DIFFERENT, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import external_launcher, signals
 from scalewise.objectives import UserModule
-from scalewise.plain_console import get_console, styled_text
+from scalewise.plain_console import PlainConsole, get_console, styled_text
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import command_line, replace_overrides
 from scalewise.verify import reduced_run
@@ -77,13 +80,22 @@ class VerifyCommand(Command):
 
         from scalewise.verify.runner import verify_run  # imports torch
 
-        with TemporaryDirectory(prefix="scalewise-verify-") as folder:
-            status = get_console().status("")
-            with status:
-                verification = verify_run(small, Path(folder), lambda name: status.update(name))
+        with (
+            TemporaryDirectory(prefix="scalewise-verify-") as folder,
+            PlainConsole(stderr=True).status("") as status,
+        ):
+            verification = verify_run(small, Path(folder), partial(_show_progress, status))
         if not self._as_json:
             _print_result(verification)
         return json_content(verification), DIFFERENT if verification.failed else 0
+
+
+def _show_progress(status: Status, name: str) -> None:
+    """Show the name of the run that starts, on stderr."""
+    if os.isatty(2):
+        status.update(name)
+    else:
+        print_lines(f"running {name} ...", stderr=True)
 
 
 def _reject_external_ranks(run: RunConfig) -> None:

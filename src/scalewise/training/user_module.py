@@ -201,14 +201,15 @@ class UserMetricsRecorder(MetricsRecorder):
             ConfigError: the module does not take one optimizer step per batch, or returns no loss.
         """
         self._num_batches += 1
-        steps = self._num_batches // module.trainer.accumulate_grad_batches
-        if module.trainer.global_step != self.start_step + steps:
+        accumulation = module.trainer.accumulate_grad_batches
+        if module.trainer.global_step != self.start_step + self._num_batches // accumulation:
             raise self._unsupported_error(
                 "does not take exactly one optimizer step per batch, which is required"
             )
         if "loss" not in (outputs or {}):
             raise self._unsupported_error("returns no loss from training_step")
-        return outputs["loss"].detach().view(-1), self._grad_norm
+        # Lightning has divided the loss by the number of accumulated batches.
+        return outputs["loss"].detach().view(-1) * accumulation, self._grad_norm
 
     def flush(self, trainer: Trainer, last_row: Row | None = None) -> None:
         """Flush the metrics together with those that the module logs under other names."""

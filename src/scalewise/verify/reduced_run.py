@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
+from scalewise.callback_config import STATE_RECORDER
 from scalewise.checkpoint_config import CheckpointConfig
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
@@ -21,7 +22,6 @@ from scalewise.tracking_config import WandbConfig, WandbMode
 from scalewise.trainer_config import TrainerConfig
 from scalewise.validation.run_issues import iter_issues, iter_machine_issues
 
-RECORDER = "scalewise.training.callbacks.state_recorder.StateRecorder"
 GRACE_SECONDS = 2.0
 """Grace period after a signal; a comparison has nothing to save."""
 WEIGHT_DECAY = 0.01
@@ -92,7 +92,7 @@ def with_recorder(
 ) -> RunConfig:
     """The run with the callback that records its state; the arguments are those of the callback."""
     recorder = {
-        "_target_": RECORDER,
+        "_target_": STATE_RECORDER,
         "perturbation": perturbation,
         "batches_per_step": batches_per_step,
         "contributions": contributions,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,7 +127,8 @@ def run_recorded(
 
 
 def _train_quietly(run: RunConfig, folder: Path) -> None:
-    """Train as a rank whose output goes to a file."""
-    file = folder / OUTPUT_FILE.format(rank=os.environ["RANK"])
-    with file.open("w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-        elastic.train_as_rank(run, folder, None, None)
+    """Train as a rank whose output, that of libraries included, goes to a file."""
+    with (folder / OUTPUT_FILE.format(rank=os.environ["RANK"])).open("wb") as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
+    elastic.train_as_rank(run, folder, None, None)

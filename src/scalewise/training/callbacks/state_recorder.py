@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from scalewise.callback_config import StateRecorderArgs
 from scalewise.objectives import IGNORED
 from scalewise.training.callbacks.metrics_recorder import trainer_strategy
 
@@ -23,43 +24,44 @@ BATCHES_FILE = "batches-{rank}.json"
 TENSORS_FILE = "{kind}-{step}-{rank}.safetensors"
 """Unsharded tensors of a rank: its initial weights, the gradients of a step, its final weights."""
 INITIAL, GRADIENTS, FINAL, CONTRIBUTIONS = "initial", "gradients", "final", "contributions"
+DROPOUT_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 DROPOUT_FIELDS = ("dropout", "attention_dropout")
 """Attributes of modules with a probability of functional dropout."""
 
 
-class StateRecorder(Callback):
+class StateRecorder(StateRecorderArgs, Callback):
     """Write the weights, the gradients of each step before clipping, and hashes of the samples.
 
     Tensors are unsharded and have the names of the full model. A pipeline rank writes those of its
     stages. Dropout is turned off: its random numbers depend on the rank.
-
-    Args:
-        perturbation: Largest relative change of each weight before the first step.
-        batches_per_step: Number of batches per optimizer step of a user-defined module, which the
-            data-parallel ranks of another run read; 1: as configured.
-        contributions: Whether the gradient of each micro-batch of the first step is written too.
     """
 
-    def __init__(
-        self, perturbation: float = 0.0, batches_per_step: int = 1, contributions: bool = False
-    ) -> None:
-        self._perturbation, self._contributions = perturbation, contributions
-        self._batches_per_step = batches_per_step
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._batches: list[dict[str, Any]] = []
         self._accumulated: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turn dropout off, perturb the weights and write them."""
-        if self._batches_per_step > 1:
-            trainer.accumulate_grad_batches = self._batches_per_step
+        if self.batches_per_step > 1:
+            trainer.accumulate_grad_batches = self.batches_per_step
+            if trainer.val_check_batch is not None:  # set from a number of steps
+                trainer.val_check_batch *= self.batches_per_step
         for module in pl_module.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, DROPOUT_MODULES):
                 module.p = 0.0
             for name in DROPOUT_FIELDS:
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-        if self._perturbation:
-            perturb_weights(pl_module, self._perturbation)
+        if self.perturbation:
+            perturb_weights(pl_module, self.perturbation)
         strategy = trainer_strategy(trainer)
         self._write(trainer, pl_module, INITIAL, 0, strategy.full_parameter)
 
@@ -72,7 +74,7 @@ class StateRecorder(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the gradient of a micro-batch of the first step, on one device."""
-        if not self._contributions or trainer.global_step:
+        if not self.contributions or trainer.global_step:
             return
         number, previous = len(self._batches) - 1, self._accumulated
         named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
@@ -142,7 +144,9 @@ def describe_batch(batch: Any) -> dict[str, Any]:
     """
     labels = batch.get("labels") if isinstance(batch, dict) else None
     data = (batch["inputs"], labels) if labels is not None and "inputs" in batch else batch
-    leaves = [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors: list[Tensor] = []
+    apply_to_collection(data, Tensor, tensors.append)
+    leaves = [tensor for tensor in tensors if tensor.dim()]
     size = leaves[0].shape[0] if leaves else 0
     rows = [leaf.detach().cpu() for leaf in leaves if leaf.shape[0] == size]
     counts_B = None

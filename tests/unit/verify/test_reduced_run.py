@@ -1,0 +1,71 @@
+"""Sizes of the runs of ``scalewise verify``."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.strategies import TINY_DECODER
+
+from scalewise import ConfigError, compose
+from scalewise.hardware import DeviceKind
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.parallelism.mesh import MeshConfig
+from scalewise.verify.reduced_run import in_fp32, is_fp32, reduce_run, reference_run
+
+LLAMA_3D = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "data.sequence=8192",
+    "hardware=cpu",
+    "precision=bf16_mixed",
+    "trainer.micro_batch=4",
+    "trainer.global_batch=512",
+    "parallelism=mesh",
+    "parallelism.pipeline=4",
+    "parallelism.shards=8",
+    "parallelism.tensor=8",
+)
+
+
+def test_large_run_is_reduced_in_every_dimension() -> None:
+    small = reduce_run(compose(LLAMA_3D, check_machine=False))
+    assert isinstance(small.model, DecoderConfig)
+    assert isinstance(small.parallelism, MeshConfig)
+    sizes = {"pipeline": 2, "replicate": 1, "shards": 2, "context": 1, "tensor": 2}
+    assert small.parallelism.sizes == sizes
+    model = small.model
+    assert (model.layers, model.width, model.heads, model.kv_heads) == (2, 64, 8, 2)
+    assert model.vocabulary == 128_256
+    assert small.data.sequence == 128
+    assert (small.micro_batch, small.accumulation, small.global_batch) == (2, 2, 8)
+    assert small.hardware.device is DeviceKind.cpu
+    assert (small.option("optimizer"), small.tracking.is_enabled) == ("adamw", False)
+    assert not is_fp32(small)
+    assert is_fp32(in_fp32(small))
+
+
+def test_small_run_keeps_its_sizes_and_an_uneven_batch() -> None:
+    overrides = (*TINY_DECODER, "parallelism=ddp", "trainer.micro_batch=1")
+    run = compose([*overrides, "trainer.global_batch=3", "verify.layers=8"])
+    small = reduce_run(run)
+    assert small.model == run.model
+    assert (small.micro_batch, small.global_batch, small.accumulation) == (1, 3, 2)
+    reference = reference_run(small)
+    assert (reference.world_size, reference.micro_batch, reference.accumulation) == (1, 3, 1)
+
+
+def test_pipeline_has_a_layer_per_stage_and_a_sample_per_micro_batch() -> None:
+    overrides = (*TINY_DECODER, "parallelism=pipeline", "verify.layers=1", "verify.micro_batch=1")
+    schedule = ("parallelism.pipeline_schedule=zbv_zero_bubble", "trainer.micro_batch=8")
+    small = reduce_run(compose([*overrides, *schedule]))
+    assert (small.model.layers, small.micro_batch) == (4, 4)
+
+
+def test_sizes_out_of_range_are_rejected() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(["verify.steps=0", "verify.width=8", "verify.lr=0"])
+    assert [issue.key for issue in error.value.issues] == [
+        "verify.steps",
+        "verify.width",
+        "verify.lr",
+    ]
+    assert error.value.issues[1].fix == "set verify.width=64"
