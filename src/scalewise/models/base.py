@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from pathlib import Path
@@ -65,6 +66,22 @@ class Weight:
     def shard_bytes(self, element_bytes: int, ranks: int = 1) -> int:
         """Return the bytes of one shard; ``element_bytes``: that of the run's dtype."""
         return self.shard_numel(ranks) * (self.element_bytes or element_bytes)
+
+
+class WeightGroup(tuple[Weight, ...]):
+    """Weights of one part of a model, with a cached hash: caches look up the same groups often."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        """Return the hash of the weights."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[WeightGroup], tuple[tuple[Weight, ...]]]:
+        """Pickle the weights without their hash, which differs between processes."""
+        return WeightGroup, (tuple(self),)
 
 
 ADAPTER_MARKS = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")

@@ -26,7 +26,7 @@ class OptimizerConfig(ABC):
     """Whether data-parallel ranks partition the optimizer state (ZeRO-1); for parallelism=ddp."""
     in_backward: bool = False
     """Whether each parameter is updated during the backward pass and its gradient freed at once."""
-    lr_factors: Mapping[str, float] = field(default_factory=dict)
+    lr_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Factors of the learning rate by pattern (regex) of the parameter name."""
     no_decay: tuple[str, ...] = ()
     """Patterns (regex) of parameter names without weight decay; vectors, norms and biases never

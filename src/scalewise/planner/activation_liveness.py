@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from scalewise.hardware import DeviceKind
-from scalewise.memory_config import OFFLOAD_MIN_BYTES
-from scalewise.models.base import ModelConfig
+from scalewise.memory_config import OFFLOAD_MIN_BYTES, ActivationCheckpointing
+from scalewise.models.base import ModelConfig, StageSlice
 from scalewise.models.compiler_fusion import fuse
 from scalewise.models.op_graph import (
     BackwardMode,
@@ -229,11 +229,13 @@ class _ForwardLiveness:
         return sum(self._graph.sizes[tensor] for tensor in self.save_counts)
 
 
-def bytes_before_head(graph: OpGraph) -> int:
+@lru_cache(maxsize=1024)
+def bytes_before_head(model: ModelConfig, forward_spec: ForwardSpec) -> int:
     """Return the memory of the head part right after the backward pass of its last matmul.
 
     Without the gradients of parameters: the gradient of the features, and what the norm saves.
     """
+    graph = model_op_graphs(model, forward_spec).head
     if isinstance(graph, RecordedPart):
         return 2 * graph.sizes[0]
     forward = _ForwardLiveness(graph, (0,))
@@ -284,6 +286,32 @@ def block_liveness(
         fresh_gradients=fresh_gradients,
         saved_on=saved_on,
         step_scratch_ratio=step_scratch_ratio,
+    )
+
+
+@lru_cache(maxsize=4096)
+def liveness_by_block(
+    model: ModelConfig,
+    memory: ActivationCheckpointing,
+    stages: tuple[StageSlice, ...],
+    forward_spec: ForwardSpec,
+    fresh_gradients: bool,
+    saved_on: SavedOn,
+    step_scratch_ratio: float,
+) -> tuple[PartLiveness, ...]:
+    """Return the memory of each block of ``stages``, in order."""
+    return tuple(
+        block_liveness(
+            model,
+            forward_spec,
+            recompute,
+            fresh_gradients,
+            saved_on,
+            step_scratch_ratio,
+            is_first=stage.is_first and not index,
+        )
+        for stage in stages
+        for index, recompute in enumerate(memory.recompute_per_layer((stage,)))
     )
 
 

@@ -62,10 +62,12 @@ def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[C
 def _shard_exchanges(partition: RankPartition, rank: int) -> Iterator[Collective]:
     """All-to-alls by which each rank gets whole updates of some matrices, and returns them."""
     mesh, axes = partition.mesh, ("shards", "context")
-    group = mesh.ranks_along(axes, rank)
-    ranks, index = len(group), group.index(rank)
     block, _ = partition.weights_by_kind()
     shapes = _distributed_shapes(partition.run, block, partition.num_layers)
+    if not shapes:
+        return
+    group = mesh.ranks_along(axes, rank)
+    ranks, index = len(group), group.index(rank)
     for (rows, columns), count, rounds in _exchange_rounds(partition.run, shapes, ranks):
         chunk = -(-rows // ranks)
         sent = count * max(0, min(chunk, rows - index * chunk))

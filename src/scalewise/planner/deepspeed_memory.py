@@ -115,9 +115,9 @@ class DeepSpeedDeviceMemory(DeviceMemory):
         """Gradients of stage 1: in place, or copied into buckets as they are computed."""
         rank_memory, zero = self.rank_memory, self.zero
         trained, element_bytes = rank_memory.numel(1, trained=True), zero.gradient_element_bytes
-        embedding_weights = [
+        embedding_weights = tuple(
             w for w in rank_memory.other_weights if w.role in ("embedding", "position")
-        ]
+        )
         if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
             yield from super()._gradient_entries()
         else:
@@ -126,7 +126,7 @@ class DeepSpeedDeviceMemory(DeviceMemory):
                 *(w for w in rank_memory.other_weights if w not in embedding_weights),
             )
             large_elements = shard_elements(
-                (w for w in weights if w.numel > zero.bucket_elements), trained=True
+                tuple(w for w in weights if w.numel > zero.bucket_elements), trained=True
             )
             stored_elements = (
                 rank_memory.numel(rank_memory.state_shards, trained=True) + large_elements

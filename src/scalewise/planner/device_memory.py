@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from scalewise.models.op_graph import Recompute
 from scalewise.planner.activation_liveness import bytes_before_head
@@ -46,7 +45,7 @@ class DeviceMemory(ModelStateMemory):
             return
         for entry in entries:
             sizes = {phase: size for phase, size in entry.bytes.items() if phase not in FORWARD}
-            yield replace(entry, bytes=sizes)
+            yield MemoryEntry(entry.name, sizes, entry.formula, entry.reason)
 
     def _activation_entries(self) -> Iterator[MemoryEntry]:
         saved_bytes = {
@@ -136,7 +135,7 @@ class DeviceMemory(ModelStateMemory):
             ),
             StepPhase.backward_loss: loss.backward_peak,
             StepPhase.backward_head: head.backward_peak,
-            StepPhase.reduce_head: bytes_before_head(self.op_graphs.head)
+            StepPhase.reduce_head: bytes_before_head(self.run.model, self.rank_memory.forward_spec)
             * self.rank_memory.has_head,
             StepPhase.backward_last: blocks[-1].backward_peak,
             StepPhase.backward_next: blocks[-2:][0].backward_peak

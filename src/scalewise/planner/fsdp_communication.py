@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scalewise.models.base import Weight
 from scalewise.parallelism.collective import Collective, CollectiveKind
@@ -62,9 +63,7 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
         if not weights:
             continue
         gathered_bytes = _padded_bytes(weights, ranks, gathered_element_bytes)
-        reduced_bytes = _padded_bytes(
-            (w for w in weights if w.trainable), ranks, reduced_element_bytes
-        )
+        reduced_bytes = _padded_bytes(weights, ranks, reduced_element_bytes, trained=True)
         if ranks > 1:
             axes = ("shards", "context")
             yield Collective(
@@ -96,6 +95,10 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
             )
 
 
-def _padded_bytes(weights: Iterable[Weight], ranks: int, element_bytes: int) -> int:
+@lru_cache(maxsize=1024)
+def _padded_bytes(
+    weights: tuple[Weight, ...], ranks: int, element_bytes: int, *, trained: bool = False
+) -> int:
     """Return the size of weights padded to equal shards along the first dimension, in bytes."""
-    return sum(weight.shard_bytes(element_bytes, ranks) * ranks for weight in weights)
+    stored = (weight for weight in weights if weight.trainable or not trained)
+    return sum(weight.shard_bytes(element_bytes, ranks) * ranks for weight in stored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from scalewise.models.base import Weight
@@ -154,7 +154,7 @@ class FSDPStateMemory(RankStep):
             "unsharded gradients and the buffer of one reduction",
         )
 
-    def _fresh_gradient_bytes(self, weights: Iterable[Weight]) -> int:
+    def _fresh_gradient_bytes(self, weights: tuple[Weight, ...]) -> int:
         """Unsharded gradients that backward allocates."""
         element_bytes = self.rank_memory.forward_spec.gradient_element_bytes
         return shard_elements(weights, trained=True) * element_bytes * self.fresh_gradients

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, singledispatch
+from functools import lru_cache, singledispatch
 
 from scalewise.callback_config import AVERAGE_BYTES_PER_ELEMENT, averaging_callback
 from scalewise.hardware import DeviceKind
 from scalewise.lazy_dispatch import not_registered
 from scalewise.models.base import StageSlice, Weight
 from scalewise.models.op_graph import ForwardSpec
+from scalewise.optimizers import OptimizerConfig
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
 from scalewise.parallelism.deepspeed import MAX_LIVE_ELEMENTS, DeepSpeedConfig, OffloadTarget
@@ -44,12 +44,12 @@ class FSDPMemory:
     groups: FSDPGroups
     """Weights outside of blocks by FSDP group, before sharding."""
 
-    def gathered_bytes(self, weights: Iterable[Weight]) -> int:
+    def gathered_bytes(self, weights: tuple[Weight, ...]) -> int:
         """Return the size of gathered weights, in bytes."""
         shard = shard_bytes(weights, self.gathered_element_bytes, self.num_shards)
         return shard * self.num_shards
 
-    def reduced_bytes(self, weights: Iterable[Weight]) -> tuple[int, int]:
+    def reduced_bytes(self, weights: tuple[Weight, ...]) -> tuple[int, int]:
         """Return the sizes of a reduction of gradients in bytes: of its input and its output."""
         elements = shard_elements(weights, self.num_shards, trained=True)
         output = elements * self.reduced_element_bytes
@@ -126,17 +126,8 @@ class RankMemory(RankStages):
 
     def numel(self, shards: int, *, trained: bool = False) -> int:
         """Return the elements of a shard of the rank's parameters, or of the trained ones."""
-        key = (shards, trained)
-        if key not in self._numel_by_shards:
-            count = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
-            count += shard_elements(self.other_weights, shards, trained=trained)
-            self._numel_by_shards[key] = count
-        return self._numel_by_shards[key]
-
-    @cached_property
-    def _numel_by_shards(self) -> dict[tuple[int, bool], int]:
-        """Results of ``numel``, which every peak point reads."""
-        return {}
+        block = self.num_layers * shard_elements(self.block_weights, shards, trained=trained)
+        return block + shard_elements(self.other_weights, shards, trained=trained)
 
     def weight_bytes(self, element_bytes: int, shards: int) -> int:
         """Return the size of a shard of the rank's parameters, in bytes."""
@@ -146,13 +137,8 @@ class RankMemory(RankStages):
 
     def state_bytes(self, run: RunConfig) -> int:
         """Return the size of the optimizer state of this rank, in bytes."""
-        element_bytes = run.precision.parameters.bytes
         block, other = (
-            sum(
-                run.optimizer.state_bytes(w, self.state_shards, element_bytes)
-                for w in weights
-                if w.trainable
-            )
+            _state_bytes(run.optimizer, weights, self.state_shards, run.precision.parameters.bytes)
             for weights in (self.block_weights, self.other_weights)
         )
         return self.num_layers * block + other
@@ -389,11 +375,23 @@ def forward_spec(
     )
 
 
-def shard_elements(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:
+# Cached: the peak points of all runs of a search read the same few sums.
+@lru_cache(maxsize=4096)
+def shard_elements(weights: tuple[Weight, ...], ranks: int = 1, *, trained: bool = False) -> int:
     """Return the elements of one of ``ranks`` shards, sharded along the first dimension."""
     return sum(weight.shard_numel(ranks) for weight in weights if weight.trainable or not trained)
 
 
-def shard_bytes(weights: Iterable[Weight], element_bytes: int, ranks: int = 1) -> int:
+@lru_cache(maxsize=4096)
+def shard_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int = 1) -> int:
     """Return the size of one of ``ranks`` shards, in bytes."""
     return sum(weight.shard_bytes(element_bytes, ranks) for weight in weights)
+
+
+@lru_cache(maxsize=4096)
+def _state_bytes(
+    optimizer: OptimizerConfig, weights: tuple[Weight, ...], shards: int, element_bytes: int
+) -> int:
+    """Return the size of the optimizer state of one of ``shards`` shards, in bytes."""
+    trained = (weight for weight in weights if weight.trainable)
+    return sum(optimizer.state_bytes(weight, shards, element_bytes) for weight in trained)

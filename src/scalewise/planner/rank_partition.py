@@ -9,12 +9,21 @@ from functools import lru_cache, singledispatch
 from math import ceil
 
 from scalewise.adapters.config import AdapterConfig
-from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight, shard_weight
+from scalewise.models.base import (
+    ModelConfig,
+    StageSlice,
+    TPStyle,
+    Weight,
+    WeightGroup,
+    shard_weight,
+)
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.quantization.config import QuantizationConfig, weight_census_by_kind
 from scalewise.run_config import RunConfig
+
+EMPTY = WeightGroup()
 
 
 @dataclass(frozen=True)
@@ -100,23 +109,17 @@ class RankPartition(RankStages):
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Return the weights of one block and those outside of blocks, after tensor parallelism."""
-        run = self.run
-        tensor = self.mesh.sizes["tensor"]
-        block, rest = _shard_by_kind(run.quantization, run.adapter, run.model, tensor)
-        return block, tuple(filter(self._stores, rest))
+        block, groups = self._weights
+        return block, groups.all
 
     def fsdp_groups(self) -> FSDPGroups:
         """Return the weights outside of blocks by FSDP group, after tensor parallelism."""
-        groups: dict[str, list[Weight]] = {name: [] for name in (*self.run.model.end_modules, "")}
-        for weight in self.weights_by_kind()[1]:
-            owners = (name for name in groups if weight.name.startswith(f"{name}."))
-            groups[next(owners, "")].append(weight)
-        root = groups.pop("")
-        return FSDPGroups(tuple(root), *map(tuple, groups.values()))
+        return self._weights[1]
 
-    def _stores(self, weight: Weight) -> bool:
-        tied = self.run.model.tied_weights
-        return any(_is_in_stage(stage, weight, tied) for stage in self.stages)
+    @property
+    def _weights(self) -> tuple[WeightGroup, FSDPGroups]:
+        run, tensor = self.run, self.mesh.sizes["tensor"]
+        return _rank_weights(run.quantization, run.adapter, run.model, tensor, self.stages)
 
     @property
     def trains_embedding(self) -> bool:
@@ -140,11 +143,13 @@ class RankPartition(RankStages):
 class FSDPGroups:
     """Weights outside of blocks that a rank stores, by the FSDP group that gathers them."""
 
-    root: tuple[Weight, ...]
+    all: WeightGroup
+    """Weights of all groups."""
+    root: WeightGroup
     """Weights that no other group contains."""
-    embedding: tuple[Weight, ...] = ()
+    embedding: WeightGroup = EMPTY
     """Token embedding, unless the head shares it."""
-    head: tuple[Weight, ...] = ()
+    head: WeightGroup = EMPTY
     """Head, unless it shares the weight of the embedding."""
 
 
@@ -217,17 +222,34 @@ def split_stages(model: ModelConfig, count: int, sequence: int) -> Sequence[Stag
     return model.split_stages(count, sequence)
 
 
-@lru_cache(maxsize=256)
-def _shard_by_kind(
-    quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig, ranks: int
-) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    styles = _tensor_parallel_styles(adapter, model)
+@lru_cache(maxsize=1024)
+def _rank_weights(
+    quantization: QuantizationConfig,
+    adapter: AdapterConfig,
+    model: ModelConfig,
+    ranks: int,
+    stages: tuple[StageSlice, ...],
+) -> tuple[WeightGroup, FSDPGroups]:
+    """Return the weights of one block and those outside of blocks that a rank stores."""
+    styles, tied = _tensor_parallel_styles(adapter, model), model.tied_weights
     block, other = weight_census_by_kind(quantization, adapter, model)
-    if ranks == 1:
-        return block, other
-    return tuple(shard_weight(w, styles, ranks) for w in block), tuple(
-        shard_weight(w, styles, ranks) for w in other
-    )
+    groups: dict[str, list[Weight]] = {name: [] for name in ("all", *model.end_modules, "root")}
+    for weight in other:
+        if any(_is_in_stage(stage, weight, tied) for stage in stages):
+            owners = (name for name in model.end_modules if weight.name.startswith(f"{name}."))
+            sharded = shard_weight(weight, styles, ranks) if ranks > 1 else weight
+            groups["all"].append(sharded)
+            groups[next(owners, "root")].append(sharded)
+    if ranks > 1:
+        block = WeightGroup(shard_weight(weight, styles, ranks) for weight in block)
+    every, *ends, root = (_unique(WeightGroup(weights)) for weights in groups.values())
+    return _unique(block), FSDPGroups(every, root, *ends)
+
+
+@lru_cache(maxsize=1024)
+def _unique(weights: WeightGroup) -> WeightGroup:
+    """Return one object for all equal groups, which are then compared by identity."""
+    return weights
 
 
 @lru_cache(maxsize=64)

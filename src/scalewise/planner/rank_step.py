@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, repeat
 
-from scalewise.models.base import StageSlice
+from scalewise.models.base import StageSlice, Weight, WeightGroup
 from scalewise.models.op_graph import Recompute, SavedOn
 from scalewise.planner.activation_liveness import (
     EMPTY,
     PartLiveness,
     block_liveness,
+    liveness_by_block,
     memory_of_saved_tensors,
     model_op_graphs,
     non_block_liveness,
@@ -82,6 +84,12 @@ def iter_waiting_parts(rank_memory: RankMemory, peak_point: PeakPoint) -> Iterat
         yield from repeat(stages[stage], count - 1)
 
 
+@lru_cache(maxsize=256)
+def _head_weights(weights: tuple[Weight, ...]) -> WeightGroup:
+    """Return the weights that are used after the blocks."""
+    return WeightGroup(w for w in weights if w.role not in ("embedding", "position"))
+
+
 class RankStep:
     """Gradients and liveness of one rank at one point of a step.
 
@@ -137,27 +145,18 @@ class RankStep:
             (head, loss) if rank_memory.has_head else (EMPTY, EMPTY)
         )
 
-    def simulate_blocks(self, stages: Sequence[StageSlice]) -> list[PartLiveness]:
+    def simulate_blocks(self, stages: Sequence[StageSlice]) -> tuple[PartLiveness, ...]:
         """Simulate the blocks of ``stages``, in order."""
-        run, forward_spec = self.run, self.rank_memory.forward_spec
-        saved_on = memory_of_saved_tensors(run)
-        liveness_by_kind: dict[tuple[Recompute, bool], PartLiveness] = {}
-        liveness: list[PartLiveness] = []
-        for stage in stages:
-            for index, recompute in enumerate(run.memory.recompute_per_layer((stage,))):
-                kind = (recompute, stage.is_first and not index)
-                if kind not in liveness_by_kind:
-                    liveness_by_kind[kind] = block_liveness(
-                        run.model,
-                        forward_spec,
-                        recompute,
-                        self.fresh_gradients,
-                        saved_on,
-                        self.step_scratch_ratio,
-                        is_first=kind[1],
-                    )
-                liveness.append(liveness_by_kind[kind])
-        return liveness
+        run = self.run
+        return liveness_by_block(
+            run.model,
+            run.memory,
+            tuple(stages),
+            self.rank_memory.forward_spec,
+            self.fresh_gradients,
+            memory_of_saved_tensors(run),
+            self.step_scratch_ratio,
+        )
 
     def _compute_step_scratch_ratio(self) -> float:
         """Return the temporary bytes of an optimizer step in backward per byte of gradient, or -1.
@@ -198,10 +197,7 @@ class RankStep:
     @property
     def head_numel(self) -> int:
         """Trained parameter elements after the blocks."""
-        head_weights = [
-            w for w in self.rank_memory.other_weights if w.role not in ("embedding", "position")
-        ]
-        return shard_elements(head_weights, trained=True)
+        return shard_elements(_head_weights(self.rank_memory.other_weights), trained=True)
 
     @property
     def gradient_element_bytes(self) -> int:

@@ -14,6 +14,7 @@ from math import ceil
 
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.models.op_graph import OpWork, Recompute
+from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.collective import Collective, CollectiveKind, RingLink
 from scalewise.parallelism.mesh import AXES, MeshConfig
 from scalewise.planner import host_memory
@@ -279,13 +280,12 @@ def _collective_seconds(
     """
     exposed: dict[str, float] = {}
     overlappable: dict[str, float] = {}
+    names: dict[tuple[str, ...], str] = {}
     for collective in list_collectives(run.parallelism, run, rank):
         seconds = collective.count * _seconds_per_collective(run, collective)
-        spans_mesh = set(collective.axes) == set(AXES)
-        used_axes = [
-            axis for axis in collective.axes if run.parallelism.describe_group((axis,), None)[0] > 1
-        ]
-        name = "the whole mesh" if spans_mesh else " and ".join(used_axes or collective.axes)
+        if collective.axes not in names:
+            names[collective.axes] = _group_name(run.parallelism, collective.axes)
+        name = names[collective.axes]
         seconds_by_axes = overlappable if collective.overlaps else exposed
         seconds_by_axes[name] = seconds_by_axes.get(name, 0.0) + seconds
     remaining = OVERLAP_SHARE * compute_seconds
@@ -295,6 +295,14 @@ def _collective_seconds(
         remaining, overlapped = remaining - overlap, overlapped + overlap
         exposed[name] = exposed.get(name, 0.0) + seconds - overlap
     return {name: seconds for name, seconds in exposed.items() if seconds}, overlapped
+
+
+def _group_name(parallelism: ParallelismConfig, axes: tuple[str, ...]) -> str:
+    """Return the name of the group along ``axes``: those with several ranks."""
+    if set(axes) == set(AXES):
+        return "the whole mesh"
+    used_axes = [axis for axis in axes if parallelism.describe_group((axis,), None)[0] > 1]
+    return " and ".join(used_axes or axes)
 
 
 def _seconds_per_collective(run: RunConfig, collective: Collective) -> float:

@@ -13,7 +13,7 @@ from scalewise.adapters import target_modules
 from scalewise.adapters.config import AdapterConfig
 from scalewise.adapters.config import weight_census as unpacked_census
 from scalewise.errors import ConfigIssue
-from scalewise.models.base import ModelConfig, Weight
+from scalewise.models.base import ModelConfig, Weight, WeightGroup
 from scalewise.registry import option_name, register_option
 
 BLOCK_ELEMENTS = 64
@@ -107,11 +107,11 @@ def weight_census(
 @lru_cache(maxsize=64)
 def weight_census_by_kind(
     quantization: QuantizationConfig, adapter: AdapterConfig, model: ModelConfig
-) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+) -> tuple[WeightGroup, WeightGroup]:
     """Stored tensors of one block, as all blocks are alike, and those outside of blocks."""
     weights = weight_census(quantization, adapter, model)
-    block = tuple(weight for weight in weights if weight.layer == 0)
-    return block, tuple(weight for weight in weights if weight.layer is None)
+    block = WeightGroup(weight for weight in weights if weight.layer == 0)
+    return block, WeightGroup(weight for weight in weights if weight.layer is None)
 
 
 class BitsAndBytesConfig(QuantizationConfig):
