@@ -105,7 +105,7 @@ def unmet_expectations(
         name: Name of the case.
         expectation: Its expectations.
         outcomes: Outcomes by case; comparisons with cases that are not listed are left out.
-        planned: Whether the outcomes are plans, which have no loss.
+        planned: Whether the outcomes are plans, which have no loss, and not always a step time.
     """
     outcome = outcomes.get(name)
     if outcome is None:
@@ -122,8 +122,9 @@ def unmet_expectations(
         other = outcomes.get(case)
         if other is None or (key == "loss_within" and planned):
             continue
-        own = _compared_value(key, outcome)
-        base = _compared_value(key, other)
+        own, base = _compared_value(key, outcome), _compared_value(key, other)
+        if planned and (own is None or base is None):  # the hardware profile lacks a rate
+            continue
         if key == "loss_within":
             share = expectation.loss_within[case]
             if own is None or base is None or not abs(own - base) <= share * abs(base):

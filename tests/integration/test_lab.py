@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 from fixtures.cli_runner import UNTRACKED, CliRunner
+from fixtures.documentation import FENCE, ROOT
 
 FILE = """
 defaults:
@@ -64,6 +66,40 @@ def test_cases_are_planned_with_their_expectations(run_cli: CliRunner, lab_folde
     assert "2 of 2 cases as expected" in only.out
 
 
+def _walk(*replaced: tuple[str, str]) -> list[str]:
+    """Arguments of each command of the walk in docs/lab.md, with words replaced."""
+    text = (ROOT / "docs" / "lab.md").read_text("utf-8")
+    section = text.split("## A walk")[1].split("\n## ")[0]
+    commands = [match["text"].strip() for match in FENCE.finditer(section)]
+    for words, replacement in replaced:
+        commands = [line.replace(words, replacement) for line in commands]
+    return commands
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_walk_through_the_cpu_lab_works_as_written(run_cli: CliRunner) -> None:
+    for line in _walk():
+        _, command, *arguments = shlex.split(line)
+        result = run_cli(*arguments, command=command, timeout=1800).assert_ok()
+        if command == "train" and "only" not in line:
+            assert "18 of 18 cases as expected" in result.out
+
+
+def test_walk_through_one_case_of_the_cpu_lab(run_cli: CliRunner) -> None:
+    small = "model.layers=2 trainer.max_steps=2 data.megabytes=0.5 hydra.sweeper.only=[one_device]"
+    lines = _walk(
+        (" 'hydra.sweeper.only=[bf16_true,bf16_mixed]'", ""), ("=lab_cpu", f"=lab_cpu {small}")
+    )
+    assert [shlex.split(line)[1] for line in lines] == ["lab", "plan", "train", "train", "lab"]
+    for line in dict.fromkeys(lines):
+        _, command, *arguments = shlex.split(line)
+        result = run_cli(*arguments, command=command)
+        assert result.code == int(command == "lab" and "grade" in line), result.failure_report
+    assert "fail: not run" in result.out
+    assert "1 of 18 cases as expected" in result.out
+
+
 def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
     listed = run_cli(command="lab").assert_ok().out
     assert "lab_litgpt" in listed
@@ -71,7 +107,7 @@ def test_labs_are_listed_with_question_and_status(run_cli: CliRunner) -> None:
     shown = run_cli("lab_litgpt", command="lab").assert_ok().out
     assert "Hypothesis: " in shown
     assert "fail: not run" in shown
-    run_cli("lab_gpu", command="lab").assert_rejected("is not a lab", "lab_litgpt")
+    run_cli("lab_gpu", command="lab").assert_rejected("is not a lab", "lab_cpu")
     run_cli("grade", command="lab").assert_rejected("no folder given")
 
 

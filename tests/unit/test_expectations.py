@@ -80,6 +80,13 @@ def test_plans_are_compared_by_fit_status(expectation: Expectation, status: str,
     assert (not unmet_expectations("case", expectation, outcomes, planned=True)) == met
 
 
+def test_plans_without_a_step_time_are_not_compared_in_it() -> None:
+    outcomes = {"case": CaseOutcome("fits", GIB), "base": CaseOutcome("fits", 2 * GIB)}
+    expectation = Expectation(less_memory_than="base", faster_than="base")
+    assert unmet_expectations("case", expectation, outcomes, planned=True) == []
+    assert unmet_expectations("case", expectation, outcomes, planned=False)
+
+
 def test_cases_are_parsed_from_command_lines() -> None:
     cases, issues = parse_cases(
         {

@@ -64,25 +64,24 @@ def _print_lab(lab: Lab) -> None:
     print_lines(lab.question, f"Hypothesis: {lab.hypothesis}", f"Status: {_status(lab)}")
     predict, train = (command_line(it, [f"sweep={lab.name}"]) for it in ("plan", "train"))
     print_lines(f"Prediction: {predict}", f"Run: {train}", "")
-    if (folder := _last_folder(lab.name)) is not None:
-        print_lines(f"Last result: {folder}")
-    show_grades.print_grades(_grade(lab.expectations, [folder] if folder else []))
+    if folders := _sweep_folders(lab.name):
+        print_lines(f"Last result: {folders[-1]}")
+    show_grades.print_grades(_grade(lab.expectations, folders))
 
 
 def _status(lab: Lab) -> str:
     """Status of a lab: never run, passed, failed, or planned only if this machine cannot run it."""
-    if (folder := _last_folder(lab.name)) is not None:
-        passed = all(case.passed for case in _grade(lab.expectations, [folder]))
+    if folders := _sweep_folders(lab.name):
+        passed = all(case.passed for case in _grade(lab.expectations, folders))
         return "passed" if passed else "failed"
     run = compose([f"sweep={lab.name}"], check_machine=False)
     needs_cuda = run.hardware.device is DeviceKind.cuda
     return "planned only" if needs_cuda and not this_machine().gpus else "never run"
 
 
-def _last_folder(name: str) -> Path | None:
-    """Folder of the newest sweep of a lab below ``runs``; None if it never ran."""
-    folders = [file.parent for file in (RUNS / name).glob("*/sweep.json")]
-    return max(folders, key=sweep_start, default=None)
+def _sweep_folders(name: str) -> list[Path]:
+    """Folders of the sweeps of a lab below ``runs``, the oldest first."""
+    return sorted((file.parent for file in (RUNS / name).glob("*/sweep.json")), key=sweep_start)
 
 
 def _grade_folders(folders: Sequence[Path]) -> int:

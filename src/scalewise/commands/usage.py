@@ -87,7 +87,7 @@ FORMS: dict[str, Rows] = {
     ),
     "lab": (
         ("scalewise lab", "every lab: question, hypothesis, and status below runs/"),
-        ("scalewise lab NAME", "expected outcome of each case, and the last result"),
+        ("scalewise lab NAME", "expected outcome of each case, and its last result"),
         ("scalewise lab grade FOLDER ...", "grades runs; exit code 0 if all are as expected"),
     ),
     "explain": (
