@@ -43,6 +43,15 @@ def test_large_run_is_reduced_in_every_dimension() -> None:
     assert is_fp32(in_fp32(small))
 
 
+def test_experts_are_reduced_like_a_dense_feedforward() -> None:
+    run = compose(["model=qwen3_30b_a3b", "data=synthetic", "tracking=none"], check_machine=False)
+    small = reduce_run(run).model
+    assert isinstance(small, DecoderConfig)
+    assert isinstance(run.model, DecoderConfig)
+    assert small.experts == run.model.experts
+    assert (small.width, small.expert_dim) == (64, 16)
+
+
 def test_small_run_keeps_its_sizes_and_an_uneven_batch() -> None:
     overrides = (*TINY_DECODER, "parallelism=ddp", "trainer.micro_batch=1")
     run = compose([*overrides, "trainer.global_batch=3", "verify.layers=8"])

@@ -372,18 +372,17 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
             if self.heads % count == 0 and (count == 1 or count * SMALL_HEAD_WIDTH <= width)
         )
         key_heads = max(1, heads * self.key_heads // self.heads)
+
+        def shrink_hidden(features: int) -> int:
+            multiples = features * width // self.width // FEEDFORWARD_MULTIPLE
+            return max(1, multiples) * FEEDFORWARD_MULTIPLE
+
         return replace(
             small,
             width=width,
             heads=heads,
             kv_heads=key_heads if heads % key_heads == 0 else heads,
             head_width=max(2, width // heads // 2 * 2),
-            feedforward=max(
-                FEEDFORWARD_MULTIPLE,
-                self.feedforward
-                * width
-                // self.width
-                // FEEDFORWARD_MULTIPLE
-                * FEEDFORWARD_MULTIPLE,
-            ),
+            feedforward=shrink_hidden(self.feedforward),
+            expert_dim=self.expert_dim and shrink_hidden(self.expert_dim),
         )
