@@ -31,7 +31,7 @@ class VerifyConfig:
     micro-batch."""
     accumulation: int = 2
     """Largest number of accumulated micro-batches of one optimizer step, in micro-batches."""
-    lr: float = 0.1
+    learning_rate: float = 0.1
     """Learning rate of SGD with momentum, which replaces the optimizer except that of a
     user-defined module: the update of an adaptive optimizer hides a wrong gradient scale."""
 
@@ -44,5 +44,5 @@ class VerifyConfig:
             if value is not None and value < minimum:
                 fix = f"set {format_override(key, getattr(VerifyConfig, name))}"
                 yield ConfigIssue(key, value, f"must be {minimum} or more", fix)
-        if not self.lr > 0:
-            yield ConfigIssue("verify.lr", self.lr, "must be positive", "set verify.lr=0.1")
+        if not self.learning_rate > 0:
+            yield ConfigIssue("verify.learning_rate", self.learning_rate, "must be positive", "set verify.learning_rate=0.1")

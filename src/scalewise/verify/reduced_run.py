@@ -117,7 +117,7 @@ def _reduce_model(run: RunConfig) -> RunConfig:
         sequence = min(sequence, options.sequence)
     memory = FixedCheckpointing() if isinstance(run.memory, AutoCheckpointing) else run.memory
     optimizer = SGDConfig(
-        lr=options.lr,
+        lr=options.learning_rate,
         weight_decay=WEIGHT_DECAY,
         shard=run.optimizer.shard,
         lr_factors=run.optimizer.lr_factors,
