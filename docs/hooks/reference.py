@@ -176,6 +176,8 @@ def _cli_page() -> Iterator[str]:
     yield from ("## Exit codes", "")
     codes: Mapping[str, int] = errors.EXIT_CODES
     rows = [(code(str(number)), code(outcome)) for outcome, number in codes.items()]
+    found = f"a difference that {code('scalewise verify')} finds"
+    rows.append((code(str(errors.DIFFERENT)), found))
     yield from table(("Exit code", "Outcome"), [*rows, (escape("128 + n"), "signal n")])
 
 
