@@ -45,4 +45,5 @@ class VerifyConfig:
                 fix = f"set {format_override(key, getattr(VerifyConfig, name))}"
                 yield ConfigIssue(key, value, f"must be {minimum} or more", fix)
         if not self.learning_rate > 0:
-            yield ConfigIssue("verify.learning_rate", self.learning_rate, "must be positive", "set verify.learning_rate=0.1")
+            key, fix = "verify.learning_rate", "set verify.learning_rate=0.1"
+            yield ConfigIssue(key, self.learning_rate, "must be positive", fix)

@@ -71,10 +71,10 @@ def test_pipeline_has_a_layer_per_stage_and_a_sample_per_micro_batch() -> None:
 
 def test_sizes_out_of_range_are_rejected() -> None:
     with pytest.raises(ConfigError) as error:
-        compose(["verify.steps=0", "verify.width=8", "verify.lr=0"])
+        compose(["verify.steps=0", "verify.width=8", "verify.learning_rate=0"])
     assert [issue.key for issue in error.value.issues] == [
         "verify.steps",
         "verify.width",
-        "verify.lr",
+        "verify.learning_rate",
     ]
     assert error.value.issues[1].fix == "set verify.width=64"
