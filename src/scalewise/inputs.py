@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,35 +62,51 @@ DIGEST_FUNCTIONS: Mapping[str, Callable[[object], list[str]]] = {
 
 def content_digests(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of each existing input of a resolved config, by its key."""
-    digests = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _input_paths(values)}
+    digests = {key: _digest(key, _entry(values, key)) for key, _ in _input_paths(values)}
     return {key: digest for key, digest in digests.items() if digest is not None}
 
 
 def _digest(key: str, group_values: Mapping[str, Any]) -> str | None:
     """Return the digest of one input of a config group; None if there are no such files."""
-    compute_digests = DIGEST_FUNCTIONS[key]
-    if key == "data.paths" and "validation_paths" in group_values:
+    group, name = key.partition(".")[0], key.rpartition(".")[2]
+    compute_digests = DIGEST_FUNCTIONS[f"{group}.{name}"]
+    if name == "paths" and "validation_paths" in group_values:
         # The order of the shards decides the order of the sequences.
         compute_digests = _shard_digests
-    digests = compute_digests(group_values[key.partition(".")[2]])
+    digests = compute_digests(group_values[name])
     return combine_digests(digests) if digests else None
 
 
 def _input_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the key and the value of each input, also of the sources of a mixture."""
+    data = values.get("data")
+    sources = data.get("sources") if isinstance(data, Mapping) else None
+    parts = [
+        (f"data.sources.{name}.data", source["data"]) for name, source in (sources or {}).items()
+    ]
     for key in DIGEST_FUNCTIONS:
         group, _, name = key.partition(".")
-        group_values = values.get(group)
-        if isinstance(group_values, Mapping) and group_values.get(name):
-            yield key, group_values[name]
+        for prefix, group_values in [
+            (group, values.get(group)),
+            *(parts if group == "data" else ()),
+        ]:
+            if isinstance(group_values, Mapping) and group_values.get(name):
+                yield f"{prefix}.{name}", group_values[name]
+
+
+def _entry(values: Mapping[str, Any], key: str) -> Any:
+    """Return the mapping that contains the last part of a dotted key."""
+    for part in key.split(".")[:-1]:
+        values = values[part]
+    return values
 
 
 def with_digests(values: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
     """Return a copy of a resolved config in which digests replace the paths of its inputs."""
-    replaced = dict(values)
+    replaced: dict[str, Any] = copy.deepcopy(dict(values))
     for key, digest in digests.items():
-        group, _, name = key.partition(".")
-        if isinstance(replaced.get(group), Mapping):
-            replaced[group] = {**replaced[group], name: digest}
+        if isinstance(replaced.get(key.partition(".")[0]), Mapping):
+            _entry(replaced, key)[key.rpartition(".")[2]] = digest
     return replaced
 
 
@@ -146,10 +163,14 @@ def launch_folders(folder: Path) -> list[Path]:
 def check_data(data: object, folder: Path) -> None:
     """Raise ``DataError`` for data files whose content differs from the run in ``folder``."""
     expected_digests = recorded_digests(folder)
-    digests = content_digests({"data": vars(data)}) if expected_digests else {}
+    values = {"data": asdict(data)} if expected_digests else {}  # type: ignore[call-overload]  # a config is a dataclass
+    digests = content_digests(values)
     issues = [
         ConfigIssue(
-            key, vars(data)[key.partition(".")[2]], CHANGED_CONTENT, f"set {key} to the same files"
+            key,
+            _entry(values, key)[key.rpartition(".")[2]],
+            CHANGED_CONTENT,
+            f"set {key} to the same files",
         )
         for key in expected_digests
         if key.startswith("data.") and digests.get(key) != expected_digests[key]
@@ -167,25 +188,20 @@ def relocate_inputs(
     if their content differs from that of the run.
     """
     expected_digests = recorded_digests(folder)
-    relocated = {
-        key: dict(group_values) if isinstance(group_values, Mapping) else group_values
-        for key, group_values in values.items()
-    }
+    relocated = copy.deepcopy(dict(values))
     issues = []
     for key, _ in _input_paths(values):
-        group, _, name = key.partition(".")
+        entry, name = _entry(relocated, key), key.rpartition(".")[2]
         if key in new_paths:
-            relocated[group][name] = new_paths[key]
-            digest = _digest(key, relocated[group])
+            entry[name] = new_paths[key]
+            digest = _digest(key, entry)
             if key in expected_digests and digest != expected_digests[key]:
                 reason = "no such files" if digest is None else CHANGED_CONTENT
                 issues.append(
                     ConfigIssue(key, new_paths[key], reason, f"set {key} to the same files")
                 )
             continue
-        relocated[group][name] = _find_moved(
-            key, relocated[group], folder, expected_digests.get(key)
-        )
+        entry[name] = _find_moved(key, entry, folder, expected_digests.get(key))
     input_keys = dict(_input_paths(values))
     issues += [
         ConfigIssue(key, value, "is not an input path of the run", "remove it")
@@ -201,7 +217,7 @@ def _find_moved(
     key: str, group_values: Mapping[str, Any], folder: Path, expected_digest: str | None
 ) -> object:
     """Return the current paths of an input, preferably with the recorded content."""
-    name = key.partition(".")[2]
+    name = key.rpartition(".")[2]
     first_existing = None
     for base in launch_folders(folder):
         path = _join_launch_folder(base, group_values[name], folder)

@@ -107,6 +107,15 @@ _METRICS = (
 METRICS: dict[str, MetricInfo] = {metric.key: metric for metric in _METRICS}
 """Metrics by key, in the order of the columns of ``metrics.csv``."""
 
+SOURCE_LOSS = "val/loss/"
+"""Prefix of the validation loss of each source of a mixture: ``val/loss/NAME``."""
+
+
+def is_metric(key: str) -> bool:
+    """Whether a key is that of a metric, or of the validation loss of a source."""
+    return key in METRICS or key.startswith(SOURCE_LOSS)
+
+
 STEP_PHASES = {
     "data": "d",
     "forward": "f",

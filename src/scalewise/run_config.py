@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from scalewise.adapters.config import AdapterConfig
 from scalewise.checkpoint_config import CheckpointConfig
@@ -317,7 +318,7 @@ class RunConfig:
         return choices
 
     def as_dict(self, *, resolve_compile: bool = True) -> dict[str, object]:
-        """Convert the run to nested dicts and lists, each config with its ``_target_``.
+        """Convert the run to nested dicts and lists, each option with its ``_target_``.
 
         ``resolve_compile`` replaces ``compile=auto`` by the compilation that is applied.
         """
@@ -329,14 +330,20 @@ class RunConfig:
         return {key: value for key, value in plain.items() if key != "_target_"}
 
 
+def _plain_fields(value: Any) -> dict[str, object]:
+    return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+
+
 def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        entries = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-        return {"_target_": target_name(type(value)), **entries}
+        return {"_target_": target_name(type(value)), **_plain_fields(value)}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {
+            str(key): _plain_fields(entry) if is_dataclass(entry) else _plain(entry)
+            for key, entry in value.items()
+        }
     if isinstance(value, tuple | list):
         return [_plain(entry) for entry in value]
     return value

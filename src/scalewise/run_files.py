@@ -13,7 +13,7 @@ import yaml
 
 from scalewise import atomic, bounded_yaml, regular_files
 from scalewise.errors import ConfigError
-from scalewise.metric_names import METRICS
+from scalewise.metric_names import METRICS, SOURCE_LOSS, is_metric
 from scalewise.record_types import RECORDS, type_mismatches
 from scalewise.redaction import redact
 
@@ -121,15 +121,23 @@ class MetricsFile:
         path: The file, which is opened for appending.
         after_step: Last step to keep; later rows are dropped.
         earlier: File of the run that this run resumes; its rows come first.
+        sources: Names of the sources of a mixture, each with a column for its validation loss.
     """
 
-    def __init__(self, path: Path, *, after_step: int = 0, earlier: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        after_step: int = 0,
+        earlier: Path | None = None,
+        sources: Iterable[str] = (),
+    ) -> None:
         source = path if path.exists() else earlier
         rows = [row for row in _iter_rows(source) if int(row["step"]) <= after_step]
-        self._path = path
+        self._path, self._columns = path, [*METRICS, *(SOURCE_LOSS + name for name in sources)]
         self.earlier_rows = _parse_rows(rows)
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(METRICS), lineterminator="\n")
+        writer = csv.DictWriter(text, self._columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         write_text(path, text.getvalue())
@@ -142,9 +150,9 @@ class MetricsFile:
         ):
             writer = csv.writer(file, lineterminator="\n")
             for row in rows:
-                if unknown := row.keys() - METRICS.keys():
+                if unknown := row.keys() - {*self._columns}:
                     raise ValueError(f"no columns for {sorted(unknown)}")
-                writer.writerow([*map(row.get, METRICS)])
+                writer.writerow([*map(row.get, self._columns)])
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -183,7 +191,7 @@ def _iter_rows(path: Path | None) -> list[dict[str, str]]:
     except OSError:
         return []
     complete = [row for row in read_csv_rows(lines) if parse_step(row.get("step", "")) is not None]
-    return [{key: row[key] for key in METRICS if key in row} for row in complete]
+    return [{key: row[key] for key in row if is_metric(key)} for row in complete]
 
 
 def read_csv_rows(lines: Sequence[str]) -> list[dict[str, str]]:

@@ -154,8 +154,12 @@ def test_offline_wandb_run_has_history_config_and_labels(
 
 
 def test_offline_wandb_run_defines_step_axes(records: list[dict[str, Any]]) -> None:
-    axes = {entry["name"]: entry.get("step_metric") for entry in of_kind(records, "metric")}
-    assert axes == {key: None if key == "step" else "step" for key in METRICS}
+    axes = {
+        entry.get("name") or entry["glob_name"]: entry.get("step_metric")
+        for entry in of_kind(records, "metric")
+    }
+    keys = (*METRICS, "val/loss/*")
+    assert axes == {key: None if key == "step" else "step" for key in keys}
 
 
 def test_offline_wandb_run_records_the_exit_code(records: list[dict[str, Any]]) -> None:

@@ -65,6 +65,7 @@ def test_groups_and_options_are_frozen() -> None:
             "corpus_pairs",
             "hf",
             "labelled",
+            "mixture",
             "module",
             "preference",
             "reversal",

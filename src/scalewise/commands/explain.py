@@ -11,7 +11,13 @@ from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue, did_you_mean, suggested_option
 from scalewise.typed_override import override, shell_word
 
-PLACEHOLDERS = {"int": "NUMBER", "float": "NUMBER", "list": ["TEXT"], "mapping": {"NAME": 1}}
+PLACEHOLDERS: Mapping[str, object] = {
+    "int": "NUMBER",
+    "float": "NUMBER",
+    "list": ["TEXT"],
+    "mapping": {"NAME": 1},
+    "entries": {},
+}
 """Value of an example by the first word of the type, if the default is no example."""
 REQUIRED_OVERRIDES = {
     "trainer.max_tokens": ["trainer.max_steps=null"],
@@ -118,7 +124,10 @@ def _key_lines(key: str) -> Iterator[str]:
         rows += _labeled("default", texts)
     choice = [] if chosen == default_option else [override(group, chosen)]
     words = ["-m"] * (group in option_docs.HYDRA_SUMMARIES)
-    words += [*choice, *REQUIRED_OVERRIDES.get(key, []), override(key, example_value(entry))]
+    example = override(key, example_value(entry))
+    if entry.type.startswith("option of "):  # chosen by an entry of the defaults list
+        example = f"+{entry.type.removeprefix('option of ')}@{key}=OPTION"
+    words += [*choice, *REQUIRED_OVERRIDES.get(key, []), example]
     rows.append(("example", f"scalewise train {' '.join(map(shell_word, words))}"))
     yield from table_lines(rows, 8)
 

@@ -263,7 +263,14 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
     if group == "hydra/launcher":
         yield from launcher_issues(display_value(override))
         return
-    if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
+    if override.is_delete() or group.split("/")[0] == "hydra":
+        return
+    if override.package is not None:  # an option within another one
+        key, options = f"{group}@{override.package}", _option_names(group, loader)
+        for value in override_values(override):
+            if isinstance(value, str) and value not in options:
+                fix = suggested_option(group, value, options)
+                yield ConfigIssue(key, value, "no such option", fix)
         return
     in_defaults = group in (*paths.GROUPS, *paths.PRESETS)
     if override.is_add() and in_defaults:

@@ -21,6 +21,7 @@ from typing import Any
 from scalewise import callback_config, registry
 from scalewise.bounded_yaml import load_yaml
 from scalewise.config import paths
+from scalewise.config.schemas import entry_class, group_types
 from scalewise.hpo.config import SearchConfig
 from scalewise.hpo.screen import ScreeningDesign
 from scalewise.run_config import RunConfig
@@ -250,18 +251,21 @@ def schema_fields(group: str, schema: str) -> tuple[FieldDoc, ...]:
 
 
 def class_fields(cls: type, prefix: str, sets: Mapping[str, object]) -> tuple[FieldDoc, ...]:
-    """Fields of a config class; values in ``sets`` replace the defaults of the class."""
+    """Fields of a config class; values in ``sets`` replace the defaults of the class.
+
+    Fields of the entries of a mapping follow it, with ``NAME`` in their keys.
+    """
+    return tuple(_iter_fields(cls, prefix, sets))
+
+
+def _iter_fields(cls: type, prefix: str, sets: Mapping[str, object]) -> Iterator[FieldDoc]:
     texts, hints = field_texts(cls), typing.get_type_hints(cls)
-    return tuple(
-        FieldDoc(
-            f"{prefix}{entry.name}",
-            type_text(hints[entry.name]),
-            texts.get(entry.name, ""),
-            sets.get(entry.name, _default(entry)),
-            _choices(hints[entry.name]),
-        )
-        for entry in dataclasses.fields(cls)
-    )
+    for entry in dataclasses.fields(cls):
+        key, hint = f"{prefix}{entry.name}", hints[entry.name]
+        text, default = texts.get(entry.name, ""), sets.get(entry.name, _default(entry))
+        yield FieldDoc(key, type_text(hint), text, default, _choices(hint))
+        if (entries := entry_class(hint)) is not None:
+            yield from _iter_fields(entries, f"{key}.NAME.", {})
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -282,10 +286,14 @@ def type_text(hint: Any) -> str:
         return " or ".join(map(type_text, arguments))
     if origin is tuple:
         return f"list of {type_text(arguments[0])}"
+    if entry_class(hint) is not None:
+        return "entries by name"
     if origin is Mapping:
         return "mapping of {} to {}".format(*map(type_text, arguments))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "choice"
+    if group := group_types().get(hint):
+        return f"option of {group}"
     return _TYPE_NAMES.get(hint) or str(hint.__name__)
 
 

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scalewise import registry, typed_override
 from scalewise.config import hardware_detection, paths
-from scalewise.config.schemas import schema_mirror
+from scalewise.config.schemas import entry_class, group_types, nested_mirror, schema_mirror
 from scalewise.errors import ConfigError, ConfigIssue, did_you_mean, format_value
 from scalewise.redaction import HIDDEN, contains_secret
 from scalewise.renamed_targets import RENAMED_TARGETS
@@ -267,16 +267,20 @@ def _field_types(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
+def _parse_part(group: str, values: object, issues: list[ConfigIssue], prefix: str = "") -> Any:
+    """Parse an option of a group; ``prefix`` is its key, if it is part of another option."""
+    key, choice = prefix or group, group
+    if prefix:
+        choice = f"{'+' if values is None else ''}{group}@{prefix}"
     target = values.get("_target_") if isinstance(values, Mapping) else None
     cls = registry.registered_targets().get(str(target))
     if cls is None or cls not in registry.OPTIONS.get(group, {}).values():
         issues.append(
             ConfigIssue(
-                f"{group}._target_" if target else group,
+                f"{key}._target_" if target else key,
                 target if target else values,
                 f"is not a registered option of {group}",
-                f"choose one of {group}={', '.join(paths.option_names(group))}",
+                f"choose one of {choice}={', '.join(paths.option_names(group))}",
             )
         )
         return None
@@ -285,28 +289,60 @@ def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
     if missing := [key for key in keys if key not in values]:
         reason = f"has keys that the chosen option lacks: {', '.join(missing[:3])}"
         fix = f"choose one of {group}={', '.join(paths.option_names(group))}"
-        issues.append(ConfigIssue(f"{group}._target_", target, reason, fix))
+        issues.append(ConfigIssue(f"{key}._target_", target, reason, fix))
         return None
+    return _parse_fields(cls, values, issues, key)
+
+
+def _parse_fields(
+    cls: type, values: Mapping[str, Any], issues: list[ConfigIssue], prefix: str
+) -> Any:
+    """Build a config dataclass from the values of its fields."""
+    keys = [entry.name for entry in dataclasses.fields(cls)]
     unknown = [str(key) for key in values if key not in ("_target_", *keys)]
     issues += [
         ConfigIssue(
-            f"{group}.{key}", values[key], "no such key", did_you_mean(key, keys, f"{group}.")
+            f"{prefix}.{key}", values[key], "no such key", did_you_mean(key, keys, f"{prefix}.")
         )
         for key in unknown
     ]
     hints = _field_types(cls)
     return cls(
         **{
-            key: _convert_to_declared(hints[key], f"{group}.{key}", values[key], issues)
+            key: _convert_to_declared(hints[key], f"{prefix}.{key}", values[key], issues)
             for key in keys
         }
     )
 
 
+def _parse_entry(cls: type, value: object, issues: list[ConfigIssue], key: str) -> Any:
+    """Parse an entry of a mapping to dataclasses; None if a value has another type."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(nested_mirror(cls)), value)
+    except (OmegaConfBaseException, ValueError) as error:
+        full_key = f"{key}.{getattr(error, 'full_key', None) or ''}".rstrip(".")
+        issues.append(ConfigIssue(full_key, value, str(error).splitlines()[0]))
+        return None
+    plain: Any = OmegaConf.to_container(merged, enum_to_str=True)
+    return _parse_fields(cls, plain, issues, key)
+
+
 def _convert_to_declared(
     declared_type: Any, key: str, value: Any, issues: list[ConfigIssue]
 ) -> Any:
-    """Convert a value of the composed config to its declared type: lists become tuples."""
+    """Convert a value of the composed config to its declared type: lists become tuples.
+
+    Raises ``ConfigError`` for an invalid option of a group within another option.
+    """
+    if (group := group_types().get(declared_type)) is not None:
+        if (config := _parse_part(group, value, issues, key)) is None:
+            raise ConfigError(issues)
+        return config
+    if (cls := entry_class(declared_type)) is not None:
+        entries = {
+            name: _parse_entry(cls, entry, issues, f"{key}.{name}") for name, entry in value.items()
+        }
+        return {name: entry for name, entry in entries.items() if entry is not None}
     if typing.get_origin(declared_type) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

@@ -6,7 +6,7 @@ each config class gets a writable mirror class with ``_target_`` as its first fi
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, partial
 from typing import Any, Self
 
@@ -62,17 +62,41 @@ class DeferredNode(ConfigNode):
         return ConfigNode(self.name, self.node, self.group, self.package, self.provider)
 
 
+@cache
+def group_types() -> Mapping[object, str]:
+    """Group of each base class of options: ``data`` for ``DataConfig``."""
+    hints = typing.get_type_hints(RunConfig)
+    return {hints[group]: group for group in paths.CLOSED_GROUPS}
+
+
+def entry_class(declared_type: object) -> type | None:
+    """Dataclass of the entries of a mapping; None for other types."""
+    if typing.get_origin(declared_type) is not Mapping:
+        return None
+    value_type: Any = typing.get_args(declared_type)[1]
+    is_class = isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
+    return value_type if is_class else None
+
+
 def schema_mirror(cls: type) -> type:
     """Writable dataclass with the fields of a config class and ``_target_``."""
+    target = ("_target_", str, dataclasses.field(default=registry.target_name(cls)))
+    return _make_mirror(cls, [target, *_field_mirrors(cls)])
+
+
+@cache
+def nested_mirror(cls: type) -> type:
+    """Writable dataclass with the fields of the values of a mapping."""
+    return _make_mirror(cls, [*_field_mirrors(cls)])
+
+
+def _field_mirrors(cls: type) -> Iterator[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(cls)
-    entries: list[tuple[str, Any, Any]] = [
-        ("_target_", str, dataclasses.field(default=registry.target_name(cls)))
-    ]
-    entries += [
-        (entry.name, _open_type(hints[entry.name]), _writable_type(entry))
-        for entry in dataclasses.fields(cls)
-    ]
-    return _make_mirror(cls, entries)
+    for entry in dataclasses.fields(cls):
+        if hints[entry.name] in group_types():  # an option that the defaults list composes
+            yield entry.name, Any, dataclasses.field(default=None)
+        else:
+            yield entry.name, _open_type(hints[entry.name]), _writable_type(entry)
 
 
 def _run_schema_mirror() -> type:
@@ -99,7 +123,11 @@ def _open_type(declared_type: Any) -> Any:
     if typing.get_origin(declared_type) is tuple:
         return list[typing.get_args(declared_type)[0]]  # type: ignore[misc]  # built at run time
     if typing.get_origin(declared_type) is Mapping:
-        return dict[typing.get_args(declared_type)]  # type: ignore[misc]  # built at run time
+        if (cls := entry_class(declared_type)) is None:
+            return dict[typing.get_args(declared_type)]  # type: ignore[misc]  # built at run time
+        # OmegaConf adds only entries of any type by a dotted key, such as +data.stages.x.start=0.
+        has_options = group_types().keys() & {*typing.get_type_hints(cls).values()}
+        return dict[str, nested_mirror(cls) if has_options else Any]  # type: ignore[misc]  # built at run time
     return declared_type
 
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from scalewise import registry
 from scalewise.config import paths
 from scalewise.config.parsed_overrides import display_value, override_key, override_values
+from scalewise.config.schemas import group_types
 from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override, shell_word
@@ -33,6 +34,11 @@ def value_issues(
     if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
         return
     adds = override.is_add() or override.is_force_add()
+    if (group := group_types().get(_declared_type(key, config))) and "." in key:
+        word = f"{group}@{key}={display_value(override)}"
+        fix = f"write {word if _node_at(config, key) is not None else f'+{word}'}"
+        yield ConfigIssue(key, display_value(override), f"is an option of {group}", fix)
+        return
     if not adds and not _exists(config, key):
         shown_value = display_value(override)
         fix = _closest_key(key, config, loader)
@@ -118,8 +124,23 @@ def _declared_type(key: str, config: DictConfig) -> Any:
     group, _, field = key.partition(".")
     if not field:
         return None if group in paths.GROUPS else typing.get_type_hints(RunConfig).get(group)
-    cls = registry.registered_targets().get(str(_node_at(config, f"{group}._target_")))
-    return typing.get_type_hints(cls).get(field) if cls is not None else None
+    declared: Any = _option_class(group, config)
+    parent = group
+    for part in field.split("."):
+        if typing.get_origin(declared) is Mapping:
+            declared = typing.get_args(declared)[1]
+        elif dataclasses.is_dataclass(declared):
+            declared = typing.get_type_hints(declared).get(part)
+        elif declared in group_types():
+            declared = typing.get_type_hints(_option_class(parent, config)).get(part)
+        else:
+            return None
+        parent = f"{parent}.{part}"
+    return declared
+
+
+def _option_class(key: str, config: DictConfig) -> type | None:
+    return registry.registered_targets().get(str(_node_at(config, f"{key}._target_")))
 
 
 def _closest_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:

@@ -13,12 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from scalewise.data.datasets import ShuffleOrder
+from scalewise.data.mixture_dataset import MixtureDataset
+from scalewise.data.mixture_order import MixtureOrder
 from scalewise.data.prepare import FIRST_TOKEN_OFFSET, NO_TOKEN, CaptionedTokenDataset, TokenDataset
 from scalewise.objectives import IGNORED
 
 Batch = dict[str, torch.Tensor]
 Gather = Callable[[NDArray[np.int64]], NDArray[Any]]
 """Function that returns data of the samples at the given indices."""
+SampleOrder = ShuffleOrder | MixtureOrder
+"""Sample indices of every step."""
 PADDING_INDEX = -1
 """Index of a sample that only fills a micro-batch."""
 
@@ -46,7 +50,7 @@ class BatchShare:
         return ceil(self.global_batch / (self.micro_batch * self.ranks))
 
     def read_micro_batch(
-        self, gather: Gather, shuffle_order: ShuffleOrder, micro_steps: int, fill_value: int = ~0
+        self, gather: Gather, shuffle_order: SampleOrder, micro_steps: int, fill_value: int = ~0
     ) -> NDArray[Any]:
         """Return the data of ``gather`` for the micro-batch after ``micro_steps`` others."""
         step, micro_step = divmod(micro_steps, self.accumulation)
@@ -72,10 +76,15 @@ class MicroBatches:
     """``logp_N2``, log-probabilities of a reference model for each pair; part of batches if set."""
 
     def __init__(
-        self, dataset: TokenDataset, batch_share: BatchShare, seed: int | None, *, pin_memory: bool
+        self,
+        dataset: TokenDataset,
+        batch_share: BatchShare,
+        order: SampleOrder,
+        *,
+        pin_memory: bool,
     ) -> None:
         self._dataset, self._batch_share, self._pin_memory = dataset, batch_share, pin_memory
-        self._order = ShuffleOrder(len(dataset), seed, batch_share.global_batch)
+        self._order = order
         # Checked once: isinstance with a protocol costs as much as a batch.
         self._gather_pixels = (
             dataset.gather_pixels if isinstance(dataset, CaptionedTokenDataset) else None
@@ -139,9 +148,13 @@ class TrainLoader(MicroBatches):
         start: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            dataset, batch_share, None if dataset.streamed else seed, pin_memory=pin_memory
+        global_batch, order_seed = batch_share.global_batch, None if dataset.streamed else seed
+        order: SampleOrder = (
+            dataset.build_order(seed, global_batch, steps)
+            if isinstance(dataset, MixtureDataset)
+            else ShuffleOrder(len(dataset), order_seed, global_batch)
         )
+        super().__init__(dataset, batch_share, order, pin_memory=pin_memory)
         self._length = steps * batch_share.accumulation
         self.micro_steps = start
 
@@ -191,7 +204,8 @@ class ValidationLoader(MicroBatches):
         self, dataset: TokenDataset, batch_share: BatchShare, *, pin_memory: bool = False
     ) -> None:
         batch_share = replace(batch_share, global_batch=min(batch_share.global_batch, len(dataset)))
-        super().__init__(dataset, batch_share, None, pin_memory=pin_memory)
+        order = ShuffleOrder(len(dataset), None, batch_share.global_batch)
+        super().__init__(dataset, batch_share, order, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         return self._batch_share.accumulation

@@ -23,6 +23,7 @@ from scalewise.data.tokenized_cache import (
     load_packed,
     load_splits,
     special_tokens_note,
+    tokenize_source,
 )
 from scalewise.data.tokenizer import Documents
 from scalewise.errors import ConfigError, DataError
@@ -31,6 +32,20 @@ from scalewise.errors import ConfigError, DataError
 @prepare_splits.register(HFDatasetData)
 def _prepare_hf_dataset(config: HFDatasetData, vocabulary: int, seed: int) -> DataSplits:
     """Return packed sequences, or with ``streaming``, sequences in stream order."""
+    source = tokenize_source(config)
+    folder, has_validation = build_tokenized(source, vocabulary), "validation" in source.splits
+    if not config.streaming:
+        return load_splits(folder, config.sequence, validation=has_validation)
+    return DataSplits(
+        _open_stream(config, folder / "tokenizer.json", source.training_documents),
+        load_packed(folder, "validation", config.sequence) if has_validation else None,
+        folder / "tokenizer.json",
+        special_tokens_note(folder),
+    )
+
+
+@tokenize_source.register(HFDatasetData)
+def _hf_source(config: HFDatasetData) -> TokenizeSource:
     if importlib.util.find_spec("datasets") is None:
         fix = "pip install 'scalewise[hf]'"
         raise ConfigError.for_key("data", "hf", "requires the package datasets", fix)
@@ -40,7 +55,7 @@ def _prepare_hf_dataset(config: HFDatasetData, vocabulary: int, seed: int) -> Da
     splits: dict[str, Documents] = {} if config.streaming else {"train": iter_train}
     if config.validation_split:
         splits["validation"] = partial(_iter_documents, config, config.validation_split)
-    source = TokenizeSource(
+    return TokenizeSource(
         name="hf",
         key="data.path",
         value=config.path,
@@ -48,16 +63,6 @@ def _prepare_hf_dataset(config: HFDatasetData, vocabulary: int, seed: int) -> Da
         splits=splits,
         training_documents=iter_train,
         tokenizer_source=config.tokenizer_source,
-    )
-    folder = build_tokenized(source, vocabulary)
-    has_validation = "validation" in splits
-    if not config.streaming:
-        return load_splits(folder, config.sequence, validation=has_validation)
-    return DataSplits(
-        _open_stream(config, folder / "tokenizer.json", iter_train),
-        load_packed(folder, "validation", config.sequence) if has_validation else None,
-        folder / "tokenizer.json",
-        special_tokens_note(folder),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -86,6 +86,8 @@ class DataSplits:
     """Path of the tokenizer.json that decodes the token ids; None: no tokenizer."""
     note: str = ""
     """Notes for the user, one per line."""
+    validation_sources: Mapping[str, TokenDataset] = field(default_factory=dict)
+    """Held-out samples of each source of a mixture, by name."""
 
 
 @lazy_dispatch

@@ -24,6 +24,8 @@ class StdlibCorpus(TokenizedDataConfig):
     given tokenizer."""
     megabytes: float = 8.0
     """Largest amount of source text that is read, in MB (10^6 bytes)."""
+    folder: str = ""
+    """Folder of the standard library that is read, such as email; empty: all of it."""
     tokenizer: str | None = None
     """Path of a tokenizer.json; null: train a byte-level BPE on the text."""
     end_of_text: str = END_OF_TEXT

@@ -22,6 +22,7 @@ from scalewise.data.tokenized_cache import (
     build_tokenized,
     held_out_names,
     load_splits,
+    tokenize_source,
 )
 from scalewise.errors import DataError
 
@@ -38,17 +39,23 @@ CLASS_LINES = 4
 @prepare_splits.register(StdlibCorpus)
 def _prepare_text(config: StdlibCorpus, vocabulary: int, seed: int) -> DataSplits:
     """Return packed sequences; about 5 % of the files are held out, by a hash of their path."""
+    folder = build_tokenized(tokenize_source(config), vocabulary)
+    return load_splits(folder, config.sequence, validation=True, hint="")
+
+
+@tokenize_source.register(StdlibCorpus)
+def _corpus_source(config: StdlibCorpus) -> TokenizeSource:
     root = Path(sysconfig.get_path("stdlib"))
     sizes = _list_source_sizes(config, root)
     if len(sizes) < 2:
-        reason = f"{root} has fewer than two Python sources within that size"
+        reason = f"{root / config.folder} has fewer than two Python sources within that size"
         fix = "increase data.megabytes, or use other files with data=text"
         raise DataError.for_key("data.megabytes", config.megabytes, reason, fix)
     validation_names = held_out_names(sizes, VALIDATION_FRACTION)
     iter_train = partial(
         _iter_texts, root, [name for name in sizes if name not in validation_names]
     )
-    source = TokenizeSource(
+    return TokenizeSource(
         name="corpus",
         key="data.megabytes",
         value=config.megabytes,
@@ -59,9 +66,6 @@ def _prepare_text(config: StdlibCorpus, vocabulary: int, seed: int) -> DataSplit
         },
         training_documents=iter_train,
         tokenizer_source=config.tokenizer_source,
-    )
-    return load_splits(
-        build_tokenized(source, vocabulary), config.sequence, validation=True, hint=""
     )
 
 
@@ -85,7 +89,7 @@ def _list_source_sizes(config: StdlibCorpus, root: Path) -> dict[str, int]:
     """Return the bytes of source files by their relative path, up to ``megabytes`` in total."""
     sizes: dict[str, int] = {}
     remaining = config.megabytes * 1e6
-    for name in sorted(_source_files(root)):
+    for name in sorted(_source_files(root, config.folder)):
         size = (root / name).stat().st_size
         if 0 < size <= remaining:
             sizes[name] = size
@@ -93,8 +97,8 @@ def _list_source_sizes(config: StdlibCorpus, root: Path) -> dict[str, int]:
     return sizes
 
 
-def _source_files(root: Path) -> Iterator[str]:
-    for folder, subfolders, names in os.walk(root):
+def _source_files(root: Path, start: str) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root / start):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         for name in names:
             if name.endswith(".py"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from scalewise.console import ProgressLine
+from scalewise.data.base import DataConfig
 from scalewise.data.build_cache import build_cached
 from scalewise.data.chunked_encoding import encode_documents
 from scalewise.data.datasets import PackedDataset
@@ -23,6 +24,7 @@ from scalewise.data.text import TextData
 from scalewise.data.text_files import Document, text_chunks
 from scalewise.data.tokenizer import Documents, TokenizerSource, vocabulary_size
 from scalewise.errors import ConfigError, DataError
+from scalewise.lazy_dispatch import lazy_dispatch, not_registered
 from scalewise.units import format_count, format_seconds
 
 FORMAT = 3
@@ -144,9 +146,22 @@ def _write_tokenized(source: TokenizeSource, folder: Path) -> None:
     progress.close(f"in {format_seconds(time.perf_counter() - started)}")
 
 
+@lazy_dispatch
+def tokenize_source(config: DataConfig) -> TokenizeSource:
+    """Documents of a config of texts that are tokenized into the cache; may raise ``DataError``."""
+    raise not_registered(tokenize_source, config)
+
+
 @prepare_splits.register(TextData)
 def _prepare_text(config: TextData, vocabulary: int, seed: int) -> DataSplits:
     """Tokenize the files into the cache, and return packed sequences of both splits."""
+    source = tokenize_source(config)
+    folder = build_tokenized(source, vocabulary)
+    return load_splits(folder, config.sequence, validation="validation" in source.splits)
+
+
+@tokenize_source.register(TextData)
+def _text_source(config: TextData) -> TokenizeSource:
     if issues := list(config.validate()):
         raise DataError(issues)
     files = digests_by_content(match_paths(config.paths))
@@ -156,7 +171,7 @@ def _prepare_text(config: TextData, vocabulary: int, seed: int) -> DataSplits:
         "field": config.field,
         "validation_fraction": config.validation_fraction,
     }
-    source = TokenizeSource(
+    return TokenizeSource(
         name="text",
         key="data.paths",
         value=list(config.paths),
@@ -165,8 +180,6 @@ def _prepare_text(config: TextData, vocabulary: int, seed: int) -> DataSplits:
         training_documents=parts["train"],
         tokenizer_source=config.tokenizer_source,
     )
-    folder = build_tokenized(source, vocabulary)
-    return load_splits(folder, config.sequence, validation="validation" in parts)
 
 
 def _split_documents(config: TextData, digests: Mapping[Path, str]) -> dict[str, Documents]:

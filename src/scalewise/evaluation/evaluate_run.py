@@ -59,6 +59,15 @@ def measure_run(
         return validation_metrics.measure_captions(
             module, *dataset_args, end_tokens(run_tokenizer(splits)), on_progress
         )
+    if splits.validation_sources:
+        return validation_metrics.MixtureMetrics.combine(
+            {
+                name: validation_metrics.measure_loss(
+                    module, dataset, *dataset_args[1:], on_progress
+                )
+                for name, dataset in splits.validation_sources.items()
+            }
+        )
     if not isinstance(trained_run.objective, DPO):
         metrics = validation_metrics.measure_loss(module, *dataset_args, on_progress)
         if isinstance(trained_run.objective, Classification):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import exp
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,6 +50,31 @@ class ValidationMetrics:
     def perplexity(self) -> float:
         """Exponential of the loss."""
         return exp(min(self.loss, 700.0))
+
+
+@dataclass(frozen=True)
+class MixtureMetrics(ValidationMetrics):
+    """Validation metrics of a mixture, over the labels of all sources."""
+
+    sources: Mapping[str, float]
+    """Cross-entropy of each source, in nats per label."""
+
+    @classmethod
+    def combine(cls, sources: Mapping[str, ValidationMetrics]) -> Self:
+        """Means over the labels of all sources."""
+        rows, labels = (
+            sum(getattr(it, key) for it in sources.values()) for key in ("rows", "labels")
+        )
+        loss, accuracy = (
+            sum(getattr(it, key) * it.labels for it in sources.values()) / max(labels, 1)
+            for key in ("loss", "accuracy")
+        )
+        losses = {name: metrics.loss for name, metrics in sources.items()}
+        return cls(rows, labels, loss, accuracy, losses)
+
+    def __str__(self) -> str:
+        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.sources.items())
+        return f"{super().__str__()}; loss by source: {losses}"
 
 
 @dataclass(frozen=True)

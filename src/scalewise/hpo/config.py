@@ -9,7 +9,7 @@ from typing import Any
 
 from scalewise.errors import ConfigIssue, did_you_mean
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis, grid_size, job_count_issues
-from scalewise.metric_names import METRICS
+from scalewise.metric_names import METRICS, is_metric
 from scalewise.typed_override import format_override
 
 SAMPLERS = ("tpe", "nsga2", "random", "grid")
@@ -98,7 +98,7 @@ class SearchConfig:
                 )
                 return
             for key in targets:
-                if key not in METRICS:
+                if not is_metric(key):
                     fix = did_you_mean(key, METRICS)
                     yield ConfigIssue(f"hydra.sweeper.{group}", key, "is not a metric", fix)
         for key, goal in self.objectives.items():

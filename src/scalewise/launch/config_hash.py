@@ -30,6 +30,7 @@ IGNORED_KEYS = (
 """Config keys that do not affect the identity of a job."""
 HASH_DIGITS = 16
 ADDED_OPTIONS: dict[tuple[str, str], object] = {
+    ("data", "folder"): "",
     ("model", "aux_loss"): 0.0,
     ("model", "balance_rate"): 0.0,
     ("model", "expert_dim"): None,

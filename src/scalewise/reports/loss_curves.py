@@ -1,9 +1,10 @@
-"""Training curves: loss, loss difference, gradient norm, learning rate and throughput."""
+"""Training curves: loss, loss difference, gradient norm and learning rate."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
+from scalewise.metric_names import SOURCE_LOSS
 from scalewise.reports import charts, number_format, sections, summary_sentences
 from scalewise.reports.chart_layout import ChartDrawing, draw_both_widths
 from scalewise.reports.charts import CurveLine
@@ -11,7 +12,6 @@ from scalewise.reports.compare import (
     EQUIVALENCE_BOUND,
     LOSS,
     MAX_CHARTED_JOBS,
-    SPEED,
     UNTRAINED_LOSS,
     VALIDATION_LOSS,
     ReportComparison,
@@ -22,10 +22,12 @@ from scalewise.reports.compare import (
     lttb,
 )
 from scalewise.reports.records import MetricSeries
-from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection, window_note
+from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
 from scalewise.reports.wandb_panels import CurvesPanel, TitledPanel
 from scalewise.units import format_count
 
+NUM_COLORS = 4
+"""Number of colors of curves in the style sheet."""
 DEFAULT_LOSS_UNIT = "nats per token"
 LOSS_UNITS = {
     "classification": "nats per sample",
@@ -87,7 +89,7 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
     detail = f"{loss_unit(curves)}, {number_format.pluralize(len(curves), 'job')}"
     sentence = "Curves: train loss over the steps."
     panels = [
-        _curves_panel(
+        curves_panel(
             "Train loss",
             detail,
             curve_lines(curves),
@@ -102,7 +104,7 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
         sentence = "Points: validation loss over the steps."
         points_lines = curve_lines(validation, dots=True)
         panels.append(
-            _curves_panel(
+            curves_panel(
                 "Validation loss",
                 loss_unit(curves),
                 points_lines,
@@ -195,7 +197,7 @@ def _curve_line(
     )
 
 
-def _curves_panel(
+def curves_panel(
     title: str,
     detail: str,
     lines: Sequence[CurveLine],
@@ -209,6 +211,8 @@ def _curves_panel(
     zero: bool = False,
     height: int = 190,
 ) -> ChartPanel:
+    """Panel of lines over the steps."""
+
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(
             lines,
@@ -245,7 +249,7 @@ def _distance_curves(
     sentence = "Curves: loss difference of each job from the reference, log scale."
     bound = EQUIVALENCE_BOUND if smallest < 10 * EQUIVALENCE_BOUND else None
     return [
-        _curves_panel(
+        curves_panel(
             title, detail, lines, "far", sentence, log=True, bound=bound, side_note=side_note
         )
     ]
@@ -296,9 +300,13 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
     title = "Train and validation loss" if validation.steps else "Train loss"
     side_note = max((line.label for line in lines), key=len)
     sentence = f"Curves: {title.lower()} over the steps."
-    panels = [_curves_panel(title, loss_unit([job]), lines, "loss", sentence)]
+    panels = [curves_panel(title, loss_unit([job]), lines, "loss", sentence)]
     loss_keys = (LOSS, VALIDATION_LOSS) if validation.steps else (LOSS,)
     wandb_panels = [TitledPanel(title, CurvesPanel(loss_keys))]
+    if sources := {key: it for key, it in series.items() if key.startswith(SOURCE_LOSS)}:
+        title = "Validation loss by source"
+        panels.append(_source_panel(title, loss_unit([job]), sources))
+        wandb_panels.append(TitledPanel(title, CurvesPanel(tuple(sources))))
     for key, title in SIDE_CURVES.items():
         curve = lttb(series.get(key, MetricSeries()), 200)
         if len(curve.steps) > 1:
@@ -308,7 +316,7 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
             sentence = f"Curve: {title.lower()} over the steps."
             anchor = key.split("/")[1]
             panels.append(
-                _curves_panel(
+                curves_panel(
                     title, "", [line], anchor, sentence, side_note=side_note, zero=True, height=110
                 )
             )
@@ -322,6 +330,19 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
         numbers=_loss_table({job: train}),
         wandb_panels=tuple(wandb_panels),
     )
+
+
+def _source_panel(title: str, unit: str, sources: Mapping[str, MetricSeries]) -> ChartPanel:
+    """Validation loss of each source of a mixture over the steps."""
+    lines = []
+    for number, (key, curve) in enumerate(sources.items()):
+        name, color = key.removeprefix(SOURCE_LOSS), number % NUM_COLORS
+        label = f"{name} {number_format.format_loss(curve.values[-1])}" if curve.values else name
+        points = tuple(zip(curve.steps, curve.values, strict=True))
+        lines.append(CurveLine(points, label, f"--c-{color}", f"--ct-{color}", name))
+    side_note = max((line.label for line in lines), key=len)
+    sentence = f"Curves: {title.lower()} over the steps."
+    return curves_panel(title, unit, lines, "sources", sentence, side_note=side_note)
 
 
 def _training_amount(job: ReportJob) -> tuple[str, ...]:
@@ -353,41 +374,3 @@ def data_notes(jobs: Sequence[ReportJob]) -> list[str | Markup]:
         else Markup("{}: {}.").format(summary_sentences.join_words(names), note)
         for note, names in job_names.items()
     ]
-
-
-def throughput_section(job: ReportJob) -> ReportSection | None:
-    """Throughput section of a run."""
-    curve = finite_series(job.run.series.get(SPEED, MetricSeries()))
-    if len(curve.steps) < 10:
-        return None
-    sampled = lttb(curve, 200)
-    median, steps = job.measured(SPEED), window_note([job])
-    window_text = f", {steps}" if steps else ""
-    line = CurveLine(
-        tuple(zip(sampled.steps, sampled.values, strict=True)), "", tip="tokens per second"
-    )
-    notes = (
-        [f"Reported throughput: {number_format.format_whole(median)} tok/s{window_text}."]
-        if median
-        else []
-    )
-    return ReportSection(
-        "throughput",
-        "Throughput",
-        sections.throughput_heading(curve.values),
-        (
-            _curves_panel(
-                "Tokens per second",
-                "all ranks",
-                [line],
-                "speed",
-                "Curve: tokens per second over the steps.",
-                zero=True,
-                height=150,
-            ),
-        ),
-        notes=tuple(notes),
-        wandb_panels=(
-            TitledPanel("Tokens per second, all ranks", CurvesPanel((SPEED,), from_zero=True)),
-        ),
-    )

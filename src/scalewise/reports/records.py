@@ -14,6 +14,7 @@ from typing import Any, cast
 from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.expectations import Expectation, parse_expectation
+from scalewise.metric_names import SOURCE_LOSS
 from scalewise.reports import report_redaction
 from scalewise.run_files import (
     RecordError,
@@ -327,14 +328,18 @@ def _read_summary(path: Path) -> RunSummary | None:
 
 
 def _read_series(path: Path) -> dict[str, MetricSeries]:
-    """Columns of :data:`CURVES` with at least one value; an incomplete last line is dropped."""
+    """Columns of :data:`CURVES` and of sources of a mixture that have at least one value.
+
+    An incomplete last line is dropped.
+    """
     try:
         lines = regular_files.read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:
         return {}
     rows = read_csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])
     series = {}
-    for key in CURVES:
+    sources = [key for key in (rows[0] if rows else ()) if key.startswith(SOURCE_LOSS)]
+    for key in (*CURVES, *sources):
         pairs = [
             (step, value)
             for row in rows

@@ -26,6 +26,7 @@ from scalewise.reports import (
     sections,
     summary_sentences,
     summary_tables,
+    throughput_curve,
     validation_outcomes,
 )
 from scalewise.reports.compare import ReportComparison, ReportJob
@@ -169,7 +170,7 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
         validation_outcomes.preference_section([job]),
         validation_outcomes.outcome_section(validation_outcomes.REWARDED, [job]),
         validation_outcomes.outcome_section(validation_outcomes.CLASSIFIED, [job]),
-        loss_curves.throughput_section(job),
+        throughput_curve.throughput_section(job),
     )
     yield from (section for section in sections if section is not None)
 

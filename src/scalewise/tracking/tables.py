@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalewise.metric_names import METRICS
+from scalewise.metric_names import METRICS, SOURCE_LOSS
 from scalewise.units import format_bytes, format_seconds
 
 MEASURED_KEYS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
@@ -92,6 +92,7 @@ def define_metrics(run: Any) -> None:
         if key != "step":
             summary = "min" if key.endswith("/loss") else "last"
             run.define_metric(key, step_metric="step", summary=summary)
+    run.define_metric(f"{SOURCE_LOSS}*", step_metric="step", summary="min")
 
 
 def average_window(rows: Sequence[Row]) -> Row:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalewise.checkpoints import manifest, trained_run
-from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.data.dataloader import BatchShare, MicroBatches, TrainLoader, ValidationLoader
 from scalewise.data.prepare import DataSplits, prepare_splits
 from scalewise.hardware import DeviceKind
 from scalewise.hpo.storage import read_trial_link
@@ -57,7 +57,7 @@ def fit_run(
     if rank_info.rank == 0:
         trained_run.save_tokenizer(splits, folder)
         log_notes(notes := [*splits.note.splitlines(), *padding_notes(run, splits)])
-    module = TrainingModule(run, steps)
+    module = TrainingModule(run, steps, [*splits.validation_sources])
     recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))
     terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None
     if terminal:
@@ -70,6 +70,7 @@ def fit_run(
             folder / "metrics.csv",
             after_step=start,
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
+            sources=splits.validation_sources,
         )
         recorder.sinks += [file.append, session.log, terminal]
     loaders = _build_loaders(run, splits, rank_info, steps, start)
@@ -78,7 +79,7 @@ def fit_run(
         pruning = Pruning(link, recorder, rank_info.rank) if link else None
         first_callbacks = []
         if run.objective.reference_objective is not None and not run.runs_reference_forward:
-            real_loaders = [loader for loader in loaders if loader is not None]
+            real_loaders = [it for it in loaders if isinstance(it, MicroBatches)]
             first_callbacks = [ReferenceLogProbs(run, real_loaders)]
         trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first_callbacks)
         try:
@@ -108,7 +109,8 @@ def drop_cost_metrics(row: Row) -> Row:
 
 def _build_loaders(
     run: RunConfig, splits: DataSplits, rank_info: RankInfo, steps: int, start: int
-) -> tuple[TrainLoader, ValidationLoader | None]:
+) -> tuple[TrainLoader, ValidationLoader | list[ValidationLoader] | None]:
+    """Loaders of both splits; for a mixture, a validation loader of each source."""
     dp_size = run.parallelism.data_parallel_size
     dp_rank = run.parallelism.data_parallel_rank(rank_info.rank)
     batch_share = BatchShare(run.global_batch, run.micro_batch, dp_rank, dp_size)
@@ -124,4 +126,9 @@ def _build_loaders(
     if splits.validation is None or run.trainer.validate_every is None:
         return train, None
     validation_share = replace(batch_share, global_batch=run.trainer.validation_rows)
+    if splits.validation_sources:
+        return train, [
+            ValidationLoader(dataset, validation_share, pin_memory=pin_memory)
+            for dataset in splits.validation_sources.values()
+        ]
     return train, ValidationLoader(splits.validation, validation_share, pin_memory=pin_memory)

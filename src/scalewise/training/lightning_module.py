@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from scalewise.adapters.build import disable_adapter
 from scalewise.data.dataloader import Batch
 from scalewise.lr_schedules import ScheduleConfig
+from scalewise.metric_names import SOURCE_LOSS
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.moe import find_mixtures
 from scalewise.objectives import GRPO, ObjectiveConfig
@@ -43,14 +45,15 @@ class TrainingModule(LightningModule):
     Args:
         run: Config of the run.
         steps: Length of the learning-rate schedule, in optimizer steps.
+        sources: Sources of a mixture with validation samples, each in a data loader of its own.
     """
 
     model: nn.Module
     _model_parameters: list[nn.Parameter]
 
-    def __init__(self, run: RunConfig, steps: int) -> None:
+    def __init__(self, run: RunConfig, steps: int, sources: Sequence[str] = ()) -> None:
         super().__init__()
-        self.run, self.num_steps = run, steps
+        self.run, self.num_steps, self.sources = run, steps, sources
         objective = run.objective
         self._rollout = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
         self._loss: ScaledLoss | None = None
@@ -105,10 +108,10 @@ class TrainingModule(LightningModule):
         """Reset the validation sums; switch an averaging optimizer to its averaged weights."""
         if self.run.optimizer.averages_weights:
             self._optimizer.eval()
-        num_sums = len(self.run.objective.metric_keys) + 1
-        self._validation_sums = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
+        shape = max(1, len(self.sources)), len(self.run.objective.metric_keys) + 1
+        self._validation_sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the metric sums and the target count of one micro-batch."""
         objective = self.run.objective.unregularized
         if self._rollout:
@@ -120,13 +123,19 @@ class TrainingModule(LightningModule):
         count = count_targets(
             objective, self.parallel_strategy.shard_batch({"labels": batch["labels"]})["labels"]
         )
-        self._validation_sums += torch.cat([losses.view(-1).double(), count.view(1).double()])
+        sums = torch.cat([losses.view(-1).double(), count.view(1).double()])
+        self._validation_sums[dataloader_idx] += sums
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and other validation metrics, averaged over the labels of all ranks."""
+        """Log ``val/loss`` and other validation metrics, averaged over the labels of all ranks.
+
+        The loss of each source of a mixture is ``val/loss/NAME``.
+        """
         if dist.is_initialized():
             dist.all_reduce(self._validation_sums)
-        *sums, count = self._validation_sums.tolist()
+        for source, sums in zip(self.sources, self._validation_sums, strict=False):
+            self.log(SOURCE_LOSS + source, sums[0] / sums[-1])
+        *sums, count = self._validation_sums.sum(0).tolist()
         for key, total in zip(self.run.objective.metric_keys, sums, strict=True):
             self.log(f"val/{key}", torch.tensor(total / count if count else float("nan")))
         if self.run.optimizer.averages_weights:

@@ -71,6 +71,7 @@ DIMENSIONLESS = {
         "stages_per_rank",
         "step_longest",
     ),
+    *("sources.NAME.weight", "stages.NAME.start", "stages.NAME.weights", "temperature"),
     *("step_scale", "step_shortest", "threshold", "trials", "validation_fraction", "weight_decay"),
 }
 """Numeric fields that are counts, factors or fractions."""
@@ -162,6 +163,9 @@ def test_option_examples_are_valid_overrides(option: OptionDoc) -> None:
         value = example_value(entry)
         if value == "NUMBER":  # a placeholder for a number that the user knows
             continue
+        mapping, _, rest = entry.key.partition(".NAME.")
+        if rest:
+            config.merge_with({mapping.partition(".")[2]: {"NAME": {}}})
         parsed = OverridesParser.create().parse_override(override(entry.key, value))
         OmegaConf.update(config, entry.key.partition(".")[2], parsed.value())
 

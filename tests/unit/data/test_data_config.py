@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from scalewise.config.schemas import schema_mirror
 from scalewise.data.chat import CaptionData, ChatData, LabeledText, PreferenceData, Seq2SeqData
 from scalewise.data.datasets import PackedDataset
+from scalewise.data.mixture import MixtureData
 from scalewise.data.prepare import prepare_splits
 from scalewise.data.stdlib_corpus import StdlibCorpus, StdlibCorpusClasses, StdlibCorpusPairs
 from scalewise.data.synthetic import DigitReversal, RandomTokens, SyntheticShapes
@@ -31,6 +32,7 @@ SPECS = {
     "corpus_classes": StdlibCorpusClasses,
     "corpus_pairs": StdlibCorpusPairs,
     "labelled": LabeledText,
+    "mixture": MixtureData,
     "text": TextData,
     "tokens": PretokenizedData,
     "hf": HFDatasetData,

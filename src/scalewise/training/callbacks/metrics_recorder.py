@@ -14,7 +14,7 @@ from scalewise.callback_config import EMAArgs, ProfilerArgs
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.step_timer import OTHER, StepTimer
-from scalewise.metric_names import STEP_PHASES
+from scalewise.metric_names import SOURCE_LOSS, STEP_PHASES
 from scalewise.objectives import UserModule
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy
@@ -286,7 +286,9 @@ def validation_metrics(trainer: Trainer, run: RunConfig) -> Row:
     if isinstance(objective, UserModule):
         name = objective.held_out
         return {"val/loss": float(metrics[name])} if name in metrics else {}
-    return {f"val/{key}": float(metrics[f"val/{key}"]) for key in objective.metric_keys}
+    keys = [f"val/{key}" for key in objective.metric_keys]
+    keys += [key for key in metrics if key.startswith(SOURCE_LOSS)]
+    return {key: float(metrics[key]) for key in keys}
 
 
 def slowest_rank_times(seconds_SP: torch.Tensor) -> torch.Tensor:
