@@ -217,6 +217,28 @@ def test_experts_under_a_strategy_equal_one_device(
         assert run.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline_one_f_one_b"])
+def test_checkpoints_with_experts_resume_under_another_strategy(
+    strategy: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    """Biases of the choice are part of a checkpoint."""
+    run_job = JobRunner(tmp_path, shared_cache)
+    train = (*TINY_DECODER, *SGD[:-2], *BATCHES["clipped"], *WITH_EXPERTS, *LOSSES)
+    train = (*train, "trainer.max_steps=4", "trainer.validate_every=null", "checkpoint.every=2")
+    full_run = run_job.without_defaults(*train, "trainer.micro_batch=12")
+    resumed = run_job.without_defaults(
+        *train, *STRATEGIES[strategy], "trainer.micro_batch=2", resume=full_run.checkpoint(2)
+    )
+    assert resumed.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-5)
+    expected, actual = full_run.weights(), resumed.weights()
+    biases = [name for name in expected if name.endswith("feedforward.bias")]
+    assert len(biases) == 4
+    assert any(expected[name].abs().max() > 0 for name in biases)
+    for name in biases:
+        assert torch.equal(actual[name], expected[name]), name
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

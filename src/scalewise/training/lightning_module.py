@@ -60,6 +60,7 @@ class TrainingModule(LightningModule):
         self._constant_loss: ScaledLoss | None = None
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
+        self.last_expert_counts = torch.zeros(0)
 
     @property
     def parallel_strategy(self) -> ParallelStrategy:
@@ -159,17 +160,20 @@ class TrainingModule(LightningModule):
         """Do nothing: a pipeline schedule has already computed gradients at this point."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Free the gradients after an optimizer step, and balance experts."""
+        """Free the gradients after an optimizer step."""
         if (batch_idx + 1) % self.run.accumulation == 0:
             for parameter in self._model_parameters:
                 parameter.grad = None
-            self._balance_experts()
 
-    def _balance_experts(self) -> None:
-        """Balance the experts by their loads in the global batch, and reset the loads."""
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Balance the experts by their loads in the global batch, and reset the counts.
+
+        Checkpoints of a step are written before ``on_train_batch_end``, and contain the biases.
+        """
         mixtures = find_mixtures(self.model)
         if not mixtures:
             return
+        self.last_expert_counts = torch.stack([mixture.counts for mixture in mixtures])
         loads_LE = torch.stack([mixture.load for mixture in mixtures])
         self.parallel_strategy.sum_over_data_ranks(loads_LE)
         for mixture, load_E in zip(mixtures, loads_LE, strict=True):

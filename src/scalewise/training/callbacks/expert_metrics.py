@@ -6,6 +6,7 @@ Shape suffixes: S optimizer steps, L layers of this rank, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,14 @@ class ExpertMetrics:
     """Recorder of the loads of experts, without device synchronization between log intervals."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
         self._mixtures = find_mixtures(module)
         self._counts: list[Tensor] = []
 
     def record_step(self) -> None:
-        """Copy the counts of the step that ends; they are reset after it."""
+        """Record the counts of the step that ends."""
         if self._mixtures:
-            self._counts.append(torch.stack([mixture.counts for mixture in self._mixtures]))
+            self._counts.append(self._module.last_expert_counts)
 
     def take_rows(self, strategy: ParallelStrategy, steps: int) -> Sequence[dict[str, float]]:
         """Metrics of the recorded steps; every rank must call it at the same step.
