@@ -13,6 +13,7 @@ from scalewise import inputs, registry
 from scalewise.checkpoints import manifest
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
+from scalewise.launch.config_hash import ADDED_OPTIONS
 from scalewise.launch.locks import InUseError, LockOwner
 from scalewise.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
@@ -144,16 +145,17 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
             yield _config_issue(folder, group, run.choices.get(group), recorded_choice)
             continue
         for key in keys or sorted({*recorded_group, *current_group}):
-            # An earlier version has no such key where a later one has an empty list.
+            # An earlier version has no such key where a later one has an empty list or a default.
+            recorded_value = recorded_group.get(key, ADDED_OPTIONS.get((group, key)))
             name = f"{group}.{key}" if key else group
-            is_equal = (recorded_group.get(key) or None) == (current_group.get(key) or None)
+            is_equal = (recorded_value or None) == (current_group.get(key) or None)
             if key in _MUTABLE_MODEL_FIELDS:
                 continue
             if name in recorded_digests:
                 if current_digests.get(name) != recorded_digests[name]:
                     yield _content_issue(folder, name, current_group.get(key), same_path=is_equal)
             elif not is_equal:
-                yield _config_issue(folder, name, current_group.get(key), recorded_group.get(key))
+                yield _config_issue(folder, name, current_group.get(key), recorded_value)
 
 
 def _content_issue(
