@@ -30,7 +30,8 @@ REQUESTS = {
     "160M on 8 GPUs": ("model=llama_160m", "hardware=v100", "hardware.devices_per_node=8"),
 }
 NUM_TRAINED = 7
-"""Number of distinct runs on the Pareto fronts of a request that are trained."""
+"""Number of distinct runs on the Pareto fronts of a request that are trained, besides one run for
+each option that the second stage of a search has changed."""
 
 
 def shrunk(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,6 +52,7 @@ def shrunk(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(kept)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "request_name",
     [
@@ -67,8 +69,9 @@ def test_recommended_runs_train(request_name: str, tmp_path: Path, shared_cache:
     assert front, "nothing fits"
     distinct = list(dict.fromkeys(shrunk(candidate.overrides) for candidate in front))
     spread = distinct[:: max(1, len(distinct) // NUM_TRAINED)]  # from the fastest to the smallest
+    by_option = {one.refinement: shrunk(one.overrides) for one in front if one.refinement}
     run_job = JobRunner(tmp_path, shared_cache)
-    for overrides in spread:
+    for overrides in dict.fromkeys((*spread, *by_option.values())):
         run = run_job.without_defaults(*TINY_RUN, *overrides)
         losses = run.column("train/loss")
         assert len(losses) == 2, overrides

@@ -118,7 +118,7 @@ def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidat
         table.add_row(
             layout_enumeration.layout_text(run.parallelism),
             run.memory.describe(run.model.layers),
-            " ".join((*candidate.training_overrides, *chunk_overrides)),
+            " ".join((*candidate.training_overrides, *candidate.refinement, *chunk_overrides)),
             str(run.world_size),
             str(layout_enumeration.sequences_per_forward(run)),
             format_bytes(candidate.fit.breakdown.peak),

@@ -76,6 +76,7 @@ def _neighbor_choices(candidate: SearchCandidate) -> Choices:
         SEQUENCES: (layout_enumeration.sequences_per_forward(run),),
         "memory": run.memory.describe(run.model.layers),
         "loss": run.objective.loss_chunk,
+        "option": " ".join(candidate.refinement) or "default",
         "training": candidate.training_overrides,
     }
 

@@ -3,14 +3,15 @@
 The search tries every layout on all devices and on fewer, with each micro-batch size, activation
 checkpointing and, with ``plan.search=memory`` or ``all``, precision, adapter and optimizer. Values
 typed on the command line stay fixed. These two start from ``precision=bf16_mixed`` on a GPU with
-bf16, unless a precision is typed.
+bf16, unless a precision is typed. ``all`` then changes more options of the best runs, one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from scalewise.adapters import LoRAAdapterConfig
 from scalewise.errors import ConfigError
@@ -19,7 +20,7 @@ from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import SGDConfig
 from scalewise.plan_config import PlanSearch, RankBy
-from scalewise.planner import layout_enumeration
+from scalewise.planner import layout_enumeration, search_refinement
 from scalewise.planner.fit_check import FitStatus, RunVariant
 from scalewise.planner.plan import Plan
 from scalewise.planner.step_time import device_rates, predict_step_time
@@ -28,12 +29,14 @@ from scalewise.precision import FloatFormat, Precision
 from scalewise.quantization import NoQuantizationConfig
 from scalewise.quantization.config import NF4Config
 from scalewise.run_config import RunConfig
-from scalewise.typed_override import override_keys
+from scalewise.typed_override import override_keys, replace_overrides
 from scalewise.validation.model_rules import model_issues
 from scalewise.validation.parallelism_rules import parallelism_issues
 from scalewise.validation.precision_rules import quantization_issues
 
 Overrides = tuple[str, ...]
+NUM_REFINED = 12
+"""Number of runs that the second stage of ``plan.search=all`` changes."""
 TIME_TOLERANCE = 0.05
 """Relative difference of step times that is too small to prefer a layout with more mesh axes: half
 the median error of predicted times (``scalewise bench planner``)."""
@@ -45,6 +48,8 @@ class SearchCandidate(Plan):
 
     training_overrides: Overrides = ()
     """Overrides that change the training result or its precision."""
+    refinement: Overrides = ()
+    """Other overrides that the second stage of a search has added."""
 
     @property
     def is_acceptable(self) -> bool:
@@ -165,7 +170,53 @@ def search_runs(
     for candidate in iter_candidates(run):
         candidates.append(candidate)
         report_progress(len(candidates))
+    if run.plan.search is PlanSearch.all:
+        candidates += _iter_refined(SearchResult(run, tuple(candidates)))
+        report_progress(len(candidates))
     return SearchResult(run, tuple(candidates))
+
+
+def _iter_refined(result: SearchResult) -> Iterator[SearchCandidate]:
+    """Yield changes of the best candidate and of others on the Pareto front.
+
+    If nothing fits without a change of training, those that need the least memory are changed.
+    """
+    unchanged = [one for one in result.candidates if not one.training_overrides]
+    front: Sequence[SearchCandidate] = result.pareto_front
+    if not front:
+        front = sorted(unchanged, key=lambda it: it.fit.peak)[:NUM_REFINED]
+    spread = front[:: ceil(len(front) / NUM_REFINED)] if front else ()
+    best = [result.best] if result.best in unchanged else []
+    keys = override_keys(result.base_run.overrides)
+    for candidate in {id(one): one for one in (*best, *spread)}.values():
+        for change in search_refinement.iter_refinements(candidate.run, keys):
+            overrides = tuple(replace_overrides(candidate.overrides, change.overrides))
+            variant = RunVariant(replace(candidate.run, **change.groups), overrides)
+            if not variant.is_valid:
+                continue
+            is_shown = not change.changes_training and "memory" not in change.groups
+            yield _build_candidate(
+                variant,
+                change.overrides * change.changes_training,
+                change.overrides * is_shown,
+            )
+
+
+def _build_candidate(
+    variant: RunVariant, training_overrides: Overrides, refinement: Overrides = ()
+) -> SearchCandidate:
+    """Return the plan of a run; the step time is None if it runs out of memory."""
+    run, fit = variant.run, variant.fit
+    fails = fit.status is FitStatus.out_of_memory
+    step_time = None if fails else predict_step_time(run)
+    return SearchCandidate(
+        run,
+        fit,
+        step_time,
+        variant.overrides,
+        training_overrides=training_overrides,
+        refinement=refinement,
+    )
 
 
 def iter_candidates(run: RunConfig) -> Iterator[SearchCandidate]:
@@ -203,13 +254,9 @@ def _iter_micro_batches(
         # Only the checks of the strategy depend on the micro-batch size.
         if any(parallelism_issues(run.parallelism, run)) if index else not variant.is_valid:
             continue
-        fit = variant.fit
-        is_out_of_memory = fit.status is FitStatus.out_of_memory
-        step_time = None if is_out_of_memory else predict_step_time(run)
-        yield SearchCandidate(
-            run, fit, step_time, variant.overrides, training_overrides=training_overrides
-        )
-        if is_out_of_memory:
+        candidate = _build_candidate(variant, training_overrides)
+        yield candidate
+        if candidate.fit.status is FitStatus.out_of_memory:
             return
 
 

@@ -271,6 +271,64 @@ def test_search_leads_with_bf16_where_a_gpu_has_it(
     assert not any(override.startswith("precision") for override in layout.overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "unchanged", "changed"),
+    [
+        (
+            (
+                *("hardware=h100", "hardware.devices_per_node=2"),
+                *("parallelism=pipeline", "parallelism.pipeline=2"),
+            ),
+            {
+                f"parallelism.pipeline_schedule={schedule}"
+                for schedule in (
+                    *("gpipe", "interleaved_1f1b"),
+                    *("interleaved_zero_bubble", "zbv_zero_bubble"),
+                )
+            }
+            | {"optimizer=adamw_paged"},
+            {"precision=fp8", "optimizer=adamw_8bit"},
+        ),
+        (
+            (
+                *("hardware=a100_80g", "hardware.devices_per_node=2"),
+                *("parallelism=fsdp", "parallelism.shards=2"),
+            ),
+            {
+                *("parallelism.shard=optimizer", "parallelism.shard=gradients"),
+                "parallelism.cpu_offload=true",
+            },
+            {"optimizer=adamw_8bit"},
+        ),
+        (
+            ("hardware=a100_80g", "precision=bf16_true", "trainer.clip_norm=null"),
+            {"optimizer.offload=true", "optimizer.in_backward=true", "optimizer=adamw_paged"},
+            {"optimizer=adamw_8bit", "optimizer=adafactor"},
+        ),
+        (("hardware=a100_80g", "optimizer=adamw"), set(), set()),
+    ],
+    ids=["pipeline", "shards", "single", "typed"],
+)
+def test_search_refines_the_best_runs(
+    overrides: tuple[str, ...],
+    unchanged: set[str],
+    changed: set[str],
+    find_strategies: FindStrategies,
+    compose: Compose,
+) -> None:
+    request = (SMALL_RUN[0], *SMALL_RUN[2:], *overrides)
+    result = find_strategies("all", *request)
+    refined = {one.refinement[0]: one for one in result.candidates if one.refinement}
+    trained = {one.training_overrides: one for one in result.candidates if one.training_overrides}
+    assert set(refined) == unchanged
+    for key, candidate in (refined | {key: trained[(key,)] for key in changed}).items():
+        composed = compose(*replace_overrides(request, candidate.overrides), check_machine=False)
+        for group in ("optimizer", "precision", "memory", "parallelism", "trainer"):
+            assert getattr(composed, group) == getattr(candidate.run, group), (key, group)
+    assert result.best is not None
+    assert result.best.training_overrides == ()
+
+
 def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: FindStrategies) -> None:
     overrides = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
     all_of = find_strategies("memory", *overrides)
