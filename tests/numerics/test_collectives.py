@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fixtures.cli_runner import RunDir
 from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GPT2, LLAMA, QWEN, STRATEGIES, TINY_DECODER
+from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ THIRD_STEP = (
     "+callbacks.messages._target_=fixtures.probe_callbacks.CountCollectives",
 )
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
-ARCHITECTURES = {"qwen": (*LLAMA, *QWEN)}
+ARCHITECTURES = {"gemma3": (*LLAMA, *GEMMA3)}
 RECOMPUTE_OPTIONS = {
     "none": (),
     "full": ("memory=checkpoint_full",),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from fixtures.decoder_configs import (
+    ENUMS,
     EXACT_TOLERANCE,
     GPT2,
     LLAMA,
@@ -29,7 +30,6 @@ from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.hf_families import find_family, write_config
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
 from scalewise.models.decoder.state_dict_adapter import (
     export_folder,
     from_hf_state_dict,
@@ -48,14 +48,8 @@ def assert_same_logits(actual: nn.Module, expected: nn.Module, spec: DecoderConf
 def read(name: str) -> DecoderConfig:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     del values["defaults"]
-    enums = {
-        "norm": NormKind,
-        "position": PositionKind,
-        "activation": ActivationKind,
-        "qk_norm": QKNorm,
-    }
     return DecoderConfig(
-        **{key: enums.get(key, lambda x: x)(value) for key, value in values.items()}
+        **{key: ENUMS.get(key, lambda x: x)(value) for key, value in values.items()}
     )
 
 
@@ -80,11 +74,23 @@ def test_decoder_loads_a_transformers_folder(
 
 @for_each_hf_decoder
 def test_decoder_export_loads_in_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
-    actual = build_model(replace(spec, initial_std=0.3), 0)
+    actual = build_model(replace(spec, initial_std=0.2), 0)
     export_folder(actual.state_dict(), spec, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same_logits(actual, reference, spec)
     assert_same_logits(build_model(replace(spec, weights=str(tmp_path)), 0), reference, spec)
+
+
+@for_each_hf_decoder
+def test_packed_texts_have_the_logits_of_transformers(spec: DecoderConfig) -> None:
+    reference, actual = hf_model(spec), build_model(spec, 0).eval()
+    actual.load_state_dict(from_hf_state_dict(reference.state_dict(), spec))
+    batch, lengths = random_tokens(spec), (20, 28)
+    positions_BS = torch.cat([torch.arange(length) for length in lengths]).expand(len(batch), -1)
+    with torch.no_grad():
+        texts = [reference(text).logits for text in batch.split(lengths, 1)]
+        logits = actual(batch, positions_BS=positions_BS)
+    torch.testing.assert_close(logits, torch.cat(texts, 1), **EXACT_TOLERANCE)
 
 
 def test_decoder_loads_published_gpt2_names() -> None:
@@ -192,6 +198,7 @@ def test_decoder_option_parameter_shapes_equal_the_module(name: str) -> None:
     with torch.device("meta"):
         module = build_model(spec, 0)
     assert [(weight.name, weight.shape) for weight in spec.weight_census()] == shapes(module)
+    spec = replace(spec, balance_rate=0.0)  # no family has biases of routers
     config = write_config(find_family(spec), spec)
     with torch.device("meta"):
         reference = AutoModelForCausalLM.from_config(
@@ -202,6 +209,8 @@ def test_decoder_option_parameter_shapes_equal_the_module(name: str) -> None:
 
 @for_each_decoder
 def test_decoder_flops_equal_torch_counter(spec: DecoderConfig) -> None:
+    if spec.window is not None:
+        pytest.skip("torch counts scores outside of windows")
     # torch counts flash attention on CUDA only: count it on CPU by the same formulas
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

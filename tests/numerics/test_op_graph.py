@@ -14,7 +14,13 @@ from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.base import StageSlice
 from scalewise.models.build import build_meta
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.kinds import (
+    ActivationKind,
+    NormKind,
+    NormPlacement,
+    PositionKind,
+    QKNorm,
+)
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.op_graph import ForwardSpec, Recompute, build_op_graphs
 from scalewise.planner.activation_liveness import simulate_part
@@ -46,6 +52,21 @@ SPECS = {
     ),
 }
 SPECS["qk_norm"] = replace(SPECS["llama"], qk_norm=QKNorm.head, qkv_bias=True, head_width=24)
+SPECS["olmo2"] = replace(
+    SPECS["llama"],
+    qk_norm=QKNorm.projection,
+    norm_placement=NormPlacement.post,
+    residual_multiplier=0.5,
+    attention_multiplier=0.5,
+)
+SPECS["gemma3"] = replace(
+    SPECS["llama"],
+    norm=NormKind.zero_centered_rmsnorm,
+    norm_placement=NormPlacement.sandwich,
+    activation=ActivationKind.geglu,
+    qk_norm=QKNorm.head,
+    window=24,
+)
 ELEMENT_BYTES = {
     "fp32": (4, 4, 4),
     "bf16_mixed": (4, 2, 4),
@@ -67,7 +88,7 @@ CASES = [
     for family in SPECS
     for name in ELEMENT_BYTES
     if (family, name) not in UNSUPPORTED_CASES
-    if family in ("llama", "gpt2") or name in ("fp32", "bf16_mixed", "bf16_true")
+    if family in ("llama", "gpt2") or name in ("fp32", "bf16_true")
 ]
 
 

@@ -90,6 +90,16 @@ _GPT2 = (
     "model.bias=true",
 )
 _QWEN = ("model.qk_norm=head", "model.qkv_bias=true", "model.head_width=64")
+_MULTIPLIERS = (
+    *("model.embedding_multiplier=2.0", "model.residual_multiplier=0.5"),
+    *("model.attention_multiplier=0.3", "model.logit_divisor=2.0"),
+)
+_OLMO2 = ("model.qk_norm=projection", "model.norm_placement=post", *_MULTIPLIERS)
+_GEMMA3 = (
+    *("model.norm=zero_centered_rmsnorm", "model.norm_placement=sandwich"),
+    *("model.activation=geglu", "model.qk_norm=head", "model.window=32", "model.global_every=2"),
+    *("model.rope_local_theta=100.0", "model.embedding_multiplier=8.0"),
+)
 _IN_BACKWARD = (
     "optimizer.in_backward=true",
     "trainer.clip_norm=null",
@@ -118,6 +128,7 @@ TRAINED: tuple[Overrides, ...] = (
     (*FP8, *WEIGHTS),
     (*QAT, *WEIGHTS),
     PACKING,
+    (*_GEMMA3, FULL),
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
     fsdp_overrides(2, *_IN_BACKWARD),
@@ -137,6 +148,14 @@ TRAINED_SELDOM: tuple[Overrides, ...] = (
     _QWEN,
     (*_QWEN, MIXED),
     (*_QWEN, *_TENSOR),
+    _OLMO2,
+    (*_OLMO2, MIXED, SELECTIVE),
+    _GEMMA3,
+    (*_GEMMA3, MIXED),
+    (*_GEMMA3, *PACKING),
+    (*_GEMMA3, *_TENSOR, FULL),
+    (*_GEMMA3, "parallelism=context", "parallelism.attention=gather"),
+    (*_GEMMA3, *_pipeline_overrides("one_f_one_b")),
     (EMA, LORA),
     (*_ZERO1, *WEIGHTS),
     (*_ZERO2, *WEIGHTS, "trainer.global_batch=4"),

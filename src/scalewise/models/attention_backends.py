@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from scalewise.compat.torch import disable_dynamo, lower_right_bias
 from scalewise.models.attention_kernels import AttentionKernel, choose_backend
-from scalewise.models.attention_segments import AttentionSegments
+from scalewise.models.attention_segments import AttentionSegments, add_window
 from scalewise.models.autocast import compute_dtype
 from scalewise.models.varlen_cpu import varlen_attention_cpu
 
@@ -28,12 +28,16 @@ def attend(
     value_BSKD: Tensor,
     segments: AttentionSegments | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """Return ``attention_BTHD``, ``softmax(query key^T / sqrt(D)) value`` of the visible keys.
+
+    ``window``: number of latest keys that a query attends to; None: that of the segments.
 
     ``segments``: keys that each query attends to; None: those up to its position in its sequence.
     Keys of segments are flattened over sequences in order, so that their B and S may be any.
     """
+    segments = add_window(segments, window, query_BTHD, key_BSKD)
     dtype, device = compute_dtype(query_BTHD), query_BTHD.device
     heads, key_heads, head_size = query_BTHD.shape[2], key_BSKD.shape[2], query_BTHD.shape[3]
     backend = choose_backend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -49,6 +49,7 @@ class AttentionSegments:
     _slices: dict[tuple[int, int], tuple[AttentionSegments, slice]] = field(
         init=False, default_factory=dict
     )
+    _windowed: dict[int, AttentionSegments] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.max_q = _round_up(max(self.query_lengths))
@@ -100,6 +101,13 @@ class AttentionSegments:
         device = self.cu_seq_q.device
         return AttentionSegments.from_lengths(query_lengths, key_lengths, device), copies
 
+    @disable_dynamo
+    def with_window(self, window: int) -> AttentionSegments:
+        """Segments of the same lengths, with a window."""
+        if window not in self._windowed:
+            self._windowed[window] = replace(self, window=window)
+        return self._windowed[window]
+
     def slice_queries(self, start: int, stop: int) -> tuple[AttentionSegments, slice]:
         """Segments of the queries ``start:stop``, and the contiguous keys that belong to them.
 
@@ -137,6 +145,18 @@ def equal_segments(
     )
     lengths = (queries,) * sequences, (keys,) * sequences
     return AttentionSegments(*lengths, cu_seq_q, cu_seq_k, window)
+
+
+def add_window(
+    segments: AttentionSegments | None, window: int | None, query_BTHD: Tensor, key_BSKD: Tensor
+) -> AttentionSegments | None:
+    """Segments with a window; those of whole sequences if there are none and it hides keys."""
+    if segments is not None:
+        return segments if window in (None, segments.window) else segments.with_window(window)
+    sequences, keys = key_BSKD.shape[:2]
+    if window is None or window >= keys:
+        return None
+    return equal_segments(sequences, query_BTHD.shape[1], keys, key_BSKD.device, window)
 
 
 @disable_dynamo

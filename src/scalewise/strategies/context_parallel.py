@@ -76,6 +76,7 @@ class UlyssesAttention(nn.Module):
         key_BTKD: Tensor,
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
+        window: int | None = None,
     ) -> Tensor:
         """``attention_BTHD`` of this rank's tokens."""
         sharding = self.sharding
@@ -88,7 +89,8 @@ class UlyssesAttention(nn.Module):
             all_to_all_dims(x, 2, 1, sharding.group)[:, sharding.inverse_T]
             for x in (query_BTHD, key_BTKD, value_BTKD)
         )
-        attention = attend(query, key, value, segments, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        attention = attend(query, key, value, segments, dropout, window)
         ordered = attention[:, sharding.order_T]
         return all_to_all_dims(ordered, 1, 2, sharding.group)
 
@@ -106,6 +108,7 @@ class AllGatherAttention(nn.Module):
         key_BTKD: Tensor,
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
+        window: int | None = None,
     ) -> Tensor:
         """``attention_BTHD`` of this rank's tokens, one chunk of a sequence at a time."""
         sharding = self.sharding
@@ -115,6 +118,8 @@ class AllGatherAttention(nn.Module):
         sequence = keys_values.shape[2]
         if segments is None:
             segments = equal_segments(len(query_BTHD), sequence, sequence, query_BTHD.device)
+        if window is not None:
+            segments = segments.with_window(window)
         outputs = []
         for row, (query_THD, keys_values_2SKD) in enumerate(
             zip(query_BTHD.unbind(0), keys_values.unbind(1), strict=True)

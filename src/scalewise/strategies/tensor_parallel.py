@@ -50,7 +50,7 @@ def apply_tensor_parallel(
             input_layouts=Replicate(), output_layouts=embedding_placement
         ),
         TPStyle.head: ShardedHead(residual_placement, loss_parallel=spec.loss_parallel),
-        TPStyle.tokens: SequenceParallel()
+        TPStyle.tokens: SequenceParallel(use_local_output=True)
         if spec.sequence_parallel
         else ReplicatedModule(Replicate()),
         TPStyle.heads: SequenceParallel(sequence_dim=HEAD_DIM, use_local_output=True),

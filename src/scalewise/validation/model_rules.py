@@ -11,6 +11,7 @@ from scalewise.data.tokenizer import SMALLEST_VOCABULARY
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.kinds import QKNorm
 from scalewise.models.hf.config import HuggingFaceConfig
 from scalewise.models.hf.model_info import COLUMN, TP_STYLES
 from scalewise.precision import FloatFormat
@@ -25,9 +26,6 @@ UNSUPPORTED = "is not supported for Hugging Face models"
 def model_issues(model: ModelConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues of the model with other parts of the run: none."""
     yield from ()
-
-
-model_issues.register(DecoderConfig)(expert_issues)
 
 
 @model_issues.register(HuggingFaceConfig)
@@ -62,6 +60,20 @@ def _hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue
         if len(model.info.stack_starts) > 1:
             reason = UNSUPPORTED
         yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+
+
+@model_issues.register(DecoderConfig)
+def _decoder_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield features of the run that options of the decoder do not support."""
+    yield from expert_issues(model, run)
+    ranks = getattr(run.parallelism, "sizes", {}).get("tensor", 1)
+    if ranks > 1 and model.qk_norm is QKNorm.projection:
+        reason = "normalizes over the heads of all tensor-parallel ranks"
+        fix = "set parallelism=fsdp parallelism.tensor=1"
+        yield ConfigIssue("model.qk_norm", model.qk_norm.value, reason, fix)
+    if run.adapter.prefix_tokens and model.window is not None:
+        reason = "adds prefix keys, which a window of model.window tokens would hide"
+        yield ConfigIssue("adapter", run.option("adapter"), reason, "set adapter=lora")
 
 
 def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixtures.decoder_configs import ENUMS
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from scalewise.models.base import AttentionFlops, StageSlice, TPStyle
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.kinds import NormKind, PositionKind
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
 SMALL_DECODER = DecoderConfig(
@@ -38,14 +39,11 @@ PARAMETERS = {
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_8b": 8_190_735_360,
     "qwen3_32b": 32_762_123_264,
-}
-
-
-ENUMS = {
-    "norm": NormKind,
-    "position": PositionKind,
-    "activation": ActivationKind,
-    "qk_norm": QKNorm,
+    "mistral_7b": 7_241_732_096,
+    "olmo2_7b": 7_298_617_344,
+    "smollm3_3b": 3_075_098_624,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
 }
 
 
@@ -107,6 +105,9 @@ def test_decoder_fields_fit_a_structured_config() -> None:
             "model.rope_scaling",
             "rope_scaling=false",
         ),
+        ({"global_every": 2}, "model.global_every", "model.global_every=null"),
+        ({"rope_local_theta": 1e4}, "model.rope_local_theta", "model.rope_local_theta=null"),
+        ({"window": 0}, "model.window", "model.window=null"),
         ({"weights": "/no/such/folder"}, "model.weights", "model.weights=null"),
     ],
 )
@@ -157,6 +158,21 @@ def test_decoder_flops_are_six_per_weight_plus_attention() -> None:
 def test_decoder_attention_flops_by_convention(attention: str, per_pair: int) -> None:
     flops = SMALL_DECODER.flops(16, 0, AttentionFlops[attention])
     assert flops - SMALL_DECODER.flops(0) == per_pair * 2 * 16 * 32
+
+
+@given(st.integers(1, 40), st.integers(1, 48), st.integers(1, 5), st.integers(1, 4))
+def test_mean_keys_are_twice_the_visible_ones(
+    sequence: int, window: int, layers: int, every: int
+) -> None:
+    spec = dataclasses.replace(SMALL_DECODER, layers=layers, window=window, global_every=every)
+    visible = [
+        min(query + 1, spec.layer_window(layer) or sequence)
+        for layer in range(layers)
+        for query in range(sequence)
+    ]
+    # A query sees half of its own key here, as in S^2 / 2 pairs of a causal sequence.
+    mean = sum(keys - 0.5 for keys in visible) / len(visible)
+    assert spec.mean_keys(sequence) / 2 == pytest.approx(mean, abs=0.5)
 
 
 specs = st.builds(

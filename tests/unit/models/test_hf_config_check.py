@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.decoder_configs import ENUMS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.activations import ACT2FN
 
@@ -32,7 +37,7 @@ from scalewise.models.decoder.hf_families import (
     TANH_GELU,
     read_fields,
 )
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
 from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
 
 LLAMA = DecoderConfig(64, 32, 32, 2, 4, 48, kv_heads=2)
@@ -64,6 +69,7 @@ ROTATION = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 OTHER_ROPE_THETA = {"rope_type": "default", "rope_theta": 5e5}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
@@ -109,8 +115,24 @@ def write_config(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) 
             LlamaConfig(**SIZES),
             ["rope_scaling=false"],
         ),
-        (LLAMA, LlamaConfig(**SIZES, rope_parameters=YARN), [USE_HF_MODEL]),
-        (LLAMA, MistralConfig(**SIZES, sliding_window=16), ["context=16"]),
+        (
+            LLAMA,
+            LlamaConfig(**SIZES, rope_parameters=YARN),
+            [
+                *("rope_scaling=true", "rope_method=yarn", "rope_factor=2.0"),
+                *("rope_high_frequency=32.0", "rope_original_context=32"),
+            ],
+        ),
+        (LLAMA, LlamaConfig(**SIZES, rope_parameters=DYNAMIC), [USE_HF_MODEL]),
+        (LLAMA, MistralConfig(**SIZES, sliding_window=16), ["window=16"]),
+        (LLAMA, Olmo2Config(**SIZES), ["qk_norm=projection", "norm_placement=post"]),
+        (LLAMA, GraniteConfig(**SIZES), ["attention_multiplier=1.0"]),
+        (LLAMA, SmolLM3Config(**SIZES), ["rope_theta=2000000.0"]),
+        (
+            dataclasses.replace(LLAMA, layers=4),
+            SmolLM3Config(**SIZES | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+            ["no_rope_every=2", "rope_theta=2000000.0"],
+        ),
         (LLAMA, Qwen2Config(**SIZES), ["qkv_bias=true"]),
         (LLAMA, Qwen3Config(**SIZES, head_dim=8), ["qk_norm=head"]),
         (LLAMA, OPTConfig(), [USE_HF_MODEL]),
@@ -167,6 +189,10 @@ CLASSES = {
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "olmo2": Olmo2Config,
+    "granite": GraniteConfig,
+    "smollm3": SmolLM3Config,
+    "gemma3_text": Gemma3TextConfig,
     "gpt2": GPT2Config,
 }
 
@@ -219,6 +245,9 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
         {"rope_scaling": {**ROTATION, "rope_theta": 100.0}, "rope_parameters": OTHER_ROPE_THETA},
     ),
     ("llama", {"rope_scaling": {**ROTATION, "original_max_position_embeddings": 8}}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 8.0}}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"pretraining_tp": 2}),
     ("mistral", {"sliding_window": 4}),
@@ -227,6 +256,11 @@ EQUAL_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen2", {"sliding_window": 4, "tie_word_embeddings": True}),
     ("qwen3", {"head_dim": 16}),
+    ("olmo2", {"pad_token_id": None}),
+    ("granite", {"attention_multiplier": 0.3, "logits_scaling": 8.0}),
+    ("smollm3", {"pad_token_id": None, "no_rope_layers": [1, 0]}),
+    ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2}),
+    ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 16}),
     ("gpt2", {}),
     ("gpt2", {"activation_function": "gelu_fast"}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
@@ -238,7 +272,6 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True}),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     ("llama", {"rope_scaling": {**ROTATION, "partial_rotary_factor": 0.5}}),
     ("llama", {"partial_rotary_factor": 0.5}),
@@ -249,6 +282,8 @@ DIFFERENT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"hidden_act": "relu"}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     ("qwen3", {"attention_bias": True}),
+    ("smollm3", {"pad_token_id": None, "no_rope_layers": [0, 1]}),
+    ("gemma3_text", {"head_dim": 8, "final_logit_softcapping": 30.0}),
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"activation_function": "gelu"}),
     ("gpt2", {"scale_attn_weights": False}),
@@ -290,7 +325,7 @@ def test_config_is_rejected_or_gives_equal_logits(
         values = {}
         for issue in issues:
             key, _, value = issue.fix.removeprefix("set model.").partition("=")
-            values[key] = QKNorm(value) if key == "qk_norm" else json.loads(value)
+            values[key] = ENUMS[key](value) if key in ENUMS else json.loads(value)
         pretrained = dataclasses.replace(pretrained, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : pretrained.context]
     with torch.no_grad():

@@ -5,7 +5,7 @@ Shape suffixes are those of ``model.py``; P prefix vectors.
 
 from __future__ import annotations
 
-from math import pi
+from math import ceil, floor, log, pi, sqrt
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scalewise.models.attention_backends import attend
 from scalewise.models.attention_segments import AttentionSegments
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import QKNorm
+from scalewise.models.decoder.kinds import QKNorm, RopeScaling
 from scalewise.models.decoder.norms import RMSNorm
 
 
@@ -25,18 +25,18 @@ class SelfAttention(nn.Module):
     subset of them.
     """
 
-    def __init__(self, spec: DecoderConfig) -> None:
+    def __init__(self, spec: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.head_size = spec.head_size
+        self.head_size, self.window = spec.head_size, spec.layer_window(layer)
+        self.query_factor = spec.attention_scale * sqrt(spec.head_size)
         qkv_bias = spec.bias or spec.qkv_bias
         self.query = nn.Linear(spec.width, spec.query_width, bias=qkv_bias)
         self.key = nn.Linear(spec.width, spec.kv_width, bias=qkv_bias)
         self.value = nn.Linear(spec.width, spec.kv_width, bias=qkv_bias)
         self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
-        self.query_norm = self.key_norm = None
-        if spec.qk_norm is QKNorm.head:
-            self.query_norm = RMSNorm(spec.head_size, eps=spec.norm_epsilon)
-            self.key_norm = RMSNorm(spec.head_size, eps=spec.norm_epsilon)
+        self.qk_norm, self.query_norm, self.key_norm = spec.qk_norm, None, None
+        if spec.qk_norm is not QKNorm.none:
+            self.query_norm, self.key_norm = (RMSNorm(size, spec) for size in spec.qk_norm_sizes)
         # ``mix`` is in the parameter names of prefix tuning, and so in checkpoints.
         self.mix: nn.Module = CausalAttention(spec.dropout)
 
@@ -44,18 +44,23 @@ class SelfAttention(nn.Module):
         self, x_BTW: Tensor, rope_2TD: Tensor | None, segments: AttentionSegments | None
     ) -> Tensor:
         """Return the attention output ``x_BTW``."""
-        query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
-        key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
-        value_BTKD = self.value(x_BTW).unflatten(-1, (-1, self.head_size))
-        if self.query_norm is not None:
-            query_BTHD = self.query_norm(query_BTHD)
-        if self.key_norm is not None:
-            key_BTKD = self.key_norm(key_BTKD)
+        query_BTHD = self._split_heads(self.query(x_BTW), self.query_norm)
+        key_BTKD = self._split_heads(self.key(x_BTW), self.key_norm)
+        value_BTKD = self._split_heads(self.value(x_BTW), None)
+        if self.query_factor != 1.0:
+            query_BTHD = query_BTHD * self.query_factor
         if rope_2TD is not None:
             query_BTHD = apply_rope(query_BTHD, rope_2TD)
             key_BTKD = apply_rope(key_BTKD, rope_2TD)
-        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, segments)
+        attention_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, segments, self.window)
         return cast(Tensor, self.output(attention_BTHD.flatten(-2)))
+
+    def _split_heads(self, features_BTA: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Return ``x_BTHD``, normalized over the features of all heads, of each head, or not."""
+        if norm is not None and self.qk_norm is QKNorm.projection:
+            features_BTA, norm = norm(features_BTA), None
+        x_BTHD = features_BTA.unflatten(-1, (-1, self.head_size))
+        return x_BTHD if norm is None else cast(Tensor, norm(x_BTHD))
 
 
 class CausalAttention(nn.Module):
@@ -74,10 +79,11 @@ class CausalAttention(nn.Module):
         key_BTKD: Tensor,
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
+        window: int | None = None,
     ) -> Tensor:
         """Return ``attention_BTHD``; without segments each sequence is one."""
         dropout = self.dropout if self.training else 0.0
-        return attend(query_BTHD, key_BTKD, value_BTKD, segments, dropout)
+        return attend(query_BTHD, key_BTKD, value_BTKD, segments, dropout, window)
 
 
 class PrefixAttention(CausalAttention):
@@ -97,10 +103,11 @@ class PrefixAttention(CausalAttention):
         key_BTKD: Tensor,
         value_BTKD: Tensor,
         segments: AttentionSegments | None,
+        window: int | None = None,
     ) -> Tensor:
         """Return ``attention_BTHD``; the segments include the trained keys."""
         key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
-        return super().forward(query_BTHD, key_BSKD, value_BSKD, segments)
+        return super().forward(query_BTHD, key_BSKD, value_BSKD, segments, window)
 
 
 class PrefixVectors(nn.Module):
@@ -129,23 +136,39 @@ def apply_rope(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
     return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
 
 
-def build_rope_table(spec: DecoderConfig) -> Tensor:
+def build_rope_table(spec: DecoderConfig, theta: float, *, scales: bool) -> Tensor:
     """Return cosines and signed sines as a float32 CPU tensor ``(2, context, D)``.
 
-    Pair i turns by ``theta^(-2i / D)`` radians per token. With ``rope_scaling``, wavelengths longer
-    than ``original / low`` tokens are multiplied by the factor, and those shorter than ``original /
+    Pair i turns by ``theta^(-2i / D)`` radians per token. If ``scales``, wavelengths longer than
+    ``original / low`` tokens are multiplied by the factor, and those shorter than ``original /
     high`` stay unchanged. Between them the two frequencies are interpolated linearly in ``original
-    / wavelength`` (Llama 3.1, Hugging Face's ``rope_type: llama3``).
+    / wavelength`` (Llama 3.1, Hugging Face's ``rope_type: llama3``), or linearly in i (YaRN), which
+    also multiplies cosines and sines.
     """
     with torch.device("cpu"):
         exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
         positions_T = torch.arange(spec.context, dtype=torch.float32)
-    frequencies = 1.0 / spec.rope_theta**exponents
-    if spec.rope_scaling:
-        turns = spec.rope_original_context * frequencies / (2 * pi)
+    frequencies = 1.0 / theta**exponents
+    factor = 1.0
+    if scales:
         low, high = spec.rope_low_frequency, spec.rope_high_frequency
-        unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        if spec.rope_method is RopeScaling.llama3:
+            turns = spec.rope_original_context * frequencies / (2 * pi)
+            unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        elif spec.rope_method is RopeScaling.yarn:
+            factor = spec.rope_attention_factor or 0.1 * log(spec.rope_factor) + 1
+            first, last = (_pair_of_turns(spec, theta, turns) for turns in (high, low))
+            first, last = max(floor(first), 0), min(ceil(last), spec.head_size - 1)
+            pairs = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
+            unscaled = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+        else:
+            unscaled = torch.zeros_like(frequencies)
         frequencies = frequencies * (unscaled + (1 - unscaled) / spec.rope_factor)
     angles = torch.outer(positions_T, frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
+
+def _pair_of_turns(spec: DecoderConfig, theta: float, turns: float) -> float:
+    """Return the feature pair that turns so often within the original context."""
+    return spec.head_size * log(spec.rope_original_context / (turns * 2 * pi)) / (2 * log(theta))

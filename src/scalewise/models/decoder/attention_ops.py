@@ -27,7 +27,10 @@ class AttentionOps(AdapterOps):
             key_heads=spec.key_heads,
             head_size=spec.head_size,
             dropout=spec.dropout,
-            has_segments=forward_spec.sequence_packing or forward_spec.prefix_tokens > 0 or gathers,
+            has_segments=forward_spec.sequence_packing
+            or forward_spec.prefix_tokens > 0
+            or gathers
+            or (spec.window is not None and spec.window < total_keys),
         )
         groups = spec.heads // spec.key_heads if backend.expands_keys else 1
         if forward_spec.prefix_tokens:
@@ -62,7 +65,8 @@ class AttentionOps(AdapterOps):
             reads = (query, *copies)
         is_fused = not (spec.dropout and forward_spec.on_cpu)
         # A causal kernel skips half of the scores of the tokens, and none of those of the prefix.
-        pairs = forward_spec.num_tokens * (total_keys + forward_spec.prefix_tokens) / 2
+        keys = spec.mean_keys(total_keys) + forward_spec.prefix_tokens
+        pairs = forward_spec.num_tokens * keys / 2
         flops = (4.0 * pairs if is_fused else 4.0 * forward_spec.num_tokens * total_keys) * (
             spec.query_width / forward_spec.tensor_ranks
         )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
+from typing import Any
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import AttentionFlops, ModelConfig, TPStyle, Weight
-from scalewise.models.decoder.hf_config_check import config_issues
-from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind, QKNorm
+from scalewise.models.decoder.config_rules import decoder_issues
+from scalewise.models.decoder.kinds import (
+    ActivationKind,
+    NormKind,
+    NormPlacement,
+    PositionKind,
+    QKNorm,
+    RopeScaling,
+)
 from scalewise.models.decoder.moe_config import EXPERT_MATRICES, ExpertsConfig
 from scalewise.registry import register_option
-from scalewise.typed_override import format_override
 
 QKV = ("attention.query", "attention.key", "attention.value")
 QK_NORMS = ("attention.query_norm", "attention.key_norm")
@@ -23,7 +31,7 @@ SMALL_HEAD_WIDTH, FEEDFORWARD_MULTIPLE = 8, 16
 @register_option("model", "decoder")
 @dataclass(frozen=True)
 class DecoderConfig(ExpertsConfig, ModelConfig):
-    """Pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
+    """Causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
 
     vocabulary: int
     """Vocabulary size, in tokens."""
@@ -44,7 +52,9 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
     head_width: int | None = None
     """Width of one head, in features; null: ``width / heads``."""
     norm: NormKind = NormKind.rmsnorm
-    """Normalization before each sublayer and before the head."""
+    """Normalization layer of sublayers and before the head."""
+    norm_placement: NormPlacement = NormPlacement.pre
+    """Position of the norms of a block."""
     position: PositionKind = PositionKind.rope
     """Position encoding."""
     activation: ActivationKind = ActivationKind.swiglu
@@ -62,16 +72,38 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths, which range from 2 pi to about 2 pi theta positions."""
     rope_scaling: bool = False
-    """Whether long wavelengths are stretched as in Llama 3.1; the four fields below are its
-    parameters."""
+    """Whether wavelengths are stretched; the six fields below are its parameters."""
+    rope_method: RopeScaling = RopeScaling.llama3
+    """Method that stretches the wavelengths."""
+    rope_attention_factor: float | None = None
+    """Factor of rotated queries and keys with ``yarn``; null: ``0.1 ln(rope_factor) + 1``."""
     rope_factor: float = 8.0
     """Factor by which the longest wavelengths grow."""
     rope_low_frequency: float = 1.0
-    """Wavelengths above ``rope_original_context`` divided by this grow by the whole factor."""
+    """Wavelengths above ``rope_original_context`` divided by this grow by the whole factor
+    (``beta_slow`` of YaRN)."""
     rope_high_frequency: float = 4.0
-    """Wavelengths below ``rope_original_context`` divided by this stay unchanged."""
+    """Wavelengths below ``rope_original_context`` divided by this stay unchanged (``beta_fast`` of
+    YaRN, 32 in most models)."""
     rope_original_context: int = 8192
     """Context that the unscaled wavelengths were trained for, in tokens."""
+    rope_local_theta: float | None = None
+    """Base of the wavelengths, which are not stretched, in layers with a window; null: as in the
+    other layers."""
+    no_rope_every: int | None = None
+    """Every how many layers one has no rotary positions (SmolLM3: 4); null: all have them."""
+    window: int | None = None
+    """Number of latest tokens that a token attends to, its own included; null: all before it."""
+    global_every: int | None = None
+    """Every how many layers one has no window (Gemma 3: 6); null: all have it."""
+    embedding_multiplier: float = 1.0
+    """Factor of token embeddings (Gemma: sqrt(width))."""
+    residual_multiplier: float = 1.0
+    """Factor of sublayer outputs before they are added to the residual stream."""
+    attention_multiplier: float | None = None
+    """Factor of attention scores; null: ``1 / sqrt(head_width)``."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits."""
     norm_epsilon: float = 1e-5
     """Constant added to the variance before its root is taken."""
     dropout: float = 0.0
@@ -97,15 +129,6 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
         return file if self.weights is not None and file.is_file() else None
 
     @property
-    def resolved_fields(self) -> dict[str, int]:
-        """Values of fields whose null is the value of another field."""
-        return {
-            "kv_heads": self.key_heads,
-            "head_width": self.head_size,
-            "expert_dim": self.hidden_dim,
-        }
-
-    @property
     def head_size(self) -> int:
         """Features per head."""
         return self.head_width or self.width // self.heads
@@ -121,14 +144,55 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
         return self.heads * self.head_size
 
     @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.attention_multiplier or 1 / sqrt(self.head_size)
+
+    @property
+    def has_post_norm(self) -> bool:  # type: ignore[override]  # not a field here
+        """Whether a block normalizes the output of its last linear layer."""
+        return "after" in self.norm_placement.sides
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feedforward multiplies two projections."""
+        return self.activation is not ActivationKind.gelu
+
+    def layer_window(self, layer: int) -> int | None:
+        """Return the window of a layer; None: it attends to all tokens before."""
+        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
+        return None if is_global else self.window
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        skips = self.no_rope_every is not None and (layer + 1) % self.no_rope_every == 0
+        return self.position is PositionKind.rope and not skips
+
+    def mean_keys(self, sequence: int) -> float:
+        """Return the mean over layers of the keys per query, as if half of them were masked.
+
+        Of a sequence of S tokens, the queries of a layer with window W attend to ``W - W^2 / 2S``
+        keys on average; without a window to S / 2.
+        """
+        if self.window is None:
+            return sequence
+        windows = [min(self.layer_window(i) or sequence, sequence) for i in range(self.layers)]
+        return sum(2 * window - window**2 / max(sequence, 1) for window in windows) / self.layers
+
+    @property
     def kv_width(self) -> int:
         """Features of all key heads of one token; the values have as many."""
         return self.key_heads * self.head_size
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the rotary table: cosines and sines in float32, never sharded."""
-        return 2 * self.context * self.head_size * 4 if self.position is PositionKind.rope else 0
+        """Bytes of the rotary tables: cosines and sines in float32, never sharded."""
+        return self.rope_tables * 2 * self.context * self.head_size * 4
+
+    @property
+    def rope_tables(self) -> int:
+        """Number of rotary tables: one more for a base of layers with a window."""
+        return (self.position is PositionKind.rope) * (1 + (self.rope_local_theta is not None))
 
     @property
     def linear_layers(self) -> tuple[tuple[str, int, int, str], ...]:
@@ -136,7 +200,7 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
 
         The router and the matrices of routed experts are not among them.
         """
-        up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
+        up = ("gate", "up") if self.has_gate else ("up",)
         prefix, hidden = "feedforward", self.feedforward
         if self.experts:
             prefix, hidden = "feedforward.shared", self.shared_experts * self.hidden_dim
@@ -154,6 +218,20 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
                 if hidden
             ),
         )
+
+    @property
+    def block_norms(self) -> tuple[str, ...]:
+        """Names of the norms of the residual stream in a block."""
+        names = {"before": "norm", "after": "post_norm"}
+        sides = self.norm_placement.sides
+        return tuple(f"{part}_{names[it]}" for part in ("attention", "feedforward") for it in sides)
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Features over which queries and keys are normalized."""
+        if self.qk_norm is QKNorm.projection:
+            return self.query_width, self.kv_width
+        return self.head_size, self.head_size
 
     def has_bias(self, name: str) -> bool:
         """Whether a linear layer of a block has a bias, by its name within the block."""
@@ -174,7 +252,8 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
                 "feedforward_norm": self.linear_layers[4:],
             }
             for norm, linears in sublayers.items():
-                yield from self._norm(f"{block}.{norm}", layer)
+                if norm in self.block_norms:
+                    yield from self._norm(f"{block}.{norm}", layer)
                 if norm == "feedforward_norm" and self.experts:
                     yield from self._expert_weights(block, layer)
                 for name, out, into, role in linears:
@@ -182,8 +261,10 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
                     if self.has_bias(name):
                         yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
                 if norm == "attention_norm" and self.qk_norm is not QKNorm.none:
-                    for name in QK_NORMS:
-                        yield Weight(f"{block}.{name}.weight", (self.head_size,), "norm", layer)
+                    for name, size in zip(QK_NORMS, self.qk_norm_sizes, strict=True):
+                        yield Weight(f"{block}.{name}.weight", (size,), "norm", layer)
+                if (after := norm.replace("norm", "post_norm")) in self.block_norms:
+                    yield from self._norm(f"{block}.{after}", layer)
         yield from self._norm("norm", None)
         if not self.tied:
             yield Weight("head.weight", (self.output_size, self.width), "head")
@@ -226,85 +307,44 @@ class DecoderConfig(ExpertsConfig, ModelConfig):
         convention).
 
         Every query counts against the full sequence, except with ``AttentionFlops.causal``, which
-        counts half of it. Of the routed experts, those of one token count.
+        counts half of it; in layers with a window, against ``mean_keys``. Of the routed experts,
+        those of one token count.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
         block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
         if self.experts:
             active = self.experts_per_token * len(EXPERT_MATRICES) * self.hidden_dim
             block += 6.0 * self.width * (active + self.experts)
-        attention_flops = attention.count(sequence * self.query_width)
+        attention_flops = attention.count(self.mean_keys(sequence) * self.query_width)
         return self.layers * (block + attention_flops) + 6.0 * self.output_size * self.width
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield config issues of the architecture, and of pretrained weights that do not exist."""
-        positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
-        positive += [
-            "classes",
-            "kv_heads",
-            "head_width",
-            "rope_theta",
-            "rope_factor",
-            "rope_low_frequency",
-            "rope_high_frequency",
-            "rope_original_context",
-            "norm_epsilon",
-            "initial_std",
-        ]
-        values = {name: getattr(self, name) for name in positive}
-        invalid = [name for name, value in values.items() if value is not None and value <= 0]
-        for name in invalid:
-            # A field without a default is not an attribute of the class.
-            default = getattr(DecoderConfig, name, 1)
-            fix = f"set {format_override(f'model.{name}', default)}"
-            yield self._issue(name, "must be positive", fix)
-        if not invalid:
-            yield from self._validate_shape()
-            yield from self.validate_experts()
-        if not 0 <= self.dropout < 1:
-            yield self._issue("dropout", "is not in [0, 1)", "set model.dropout=0")
-        is_ordered = 0 < self.rope_low_frequency < self.rope_high_frequency
-        if self.rope_scaling and not (
-            is_ordered and min(self.rope_factor, self.rope_original_context) >= 1
-        ):
-            reason = (
-                "requires rope_factor >= 1, rope_original_context >= 1 "
-                "and 0 < rope_low_frequency < rope_high_frequency"
-            )
-            yield self._issue("rope_scaling", reason, "set model.rope_scaling=false")
-        if self.weights is not None and not Path(self.weights).exists():
-            fix = "set model.weights=PATH of a folder with safetensors files, or model.weights=null"
-            yield self._issue("weights", "does not exist", fix)
-        elif self.weights is not None and not invalid:
-            yield from config_issues({**vars(self), **self.resolved_fields}, self.weights)
+        yield from decoder_issues(self)
 
-    def _validate_shape(self) -> Iterator[ConfigIssue]:
-        if self.classes is not None and self.tied:
-            reason = "requires model.classes=null: a tied head has one output per token id"
-            yield self._issue("tied", reason, "set model.tied=false")
-        if self.head_width is None and self.width % self.heads:
-            fix = f"set model.width={self.heads * (self.width // self.heads + 1)}"
-            yield self._issue("width", f"is not divisible by model.heads={self.heads}", fix)
-        if self.heads % self.key_heads:
-            reason = f"does not divide model.heads={self.heads}"
-            yield self._issue("kv_heads", reason, "set model.kv_heads=null")
-        if self.position is PositionKind.rope and self.head_size % 2:
-            reason = f"rotary position embedding requires an even head width, not {self.head_size}"
-            fix = f"set model.head_width={self.head_size + 1}"
-            yield self._issue("head_width", reason, fix)
+    @property
+    def resolved_fields(self) -> dict[str, Any]:
+        """Fields with the values that null stands for, and null for windows without effect."""
 
-        for name, value in {"activation": ActivationKind.swiglu, "bias": False}.items():
-            if self.experts is not None and getattr(self, name) != value:
-                reason = "is not supported with model.experts, which are SwiGLU without biases"
-                fix = f"set {format_override(f'model.{name}', value)}"
-                yield self._issue(name, reason, fix)
+        def within(count: int | None, limit: int) -> int | None:
+            return None if count is None or count > limit else count
 
-    def _issue(self, field: str, reason: str, fix: str) -> ConfigIssue:
-        return ConfigIssue(f"model.{field}", getattr(self, field), reason, fix)
+        return {
+            **vars(self),
+            "kv_heads": self.key_heads,
+            "head_width": self.head_size,
+            "expert_dim": self.hidden_dim,
+            "attention_multiplier": self.attention_scale,
+            "window": self.window
+            if self.rope_local_theta is not None
+            else within(self.window, self.context - 1),
+            "global_every": within(self.global_every, self.layers),
+            "no_rope_every": within(self.no_rope_every, self.layers),
+        }
 
     def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Return Megatron's styles: a column- and a row-parallel layer per sublayer."""
-        norms = ("blocks.*.attention_norm", "blocks.*.feedforward_norm", "norm")
+        norms = (*(f"blocks.*.{name}" for name in self.block_norms), "norm")
         rows = ("attention.output", "feedforward.down")
         return {
             "embedding": TPStyle.vocabulary,

@@ -12,7 +12,9 @@ from scalewise.errors import ConfigIssue, format_value
 from scalewise.models.decoder.hf_families import (
     FAMILY_BY_TYPE,
     LLAMA_OPTIONS,
+    ROPE_PARAMETERS,
     HFFamily,
+    is_equal,
     read_fields,
     rope_table,
 )
@@ -48,8 +50,7 @@ IGNORED_KEYS = frozenset(
         *("keys_to_ignore_at_inference",),
         # Sequence lengths and heads of other tasks.
         *("n_ctx", "max_position_embeddings", "model_max_length", "max_sequence_length"),
-        # Windows of layers, without effect if use_sliding_window is false.
-        *("sliding_window", "max_window_layers", "layer_types"),
+        *("max_window_layers",),  # without effect if use_sliding_window is false
         *("num_labels", "id2label", "label2id", "problem_type", "finetuning_task"),
         *("task_specific_params", "cross_attention_hidden_size"),
         # Tokens and generation.
@@ -67,19 +68,20 @@ IGNORED_KEYS = frozenset(
 ROPE_TABLE_KEYS = frozenset(
     (
         *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-        *("original_max_position_embeddings",),
+        *("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     )
 )
 """Keys of the rotary table that are compared."""
 
 
-def config_issues(fields: Mapping[str, Any], weights: str) -> Iterator[ConfigIssue]:
+def config_issues(fields: Mapping[str, Any], context: int, weights: str) -> Iterator[ConfigIssue]:
     """Yield the settings with which the decoder computes something else than the pretrained model.
 
     Without a ``config.json`` there are no issues. A missing key has transformers' default value.
 
     Args:
         fields: Resolved fields of the decoder, by name.
+        context: Context of the decoder, in tokens.
         weights: Folder or file of the pretrained weights.
     """
     path = Path(weights)
@@ -93,7 +95,7 @@ def config_issues(fields: Mapping[str, Any], weights: str) -> Iterator[ConfigIss
         family = FAMILY_BY_TYPE.get(model_type)
         expected = read_fields(family, config) if family else {}
         is_supported = family is not None and expected["position"] == fields["position"]
-        numbers = {**expected, **dict.fromkeys((*LLAMA_OPTIONS, "rope_type"))}
+        numbers = {**expected, **dict.fromkeys((*LLAMA_OPTIONS, "rope_type", "rope_method"))}
         if invalid := [name for name, value in numbers.items() if isinstance(value, str)]:
             raise TypeError(f"{invalid[0]} is a string, {expected[invalid[0]]!r}")
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
@@ -107,16 +109,15 @@ def config_issues(fields: Mapping[str, Any], weights: str) -> Iterator[ConfigIss
         return
     yield from _other_operator_issues(config, family, weights, use_hf)
     rope_type = expected.pop("rope_type", "default")
-    if rope_type not in ("default", "llama3"):
+    if rope_type not in ("default", *ROPE_PARAMETERS):
         reason = f"has rope_type={rope_type} in its config.json, "
         reason += "which model=decoder does not support"
         yield ConfigIssue(KEY, weights, reason, use_hf)
-    window = expected.pop("sliding_window", None)
-    if window is not None and window < fields["context"]:
-        reason = f"exceeds sliding_window={window} in the config.json of {weights}"
-        yield ConfigIssue("model.context", fields["context"], reason, f"set model.context={window}")
+    window, has_local_rope = expected.get("window"), expected.get("rope_local_theta") is not None
+    if window is not None and window >= context and not has_local_rope:
+        expected["window"] = None  # it has no effect
     for name, value in expected.items():
-        if (actual := fields[name]) != value:
+        if not is_equal(actual := fields[name], value):
             key, reason = (
                 f"model.{name}",
                 f"is {format_value(value)} in the config.json of {weights}",
@@ -148,4 +149,9 @@ def compared_keys(family: HFFamily) -> tuple[str, ...]:
 
     ``intermediate_size`` may be that of dense blocks, which a decoder of experts does not have.
     """
-    return (*family.aliases, *(() if family.has_conv1d else (*ROPE_KEYS, "intermediate_size")))
+    if family.has_conv1d:
+        return (*family.aliases,)
+    keys = (*family.aliases, *ROPE_KEYS, "intermediate_size", "layer_types")
+    if "use_sliding_window" in family.fixed:
+        return (*keys, "sliding_window", "no_rope_layers")
+    return (*keys, "_sliding_window_pattern")

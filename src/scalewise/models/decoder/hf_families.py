@@ -5,8 +5,9 @@ The same tables convert weights and configs in both directions. They need no tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose, sqrt
 from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigError, ConfigIssue
@@ -27,8 +28,36 @@ LLAMA_OPTIONS: dict[str, object] = {
     "router_score": "softmax",
     "norm_topk": True,
     "balance_rate": 0.0,
+    "norm_placement": "pre",
+    "window": None,
+    "global_every": None,
+    "rope_local_theta": None,
+    "no_rope_every": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logit_divisor": 1.0,
 }
 """Options of the decoder that not every family has, with their values in Llama."""
+REQUIRED = object()
+"""Mark of a key without default."""
+ORIGINAL_CONTEXT = {"rope_original_context": ("original_max_position_embeddings", REQUIRED)}
+ROPE_PARAMETERS: dict[str, dict[str, tuple[str, object]]] = {
+    "llama3": {
+        "rope_factor": ("factor", REQUIRED),
+        "rope_low_frequency": ("low_freq_factor", REQUIRED),
+        "rope_high_frequency": ("high_freq_factor", REQUIRED),
+        **ORIGINAL_CONTEXT,
+    },
+    "linear": {"rope_factor": ("factor", REQUIRED)},
+    "yarn": {
+        "rope_factor": ("factor", REQUIRED),
+        "rope_low_frequency": ("beta_slow", 1.0),
+        "rope_high_frequency": ("beta_fast", 32.0),
+        "rope_attention_factor": ("attention_factor", None),
+        **ORIGINAL_CONTEXT,
+    },
+}
+"""Keys and defaults of the parameters of each ``rope_type``, by field of the decoder."""
 LLAMA_KEYS = {
     "vocabulary": "vocab_size",
     "width": "hidden_size",
@@ -68,6 +97,12 @@ QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
 }
 SILU, TANH_GELU = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_multiplier",
+    "logit_divisor": "logits_scaling",
+}
 NO_BIAS = dict.fromkeys(("attention_bias", "mlp_bias"), (False,))
 LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
@@ -98,6 +133,12 @@ QWEN_MOE_NAMES = {
         f"feedforward.experts.{name}": f"mlp.experts.{{expert}}.{name}_proj"
         for name in ("gate", "up", "down")
     },
+}
+POST_NORM_NAMES = {
+    **LLAMA_NAMES,
+    "attention_post_norm": "post_attention_layernorm",
+    "feedforward_norm": "pre_feedforward_layernorm",
+    "feedforward_post_norm": "post_feedforward_layernorm",
 }
 GPT2_NAMES = {
     "embedding": "transformer.wte",
@@ -145,17 +186,22 @@ class HFFamily:
 
     def required_options(self, spec: DecoderConfig) -> dict[str, object]:
         """Return the values of the options, and of head sizes that the family fixes."""
-        heads = {"kv_heads": spec.heads, "head_width": spec.width // spec.heads}
-        fixed_heads = {name: value for name, value in heads.items() if name not in self.keys}
-        options = {**LLAMA_OPTIONS, **self.options, **fixed_heads}
-        return {name: value for name, value in options.items() if name not in self.keys}
+        implied = {
+            "kv_heads": spec.heads,
+            "head_width": spec.width // spec.heads,
+            "attention_multiplier": 1 / sqrt(spec.head_size),
+        }
+        if self.model_type == "gemma3_text":
+            implied["embedding_multiplier"] = sqrt(spec.width)
+        required = {**LLAMA_OPTIONS, **self.options, **implied}
+        return {name: value for name, value in required.items() if name not in self.keys}
 
     def issues(self, spec: DecoderConfig) -> Iterator[ConfigIssue]:
         """Yield the options of a decoder that the family does not have."""
-        actual = {**vars(spec), "kv_heads": spec.key_heads, "head_width": spec.head_size}
+        actual = spec.resolved_fields
         reason = f"is not supported by Hugging Face's {self.title} (model.position={spec.position})"
         for name, value in self.required_options(spec).items():
-            if actual[name] != value:
+            if not is_equal(actual[name], value):
                 fix = f"set {format_override(f'model.{name}', value)}"
                 yield ConfigIssue(f"model.{name}", actual[name], reason, fix)
         if "experts" in self.keys and not spec.experts:
@@ -173,7 +219,13 @@ FAMILIES = (
     HFFamily(
         "mistral",
         "Mistral",
-        defaults={**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8},
+        keys={**LLAMA_KEYS, "window": "sliding_window"},
+        defaults={
+            **LLAMA_DEFAULTS,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
         fixed={"hidden_act": SILU, **NO_BIAS},
     ),
     HFFamily(
@@ -194,7 +246,12 @@ FAMILIES = (
     HFFamily(
         "mixtral",
         "Mixtral",
-        keys={**EXPERT_KEYS, "expert_dim": "intermediate_size", "experts": "num_local_experts"},
+        keys={
+            **EXPERT_KEYS,
+            "expert_dim": "intermediate_size",
+            "experts": "num_local_experts",
+            "window": "sliding_window",
+        },
         defaults={
             **LLAMA_DEFAULTS,
             "rms_norm_eps": 1e-5,
@@ -236,6 +293,79 @@ FAMILIES = (
             "mlp_only_layers": ([],),
         },
         QWEN_MOE_NAMES,
+    ),
+    HFFamily(
+        "olmo2",
+        "Olmo2",
+        {"qk_norm": "projection", "norm_placement": "post"},
+        NO_HEAD_WIDTH,
+        {**LLAMA_DEFAULTS, "vocab_size": 50304, "intermediate_size": 11008, "rms_norm_eps": 1e-5},
+        fixed={"hidden_act": SILU, "attention_bias": (False,)},
+        names=POST_NORM_NAMES,
+    ),
+    HFFamily(
+        "granite",
+        "Granite",
+        keys={**NO_HEAD_WIDTH, **GRANITE_MULTIPLIERS},
+        defaults={
+            **LLAMA_DEFAULTS,
+            "intermediate_size": 11008,
+            **dict.fromkeys(GRANITE_MULTIPLIERS.values(), 1.0),
+        },
+        fixed={"hidden_act": SILU, **NO_BIAS},
+    ),
+    HFFamily(
+        "smollm3",
+        "SmolLM3",
+        keys={**NO_HEAD_WIDTH, "no_rope_every": "no_rope_layer_interval"},
+        defaults={
+            "vocab_size": 128256,
+            "num_hidden_layers": 36,
+            "intermediate_size": 11008,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+        },
+        fixed={"hidden_act": SILU, **NO_BIAS, "use_sliding_window": (False,)},
+    ),
+    HFFamily(
+        "gemma3_text",
+        "Gemma3",
+        {
+            "norm": "zero_centered_rmsnorm",
+            "activation": "geglu",
+            "qk_norm": "head",
+            "norm_placement": "sandwich",
+        },
+        {
+            **LLAMA_KEYS,
+            "window": "sliding_window",
+            "global_every": "sliding_window_pattern",
+            "rope_local_theta": "rope_local_base_freq",
+            "attention_multiplier": "query_pre_attn_scalar",
+        },
+        {
+            "vocab_size": 262208,
+            "num_hidden_layers": 26,
+            "intermediate_size": 9216,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        fixed={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "final_logit_softcapping": (None,),
+            "attn_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False,),
+        },
+        names=POST_NORM_NAMES,
     ),
     HFFamily(
         "gpt2",
@@ -281,15 +411,32 @@ def find_family(spec: DecoderConfig) -> HFFamily:
 def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of a config.json; ``rope_scaling`` has precedence.
 
-    Before transformers 5, ``rope_theta`` was a key of its own next to ``rope_scaling``.
+    Before transformers 5, ``rope_theta`` was a key of its own next to ``rope_scaling``. Gemma 3 has
+    one table for each kind of layer; this is that of layers without a window.
     """
-    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    table = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    return dict(table.get("full_attention", table))
+
+
+def is_equal(actual: object, expected: object) -> bool:
+    """Whether two values of an option are equal, apart from the rounding of a float."""
+    if isinstance(actual, float) and isinstance(expected, float):
+        return isclose(actual, expected, rel_tol=1e-12)
+    return actual == expected
+
+
+def _interval(is_other: Sequence[object], key: str) -> int | None:
+    """Return every how many layers one is of the other kind; None: no layer is."""
+    interval = next((i for i, other in enumerate(is_other, start=1) if other), None)
+    if interval and any(bool(it) == bool(i % interval) for i, it in enumerate(is_other, start=1)):
+        raise ValueError(f"{key} is not periodic")
+    return interval
 
 
 def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``DecoderConfig`` that a config.json determines.
 
-    Further entries: ``rope_type`` and ``sliding_window``, if the family has them.
+    Further entry: ``rope_type``.
     """
     config = {family.aliases.get(key, key): value for key, value in config.items()}
     values = {**family.defaults, **config}
@@ -298,6 +445,18 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     implied = {"kv_heads": heads, "head_width": width // heads}
     fields |= {name: fields[name] or implied[name] for name in fields.keys() & implied}
     options = {**LLAMA_OPTIONS, **family.options}
+    if family.model_type == "gemma3_text":
+        options["embedding_multiplier"] = sqrt(width)
+        fields["attention_multiplier"] = 1 / sqrt(values["query_pre_attn_scalar"])
+        tables = config.get("rope_parameters") or {}
+        if "sliding_attention" in tables:
+            fields["rope_local_theta"] = tables["sliding_attention"].get("rope_theta", 1e4)
+        if config.get("layer_types"):
+            is_global = [kind != "sliding_attention" for kind in config["layer_types"]]
+            fields["global_every"] = _interval(is_global, "layer_types")
+    if config.get("no_rope_layers"):
+        skips = [not has_rope for has_rope in config["no_rope_layers"]]
+        fields["no_rope_every"] = _interval(skips, "no_rope_layers")
     if family.has_conv1d:
         return {**options, **fields, "feedforward": fields["feedforward"] or 4 * width}
     rope = rope_table(config)
@@ -305,28 +464,22 @@ def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     fields |= {
         "rope_theta": float(theta) if isinstance(theta, int) else theta,
-        "rope_scaling": rope_type == "llama3",
+        "rope_scaling": rope_type in ROPE_PARAMETERS,
         "rope_type": rope_type,
     }
-    if family.model_type in ("mistral", "mixtral"):
-        default = 4096 if family.model_type == "mistral" else None
-        fields["sliding_window"] = config.get("sliding_window", default)
-    if rope_type == "llama3":
-        context = rope.get(
-            "original_max_position_embeddings", config.get("max_position_embeddings")
-        )
-        fields |= {
-            "rope_factor": rope["factor"],
-            "rope_low_frequency": rope["low_freq_factor"],
-            "rope_high_frequency": rope["high_freq_factor"],
-            "rope_original_context": config.get("original_max_position_embeddings", context),
-        }
+    if rope_type in ROPE_PARAMETERS:
+        fields["rope_method"] = rope_type
+        original, maximum = "original_max_position_embeddings", "max_position_embeddings"
+        given = {original: config.get(maximum), **rope}
+        given |= {original: config[original]} if original in config else {}
+        for name, (key, default) in ROPE_PARAMETERS[rope_type].items():
+            fields[name] = given[key] if default is REQUIRED else given.get(key, default)
     return {**options, **fields}
 
 
 def write_config(family: HFFamily, spec: DecoderConfig) -> dict[str, Any]:
     """Return the ``config.json`` of a decoder."""
-    fields = {**vars(spec), **spec.resolved_fields}
+    fields = spec.resolved_fields
     prefix = family.title.replace("-", "")
     language_model = "GPT2LMHeadModel" if family.has_conv1d else f"{prefix}ForCausalLM"
     config = {
@@ -337,17 +490,19 @@ def write_config(family: HFFamily, spec: DecoderConfig) -> dict[str, Any]:
         **{key: values[0] for key, values in family.fixed.items()},
         "initializer_range": spec.initial_std,
         "tie_word_embeddings": spec.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if family.has_conv1d:
         return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": spec.rope_factor,
-        "low_freq_factor": spec.rope_low_frequency,
-        "high_freq_factor": spec.rope_high_frequency,
-        "original_max_position_embeddings": spec.rope_original_context,
+    if family.model_type == "gemma3_text":
+        config |= {"query_pre_attn_scalar": round(spec.attention_scale**-2)}
+        if spec.global_every is None:
+            config |= {"layer_types": ["sliding_attention"] * spec.layers}
+    if "no_rope_every" in family.keys:
+        config |= {"no_rope_layers": [int(spec.has_rope(layer)) for layer in range(spec.layers)]}
+    parameters = ROPE_PARAMETERS[spec.rope_method.value].items()
+    scaling = {"rope_type": spec.rope_method.value} | {
+        key: fields[name] for name, (key, _) in parameters if fields[name] is not None
     }
     return config | {
         "max_position_embeddings": spec.context,

@@ -10,6 +10,8 @@ class NormKind(StrEnum):
 
     rmsnorm = "rmsnorm"
     """RMSNorm (Zhang and Sennrich, 2019)."""
+    zero_centered_rmsnorm = "zero_centered_rmsnorm"
+    """RMSNorm whose factor is one plus the weight, which starts at zero (Gemma)."""
     layernorm = "layernorm"
     """LayerNorm (Ba et al., 2016)."""
 
@@ -28,6 +30,8 @@ class ActivationKind(StrEnum):
 
     swiglu = "swiglu"
     """``SiLU(gate) * up`` (Shazeer, 2020)."""
+    geglu = "geglu"
+    """``GELU(gate) * up`` with the tanh approximation (Gemma)."""
     gelu = "gelu"
     """GELU with the tanh approximation."""
 
@@ -39,3 +43,33 @@ class QKNorm(StrEnum):
     """No normalization."""
     head = "head"
     """Over the features of each head, with one weight for all heads (Qwen3, Gemma 3)."""
+    projection = "projection"
+    """Over the features of all heads (OLMo 2)."""
+
+
+class NormPlacement(StrEnum):
+    """Position of the norms in a block."""
+
+    pre = "pre"
+    """Before each sublayer: ``x + sublayer(norm(x))``."""
+    post = "post"
+    """After each sublayer: ``x + norm(sublayer(x))`` (OLMo 2)."""
+    sandwich = "sandwich"
+    """Before and after each sublayer: ``x + norm(sublayer(norm(x)))`` (Gemma 2 and 3)."""
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Sides of a sublayer that have a norm: ``before``, ``after`` or both."""
+        return {"pre": ("before",), "post": ("after",)}.get(self.value, ("before", "after"))
+
+
+class RopeScaling(StrEnum):
+    """Method that stretches the rotary wavelengths for longer contexts."""
+
+    llama3 = "llama3"
+    """Long wavelengths by the factor, short ones not at all (Llama 3.1)."""
+    linear = "linear"
+    """All wavelengths by the factor (Chen et al., 2023)."""
+    yarn = "yarn"
+    """As ``llama3`` with a ramp over the feature pairs, and larger attention scores (Peng et al.,
+    2023)."""

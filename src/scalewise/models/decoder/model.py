@@ -25,7 +25,7 @@ from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.attention import PrefixAttention, SelfAttention, build_rope_table
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import ActivationKind, PositionKind
+from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
 from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.models.decoder.norms import build_norm
 
@@ -40,6 +40,9 @@ class DecoderModule(ModelModule):
     """
 
     rope: Tensor | None
+    """Rotary table."""
+    local_rope: Tensor | None
+    """Rotary table of layers with a window; None: ``rope``."""
 
     def __init__(self, spec: DecoderConfig, stage: StageSlice) -> None:
         super().__init__()
@@ -52,13 +55,15 @@ class DecoderModule(ModelModule):
                 nn.Embedding(spec.context, spec.width) if learned and stage.is_first else None
             )
             self.blocks = nn.ModuleDict(
-                {str(layer): TransformerBlock(spec) for layer in stage.layers}
+                {str(layer): TransformerBlock(spec, layer) for layer in stage.layers}
             )
             self.norm = build_norm(spec) if stage.is_last else None
             self.head = build_head(spec) if stage.is_last else None
             shape = (2, spec.context, spec.head_size)
-            table = None if learned else torch.empty(shape, dtype=torch.float32)
-            self.register_buffer("rope", table, persistent=False)
+            for index, name in enumerate(("rope", "local_rope")):
+                is_used = index < spec.rope_tables
+                table = torch.empty(shape, dtype=torch.float32) if is_used else None
+                self.register_buffer(name, table, persistent=False)
         self.positions_T: Tensor | None = None
         self.prompt: PromptVectors | None = None
         self.prompt_tokens = self.prefix_tokens = 0
@@ -112,9 +117,13 @@ class DecoderModule(ModelModule):
             positions_T = positions_T + self.prefix_tokens
         if self.stage.is_first:
             x = self.embed(x, positions_T)
-        rope_2TD = self.rotation(positions_T)
-        for block in self.blocks.values():
-            x = block(x, rope_2TD, segments)
+        rope_2TD = None if self.rope is None else self.rope[:, positions_T]
+        local_rope_2TD = None if self.local_rope is None else self.local_rope[:, positions_T]
+        for name, block in self.blocks.items():
+            layer = int(name)
+            is_local = local_rope_2TD is not None and self.spec.layer_window(layer) is not None
+            layer_rope_2TD = local_rope_2TD if is_local else rope_2TD
+            x = block(x, layer_rope_2TD if self.spec.has_rope(layer) else None, segments)
         return self.unembed(x, labels_BT) if self.stage.is_last else x
 
     def segments(
@@ -132,15 +141,13 @@ class DecoderModule(ModelModule):
         assert self.embedding is not None
         x_BTW = cast(Tensor, self.embedding(tokens_BT))
         x_BTW = x_BTW.to(residual_dtype(x_BTW))
+        if self.spec.embedding_multiplier != 1.0:
+            x_BTW = x_BTW * self.spec.embedding_multiplier
         if self.prompt is not None:
             x_BTW = self.prompt(x_BTW)
         if self.position is not None:
             x_BTW = x_BTW + self.position(positions_T).to(x_BTW.dtype)
         return F.dropout(x_BTW, self.spec.dropout, self.training)
-
-    def rotation(self, positions_T: Tensor) -> Tensor | None:
-        """Return the input ``rope_2TD`` of ``apply_rope``; None with learned positions."""
-        return None if self.rope is None else self.rope[:, positions_T]
 
     def unembed(self, x_BTW: Tensor, labels_BT: Tensor | None) -> Tensor:
         """Return ``logits_BTV`` of the last block's output, or the loss of the labels."""
@@ -156,6 +163,8 @@ class DecoderModule(ModelModule):
         """Return ``logits_BTV`` of normalized features."""
         assert self.head is not None
         head: Callable[..., Tensor] = self.head if hooks else self.head.forward
+        if self.spec.logit_divisor != 1.0:
+            x_BTW = x_BTW / self.spec.logit_divisor
         if self.spec.tied:
             assert self.embedding is not None
             return head(x_BTW, self.embedding.weight)
@@ -167,7 +176,8 @@ class DecoderModule(ModelModule):
 
         Matrices are drawn from N(0, ``initial_std``^2). Those that write to the residual stream are
         scaled by ``1 / sqrt(2 layers)``, so that its variance does not grow with depth (Radford et
-        al. 2019, GPT-2, section 2.3). Norms are one, biases zero.
+        al. 2019, GPT-2, section 2.3). Norms are one, or zero if they are zero-centered; biases are
+        zero.
         """
         self.init_buffers()
         residual_std = self.spec.initial_std / sqrt(2 * self.spec.layers)
@@ -175,7 +185,8 @@ class DecoderModule(ModelModule):
             if isinstance(parameter, nn.Parameter) and name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif isinstance(parameter, nn.Parameter) and "norm" in name:
-                nn.init.ones_(parameter)
+                is_centered = self.spec.norm is NormKind.zero_centered_rmsnorm
+                nn.init.constant_(parameter, 0.0 if is_centered else 1.0)
             else:
                 writes_residual = name.endswith(("attention.output.weight", ".down.weight"))
                 std = residual_std if writes_residual else self.spec.initial_std
@@ -183,9 +194,13 @@ class DecoderModule(ModelModule):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the rotary table, which is not part of a checkpoint, and the biases of routers."""
+        """Fill the rotary tables, which are not in checkpoints, and the biases of routers."""
+        spec = self.spec
         if self.rope is not None:
-            self.rope.copy_(build_rope_table(self.spec))
+            table = build_rope_table(spec, spec.rope_theta, scales=spec.rope_scaling)
+            self.rope.copy_(table)
+        if self.local_rope is not None and spec.rope_local_theta is not None:
+            self.local_rope.copy_(build_rope_table(spec, spec.rope_local_theta, scales=False))
         for experts in find_mixtures(self):
             experts.init_buffers()
 
@@ -211,13 +226,16 @@ class PromptVectors(nn.Module):
 class TransformerBlock(nn.Module):
     """Transformer block: ``x_BTW, rope_2TD, segments -> x_BTW``."""
 
-    def __init__(self, spec: DecoderConfig) -> None:
+    def __init__(self, spec: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.dropout = spec.dropout
-        self.attention_norm = build_norm(spec)
-        self.attention = SelfAttention(spec)
-        self.feedforward_norm = build_norm(spec)
+        self.dropout, self.multiplier = spec.dropout, spec.residual_multiplier
+        has_norm = {side: side in spec.norm_placement.sides for side in ("before", "after")}
+        self.attention_norm = build_norm(spec) if has_norm["before"] else nn.Identity()
+        self.attention = SelfAttention(spec, layer)
+        self.attention_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
+        self.feedforward_norm = build_norm(spec) if has_norm["before"] else nn.Identity()
         self.feedforward = build_feedforward(spec)
+        self.feedforward_post_norm = build_norm(spec) if has_norm["after"] else nn.Identity()
 
     def forward(
         self,
@@ -226,37 +244,45 @@ class TransformerBlock(nn.Module):
         segments: AttentionSegments | None = None,
     ) -> Tensor:
         """Return the residual stream after this layer."""
-        x_BTW = x_BTW + self._dropout(
-            self.attention(self.attention_norm(x_BTW), rope_2TD, segments)
+        x_BTW = x_BTW + self._scale(
+            self.attention_post_norm(self.attention(self.attention_norm(x_BTW), rope_2TD, segments))
         )
-        return x_BTW + self._dropout(self.feedforward(self.feedforward_norm(x_BTW)))
+        return x_BTW + self._scale(
+            self.feedforward_post_norm(self.feedforward(self.feedforward_norm(x_BTW)))
+        )
 
-    def _dropout(self, x_BTW: Tensor) -> Tensor:
-        return F.dropout(x_BTW, self.dropout, self.training)
+    def _scale(self, branch_BTW: Tensor) -> Tensor:
+        branch_BTW = F.dropout(branch_BTW, self.dropout, self.training)
+        return branch_BTW if self.multiplier == 1.0 else branch_BTW * self.multiplier
 
 
 def build_feedforward(spec: DecoderConfig) -> nn.Module:
     """Return the feedforward of a block, dense or of experts."""
     if spec.experts:
         hidden = spec.shared_experts * spec.hidden_dim
-        return MixtureOfExperts(spec, SwiGLUFeedForward(spec, hidden) if hidden else None)
-    if spec.activation is ActivationKind.swiglu:
-        return SwiGLUFeedForward(spec, spec.feedforward)
+        return MixtureOfExperts(spec, GatedFeedForward(spec, hidden) if hidden else None)
+    if spec.has_gate:
+        return GatedFeedForward(spec, spec.feedforward)
     return GELUFeedForward(spec)
 
 
-class SwiGLUFeedForward(nn.Module):
-    """SwiGLU feedforward: ``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
+class GatedFeedForward(nn.Module):
+    """Gated feedforward: ``x_BTW -> down(activation(gate(x)) * up(x))`` (Shazeer 2020)."""
 
     def __init__(self, spec: DecoderConfig, hidden: int) -> None:
         super().__init__()
+        self.is_gelu = spec.activation is ActivationKind.geglu
         self.gate = nn.Linear(spec.width, hidden, bias=spec.bias)
         self.up = nn.Linear(spec.width, hidden, bias=spec.bias)
         self.down = nn.Linear(hidden, spec.width, bias=spec.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Return ``x_BTW``."""
-        return cast(Tensor, self.down(F.silu(self.gate(x_BTW)) * self.up(x_BTW)))
+        # No local variables: they would live until ``down`` returns.
+        return cast(Tensor, self.down(self._activate(self.gate(x_BTW)) * self.up(x_BTW)))
+
+    def _activate(self, gate_BTF: Tensor) -> Tensor:
+        return F.gelu(gate_BTF, approximate="tanh") if self.is_gelu else F.silu(gate_BTF)
 
 
 class GELUFeedForward(nn.Module):

@@ -11,20 +11,29 @@ from scalewise.models.op_graph import OpWork
 class NormOps(AdapterOps):
     """Adds RMSNorm and LayerNorm to an operator graph."""
 
-    def add_norm(self, name: str, x: int) -> int:
-        """Add a norm of the residual stream."""
+    def add_norm(self, name: str, x: int, *, keeps_input: bool = False) -> int:
+        """Add a norm of the residual stream, or of the output of a sublayer.
+
+        ``keeps_input``: whether only the call of the norm keeps its input alive.
+        """
         forward_spec, spec = self.forward_spec, self.spec
         element_bytes = forward_spec.residual_element_bytes
         return self._add_norm(
-            name, x, spec.norm, forward_spec.residual_tokens, spec.width, element_bytes
+            name,
+            x,
+            spec.norm,
+            forward_spec.residual_tokens,
+            spec.width,
+            element_bytes,
+            keeps_input=keeps_input,
         )
 
-    def add_head_norm(self, name: str, x: int) -> int:
-        """Add the RMSNorm of the heads of queries or keys."""
+    def add_head_norm(self, name: str, x: int, width: int) -> int:
+        """Add the RMSNorm of queries or keys, over ``width`` features."""
         element_bytes = self.forward_spec.compute_element_bytes
-        rows = self.graph.sizes[x] // element_bytes // self.spec.head_size
+        rows = self.graph.sizes[x] // element_bytes // width
         return self._add_norm(
-            name, x, NormKind.rmsnorm, rows, self.spec.head_size, element_bytes, is_head_norm=True
+            name, x, NormKind.rmsnorm, rows, width, element_bytes, keeps_input=True
         )
 
     def _add_norm(
@@ -36,7 +45,7 @@ class NormOps(AdapterOps):
         width: int,
         element_bytes: int,
         *,
-        is_head_norm: bool = False,
+        keeps_input: bool = False,
     ) -> int:
         forward_spec, graph, trains = self.forward_spec, self.graph, self.is_trained(name)
         size, small = graph.sizes[x], rows * FP32
@@ -63,7 +72,7 @@ class NormOps(AdapterOps):
         mean = graph.add_op(OpWork.pointwise, (square,), small)
         root = graph.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
         # The composite operator keeps them until it returns; a residual stream is live anyway.
-        live_tensors = (*dict.fromkeys((x, fp32)), root) if is_head_norm else ()
+        live_tensors = (*dict.fromkeys((x, fp32)), root) if keeps_input else ()
         scaled = graph.add_op(
             OpWork.pointwise,
             (fp32, root),

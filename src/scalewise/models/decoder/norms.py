@@ -16,10 +16,15 @@ class RMSNorm(nn.RMSNorm):
     Autocast would return fp32 on CUDA, and save an fp32 copy of the input for the backward pass.
     """
 
+    def __init__(self, size: int, spec: DecoderConfig) -> None:
+        super().__init__(size, eps=spec.norm_epsilon)
+        self.is_zero_centered = spec.norm is NormKind.zero_centered_rmsnorm
+
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Return normalized features."""
         assert self.weight is not None
-        weight_W = self.weight.to(x_BTW.dtype)
+        weight_W = self.weight + 1.0 if self.is_zero_centered else self.weight
+        weight_W = weight_W.to(x_BTW.dtype)
         with without_autocast(x_BTW):
             return F.rms_norm(x_BTW, self.normalized_shape, weight_W, self.eps)
 
@@ -37,6 +42,6 @@ class LayerNorm(nn.LayerNorm):
 
 def build_norm(spec: DecoderConfig) -> nn.Module:
     """Return the normalization layer over the last dim, with a weight per feature."""
-    if spec.norm is NormKind.rmsnorm:
-        return RMSNorm(spec.width, eps=spec.norm_epsilon)
-    return LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)
+    if spec.norm is NormKind.layernorm:
+        return LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)
+    return RMSNorm(spec.width, spec)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scalewise.models.decoder.attention_ops import AttentionOps
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.kinds import ActivationKind, PositionKind, QKNorm
+from scalewise.models.decoder.kinds import PositionKind, QKNorm
 from scalewise.models.decoder.moe_ops import ExpertOps
 from scalewise.models.decoder.norm_ops import NormOps
 from scalewise.models.linear_ops import FP32
@@ -36,13 +36,12 @@ def _decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelO
     )
     block.add_block()
     head.add_head()
-    has_rope = spec.position is PositionKind.rope
     shared_bytes = (
         2
         * prompted.tokens_per_sequence
         * spec.head_size
         * forward_spec.rope_element_bytes
-        * has_rope
+        * spec.rope_tables
     )
     if forward_spec.sequence_packing:  # each sequence has its own positions
         shared_bytes *= forward_spec.sequences
@@ -73,6 +72,8 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
         x = graph.add_op(OpWork.pointwise, (), looked_up, weight_gradient_bytes=weight)
         if looked_up != size:
             x = self.add_cast(x, size)
+        if spec.embedding_multiplier != 1.0:
+            x = graph.add_op(OpWork.pointwise, (x,), size)
         x = (
             self._add_prompt(x)
             if forward_spec.prompt_tokens
@@ -93,10 +94,16 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
     def add_block(self, *, input_requires_grad: bool = True) -> None:
         """Add one block; ``input_requires_grad``: whether anything before it is trained."""
         x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
-        x2 = self._add_residual(x, self._add_attention_sublayer(self.add_norm("attention_norm", x)))
-        self._add_residual(
-            x2, self._add_feedforward_sublayer(self.add_norm("feedforward_norm", x2))
-        )
+        for name, add_sublayer in (
+            ("attention", self._add_attention_sublayer),
+            ("feedforward", self._add_feedforward_sublayer),
+        ):
+            norm, post_norm = f"{name}_norm", f"{name}_post_norm"
+            normed = self.add_norm(norm, x) if norm in self.spec.block_norms else x
+            branch = add_sublayer(normed)
+            if post_norm in self.spec.block_norms:
+                branch = self.add_norm(post_norm, branch, keeps_input=True)
+            x = self._add_residual(x, branch)
 
     def add_head(self) -> None:
         """Add the final norm and the logits, with the loss if it is chunked."""
@@ -114,6 +121,8 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
                 (features,),
                 forward_spec.num_tokens * spec.width * forward_spec.residual_element_bytes,
             )
+        if spec.logit_divisor != 1.0:
+            features = self.graph.add_op(OpWork.pointwise, (features,), self.graph.sizes[features])
         if 0 < forward_spec.loss_chunk < forward_spec.num_tokens:
             self._add_chunked_loss(features)
         else:
@@ -237,6 +246,8 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
 
     def _add_residual(self, x: int, branch: int) -> int:
         branch = self.add_dropout(branch, self.spec.dropout)
+        if self.spec.residual_multiplier != 1.0:
+            branch = self.graph.add_op(OpWork.pointwise, (branch,), self.graph.sizes[branch])
         return self.graph.add_op(
             OpWork.pointwise, (x, branch), self.graph.sizes[x], shares_gradient=True
         )
@@ -251,8 +262,11 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
             for name, out_features, _, _ in spec.linear_layers[:3]
         )
         if spec.qk_norm is not QKNorm.none:
-            query = self.add_head_norm("attention.query_norm", query)
-            key = self.add_head_norm("attention.key_norm", key)
+            query_size, key_size = spec.qk_norm_sizes
+            query = self.add_head_norm("attention.query_norm", query, query_size)
+            key = self.add_head_norm("attention.key_norm", key, key_size)
+        if spec.attention_multiplier is not None:
+            query = self.graph.add_op(OpWork.pointwise, (query,), self.graph.sizes[query])
         if spec.position is PositionKind.rope:
             query, key = self.add_rope(query), self.add_rope(key)
         mixed = self.add_attention(query, key, value)
@@ -283,7 +297,7 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
         spec, graph, bias = self.spec, self.graph, self.spec.bias
         features = self.add_all_gather(normed)
         hidden_width = width // self.forward_spec.tensor_ranks
-        if spec.activation is ActivationKind.swiglu:
+        if spec.has_gate:
             gate = self.add_adapted_linear(
                 f"{name}.gate", features, spec.width, hidden_width, bias=bias
             )

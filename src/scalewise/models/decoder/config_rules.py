@@ -1,0 +1,97 @@
+"""Rules between the fields of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.errors import ConfigIssue
+from scalewise.models.decoder.hf_config_check import config_issues
+from scalewise.models.decoder.kinds import ActivationKind, PositionKind
+from scalewise.typed_override import format_override
+
+if TYPE_CHECKING:
+    from scalewise.models.decoder.config import DecoderConfig
+
+
+def decoder_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
+    """Yield config issues of the architecture, and of pretrained weights that do not exist."""
+    positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
+    positive += [
+        "classes",
+        "kv_heads",
+        "head_width",
+        "rope_theta",
+        "rope_factor",
+        "rope_low_frequency",
+        "rope_high_frequency",
+        "rope_original_context",
+        "norm_epsilon",
+        "initial_std",
+        "rope_attention_factor",
+        "rope_local_theta",
+        "no_rope_every",
+        "window",
+        "global_every",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logit_divisor",
+    ]
+    values = {name: getattr(spec, name) for name in positive}
+    invalid = [name for name, value in values.items() if value is not None and value <= 0]
+    for name in invalid:
+        # A field without a default is not an attribute of the class.
+        default = getattr(type(spec), name, 1)
+        fix = f"set {format_override(f'model.{name}', default)}"
+        yield _issue(spec, name, "must be positive", fix)
+    if not invalid:
+        yield from _shape_issues(spec)
+        yield from spec.validate_experts()
+    if not 0 <= spec.dropout < 1:
+        yield _issue(spec, "dropout", "is not in [0, 1)", "set model.dropout=0")
+    is_ordered = 0 < spec.rope_low_frequency < spec.rope_high_frequency
+    if spec.rope_scaling and not (
+        is_ordered and min(spec.rope_factor, spec.rope_original_context) >= 1
+    ):
+        reason = (
+            "requires rope_factor >= 1, rope_original_context >= 1 "
+            "and 0 < rope_low_frequency < rope_high_frequency"
+        )
+        yield _issue(spec, "rope_scaling", reason, "set model.rope_scaling=false")
+    if spec.weights is not None and not Path(spec.weights).exists():
+        fix = "set model.weights=PATH of a folder with safetensors files, or model.weights=null"
+        yield _issue(spec, "weights", "does not exist", fix)
+    elif spec.weights is not None and not invalid:
+        yield from config_issues(spec.resolved_fields, spec.context, spec.weights)
+
+
+def _shape_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
+    if spec.classes is not None and spec.tied:
+        reason = "requires model.classes=null: a tied head has one output per token id"
+        yield _issue(spec, "tied", reason, "set model.tied=false")
+    if spec.head_width is None and spec.width % spec.heads:
+        fix = f"set model.width={spec.heads * (spec.width // spec.heads + 1)}"
+        yield _issue(spec, "width", f"is not divisible by model.heads={spec.heads}", fix)
+    if spec.heads % spec.key_heads:
+        reason = f"does not divide model.heads={spec.heads}"
+        yield _issue(spec, "kv_heads", reason, "set model.kv_heads=null")
+    for name in ("global_every", "rope_local_theta"):
+        if getattr(spec, name) is not None and spec.window is None:
+            reason = "requires model.window, the window of the other layers"
+            yield _issue(spec, name, reason, f"set model.{name}=null")
+    if spec.position is PositionKind.rope and spec.head_size % 2:
+        reason = f"rotary position embedding requires an even head width, not {spec.head_size}"
+        fix = f"set model.head_width={spec.head_size + 1}"
+        yield _issue(spec, "head_width", reason, fix)
+
+    for name, value in {"activation": ActivationKind.swiglu, "bias": False}.items():
+        if spec.experts is not None and getattr(spec, name) != value:
+            reason = "is not supported with model.experts, which are SwiGLU without biases"
+            fix = f"set {format_override(f'model.{name}', value)}"
+            yield _issue(spec, name, reason, fix)
+
+
+def _issue(spec: DecoderConfig, field: str, reason: str, fix: str) -> ConfigIssue:
+    return ConfigIssue(f"model.{field}", getattr(spec, field), reason, fix)
