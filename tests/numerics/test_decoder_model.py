@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.build import build_model
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.hf_families import find_family, write_config
+from scalewise.models.decoder.hf_config_json import write_config
+from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.state_dict_adapter import (
     export_folder,
     from_hf_state_dict,

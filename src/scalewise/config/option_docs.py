@@ -108,8 +108,8 @@ class PackedOptions:
 HYDRA_OPTIONS: Mapping[str, Mapping[str, tuple[str, Sequence[type]]]] = {
     "hydra/sweeper": {
         "basic": ("Grid: all combinations of the values on the command line.", [GridOptions]),
-        "optuna": ("Hyperparameter search with Optuna.", [AxisOptions, SearchConfig]),
         "cases": ("Named cases with overrides and expected outcomes.", [CasesOptions]),
+        "optuna": ("Hyperparameter search with Optuna.", [AxisOptions, SearchConfig]),
         "screen": ("Fractional factorial of factors with two levels.", [ScreeningDesign]),
     },
     "hydra/launcher": {

@@ -30,13 +30,8 @@ from transformers.activations import ACT2FN
 from scalewise.models.build import build_model
 from scalewise.models.decoder import hf_config_check
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.hf_families import (
-    FAMILY_BY_TYPE,
-    GPT2_ALIASES,
-    SILU,
-    TANH_GELU,
-    read_fields,
-)
+from scalewise.models.decoder.hf_config_json import read_fields
+from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, GPT2_ALIASES, SILU, TANH_GELU
 from scalewise.models.decoder.kinds import ActivationKind, NormKind, PositionKind
 from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
 

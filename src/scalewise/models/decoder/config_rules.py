@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scalewise.errors import ConfigIssue
+from scalewise.models.decoder.architecture import DecoderArchitecture
 from scalewise.models.decoder.hf_config_check import config_issues
 from scalewise.models.decoder.kinds import ActivationKind, PositionKind
 from scalewise.typed_override import format_override
 
-if TYPE_CHECKING:
-    from scalewise.models.decoder.config import DecoderConfig
 
-
-def decoder_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
+def decoder_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
     """Yield config issues of the architecture, and of pretrained weights that do not exist."""
     positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
     positive += [
@@ -67,7 +64,7 @@ def decoder_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
         yield from config_issues(spec.resolved_fields, spec.context, spec.weights)
 
 
-def _shape_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
+def _shape_issues(spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
     if spec.classes is not None and spec.tied:
         reason = "requires model.classes=null: a tied head has one output per token id"
         yield _issue(spec, "tied", reason, "set model.tied=false")
@@ -93,5 +90,5 @@ def _shape_issues(spec: DecoderConfig) -> Iterator[ConfigIssue]:
             yield _issue(spec, name, reason, fix)
 
 
-def _issue(spec: DecoderConfig, field: str, reason: str, fix: str) -> ConfigIssue:
+def _issue(spec: DecoderArchitecture, field: str, reason: str, fix: str) -> ConfigIssue:
     return ConfigIssue(f"model.{field}", getattr(spec, field), reason, fix)

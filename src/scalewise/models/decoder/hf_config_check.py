@@ -9,15 +9,8 @@ from typing import Any
 
 from scalewise import regular_files
 from scalewise.errors import ConfigIssue, format_value
-from scalewise.models.decoder.hf_families import (
-    FAMILY_BY_TYPE,
-    LLAMA_OPTIONS,
-    ROPE_PARAMETERS,
-    HFFamily,
-    is_equal,
-    read_fields,
-    rope_table,
-)
+from scalewise.models.decoder.hf_config_json import ROPE_PARAMETERS, read_fields, rope_table
+from scalewise.models.decoder.hf_families import FAMILY_BY_TYPE, LLAMA_OPTIONS, HFFamily, is_equal
 from scalewise.typed_override import format_override
 
 KEY = "model.weights"

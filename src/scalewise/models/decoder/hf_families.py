@@ -1,20 +1,18 @@
 """Hugging Face's families of decoders: the options, config keys and module names of each.
 
-The same tables convert weights and configs in both directions. They need no torch.
+``hf_config_json.py`` and ``state_dict_adapter.py`` convert configs and weights by these tables, in
+both directions. They need no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isclose, sqrt
-from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.models.decoder.architecture import DecoderArchitecture
 from scalewise.typed_override import format_override
-
-if TYPE_CHECKING:
-    from scalewise.models.decoder.config import DecoderConfig
 
 LLAMA_OPTIONS: dict[str, object] = {
     "position": "rope",
@@ -38,26 +36,6 @@ LLAMA_OPTIONS: dict[str, object] = {
     "logit_divisor": 1.0,
 }
 """Options of the decoder that not every family has, with their values in Llama."""
-REQUIRED = object()
-"""Mark of a key without default."""
-ORIGINAL_CONTEXT = {"rope_original_context": ("original_max_position_embeddings", REQUIRED)}
-ROPE_PARAMETERS: dict[str, dict[str, tuple[str, object]]] = {
-    "llama3": {
-        "rope_factor": ("factor", REQUIRED),
-        "rope_low_frequency": ("low_freq_factor", REQUIRED),
-        "rope_high_frequency": ("high_freq_factor", REQUIRED),
-        **ORIGINAL_CONTEXT,
-    },
-    "linear": {"rope_factor": ("factor", REQUIRED)},
-    "yarn": {
-        "rope_factor": ("factor", REQUIRED),
-        "rope_low_frequency": ("beta_slow", 1.0),
-        "rope_high_frequency": ("beta_fast", 32.0),
-        "rope_attention_factor": ("attention_factor", None),
-        **ORIGINAL_CONTEXT,
-    },
-}
-"""Keys and defaults of the parameters of each ``rope_type``, by field of the decoder."""
 LLAMA_KEYS = {
     "vocabulary": "vocab_size",
     "width": "hidden_size",
@@ -184,7 +162,7 @@ class HFFamily:
     has_conv1d: bool = False
     """Whether the weights of linear layers are stored transposed, as GPT-2's ``Conv1D``."""
 
-    def required_options(self, spec: DecoderConfig) -> dict[str, object]:
+    def required_options(self, spec: DecoderArchitecture) -> dict[str, object]:
         """Return the values of the options, and of head sizes that the family fixes."""
         implied = {
             "kv_heads": spec.heads,
@@ -196,7 +174,7 @@ class HFFamily:
         required = {**LLAMA_OPTIONS, **self.options, **implied}
         return {name: value for name, value in required.items() if name not in self.keys}
 
-    def issues(self, spec: DecoderConfig) -> Iterator[ConfigIssue]:
+    def issues(self, spec: DecoderArchitecture) -> Iterator[ConfigIssue]:
         """Yield the options of a decoder that the family does not have."""
         actual = spec.resolved_fields
         reason = f"is not supported by Hugging Face's {self.title} (model.position={spec.position})"
@@ -389,7 +367,7 @@ FAMILIES = (
 FAMILY_BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
-def find_family(spec: DecoderConfig) -> HFFamily:
+def find_family(spec: DecoderArchitecture) -> HFFamily:
     """Return the first family with the architecture of a decoder.
 
     Raises:
@@ -408,111 +386,8 @@ def find_family(spec: DecoderConfig) -> HFFamily:
     raise ConfigError(closest)
 
 
-def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters of a config.json; ``rope_scaling`` has precedence.
-
-    Before transformers 5, ``rope_theta`` was a key of its own next to ``rope_scaling``. Gemma 3 has
-    one table for each kind of layer; this is that of layers without a window.
-    """
-    table = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    return dict(table.get("full_attention", table))
-
-
 def is_equal(actual: object, expected: object) -> bool:
     """Whether two values of an option are equal, apart from the rounding of a float."""
     if isinstance(actual, float) and isinstance(expected, float):
         return isclose(actual, expected, rel_tol=1e-12)
     return actual == expected
-
-
-def _interval(is_other: Sequence[object], key: str) -> int | None:
-    """Return every how many layers one is of the other kind; None: no layer is."""
-    interval = next((i for i, other in enumerate(is_other, start=1) if other), None)
-    if interval and any(bool(it) == bool(i % interval) for i, it in enumerate(is_other, start=1)):
-        raise ValueError(f"{key} is not periodic")
-    return interval
-
-
-def read_fields(family: HFFamily, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``DecoderConfig`` that a config.json determines.
-
-    Further entry: ``rope_type``.
-    """
-    config = {family.aliases.get(key, key): value for key, value in config.items()}
-    values = {**family.defaults, **config}
-    fields = {name: values.get(key) for name, key in family.keys.items()}
-    heads, width = values[family.keys["heads"]], values[family.keys["width"]]
-    implied = {"kv_heads": heads, "head_width": width // heads}
-    fields |= {name: fields[name] or implied[name] for name in fields.keys() & implied}
-    options = {**LLAMA_OPTIONS, **family.options}
-    if family.model_type == "gemma3_text":
-        options["embedding_multiplier"] = sqrt(width)
-        fields["attention_multiplier"] = 1 / sqrt(values["query_pre_attn_scalar"])
-        tables = config.get("rope_parameters") or {}
-        if "sliding_attention" in tables:
-            fields["rope_local_theta"] = tables["sliding_attention"].get("rope_theta", 1e4)
-        if config.get("layer_types"):
-            is_global = [kind != "sliding_attention" for kind in config["layer_types"]]
-            fields["global_every"] = _interval(is_global, "layer_types")
-    if config.get("no_rope_layers"):
-        skips = [not has_rope for has_rope in config["no_rope_layers"]]
-        fields["no_rope_every"] = _interval(skips, "no_rope_layers")
-    if family.has_conv1d:
-        return {**options, **fields, "feedforward": fields["feedforward"] or 4 * width}
-    rope = rope_table(config)
-    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    fields |= {
-        "rope_theta": float(theta) if isinstance(theta, int) else theta,
-        "rope_scaling": rope_type in ROPE_PARAMETERS,
-        "rope_type": rope_type,
-    }
-    if rope_type in ROPE_PARAMETERS:
-        fields["rope_method"] = rope_type
-        original, maximum = "original_max_position_embeddings", "max_position_embeddings"
-        given = {original: config.get(maximum), **rope}
-        given |= {original: config[original]} if original in config else {}
-        for name, (key, default) in ROPE_PARAMETERS[rope_type].items():
-            fields[name] = given[key] if default is REQUIRED else given.get(key, default)
-    return {**options, **fields}
-
-
-def write_config(family: HFFamily, spec: DecoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of a decoder."""
-    fields = spec.resolved_fields
-    prefix = family.title.replace("-", "")
-    language_model = "GPT2LMHeadModel" if family.has_conv1d else f"{prefix}ForCausalLM"
-    config = {
-        "architectures": [f"{prefix}ForSequenceClassification" if spec.classes else language_model],
-        **_labels(spec),
-        "model_type": family.model_type,
-        **{key: fields[name] for name, key in family.keys.items()},
-        **{key: values[0] for key, values in family.fixed.items()},
-        "initializer_range": spec.initial_std,
-        "tie_word_embeddings": spec.tied,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-    if family.has_conv1d:
-        return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout)
-    if family.model_type == "gemma3_text":
-        config |= {"query_pre_attn_scalar": round(spec.attention_scale**-2)}
-        if spec.global_every is None:
-            config |= {"layer_types": ["sliding_attention"] * spec.layers}
-    if "no_rope_every" in family.keys:
-        config |= {"no_rope_layers": [int(spec.has_rope(layer)) for layer in range(spec.layers)]}
-    parameters = ROPE_PARAMETERS[spec.rope_method.value].items()
-    scaling = {"rope_type": spec.rope_method.value} | {
-        key: fields[name] for name, (key, _) in parameters if fields[name] is not None
-    }
-    return config | {
-        "max_position_embeddings": spec.context,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling if spec.rope_scaling else None,
-        "attention_dropout": spec.dropout,
-    }
-
-
-def _labels(spec: DecoderConfig) -> dict[str, Any]:
-    """Return transformers' label names of a classification head."""
-    names = {str(index): f"LABEL_{index}" for index in range(spec.classes or 0)}
-    return {"id2label": names, "label2id": {n: int(i) for i, n in names.items()}} if names else {}

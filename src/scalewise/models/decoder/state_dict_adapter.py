@@ -20,7 +20,8 @@ from scalewise.models import build, init, safetensors_files
 from scalewise.models.base import StageSlice
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import DecoderConfig
-from scalewise.models.decoder.hf_families import find_family, write_config
+from scalewise.models.decoder.hf_config_json import write_config
+from scalewise.models.decoder.hf_families import find_family
 from scalewise.models.decoder.model import DecoderModule
 from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
 
