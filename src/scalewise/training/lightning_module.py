@@ -18,7 +18,7 @@ from scalewise.data.dataloader import Batch
 from scalewise.lr_schedules import ScheduleConfig
 from scalewise.metric_names import SOURCE_LOSS
 from scalewise.models.base_module import ModelModule
-from scalewise.models.decoder.moe import find_mixtures
+from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.objectives import GRPO, ObjectiveConfig
 from scalewise.objectives.losses import count_targets
 from scalewise.run_config import RunConfig
@@ -50,6 +50,7 @@ class TrainingModule(LightningModule):
 
     model: nn.Module
     _model_parameters: list[nn.Parameter]
+    _mixtures: list[MixtureOfExperts]
 
     def __init__(self, run: RunConfig, steps: int, sources: Sequence[str] = ()) -> None:
         super().__init__()
@@ -146,6 +147,7 @@ class TrainingModule(LightningModule):
         """Optimizer of the run, and its schedule, stepped once per optimizer step."""
         optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
         self._model_parameters = [*self.model.parameters()]
+        self._mixtures = find_mixtures(self.model)
         schedule = build_lr_scheduler(self.run.schedule, optimizer, self.num_steps)
         return {
             "optimizer": optimizer,
@@ -170,13 +172,12 @@ class TrainingModule(LightningModule):
 
         Checkpoints of a step are written before ``on_train_batch_end``, and contain the biases.
         """
-        mixtures = find_mixtures(self.model)
-        if not mixtures:
+        if not self._mixtures:
             return
-        self.last_expert_counts = torch.stack([mixture.counts for mixture in mixtures])
-        loads_LE = torch.stack([mixture.load for mixture in mixtures])
+        self.last_expert_counts = torch.stack([mixture.counts for mixture in self._mixtures])
+        loads_LE = torch.stack([mixture.load for mixture in self._mixtures])
         self.parallel_strategy.sum_over_data_ranks(loads_LE)
-        for mixture, load_E in zip(mixtures, loads_LE, strict=True):
+        for mixture, load_E in zip(self._mixtures, loads_LE, strict=True):
             mixture.balance(load_E)
             mixture.reset_counts()
 
