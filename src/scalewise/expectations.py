@@ -149,7 +149,7 @@ def parse_cases(cases: object, only: object = None) -> tuple[list[SweepCase], li
     """
     key = "hydra.sweeper.cases"
     if not isinstance(cases, Mapping) or not cases:
-        fix = f"set +{key}={{NAME: {{overrides: KEY=VALUE, expect: {{status: ok}}}}}}"
+        fix = f"set '+{key}={{NAME: {{overrides: KEY=VALUE, expect: {{status: ok}}}}}}'"
         return [], [ConfigIssue(key, cases, "must be a mapping of names to cases", fix)]
     issues: list[ConfigIssue] = []
     parsed = [_parse_case(f"{key}.{name}", str(name), case, issues) for name, case in cases.items()]

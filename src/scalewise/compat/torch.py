@@ -15,6 +15,7 @@ __all__ = [
     "ATTENTION_OPS",
     "CAST_OP",
     "COLLECTIVE_NAMESPACES",
+    "GROUPED_MATMUL_OP",
     "READ_SCALAR_OP",
     "VARLEN_ATTENTION_OP",
     "DevicelessFakeTensorMode",
@@ -112,6 +113,9 @@ with private:
         }
     )
     """Operators of ``scaled_dot_product_attention``; their public function is not an operator."""
+
+    GROUPED_MATMUL_OP = torch.ops.aten._grouped_mm
+    """Operator of ``torch.nn.functional.grouped_mm``."""
 
 VARLEN_ATTENTION_OP = "torch_attn::_varlen_attn"
 """Operator of ``torch.nn.attention.varlen``, whose import loads ``torch._dynamo``."""

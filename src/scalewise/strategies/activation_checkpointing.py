@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from scalewise.compat.torch import (
     ATTENTION_OPS,
+    GROUPED_MATMUL_OP,
     VARLEN_ATTENTION_OP,
 )
 from scalewise.compat.torch_distributed import SAVED_COLLECTIVES
@@ -32,7 +33,7 @@ from scalewise.torch_compile import Compile, CompileScope
 
 MATMUL_OPS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 SEGMENT_OPS = (torch.ops.scalewise.varlen_attention_cpu,)
-EXPERT_OPS = (torch.ops.scalewise.grouped_mm, torch.ops.aten._grouped_mm)
+EXPERT_OPS = (torch.ops.scalewise.grouped_mm, GROUPED_MATMUL_OP)
 SAVED_OPS = (
     frozenset(op.default for op in (*MATMUL_OPS, *ATTENTION_OPS, *SEGMENT_OPS, *EXPERT_OPS))
     | SAVED_COLLECTIVES

@@ -188,6 +188,14 @@ def test_lower_right_bias_exists_within_a_fake_tensor_mode() -> None:
         assert F.scaled_dot_product_attention(query, key, key, bias).shape == query.shape
 
 
+def test_grouped_matmul_operator_is_that_of_grouped_mm() -> None:
+    rows, matrices = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2, 8, 8).bfloat16()
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    with RecordOps() as mode:
+        F.grouped_mm(rows, matrices, offs=ends)
+    assert compat_torch.GROUPED_MATMUL_OP.default in mode.ops
+
+
 def test_varlen_attention_operator_has_its_name() -> None:
     from torch.nn.attention import varlen
 

@@ -59,6 +59,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
         "data=hf": [f"data.path={tmp_path}"],
+        "mixture": ["+data@data.sources.one.data=synthetic"],
         "model=hf": [*RANDOM_LLAMA],
         "schedule_free": ["schedule=constant"],
         "objective=module": [BORING_MODULE],

@@ -55,7 +55,12 @@ TYPES: list[RejectionCase] = [
     (["optimizer.lr="], "optimizer.lr", "is not a number", "0.0003"),
     (["optimizer.lr=null"], "optimizer.lr", "cannot be null", "0.0003"),
     (["optimizer.fused=maybe"], "optimizer.fused", "not true or false", ""),
-    (["model.norm=layernrm"], "model.norm", "not one of rmsnorm, layernorm", "mean layernorm?"),
+    (
+        ["model.norm=layernrm"],
+        "model.norm",
+        "not one of rmsnorm, zero_centered_rmsnorm, layernorm",
+        "mean layernorm?",
+    ),
     (["tracking.mode=9"], "tracking.mode", "auto, online, offline, disabled", "auto"),
     (["tracking.tags=a"], "tracking.tags", "is not a list", "'tracking.tags=[a]'"),
     (["model.weights={a: 1}"], "model.weights", "is not a string", ""),

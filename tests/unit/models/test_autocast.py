@@ -78,7 +78,7 @@ def test_norm_without_autocast_equals_that_of_torch() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_norm_compiles_without_graph_breaks(enabled: bool) -> None:
     """A graph break at each norm leaves most of a compiled block to eager kernels."""
-    norm = torch.compile(RMSNorm(8), backend="eager", fullgraph=True)
+    norm = torch.compile(RMSNorm(8, LLAMA), backend="eager", fullgraph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         assert norm(torch.ones(2, 8)).dtype is torch.float32
     torch.compiler.reset()

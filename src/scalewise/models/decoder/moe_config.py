@@ -64,8 +64,6 @@ class ExpertsConfig:
 
     def validate_experts(self) -> Iterator[ConfigIssue]:
         """Yield issues of the fields of a mixture of experts."""
-        if self.experts is None:
-            return
         for name in ("experts", "experts_per_token", "expert_dim"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -75,7 +73,7 @@ class ExpertsConfig:
             if getattr(self, name) < 0:
                 value, fix = getattr(self, name), f"set model.{name}=0"
                 yield ConfigIssue(f"model.{name}", value, "must be 0 or more", fix)
-        if 0 < self.experts < self.experts_per_token:
+        if self.experts is not None and 0 < self.experts < self.experts_per_token:
             reason = f"exceeds model.experts={self.experts}"
             fix = f"set model.experts_per_token={self.experts}"
             yield ConfigIssue("model.experts_per_token", self.experts_per_token, reason, fix)
