@@ -255,16 +255,17 @@ class OpGraphWriter(AttentionOps, NormOps, ExpertOps):
     def _add_attention_sublayer(self, normed: int) -> int:
         spec, forward_spec = self.spec, self.forward_spec
         features, ranks = self.add_all_gather(normed), forward_spec.tensor_ranks
-        query, key, value = (
-            self.add_adapted_linear(
+        heads = []
+        for (name, out_features, _, _), width in zip(
+            spec.linear_layers[:3], (*spec.qk_norm_sizes, None), strict=True
+        ):
+            x = self.add_adapted_linear(
                 name, features, spec.width, out_features // ranks, bias=spec.has_bias(name)
             )
-            for name, out_features, _, _ in spec.linear_layers[:3]
-        )
-        if spec.qk_norm is not QKNorm.none:
-            query_size, key_size = spec.qk_norm_sizes
-            query = self.add_head_norm("attention.query_norm", query, query_size)
-            key = self.add_head_norm("attention.key_norm", key, key_size)
+            if spec.qk_norm is not QKNorm.none and width is not None:
+                x = self.add_head_norm(f"{name}_norm", x, width)
+            heads.append(x)
+        query, key, value = heads
         if spec.attention_multiplier is not None:
             query = self.graph.add_op(OpWork.pointwise, (query,), self.graph.sizes[query])
         if spec.position is PositionKind.rope:
