@@ -1,0 +1,138 @@
+"""Strategy search: options that change training, and single changes of the best runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scalewise.commands import show_search
+from scalewise.planner.alternatives import neighbor_alternatives
+from scalewise.planner.search import SearchResult
+from scalewise.run_config import RunConfig
+from scalewise.typed_override import replace_overrides
+
+Compose = Callable[..., RunConfig]
+FindStrategies = Callable[..., SearchResult]
+
+SMALL_RUN = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
+
+
+def test_search_keeps_full_training_if_it_fits(find_strategies: FindStrategies) -> None:
+    best = find_strategies("memory", *SMALL_RUN).best
+    assert best is not None
+    assert best.training_overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("hardware=h100",), "bf16_mixed"),
+        (("hardware=h100", "precision=fp32"), None),
+        (("hardware=v100",), None),
+        (("hardware=h100", "precision=bf16_true"), None),
+    ],
+)
+def test_search_leads_with_bf16_where_a_gpu_has_it(
+    overrides: tuple[str, ...],
+    expected: str | None,
+    find_strategies: FindStrategies,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = (SMALL_RUN[0], *SMALL_RUN[2:], *overrides)
+    result = find_strategies("memory", *small)
+    assert result.best is not None
+    assert ("precision=bf16_mixed" in result.best.overrides) == (expected is not None)
+    assert result.best.training_overrides == ()
+    show_search.print_search(result)
+    assert ("set precision=fp32 for fp32" in capsys.readouterr().out) == (expected is not None)
+    layout = find_strategies("layout", *small).best
+    assert layout is not None
+    assert not any(override.startswith("precision") for override in layout.overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unchanged", "changed"),
+    [
+        (
+            (
+                *("hardware=h100", "hardware.devices_per_node=2"),
+                *("parallelism=pipeline", "parallelism.pipeline=2"),
+            ),
+            {
+                f"parallelism.pipeline_schedule={schedule}"
+                for schedule in (
+                    *("gpipe", "interleaved_1f1b"),
+                    *("interleaved_zero_bubble", "zbv_zero_bubble"),
+                )
+            }
+            | {"optimizer=adamw_paged"},
+            {"precision=fp8", "optimizer=adamw_8bit"},
+        ),
+        (
+            (
+                *("hardware=a100_80g", "hardware.devices_per_node=2"),
+                *("parallelism=fsdp", "parallelism.shards=2"),
+            ),
+            {
+                *("parallelism.shard=optimizer", "parallelism.shard=gradients"),
+                "parallelism.cpu_offload=true",
+            },
+            {"optimizer=adamw_8bit"},
+        ),
+        (
+            ("hardware=a100_80g", "precision=bf16_true", "trainer.clip_norm=null"),
+            {"optimizer.offload=true", "optimizer.in_backward=true", "optimizer=adamw_paged"},
+            {"optimizer=adamw_8bit", "optimizer=adafactor"},
+        ),
+        (("hardware=a100_80g", "optimizer=adamw"), set(), set()),
+    ],
+    ids=["pipeline", "shards", "single", "typed"],
+)
+def test_search_refines_the_best_runs(
+    overrides: tuple[str, ...],
+    unchanged: set[str],
+    changed: set[str],
+    find_strategies: FindStrategies,
+    compose: Compose,
+) -> None:
+    request = (SMALL_RUN[0], *SMALL_RUN[2:], *overrides)
+    result = find_strategies("all", *request)
+    refined = {one.refinement[0]: one for one in result.candidates if one.refinement}
+    trained = {one.training_overrides: one for one in result.candidates if one.training_overrides}
+    assert set(refined) == unchanged
+    for key, candidate in (refined | {key: trained[(key,)] for key in changed}).items():
+        composed = compose(*replace_overrides(request, candidate.overrides), check_machine=False)
+        for group in ("optimizer", "precision", "memory", "parallelism", "trainer"):
+            assert getattr(composed, group) == getattr(candidate.run, group), (key, group)
+    assert result.best is not None
+    assert result.best.training_overrides == ()
+
+
+def test_search_proposes_an_adapter_if_nothing_else_fits(find_strategies: FindStrategies) -> None:
+    overrides = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
+    all_of = find_strategies("memory", *overrides)
+    assert all_of.best is not None
+    assert "adapter=lora" in all_of.best.overrides
+    assert all(
+        candidate.training_overrides for candidate in all_of.candidates if candidate.is_acceptable
+    )
+
+
+def test_search_separates_changed_training(
+    find_strategies: FindStrategies, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_of = find_strategies("memory", *SMALL_RUN)
+    assert all_of.best in all_of.pareto_front
+    assert not any(candidate.training_overrides for candidate in all_of.pareto_front)
+    assert all(candidate.training_overrides for candidate in all_of.changed_training_front)
+    reasons_by_value = {
+        it.value: it.reason for it in neighbor_alternatives(all_of) if it.choice == "training"
+    }
+    assert reasons_by_value["adapter=lora"].endswith("% less time, but changes the training")
+    assert not any("-" in reason for reason in reasons_by_value.values())
+    show_search.print_search(all_of)
+    stdout = capsys.readouterr().out
+    heads = ("\nUnchanged training: Pareto", "\nChanged training: Pareto")
+    last = "\nBest time with unchanged training: single"
+    assert 0 < stdout.find(heads[0]) < stdout.find(heads[1]) < stdout.find(last)
