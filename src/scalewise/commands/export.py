@@ -9,6 +9,7 @@ from scalewise.commands import export_config, run_arguments
 from scalewise.console import print_lines
 from scalewise.errors import ConfigIssue
 from scalewise.export import AdapterExport, check_target_free
+from scalewise.interop.translation import LIBRARIES
 
 DEFAULTS = {"to": "", "step": "last", "adapter": AdapterExport.merged.value}
 
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
 
     ``accelerate`` or ``deepspeed`` instead of a folder print the config of a composed run.
     """
-    if arguments and arguments[0] in export_config.LIBRARIES:
+    if arguments and arguments[0] in LIBRARIES:
         return export_config.export_config(arguments[0], list(arguments[1:]))
     issues = []
     adapter_format = run_arguments.parse_options(arguments).get("adapter", AdapterExport.merged)

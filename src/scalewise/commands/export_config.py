@@ -14,8 +14,6 @@ from scalewise.errors import ConfigError
 from scalewise.interop.accelerate_export import accelerate_config
 from scalewise.run_config import RunConfig
 
-LIBRARIES = ("accelerate", "deepspeed")
-
 
 class ExportConfigCommand(Command):
     """Print the config file of another library, and on stderr what it does not say."""

@@ -11,8 +11,7 @@ from scalewise import bounded_yaml, regular_files
 from scalewise.console import print_lines
 from scalewise.errors import ConfigError, did_you_mean
 from scalewise.interop import accelerate_import, deepspeed_import
-
-LIBRARIES = ("accelerate", "deepspeed")
+from scalewise.interop.translation import LIBRARIES
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if library == "accelerate":
         translation = accelerate_import.translate(_read_yaml(path), path.parent)
     else:
-        translation = deepspeed_import.translate(accelerate_import.read_json(path))
+        translation = deepspeed_import.translate(deepspeed_import.read_file(path))
     print_lines(translation.command())
     if translation.notes:
         print_lines("without a counterpart:", stderr=True)

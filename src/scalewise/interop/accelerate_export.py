@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
+from scalewise.interop.translation import ExternalConfig
 from scalewise.memory_config import FixedCheckpointing
 from scalewise.models.op_graph import Recompute
 from scalewise.parallelism.ddp import DDPConfig
@@ -15,16 +14,6 @@ from scalewise.parallelism.single import SingleConfig
 from scalewise.precision.config import Float8, FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.torch_compile import CompileScope
-
-
-@dataclass
-class ExternalConfig:
-    """Config file of another library, and what it does not say."""
-
-    values: dict[str, object] = field(default_factory=dict)
-    """Content of the file."""
-    notes: list[str] = field(default_factory=list)
-    """Settings of the run without a counterpart in the file."""
 
 
 def accelerate_config(run: RunConfig) -> ExternalConfig:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from scalewise import regular_files
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigIssue
 from scalewise.interop import deepspeed_import
 from scalewise.interop.translation import KeyReader, Translation
 
@@ -174,7 +172,7 @@ def _translate_deepspeed(
 ) -> None:
     path = section.take("deepspeed_config_file")
     if path is not None:
-        values = read_json(folder / str(path))
+        values = deepspeed_import.read_file(folder / str(path))
     else:
         zero: dict[str, object] = {"stage": section.take_number("zero_stage", 2)}
         for key in ("offload_optimizer", "offload_param"):
@@ -274,14 +272,3 @@ def _translate_launch(reader: KeyReader, ranks: int, nodes: int, translation: Tr
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
     )
-
-
-def read_json(path: Path) -> Mapping[str, object]:
-    """Read a JSON object. Raises ``ConfigError`` if that is not possible."""
-    try:
-        values = json.loads(regular_files.read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError.for_key("", "", f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError.for_key("", "", f"{path} is no JSON object")
-    return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalewise.errors import ConfigError
-from scalewise.interop.accelerate_export import ExternalConfig
+from scalewise.interop.translation import ExternalConfig
 from scalewise.lr_schedules import ConstantConfig, CosineConfig, LinearConfig
 from scalewise.optimizers.config import AdamWConfig
 from scalewise.parallelism.deepspeed import DeepSpeedConfig

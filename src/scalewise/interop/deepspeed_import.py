@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
+from scalewise import regular_files
+from scalewise.errors import ConfigError
 from scalewise.interop.translation import KeyReader, Translation
 from scalewise.units import MIB
 
@@ -27,6 +31,17 @@ REASONS = {
     "warmup_type": "the warm-up is linear",
 }
 """Reason why a key has no counterpart."""
+
+
+def read_file(path: Path) -> Mapping[str, object]:
+    """Read a config file. Raises ``ConfigError`` if that is not possible."""
+    try:
+        values = json.loads(regular_files.read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError.for_key("", "", f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError.for_key("", "", f"{path} is no JSON object")
+    return values
 
 
 def translate(config: Mapping[str, object]) -> Translation:

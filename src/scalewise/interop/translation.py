@@ -1,4 +1,4 @@
-"""Translation of an external config: what it becomes, and what has no counterpart."""
+"""What a config of another library becomes, what a run becomes there, and what is left out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Self
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.typed_override import command_line, override, shell_word
 
+LIBRARIES = ("accelerate", "deepspeed")
+"""Libraries whose configs are translated in both directions."""
 AUTO = "auto"
 """Value of keys that Hugging Face's trainer fills in."""
 
@@ -39,6 +41,16 @@ class Translation:
         if not self.torchrun:
             return line
         return f"torchrun {' '.join(map(shell_word, self.torchrun))} -m {line}"
+
+
+@dataclass
+class ExternalConfig:
+    """Config file of another library, and what it does not say."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    """Content of the file."""
+    notes: list[str] = field(default_factory=list)
+    """Settings of the run without a counterpart in the file."""
 
 
 class KeyReader:

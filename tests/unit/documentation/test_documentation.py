@@ -12,7 +12,7 @@ from fixtures.documentation import COMMAND, DOCUMENTS, FENCE, ROOT, Block, block
 
 from scalewise.bench import record
 from scalewise.bench.options import BenchOptions, split_options
-from scalewise.commands import explain, export_config
+from scalewise.commands import explain
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
 from scalewise.commands.usage import COMMANDS, EXAMPLES
 from scalewise.config import app, paths
@@ -20,6 +20,7 @@ from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.config.option_docs import group_summaries
 from scalewise.errors import ConfigError
+from scalewise.interop.translation import LIBRARIES
 from scalewise.launch import sweep_resume
 from scalewise.planner.plan import plan_record
 
@@ -107,7 +108,7 @@ def test_documented_commands_compose(
         )
         return
     composes = command in ("train", "plan", "verify", "wandb-sweep")
-    if command == "export" and words[:1] and words[0] in export_config.LIBRARIES:
+    if command == "export" and words[:1] and words[0] in LIBRARIES:
         composes = bool(words.pop(0))
     elif command in ("evaluate", "export"):
         defaults = import_module(f"scalewise.commands.{command}").DEFAULTS

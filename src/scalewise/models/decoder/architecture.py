@@ -117,6 +117,11 @@ class DecoderArchitecture(ExpertsConfig, ModelConfig):
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def hidden_dim(self) -> int:
+        """Width of the hidden layer of an expert, in features."""
+        return self.expert_dim or self.feedforward
+
+    @property
     def query_width(self) -> int:
         """Features of all query heads of one token, also of the attention output."""
         return self.heads * self.head_size

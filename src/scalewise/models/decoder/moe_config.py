@@ -53,11 +53,6 @@ class ExpertsConfig:
     of an expert below the mean load grows, and that of one above shrinks (DeepSeek-V3)."""
 
     @property
-    def hidden_dim(self) -> int:
-        """Width of the hidden layer of an expert, in features."""
-        return self.expert_dim or self.feedforward  # type: ignore[attr-defined]  # of the decoder
-
-    @property
     def routed_experts(self) -> int:
         """Number of routed experts; 0 if the feedforward is dense."""
         return self.experts or 0
