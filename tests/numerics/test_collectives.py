@@ -12,12 +12,13 @@ import torch.distributed as dist
 from fixtures.cli_runner import RunDir
 from fixtures.hf_checkpoints import NO_SEQUENCE_PARALLEL, HFCheckpoints
 from fixtures.job_runner import JobRunner
-from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER
+from fixtures.strategies import GEMMA3, GPT2, LLAMA, STRATEGIES, TINY_DECODER, mesh
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
 from scalewise.models.build import build_model
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.planner.communication import list_collectives
 from scalewise.run_config import RunConfig
 from scalewise.strategies.ddp import CONSTANT_BUFFERS
@@ -171,6 +172,62 @@ def test_collectives_of_other_architectures_equal_prediction(
     assert_collectives_equal(
         (*TINY_DECODER, *THIRD_STEP, *options), JobRunner(tmp_path, shared_cache)
     )
+
+
+EXPERTS = ("model.experts=4", "model.expert_dim=16", "model.shared_experts=1")
+EXPERT_STRATEGIES = {
+    "expert": mesh(shards=2, expert=2),
+    "expert_shards": mesh(shards=4, expert=2),
+    "expert_replicate": mesh(replicate=2, shards=2, expert=2),
+    "expert_pipeline": mesh(pipeline=2, shards=2, expert=2),
+    "expert_context": mesh(shards=2, context=2, expert=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option"),
+    [
+        pytest.param(
+            strategy,
+            option,
+            marks=() if (strategy, option) == ("expert_shards", "none") else pytest.mark.exhaustive,
+        )
+        for strategy in EXPERT_STRATEGIES
+        for option in ("none", "full", "selective", "lora", "loss")
+    ],
+)
+def test_collectives_of_expert_parallelism_equal_prediction(
+    strategy: str, option: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    """The router decides how many tokens a rank sends; all ranks together send all."""
+    overrides = (
+        *TINY_DECODER,
+        *THIRD_STEP,
+        *LLAMA,
+        *EXPERTS,
+        *EXPERT_STRATEGIES[strategy],
+        *RUN_OPTIONS[option],
+        "trainer.micro_batch=2",
+    )
+    if option == "none":
+        overrides = (*overrides, "model.balance_rate=0.01")
+    run = compose(overrides)
+    folder = JobRunner(tmp_path, shared_cache).without_defaults(*overrides)
+    token_bytes = {"expected": 0, "actual": 0}
+    assert isinstance(run.model, DecoderConfig)
+    for rank in range(run.world_size):
+        expected, actual = predicted_collectives(run, rank), recorded_collectives(folder, rank)
+        group = run.parallelism.ranks_along(("expert",), rank)
+        counts = {"expected": 0, "actual": 0}
+        for name, messages in (("expected", expected), ("actual", actual)):
+            for key in [key for key in messages if key[:2] == ("all_to_all", group)]:
+                if key[2] > run.model.routed_experts * 4:  # tokens, and not their numbers
+                    counts[name] += messages[key]
+                    token_bytes[name] += key[2] * messages.pop(key)
+        assert actual == expected, f"rank {rank}"
+        assert counts["actual"] == counts["expected"], f"rank {rank}"
+    assert token_bytes["actual"] >= token_bytes["expected"]
+    assert token_bytes["actual"] == pytest.approx(token_bytes["expected"], rel=0.2)
 
 
 @pytest.mark.parametrize(

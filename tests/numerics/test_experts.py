@@ -184,11 +184,28 @@ EQUAL_STRATEGIES = {
     "zero_bubble": (STRATEGIES["pipeline_zbv_zero_bubble"], 4, LOSSES),
     "checkpointing": (("parallelism=fsdp", "memory=checkpoint_full"), 2, LOSSES),
     "context": (STRATEGIES["context"], 4, ()),
+    "expert": (mesh(shards=2, expert=2), 2, LOSSES),
+    "expert_shards": (mesh(shards=4, expert=2), 1, LOSSES),
+    "expert_replicate": (mesh(replicate=2, shards=2, expert=2), 1, LOSSES),
+    "expert_hsdp": (mesh(replicate=2, shards=2, context=2, expert=2), 1, ()),
+    "expert_context": (mesh(context=2, expert=2), 4, ()),
+    "expert_shards_context": (mesh(shards=2, context=2, expert=4), 2, ()),
+    "expert_pipeline": (mesh(pipeline=2, shards=2, expert=2), 2, LOSSES),
+    "expert_zero_bubble": (
+        (*mesh(pipeline=2, context=2, expert=2), "parallelism.pipeline_schedule=zbv_zero_bubble"),
+        4,
+        (),
+    ),
+    "expert_zero1": ((*mesh(shards=2, expert=2), "parallelism.shard=optimizer"), 2, LOSSES),
+    "expert_offload": ((*mesh(shards=2, expert=2), "parallelism.cpu_offload=true"), 2, LOSSES),
+    "expert_checkpointing": ((*mesh(shards=2, expert=2), "memory=checkpoint_full"), 2, LOSSES),
+    "expert_selective": ((*mesh(shards=2, expert=2), "memory=checkpoint_selective"), 2, LOSSES),
+    "expert_compile": ((*mesh(shards=2, expert=2), "compile=block"), 2, LOSSES),
     "deepspeed_zero2": (STRATEGIES["deepspeed_zero2"], 2, ()),
     "deepspeed_zero3": (STRATEGIES["deepspeed_zero3"], 2, ()),
 }
 """Strategies with the micro-batch size, three of which are a step, and losses of the router."""
-IN_CI = ("pipeline_shards",)
+IN_CI = ("pipeline_shards", "expert_shards")
 
 
 @pytest.mark.parametrize(
@@ -217,19 +234,41 @@ def test_experts_under_a_strategy_equal_one_device(
         assert run.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
 
 
+ONE_DEVICE = ("trainer.micro_batch=12",)
+ON_TWO_RANKS = (*mesh(shards=2, expert=2), "trainer.micro_batch=3")
+ON_FOUR_RANKS = (*mesh(shards=4, expert=2), "trainer.micro_batch=3")
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline_one_f_one_b"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ONE_DEVICE, (*STRATEGIES["ddp"], "trainer.micro_batch=2")),
+        (ONE_DEVICE, (*STRATEGIES["fsdp"], "trainer.micro_batch=2")),
+        (ONE_DEVICE, (*STRATEGIES["pipeline_one_f_one_b"], "trainer.micro_batch=2")),
+        (ONE_DEVICE, ON_FOUR_RANKS),
+        (ON_FOUR_RANKS, ONE_DEVICE),
+        (ON_FOUR_RANKS, ON_TWO_RANKS),
+        (ON_TWO_RANKS, (*mesh(pipeline=2, shards=2), "trainer.micro_batch=2")),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_checkpoints_with_experts_resume_under_another_strategy(
-    strategy: str, tmp_path: Path, shared_cache: Path
+    first: tuple[str, ...],
+    second: tuple[str, ...],
+    optimizer: str,
+    tmp_path: Path,
+    shared_cache: Path,
 ) -> None:
     """Biases of the choice are part of a checkpoint."""
     run_job = JobRunner(tmp_path, shared_cache)
     train = (*TINY_DECODER, *SGD[:-2], *BATCHES["clipped"], *WITH_EXPERTS, *LOSSES)
     train = (*train, "trainer.max_steps=4", "trainer.validate_every=null", "checkpoint.every=2")
-    full_run = run_job.without_defaults(*train, "trainer.micro_batch=12")
-    resumed = run_job.without_defaults(
-        *train, *STRATEGIES[strategy], "trainer.micro_batch=2", resume=full_run.checkpoint(2)
-    )
+    if optimizer == "adamw":
+        train = (*(it for it in train if not it.startswith("optimizer")), "optimizer=adamw")
+    full_run = run_job.without_defaults(*train, *first)
+    resumed = run_job.without_defaults(*train, *second, resume=full_run.checkpoint(2))
     assert resumed.column("train/loss") == pytest.approx(full_run.column("train/loss"), rel=1e-5)
     expected, actual = full_run.weights(), resumed.weights()
     biases = [name for name in expected if name.endswith("feedforward.bias")]

@@ -15,7 +15,7 @@ from scalewise.plain_console import get_console, styled_text
 from scalewise.plan_config import UnfitPolicy
 from scalewise.planner import host_memory
 from scalewise.planner.bottleneck import bottleneck_hint
-from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.fit_check import UNBALANCED_LOAD, FitStatus
 from scalewise.planner.host_memory import checkpoint_bytes, node_memory
 from scalewise.planner.plan import Plan, SweepTotals
 from scalewise.planner.step_time import step_part_title
@@ -96,6 +96,11 @@ def print_plan(plan: Plan) -> None:
             else "memory=auto"
         )
         console.print(f"{key}: {' '.join(plan.overrides)}")
+    if fit.unbalanced_peak:
+        console.print(
+            f"With balanced experts; {format_bytes(fit.unbalanced_peak)} if those of a rank "
+            f"receive {UNBALANCED_LOAD:g} times the mean load"
+        )
     if fit.unmodeled_memory and fit.traced_peak is None:
         console.print(
             f"Not included: {fit.unmodeled_memory}; set plan.method=trace to include it",

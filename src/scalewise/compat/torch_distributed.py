@@ -25,6 +25,7 @@ __all__ = [
     "all_to_all",
     "clear_sharding_caches",
     "fsdp_parameters",
+    "fsdp_placement",
     "functional_collectives",
     "gradient_metadata",
     "init_fake_process_group",
@@ -83,8 +84,26 @@ if not TYPE_CHECKING:
 @private.reads("_fsdp_param_group", "_get_fsdp_state", "fsdp_params")
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
     """Parameters with their buffers of an FSDP module; the public API returns shards only."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return list(group.fsdp_params) if group else []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def fsdp_placement(mesh: DeviceMesh) -> Any:
+    """Result of a ``shard_placement_fn`` that shards a parameter over another mesh.
+
+    The documentation of ``fully_shard`` names its class, which no public module has. The mesh has
+    one axis, or one of replicas before it. torch 2.11 does not have it.
+    """
+    common = "torch.distributed.fsdp._fully_shard._fsdp_common"
+    if mesh.ndim == 1:
+        info = private.get(f"{common}:FSDPMeshInfo")(mesh, shard_mesh_dim=0)
+    else:
+        hybrid = private.get(f"{common}:HSDPMeshInfo")
+        info = hybrid(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return private.get(f"{common}:ShardPlacementResult")(None, info)
 
 
 @private.reads("_unsharded_param", "sharded_param")

@@ -53,6 +53,9 @@ class Weight:
     """Whether the optimizer updates it."""
     element_bytes: int | None = None
     """Bytes per element, for weights with a dtype of their own; None: the dtype of the run."""
+    expert_ranks: int = 1
+    """Number of the sharding ranks that have parts of a stacked weight of experts; ``shape`` is
+    that of one part."""
 
     @property
     def numel(self) -> int:
@@ -61,7 +64,11 @@ class Weight:
 
     def shard_numel(self, ranks: int) -> int:
         """Return the elements that one of ``ranks`` ranks stores of a weight sharded by dim 0."""
-        return ceil(self.shape[0] / ranks) * prod(self.shape[1:])
+        return ceil(self.shape[0] / self.num_shards(ranks)) * prod(self.shape[1:])
+
+    def num_shards(self, ranks: int) -> int:
+        """Return the number of shards of ``shape`` over ``ranks`` ranks."""
+        return max(1, ranks // self.expert_ranks)
 
     def shard_bytes(self, element_bytes: int, ranks: int = 1) -> int:
         """Return the bytes of one shard; ``element_bytes``: that of the run's dtype."""

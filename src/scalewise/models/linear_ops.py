@@ -30,12 +30,14 @@ class LinearOps:
         trains: bool = True,
         tokens: int | None = None,
         matrices: int = 1,
+        scales_gradient: bool = False,
         live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Add a linear layer; under autocast with the casts of its weight, bias and input.
 
         ``matrices``: number of stacked matrices, each token being multiplied by one of them. Their
-        cast is freed after the matmul; autocast keeps that of a single one.
+        cast is freed after the matmul; autocast keeps that of a single one. ``scales_gradient``:
+        whether the gradient of the weight is multiplied by a number, out of place.
         """
         forward_spec, graph = self.forward_spec, self.graph
         tokens = tokens or forward_spec.num_tokens
@@ -67,6 +69,7 @@ class LinearOps:
                 trained_numel * forward_spec.gradient_element_bytes,
             ),
             weight_gradient_first=not bias,
+            backward_scratch=trained_numel * forward_spec.compute_element_bytes * scales_gradient,
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=flops * (graph.requires_grad[x] + trains),

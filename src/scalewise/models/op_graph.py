@@ -84,6 +84,10 @@ class ForwardSpec:
     """Whether tensor-parallel ranks shard the logits in the loss."""
     context_ranks: int = 1
     """Context-parallel degree: ranks that shard the tokens of a sequence."""
+    expert_ranks: int = 1
+    """Expert-parallel degree: ranks that exchange the tokens of their experts."""
+    expert_load: float = 1.0
+    """Tokens of the experts of this rank, relative to the mean over expert-parallel ranks."""
     gathers_keys: bool = False
     """Whether context-parallel ranks all-gather keys and values; otherwise they shard heads."""
     has_frozen_weights: bool = False

@@ -33,14 +33,16 @@ def build_parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups, one for all parameters with the same settings.
 
-    With ``in_backward``, one per parameter.
+    With ``in_backward``, one per parameter. Parameters on another device mesh, such as experts,
+    have their own: batched updates take tensors of one mesh.
     """
     parameters: dict[tuple[object, ...], list[nn.Parameter]] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, object]] = {}
     for weight, parameter in named_weights:
         if parameter.requires_grad:
             settings = config.group_settings(weight)
-            key = (*settings.items(), weight.name * config.in_backward)
+            mesh = getattr(parameter, "device_mesh", None)
+            key = (*settings.items(), weight.name * config.in_backward, mesh)
             parameters.setdefault(key, []).append(parameter)
             settings_by_key[key] = settings
     return [{"params": parameters[key], **settings_by_key[key]} for key in parameters]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any, Self
 
 from scalewise.errors import ConfigIssue
@@ -15,6 +15,9 @@ from scalewise.registry import register_option
 
 AXES = ("pipeline", "replicate", "shards", "context", "tensor")
 """Mesh axes, outermost first; the last axis communicates most and has adjacent ranks."""
+
+EXPERT_AXES = ("pipeline", "replicate", "expert_shards", "expert", "tensor")
+"""Axes of the mesh of routed experts: ``shards`` x ``context`` is factored in another way."""
 
 AUTO = "auto"
 
@@ -96,6 +99,10 @@ class MeshConfig(ParallelismConfig):
     tensor: Size = 1
     """Tensor parallel size, in ranks; they partition every matrix (Megatron-LM, 2019). auto: all
     remaining devices."""
+    expert: int = 1
+    """Expert parallel size, in ranks; each stores some experts of ``model.experts`` and receives
+    their tokens by all-to-all. They are ranks of ``shards`` x ``context``, whose product it
+    divides: other weights stay sharded over all of these (GShard, Lepikhin et al., 2020)."""
     shard: ShardedState = ShardedState.parameters
     """Model state that stays partitioned within a step: ``optimizer`` (ZeRO-1), ``gradients``
     (ZeRO-2) or ``parameters`` (ZeRO-3)."""
@@ -135,6 +142,18 @@ class MeshConfig(ParallelismConfig):
     def sizes(self) -> dict[str, int]:
         """Resolved size of each axis, outermost first."""
         return {axis: size for axis in AXES if isinstance(size := getattr(self, axis), int)}
+
+    @property
+    def parameter_shards(self) -> int:
+        """``shards`` x ``context``: ranks that partition each parameter."""
+        return self.sizes.get("shards", 1) * self.sizes.get("context", 1)
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Size of each axis of the mesh of routed experts, outermost first."""
+        expert_shards = self.parameter_shards // self.expert
+        sizes = self.sizes | {"expert_shards": expert_shards, "expert": self.expert}
+        return {axis: sizes[axis] for axis in EXPERT_AXES}
 
     @property
     def world_size(self) -> int:
@@ -228,7 +247,7 @@ class MeshConfig(ParallelismConfig):
     def shrink(self) -> Self:
         """Return the config with at most two ranks along each axis."""
         sizes: dict[str, Any] = {axis: min(size, 2) for axis, size in self.sizes.items()}
-        return replace(self, **sizes)
+        return replace(self, **sizes, expert=min(self.expert, 2))
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield a config issue for each invalid size and for an invalid schedule."""
@@ -240,6 +259,13 @@ class MeshConfig(ParallelismConfig):
             size = getattr(self, axis)
             if size != AUTO and not (isinstance(size, int) and size >= 1):
                 yield ConfigIssue(f"parallelism.{axis}", size, "must be 1 or more, or auto")
+        if self.expert < 1:
+            yield ConfigIssue("parallelism.expert", self.expert, "must be 1 or more")
+        elif not open_axes and self.parameter_shards % self.expert:
+            reason = f"does not divide shards x context, which is {self.parameter_shards}"
+            divisor = gcd(self.parameter_shards, self.expert)
+            fix = f"set parallelism.expert={divisor}, or parallelism.shards={self.expert}"
+            yield ConfigIssue("parallelism.expert", self.expert, reason, fix)
         if self.one_rank_mesh and not open_axes and self.world_size > 1:
             reason = f"the mesh has {self.world_size} ranks"
             fix = "set parallelism.one_rank_mesh=false"
@@ -281,7 +307,7 @@ class MeshConfig(ParallelismConfig):
     @property
     def shards_parameters(self) -> bool:
         """Whether sharding or tensor parallelism leaves a rank a shard of each matrix."""
-        return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1
+        return self.parameter_shards * self.sizes["tensor"] > 1
 
     @property
     def has_gatherable_shards(self) -> bool:
@@ -302,8 +328,7 @@ class MeshConfig(ParallelismConfig):
         Nodes contain consecutive ranks; ranks along the last axis are adjacent.
         """
         group_size, ranks_per_node, stride = 1, 1, 1
-        for axis in reversed(AXES):
-            size = self.sizes[axis]
+        for axis, size in reversed(self._sizes_with(axes).items()):
             if axis in axes:
                 group_size *= size
                 ranks_per_node *= min(size, max(1, (devices_per_node or self.world_size) // stride))
@@ -312,16 +337,26 @@ class MeshConfig(ParallelismConfig):
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks of the group along ``axes`` that contains ``rank``."""
-        coordinates = self._coordinates(rank)
-        other_axes = [axis for axis in AXES if axis not in axes]
+        sizes = self._sizes_with(axes)
+        coordinates = _coordinates(sizes, rank)
         return tuple(
             other
             for other in range(self.world_size)
-            if all(self._coordinates(other)[axis] == coordinates[axis] for axis in other_axes)
+            if all(
+                coordinate == coordinates[axis]
+                for axis, coordinate in _coordinates(sizes, other).items()
+                if axis not in axes
+            )
         )
 
-    def _coordinates(self, rank: int) -> dict[str, int]:
-        coordinates = {}
-        for axis in reversed(AXES):
-            rank, coordinates[axis] = divmod(rank, self.sizes[axis])
-        return coordinates
+    def _sizes_with(self, axes: Sequence[str]) -> dict[str, int]:
+        """Sizes of the mesh that has ``axes``."""
+        return self.sizes if all(axis in AXES for axis in axes) else self.expert_sizes
+
+
+def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    """Index of a rank along each axis."""
+    coordinates = {}
+    for axis, size in reversed(sizes.items()):
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates

@@ -12,6 +12,7 @@ from math import ceil, prod
 
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Weight
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers.config import BF16_BYTES, batch_size
 from scalewise.parallelism.base import ParallelismConfig
@@ -23,6 +24,8 @@ from scalewise.planner.fsdp_communication import fsdp_collectives
 from scalewise.planner.rank_partition import RankPartition, partition_of
 from scalewise.planner.tensor_communication import SCALAR_BYTES, tensor_collectives
 from scalewise.run_config import RunConfig
+
+INT32_BYTES, INT64_BYTES = 4, 8
 
 
 @singledispatch
@@ -51,6 +54,7 @@ def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[C
         *_shard_exchanges(partition, rank),
         *(tensor_collectives(partition) if mesh.sizes["tensor"] > 1 else ()),
         *(_context_collectives(partition) if mesh.sizes["context"] > 1 else ()),
+        *_expert_collectives(partition),
         *(_pipeline_collectives(partition, stage_indices) if mesh.sizes["pipeline"] > 1 else ()),
         Collective(
             CollectiveKind.all_reduce, tuple(mesh.sizes), SCALAR_BYTES, 1, "the gradient's norm"
@@ -154,6 +158,41 @@ def _context_collectives(partition: RankPartition) -> Iterator[Collective]:
     yield Collective(
         CollectiveKind.all_to_all, axes, key_bytes, key_exchanges, f"keys, values {suffix}"
     )
+
+
+def _expert_collectives(partition: RankPartition) -> Iterator[Collective]:
+    """All-to-alls of tokens to their experts and back, of their gradients, and of their numbers.
+
+    The load is balanced. Full activation checkpointing repeats those of forward. Biases that
+    balance experts need the load of the global batch.
+    """
+    model, mesh, axes = partition.run.model, partition.mesh, ("expert",)
+    if not isinstance(model, DecoderConfig) or not model.experts:
+        return
+    for group in (("replicate",), ("shards", "context")):
+        size = partition.num_layers * model.routed_experts * INT64_BYTES
+        ranks = prod(mesh.sizes[axis] for axis in group)
+        count = int(model.balance_rate > 0 and ranks > 1)
+        yield Collective(CollectiveKind.all_reduce, group, size, count, "load of experts")
+    if mesh.expert == 1:
+        return
+    layers = partition.num_layers * partition.forward_passes
+    recomputed = {
+        kind: count * partition.forward_passes
+        for kind, count in partition.recomputed_layers.items()
+    }
+    tokens = partition.sequences * partition.tokens_per_sequence
+    row_bytes = model.width * partition.activation_element_bytes
+    yield Collective(
+        CollectiveKind.all_to_all,
+        axes,
+        tokens * model.experts_per_token * row_bytes,
+        4 * layers + 2 * recomputed.get(Recompute.full, 0),
+        "tokens of experts and their gradients",
+    )
+    size = model.routed_experts * INT32_BYTES
+    counts = layers + sum(recomputed.values())
+    yield Collective(CollectiveKind.all_to_all, axes, size, counts, "number of tokens per expert")
 
 
 def _skipped_in_first_block(partition: RankPartition) -> set[str]:

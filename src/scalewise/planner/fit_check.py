@@ -59,6 +59,8 @@ UNMODELED_FACTOR = 2.0
 
 Traces of zero-bubble pipelines (Llama 3 8B, 12 layers, 2 stages) need up to 1.9 times as much.
 """
+UNBALANCED_LOAD = 2.0
+"""Load of the busiest expert-parallel rank in the highest prediction, relative to the mean."""
 PROCESS_BYTES = int(0.4 * GIB)
 """Memory of a CPU process besides tensors: thread stacks, buffers and code."""
 FRAGMENTATION_SHARE = 0.1
@@ -87,6 +89,9 @@ class FitReport:
     """Peak of a trace; replaces the peak of the breakdown."""
     unmodeled_memory: str = ""
     """Memory that the breakdown leaves out; empty if there is none."""
+    unbalanced_peak: int = 0
+    """Peak of a rank whose experts receive ``UNBALANCED_LOAD`` times the mean load; 0 without
+    expert parallelism."""
     reserved_factors: tuple[float, float, float] = RESERVED_FACTORS
     """Reserved over allocated memory on a CUDA device: lowest, typical, highest."""
 
@@ -102,7 +107,11 @@ class FitReport:
         if self.unmodeled_memory and self.traced_peak is None:
             high *= UNMODELED_FACTOR
         factors = (low, mean, high)
-        lowest, typical, highest = (int(self.peak * it) + self.context_bytes for it in factors)
+        peaks = (self.peak, self.peak, max(self.peak, self.unbalanced_peak))
+        lowest, typical, highest = (
+            int(peak * factor) + self.context_bytes
+            for peak, factor in zip(peaks, factors, strict=True)
+        )
         return lowest, typical, highest + self.process_overhead
 
     @property
@@ -130,6 +139,8 @@ def check_fit(run: RunConfig) -> FitReport:
     has_limit = on_cpu and run.launch.memory_limit_gib is not None
     overhead = _process_overhead(run, fit.peak) if has_limit else 0
     fit = replace(fit, process_overhead=overhead, unmodeled_memory=run.parallelism.unmodeled_memory)
+    if getattr(run.parallelism, "expert", 1) > 1:
+        fit = replace(fit, unbalanced_peak=peak_memory.unbalanced_peak(run, UNBALANCED_LOAD))
     if host_gib is None or on_cpu:  # on the CPU, the device memory is the main memory
         return fit
     return replace(

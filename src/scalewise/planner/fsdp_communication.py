@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from scalewise.models.base import Weight
 from scalewise.parallelism.collective import Collective, CollectiveKind
+from scalewise.planner.rank_memory import gathered_bytes, padded_elements
 from scalewise.planner.rank_partition import RankPartition
 from scalewise.planner.tensor_communication import SCALAR_BYTES
 
@@ -44,7 +45,7 @@ def _gathers_per_step(partition: RankPartition) -> GathersPerStep:
 def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     """FSDP: gathers of parameters for forward and backward, and reductions of gradients."""
     mesh, precision = partition.mesh, partition.run.precision
-    ranks, replicas = mesh.sizes["shards"] * mesh.sizes["context"], mesh.sizes["replicate"]
+    ranks, replicas = mesh.parameter_shards, mesh.sizes["replicate"]
     if ranks * replicas == 1:
         return
     mixed = precision.compute.bytes < precision.parameters.bytes
@@ -53,52 +54,52 @@ def fsdp_collectives(partition: RankPartition) -> Iterator[Collective]:
     (block, _), groups = partition.weights_by_kind(), partition.fsdp_groups()
     reductions = 1 if mesh.delays_reduction else partition.run.accumulation
     gathers = _gathers_per_step(partition)
+    block, experts = _split_experts(block)
     # Nothing runs before the embedding and the rest are gathered, or after their last gradient.
     for name, weights, layers, num_gathers, overlaps in (
         ("a block", block, partition.num_layers, gathers.block, True),
+        ("the experts of a block", experts, partition.num_layers, gathers.block, True),
         ("the embedding", groups.embedding, 1, gathers.embedding, False),
         ("the head", groups.head, 1, gathers.last, True),
         ("the rest", groups.root, 1, gathers.last, False),
     ):
         if not weights:
             continue
-        gathered_bytes = _padded_bytes(weights, ranks, gathered_element_bytes)
-        reduced_bytes = _padded_bytes(weights, ranks, reduced_element_bytes, trained=True)
-        if ranks > 1:
-            axes = ("shards", "context")
+        axes = ("shards", "context") if weights is not experts else ("expert_shards",)
+        reduced_bytes = padded_elements(weights, ranks) * reduced_element_bytes
+        num_shards = weights[0].num_shards(ranks)
+        if num_shards > 1:
             yield Collective(
                 CollectiveKind.all_gather,
                 axes,
-                gathered_bytes,
+                gathered_bytes(weights, gathered_element_bytes, ranks),
                 layers * num_gathers,
                 f"weights of {name}",
                 overlaps=overlaps,
             )
-            size = reduced_bytes
             yield Collective(
                 CollectiveKind.reduce_scatter,
                 axes,
-                size,
-                layers * reductions * bool(size),
+                reduced_bytes,
+                layers * reductions * bool(reduced_bytes),
                 f"gradients of {name}",
                 overlaps=overlaps,
             )
         if replicas > 1:
-            size = reduced_bytes // ranks
             yield Collective(
                 CollectiveKind.all_reduce,
                 ("replicate",),
-                size,
-                layers * reductions * bool(size),
+                reduced_bytes // num_shards,
+                layers * reductions * bool(reduced_bytes),
                 f"gradients of {name}",
                 overlaps=overlaps,
             )
 
 
 @lru_cache(maxsize=1024)
-def _padded_bytes(
-    weights: tuple[Weight, ...], ranks: int, element_bytes: int, *, trained: bool = False
-) -> int:
-    """Return the size of weights padded to equal shards along the first dimension, in bytes."""
-    stored = (weight for weight in weights if weight.trainable or not trained)
-    return sum(weight.shard_bytes(element_bytes, ranks) * ranks for weight in stored)
+def _split_experts(
+    weights: tuple[Weight, ...],
+) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Return the weights of a block that all ranks gather, and those that expert ranks divide."""
+    experts = tuple(weight for weight in weights if weight.expert_ranks > 1)
+    return tuple(weight for weight in weights if weight not in experts), experts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scalewise.planner.deepspeed_memory import DeepSpeedDeviceMemory
 from scalewise.planner.device_memory import DeviceMemory
 from scalewise.planner.memory_breakdown import MemoryBreakdown
@@ -25,6 +27,16 @@ def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
         for device in devices
     ]
     return max(breakdowns, key=lambda breakdown: breakdown.peak)
+
+
+def unbalanced_peak(run: RunConfig, load: float) -> int:
+    """Return the peak of a rank whose experts receive ``load`` times the mean load, in bytes."""
+    ranks = list_distinct_ranks(run.parallelism, run)
+    partitions = [build_rank_memory(run.parallelism, run, rank) for rank in ranks]
+    return max(
+        breakdown_of(run, replace(it, forward_spec=replace(it.forward_spec, expert_load=load))).peak
+        for it in partitions
+    )
 
 
 def worst_rank_breakdown(run: RunConfig) -> MemoryBreakdown:

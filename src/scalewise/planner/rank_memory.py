@@ -46,14 +46,13 @@ class FSDPMemory:
 
     def gathered_bytes(self, weights: tuple[Weight, ...]) -> int:
         """Return the size of gathered weights, in bytes."""
-        shard = shard_bytes(weights, self.gathered_element_bytes, self.num_shards)
-        return shard * self.num_shards
+        return gathered_bytes(weights, self.gathered_element_bytes, self.num_shards)
 
     def reduced_bytes(self, weights: tuple[Weight, ...]) -> tuple[int, int]:
         """Return the sizes of a reduction of gradients in bytes: of its input and its output."""
-        elements = shard_elements(weights, self.num_shards, trained=True)
-        output = elements * self.reduced_element_bytes
-        return output * self.num_shards, output
+        output = shard_elements(weights, self.num_shards, trained=True)
+        source = padded_elements(weights, self.num_shards)
+        return source * self.reduced_element_bytes, output * self.reduced_element_bytes
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ def deepspeed_rank_memory(config: DeepSpeedConfig, run: RunConfig, rank: int = 0
 def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankMemory:
     """Return the stages of a rank, sharded by tensor parallelism and by FSDP."""
     partition, sizes = partition_of(config, run, rank), config.sizes
-    shards = sizes["shards"] * sizes["context"]
+    shards = config.parameter_shards
     parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
     mixed = compute < parameters
     fsdp = FSDPMemory(
@@ -279,6 +278,7 @@ def mesh_rank_memory(config: MeshConfig, run: RunConfig, rank: int = 0) -> RankM
             sequence_parallel=config.sequence_parallel and sizes["tensor"] > 1,
             loss_parallel=config.loss_parallel and sizes["tensor"] > 1,
             context_ranks=sizes["context"],
+            expert_ranks=config.expert,
             gathers_keys=config.attention is ContextAttention.gather,
         ),
         block,
@@ -386,6 +386,18 @@ def shard_elements(weights: tuple[Weight, ...], ranks: int = 1, *, trained: bool
 def shard_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int = 1) -> int:
     """Return the size of one of ``ranks`` shards, in bytes."""
     return sum(weight.shard_bytes(element_bytes, ranks) for weight in weights)
+
+
+@lru_cache(maxsize=4096)
+def gathered_bytes(weights: tuple[Weight, ...], element_bytes: int, ranks: int) -> int:
+    """Return the size of weights that ``ranks`` ranks gather from equal shards, in bytes."""
+    return sum(w.shard_bytes(element_bytes, ranks) * w.num_shards(ranks) for w in weights)
+
+
+@lru_cache(maxsize=4096)
+def padded_elements(weights: tuple[Weight, ...], ranks: int) -> int:
+    """Return the elements of trained weights, padded to equal shards of ``ranks`` ranks."""
+    return sum(w.shard_numel(ranks) * w.num_shards(ranks) for w in weights if w.trainable)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 from math import ceil
 
@@ -118,8 +118,8 @@ class RankPartition(RankStages):
 
     @property
     def _weights(self) -> tuple[WeightGroup, FSDPGroups]:
-        run, tensor = self.run, self.mesh.sizes["tensor"]
-        return _rank_weights(run.quantization, run.adapter, run.model, tensor, self.stages)
+        run, ranks = self.run, (self.mesh.sizes["tensor"], self.mesh.expert)
+        return _rank_weights(run.quantization, run.adapter, run.model, *ranks, self.stages)
 
     @property
     def trains_embedding(self) -> bool:
@@ -228,6 +228,7 @@ def _rank_weights(
     adapter: AdapterConfig,
     model: ModelConfig,
     ranks: int,
+    expert_ranks: int,
     stages: tuple[StageSlice, ...],
 ) -> tuple[WeightGroup, FSDPGroups]:
     """Return the weights of one block and those outside of blocks that a rank stores."""
@@ -242,8 +243,18 @@ def _rank_weights(
             groups[next(owners, "root")].append(sharded)
     if ranks > 1:
         block = WeightGroup(shard_weight(weight, styles, ranks) for weight in block)
+    if expert_ranks > 1:
+        block = WeightGroup(_rank_experts(weight, expert_ranks) for weight in block)
     every, *ends, root = (_unique(WeightGroup(weights)) for weights in groups.values())
     return _unique(block), FSDPGroups(every, root, *ends)
+
+
+def _rank_experts(weight: Weight, ranks: int) -> Weight:
+    """Return the experts that one of ``ranks`` ranks stores; other weights unchanged."""
+    if weight.role != "experts":
+        return weight
+    shape = (weight.shape[0] // ranks, *weight.shape[1:])
+    return replace(weight, shape=shape, expert_ranks=ranks)
 
 
 @lru_cache(maxsize=1024)

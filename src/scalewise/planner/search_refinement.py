@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd
 from typing import Any
 
 from scalewise.memory_config import FixedCheckpointing
+from scalewise.models.base import ModelConfig
+from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.op_graph import Recompute
 from scalewise.optimizers import AdamWConfig
 from scalewise.optimizers.config import AdafactorConfig, AdamW8bitConfig, PagedAdamWConfig
@@ -40,7 +43,7 @@ class Refinement:
 def iter_refinements(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Refinement]:
     """Yield the changes of a run that leave its layout and its micro-batch size."""
     groups = {key.split(".")[0] for key in fixed_keys}
-    yield from _mesh_refinements(run.parallelism, fixed_keys)
+    yield from _mesh_refinements(run.parallelism, run.model, fixed_keys)
     if "memory" not in groups:
         for memory in CHECKPOINTING:
             if memory != run.memory:
@@ -53,7 +56,9 @@ def iter_refinements(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[Ref
         yield Refinement(("precision=fp8",), {"precision": Float8()}, changes_training=True)
 
 
-def _mesh_refinements(layout: object, fixed_keys: frozenset[str]) -> Iterator[Refinement]:
+def _mesh_refinements(
+    layout: object, model: ModelConfig, fixed_keys: frozenset[str]
+) -> Iterator[Refinement]:
     if not isinstance(layout, MeshConfig):
         return
     changes: list[dict[str, Any]] = []
@@ -62,6 +67,9 @@ def _mesh_refinements(layout: object, fixed_keys: frozenset[str]) -> Iterator[Re
     if layout.sizes["shards"] * layout.sizes["context"] > 1:
         changes += [{"shard": state} for state in ShardedState]
         changes += [{"cpu_offload": not layout.cpu_offload}]
+    if isinstance(model, DecoderConfig) and model.experts:
+        common = gcd(layout.parameter_shards, model.experts)
+        changes += [{"expert": ranks} for ranks in range(1, common + 1) if common % ranks == 0]
     for change in changes:
         changed = replace(layout, **change)
         if changed != layout and not fixed_keys & {f"parallelism.{name}" for name in change}:

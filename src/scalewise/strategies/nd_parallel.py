@@ -24,7 +24,7 @@ from scalewise.compat.torch_distributed import (
 )
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import StrategyBuffers
-from scalewise.parallelism.mesh import AXES, MeshConfig
+from scalewise.parallelism.mesh import AXES, EXPERT_AXES, MeshConfig
 from scalewise.strategies import grad_norm, parallelize, tensor_parallel
 from scalewise.strategies.base import Batch, ParallelStrategy, ScaledLoss
 from scalewise.strategies.build import build_strategy
@@ -78,6 +78,7 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         self.spec = spec
         if spec.gathers_once:  # the micro-batch before the last frees no parameters
             self.num_probed_micro_batches = 2
+        self.expert_mesh: DeviceMesh | None = None
         self._sequence_sharding: SequenceSharding | None = None
         self._pipeline: PipelineRunner | None = None
 
@@ -86,12 +87,14 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         init_model_parallel(self)
         sizes = self.spec.sizes
         # FSDP also shards over the context ranks: in the model's mesh both are one axis.
-        shape = {**sizes, "shards": sizes["shards"] * sizes["context"]}
+        shape = {**sizes, "shards": self.spec.parameter_shards}
         names = tuple(axis for axis in AXES if axis != "context")
         self._device_mesh = self._build_mesh(shape, names)
         self._full_mesh = (
             self._build_mesh(sizes, AXES) if sizes["context"] > 1 else self._device_mesh
         )
+        if self.spec.expert > 1:
+            self.expert_mesh = self._build_mesh(self.spec.expert_sizes, EXPERT_AXES)
 
     def _build_mesh(self, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
         shape = tuple(sizes[name] for name in names)
@@ -204,7 +207,8 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
     def sum_over_data_ranks(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks of this pipeline stage with other tokens, in place."""
         for axis in ("replicate", "shards"):
-            dist.all_reduce(tensor, group=self.device_mesh.get_group(axis))
+            if (mesh := self.device_mesh[axis]).size() > 1:
+                dist.all_reduce(tensor, group=mesh.get_group())
 
     def set_backward_callback(self, callback: Callable[[], None]) -> None:
         """Register a callback before each backward pass of a pipeline micro-batch."""

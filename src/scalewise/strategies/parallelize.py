@@ -35,7 +35,7 @@ from scalewise.objectives.losses import set_chunked_loss
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision.build import apply_precision
 from scalewise.quantization.build import apply_quantization
-from scalewise.strategies import context_parallel, tensor_parallel
+from scalewise.strategies import context_parallel, expert_parallel, tensor_parallel
 from scalewise.strategies.activation_checkpointing import apply_checkpointing, compile_module
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class RankMesh(Protocol):
     @property
     def device_mesh(self) -> DeviceMesh:
         """Mesh whose axis ``shards`` includes the context ranks."""
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Mesh with an axis of expert ranks; None: each rank computes all experts."""
 
     def axis_mesh(self, name: str) -> DeviceMesh | None:
         """One-dimensional submesh of this rank along an axis; None: the axis has size 1."""
@@ -89,6 +93,8 @@ def build_sharded(
         tensor_parallel.apply_tensor_parallel(
             module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
         )
+    if rank_mesh.expert_mesh is not None:
+        expert_parallel.apply_expert_parallel(module, rank_mesh.expert_mesh["expert"])
     set_chunked_loss(
         run.objective,
         module,
@@ -179,8 +185,12 @@ def shard_blocks(
     pin_memory = rank_mesh.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if spec.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
+    block_options: dict[str, Any] = {"reshard_after_forward": spec.frees_after_forward}
+    if rank_mesh.expert_mesh is not None:
+        placement = expert_parallel.expert_placement(module, rank_mesh.expert_mesh)
+        block_options["shard_placement_fn"] = placement
     # Blocks and ends first: the root then shards the parameters that none of them contains.
-    sharded = [shard(it, reshard_after_forward=spec.frees_after_forward) for it in blocks]
+    sharded = [shard(it, **block_options) for it in blocks]
     modules, head = dict(module.named_modules()), None
     for end in filter(None, map(modules.get, end_modules)):
         if next(end.parameters(), None) is None:

@@ -175,10 +175,12 @@ class TrainingModule(LightningModule):
         if not self._mixtures:
             return
         self.last_expert_counts = torch.stack([mixture.counts for mixture in self._mixtures])
-        loads_LE = torch.stack([mixture.load for mixture in self._mixtures])
-        self.parallel_strategy.sum_over_data_ranks(loads_LE)
-        for mixture, load_E in zip(self._mixtures, loads_LE, strict=True):
-            mixture.balance(load_E)
+        if self._mixtures[0].bias is not None:
+            loads_LE = torch.stack([mixture.load for mixture in self._mixtures])
+            self.parallel_strategy.sum_over_data_ranks(loads_LE)
+            for mixture, load_E in zip(self._mixtures, loads_LE, strict=True):
+                mixture.balance(load_E)
+        for mixture in self._mixtures:
             mixture.reset_counts()
 
     def configure_gradient_clipping(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from scalewise.errors import ConfigIssue
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
 from scalewise.precision.config import Float8
 from scalewise.run_config import RunConfig
@@ -28,6 +29,18 @@ def expert_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]
         fix = "set quantization=none"
         yield ConfigIssue("quantization", run.option("quantization"), reason, fix)
     yield from _router_issues(model, run)
+
+
+def expert_parallel_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield issues of an expert axis without experts, or of one that does not divide them."""
+    experts, ranks = getattr(run.model, "routed_experts", 0), mesh.expert
+    if ranks > 1 and not experts:
+        reason = "requires a model with model.experts"
+        yield ConfigIssue("parallelism.expert", ranks, reason, "set parallelism.expert=1")
+    elif experts % ranks:
+        reason = f"does not divide model.experts={experts}"
+        fix = f"set model.experts={-(-experts // ranks) * ranks}"
+        yield ConfigIssue("parallelism.expert", ranks, reason, fix)
 
 
 def _router_issues(model: DecoderConfig, run: RunConfig) -> Iterator[ConfigIssue]:

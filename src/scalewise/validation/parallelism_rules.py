@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import singledispatch
@@ -18,6 +19,7 @@ from scalewise.parallelism.deepspeed import DeepSpeedConfig, OffloadTarget
 from scalewise.parallelism.mesh import MeshConfig
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
+from scalewise.validation.expert_rules import expert_parallel_issues
 
 
 @singledispatch
@@ -133,6 +135,16 @@ def _deepspeed_machine_issues(
         yield ConfigIssue(f"parallelism.{key}", "nvme", "requires libaio", fix)
 
 
+@parallelism_machine_issues.register(MeshConfig)
+def _mesh_machine_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an issue if FSDP cannot shard experts over another mesh than the rest of a block."""
+    version = importlib.metadata.version("torch")
+    if mesh.expert > 1 and tuple(map(int, version.split(".")[:2])) < (2, 12):
+        reason = f"requires torch 2.12 or newer, and {version} is installed"
+        fix = "pip install 'torch>=2.12', or set parallelism.expert=1"
+        yield ConfigIssue("parallelism.expert", mesh.expert, reason, fix)
+
+
 @parallelism_issues.register(MeshConfig)
 def _mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield issues for sizes that do not divide the model or the data, and for unsupported axes."""
@@ -140,6 +152,7 @@ def _mesh_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     sizes, on_cpu = mesh.sizes, run.hardware.device is DeviceKind.cpu
     yield from _tensor_issues(mesh, run)
     yield from _context_issues(mesh, run)
+    yield from expert_parallel_issues(mesh, run)
     yield from _pipeline_issues(mesh, run)
     yield from _pair_issues(mesh, run)
     yield from _prompt_issues(mesh, run)

@@ -310,6 +310,20 @@ def test_fsdp_parameters_have_gathered_tensors_and_gradients(one_rank: None) -> 
     assert torch_distributed.unsharded_gradients(parameter) == []
 
 
+def test_fsdp_placement_shards_a_parameter_over_another_mesh(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shards"))
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    placement = torch_distributed.fsdp_placement(mesh)
+    fully_shard(
+        module,
+        mesh=init_device_mesh("cpu", (1,)),
+        shard_placement_fn=lambda parameter: placement if parameter is module[1].weight else None,
+    )
+    meshes = [parameter.device_mesh.ndim for parameter in module.parameters()]  # type: ignore[attr-defined]
+    assert meshes == [1, 2]
+    assert len(torch_distributed.fsdp_parameters(module)) == 2  # type: ignore[arg-type]
+
+
 def test_fsdp_module_without_parameters_has_none(one_rank: None) -> None:
     module = fully_shard(nn.Sequential(), mesh=init_device_mesh("cpu", (1,)))
     assert torch_distributed.fsdp_parameters(module) == []  # type: ignore[arg-type]

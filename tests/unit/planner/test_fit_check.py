@@ -44,6 +44,19 @@ def test_cpu_reserve_equals_allocation() -> None:
     )
 
 
+def test_highest_prediction_has_a_rank_with_twice_the_mean_load(compose: Compose) -> None:
+    experts = ("model=moe_nano", "data=synthetic", "parallelism=fsdp", "parallelism.shards=8")
+    on_h100 = (*experts, "hardware=h100", "trainer.micro_batch=64")
+    gathered, exchanged = (
+        check_fit(compose(*on_h100, f"parallelism.expert={ranks}", check_machine=False))
+        for ranks in (1, 4)
+    )
+    assert gathered.unbalanced_peak == 0
+    assert exchanged.peak < exchanged.unbalanced_peak < 2 * exchanged.peak
+    highest = int(exchanged.unbalanced_peak * exchanged.reserved_factors[2])
+    assert exchanged.reserved[2] == highest + exchanged.context_bytes
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

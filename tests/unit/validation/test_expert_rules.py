@@ -47,6 +47,21 @@ FSDP_ON_H100 = ("hardware=h100", "parallelism=fsdp", "parallelism.shards=8")
             "trainer.global_batch",
             "set trainer.global_batch=8",
         ),
+        (
+            ("parallelism=fsdp", "parallelism.shards=3", "parallelism.expert=3"),
+            "parallelism.expert",
+            "set model.experts=9",
+        ),
+        (
+            ("model=decoder_nano", "parallelism=fsdp", "parallelism.expert=2"),
+            "parallelism.expert",
+            "set parallelism.expert=1",
+        ),
+        (
+            ("parallelism=fsdp", "parallelism.shards=3", "parallelism.expert=2"),
+            "parallelism.expert",
+            "set parallelism.expert=1, or parallelism.shards=2",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

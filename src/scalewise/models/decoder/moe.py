@@ -6,6 +6,7 @@ K experts of a token, R = N K rows sorted by expert, F hidden features of an exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from scalewise.models.decoder.config import DecoderConfig
 from scalewise.models.decoder.moe_config import RouterScore
 from scalewise.models.grouped_mm import grouped_mm
+from scalewise.models.init import local_tensor
 
 ENTROPY_UNIT = 2**20
 """Entropy is counted in units of 1 / this, in nats: sums of integers do not depend on the order."""
@@ -155,6 +157,12 @@ def find_mixtures(module: nn.Module) -> list[MixtureOfExperts]:
     return [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
 
 
+RowMap = Callable[[Tensor], Tensor]
+Exchange = Callable[[Tensor, int], tuple[RowMap, Tensor, RowMap]]
+"""Function of the ends of the rows of all experts, and their number: a function that sends rows to
+the ranks of their experts, the ends of the rows of this rank's experts, and the inverse."""
+
+
 class Experts(nn.Module):
     """Weighted sum of the SwiGLUs of the experts of each token: ``x_NW, routing -> y_NW``."""
 
@@ -163,14 +171,23 @@ class Experts(nn.Module):
         self.gate = ExpertMatrices(spec.routed_experts, spec.hidden_dim, spec.width)
         self.up = ExpertMatrices(spec.routed_experts, spec.hidden_dim, spec.width)
         self.down = ExpertMatrices(spec.routed_experts, spec.width, spec.hidden_dim)
+        self.exchange: Exchange | None = None
+        """Exchange of rows with the ranks that store other experts; None: there are none."""
 
     def forward(self, x_NW: Tensor, routing: Routing) -> Tensor:
         """Return the sum over the experts of each token."""
-        _, order_R, inverse_NK, ends_E = routing
+        _, order_R, inverse_NK, ends = routing
+        send: RowMap = _keep
+        receive: RowMap = _keep
+        if self.exchange is not None:
+            send, ends, receive = self.exchange(ends, len(order_R))
         # No tensor of the size of all rows has a name here: each is freed after its last use.
         y_RW = _weigh(
-            self.down(
-                self._hidden(_apply(_SortByExpert, x_NW, order_R, inverse_NK), ends_E), ends_E
+            receive(
+                self.down(
+                    self._hidden(send(_apply(_SortByExpert, x_NW, order_R, inverse_NK)), ends),
+                    ends,
+                )
             ),
             routing.weights,
         )
@@ -188,18 +205,25 @@ class ExpertMatrices(nn.Module):
         super().__init__()
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
+        self.gradient_scale = 1.0
 
     def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         """Return the product of each row with the matrix of its expert, as ``nn.Linear``."""
         device = x_RI.device.type
         if torch.is_autocast_enabled(device):
             x_RI = x_RI.to(torch.get_autocast_dtype(device))
-        weight_EOI = self.weight.to(x_RI.dtype).unflatten(0, (-1, self.out_features))
+        weight_EOI = local_tensor(self.weight).to(x_RI.dtype).unflatten(0, (-1, self.out_features))
+        if self.gradient_scale != 1:
+            weight_EOI = _apply(_ScaleGradient, weight_EOI, self.gradient_scale)
         return grouped_mm(x_RI, weight_EOI, ends_E)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Tensor) -> Tensor:
+def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float) -> Tensor:
     return cast(Tensor, function.apply(*arguments))
+
+
+def _keep(x_RW: Tensor) -> Tensor:
+    return x_RW
 
 
 def _weigh(y_RW: Tensor, weights_R: Tensor) -> Tensor:
@@ -218,6 +242,25 @@ class _SortByExpert(torch.autograd.Function):
     def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None]:
         (inverse_NK,) = ctx.saved_tensors
         return _sum_rows(grad_RW, inverse_NK), None, None
+
+
+def permute_rows(x_RW: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Rows ``order_R`` of ``x_RW``; ``inverse_R``: the inverse permutation."""
+    return _apply(_PermuteRows, x_RW, order_R, inverse_R)
+
+
+class _PermuteRows(torch.autograd.Function):
+    """Rows in another order, without atomic additions in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RW: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RW.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return grad_RW.index_select(0, inverse_R), None, None
 
 
 class _SumByToken(torch.autograd.Function):
@@ -239,6 +282,19 @@ def _gather_rows(x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
 
 def _sum_rows(y_RW: Tensor, inverse_NK: Tensor) -> Tensor:
     return y_RW.index_select(0, inverse_NK.flatten()).view(*inverse_NK.shape, -1).sum(1)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies the gradient by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 class _AddGradient(torch.autograd.Function):

@@ -14,7 +14,8 @@ class ExpertOps(AdapterOps):
     """Adds routing and experts to an operator graph.
 
     No token is dropped, so that sizes do not depend on the balance of experts: the rows of all
-    experts together are the tokens times the experts per token.
+    experts together are the tokens times the experts per token. With expert parallelism, those of
+    a rank depend on it; the load is balanced here.
     """
 
     def add_experts(self, x: int) -> int:
@@ -33,6 +34,9 @@ class ExpertOps(AdapterOps):
             forward_scratch=num_rows * INT64,
             backward_scratch=num_rows * graph.sizes[x] // tokens,
         )
+        order_rows = None
+        if forward_spec.expert_ranks > 1:
+            sorted_rows, order_rows = self._send(sorted_rows)
         gate = self._add_expert_linear("gate", sorted_rows, spec.width, spec.hidden_dim)
         size = graph.sizes[gate]
         activated = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
@@ -45,6 +49,9 @@ class ExpertOps(AdapterOps):
             gradients=(activated, up),
         )
         output = self._add_expert_linear("down", hidden, spec.hidden_dim, spec.width)
+        if order_rows is not None:
+            output = self._permute(output, *reversed(order_rows))
+            output = self._add_all_to_all(output, row_bytes)
         if graph.sizes[weights] != num_rows * forward_spec.compute_element_bytes:
             weights = self.add_cast(weights, num_rows * forward_spec.compute_element_bytes)
         weighted = graph.add_op(
@@ -68,6 +75,40 @@ class ExpertOps(AdapterOps):
             saved=(order, inverse),
             gradients=(by_token,),
             backward_scratch=num_rows * INT64,
+        )
+
+    def _send(self, rows: int) -> tuple[int, tuple[int, int]]:
+        """Add the all-to-all of rows to their experts.
+
+        Returns the received rows, sorted by expert, and their order with its inverse.
+        """
+        graph, load = self.graph, self.forward_spec.expert_load
+        indices = self._num_expert_rows * INT64
+        order = graph.add_op(
+            OpWork.pointwise, (rows,), indices, gradients=(), forward_scratch=2 * indices
+        )
+        inverse = graph.add_op(
+            OpWork.pointwise, (order,), indices, gradients=(), forward_scratch=indices
+        )
+        received = self._add_all_to_all(rows, round(graph.sizes[rows] * load))
+        return self._permute(received, order, inverse), (order, inverse)
+
+    @property
+    def _num_expert_rows(self) -> int:
+        """Number of rows of the experts of this rank."""
+        num_rows = self.forward_spec.num_tokens * self.spec.experts_per_token
+        return round(num_rows * self.forward_spec.expert_load)
+
+    def _add_all_to_all(self, rows: int, size: int) -> int:
+        return self.graph.add_op(OpWork.communication, (rows,), size, saved_by_selective=True)
+
+    def _permute(self, rows: int, order: int, inverse: int) -> int:
+        return self.graph.add_op(
+            OpWork.pointwise,
+            (rows, order),
+            self.graph.sizes[rows],
+            saved=(inverse,),
+            gradients=(rows,),
         )
 
     def _add_routing(self, x: int) -> tuple[int, int, int]:
@@ -125,6 +166,7 @@ class ExpertOps(AdapterOps):
             in_features,
             out_features,
             trains=self.is_trained(f"feedforward.experts.{name}"),
-            tokens=self.forward_spec.num_tokens * self.spec.experts_per_token,
-            matrices=self.spec.routed_experts,
+            tokens=self._num_expert_rows,
+            matrices=self.spec.routed_experts // self.forward_spec.expert_ranks,
+            scales_gradient=self.forward_spec.expert_ranks > 1,
         )
