@@ -281,7 +281,8 @@ def _gather_rows(x_NW: Tensor, order_R: Tensor, inverse_NK: Tensor) -> Tensor:
 
 
 def _sum_rows(y_RW: Tensor, inverse_NK: Tensor) -> Tensor:
-    return y_RW.index_select(0, inverse_NK.flatten()).view(*inverse_NK.shape, -1).sum(1)
+    y_NKW = y_RW.index_select(0, inverse_NK.flatten()).view(*inverse_NK.shape, -1)
+    return y_NKW.sum(1, dtype=y_RW.dtype)  # autocast on CUDA would return fp32
 
 
 class _ScaleGradient(torch.autograd.Function):
