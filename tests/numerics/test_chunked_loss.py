@@ -31,9 +31,9 @@ class Case:
     x_BTW: Tensor  # noqa: N815
     labels_BT: Tensor  # noqa: N815
 
-    def take(self, *, chunk: int | None, in_forward: bool = True, smoothing: float = 0.0) -> Tensor:
+    def take(self, *, chunk: int | None, in_forward: bool = True, **options: float) -> Tensor:
         """Compute the loss and its gradients, and return the loss."""
-        objective = CausalLM(chunk, label_smoothing=smoothing)
+        objective = CausalLM(chunk, **options)
         if chunk is None:
             loss = sum_over_tokens(objective, self.head(self.x_BTW), self.labels_BT)
         else:
@@ -75,13 +75,13 @@ def one_core() -> Iterator[None]:
 
 @pytest.mark.parametrize("chunk", [1, 24, 40, 1000])
 @pytest.mark.parametrize("in_forward", [True, False])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
 def test_chunked_loss_gradients_equal_full_loss(
-    make_case: Callable[[int, int], Case], chunk: int, in_forward: bool, smoothing: float
+    make_case: Callable[[int, int], Case], chunk: int, in_forward: bool, options: dict[str, float]
 ) -> None:
     case = make_case(50, 300)
-    expected, gradients = case.take(chunk=None, smoothing=smoothing), case.taken()
-    loss = case.take(chunk=chunk, in_forward=in_forward, smoothing=smoothing)
+    expected, gradients = case.take(chunk=None, **options), case.taken()
+    loss = case.take(chunk=chunk, in_forward=in_forward, **options)
     torch.testing.assert_close((loss, case.taken()), (expected, gradients))
 
 

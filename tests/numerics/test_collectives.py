@@ -41,6 +41,8 @@ RECOMPUTE_OPTIONS = {
     "selective": ("memory=checkpoint_selective",),
     "mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss": ("objective.loss_chunk=24",),
+    "z_loss": ("objective.z_loss=1e-4",),
+    "z_loss, loss": ("objective.z_loss=1e-4", "objective.loss_chunk=24"),
     "lora": ("adapter=lora",),
     "dpo": ("objective=dpo", "data.pairs=true"),
     "dpo, loss": ("objective=dpo", "data.pairs=true", "objective.loss_chunk=24"),
@@ -79,6 +81,7 @@ CI_CASES = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "fsdp", "loss"),
+    ("llama", "tensor", "z_loss, loss"),
     ("llama", "fsdp", "prompt"),
 )
 EXHAUSTIVE_STRATEGIES = (

@@ -42,7 +42,9 @@ def sample_labels() -> Tensor:
     return labels
 
 
-@pytest.mark.parametrize("objective", [CausalLM(), CausalLM(label_smoothing=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "objective", [CausalLM(), CausalLM(label_smoothing=0.1), CausalLM(z_loss=0.1)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_loss_equals_eager_loss(objective: ObjectiveConfig, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -151,13 +153,14 @@ def peak_bytes(events: list[Any]) -> int:
     return peak
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_loss_memory_equals_prediction(dtype: torch.dtype) -> None:
+def test_compiled_loss_memory_equals_prediction(dtype: torch.dtype, z_loss: float) -> None:
     tokens, vocabulary = 256, 4096
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(1, tokens, vocabulary, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(vocabulary, (1, tokens), generator=generator)
-    function = token_sums_function(CausalLM(), Compile(CompileScope.block))
+    function = token_sums_function(CausalLM(z_loss=z_loss), Compile(CompileScope.block))
     function(logits, labels).backward()  # compiles
     logits.grad = None
     start_allocation_profiler()

@@ -11,6 +11,7 @@ from fixtures.strategies import needs_deepspeed
 from scalewise import compose
 from scalewise.bench.memory_accuracy_runs import (
     DROPOUT,
+    MIXED,
     PACKING,
     SMALL,
     TRAINED,
@@ -53,6 +54,29 @@ def test_packed_texts_with_dropout_need_at_most_the_prediction(run_job: JobRunne
     predicted = peak_memory.worst_rank_breakdown(compose(overrides)).peak
     measured = run_job.without_defaults(*overrides).summary["metrics"]["memory/peak_bytes"]
     assert predicted / 3 < measured < predicted
+
+
+LARGE_LOGITS = ("model.vocabulary=4096", "model.layers=2")
+TENSOR = "parallelism=tensor"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        pytest.param((MIXED,), marks=EXHAUSTIVE),
+        (TENSOR,),
+        pytest.param((TENSOR, MIXED), marks=EXHAUSTIVE),
+        pytest.param(("objective.loss_chunk=64",), marks=EXHAUSTIVE),
+        pytest.param(("objective.loss_chunk=64", TENSOR), marks=EXHAUSTIVE),
+    ],
+    ids=" ".join,
+)
+def test_peak_memory_with_z_loss_equals_prediction(
+    overrides: tuple[str, ...], run_job: JobRunner
+) -> None:
+    z_loss = ("objective.z_loss=1e-4", *LARGE_LOGITS)
+    test_peak_memory_equals_prediction((*z_loss, *overrides), run_job)
 
 
 COMPILED_BLOCKS = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")

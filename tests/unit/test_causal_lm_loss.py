@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.objectives.losses import sum_over_tokens
@@ -54,3 +55,42 @@ class TestCausalLM:
         log = torch.log_softmax(logits[0, 0], 0)
         expected = -(0.7 * log[0] + 0.3 * log.mean())
         torch.testing.assert_close(smoothed_loss, expected)
+
+
+def log_normalizer_loss(logits: Tensor, labels: Tensor, z_loss: float, smoothing: float) -> Tensor:
+    """Loss of one position after the other, by its definition."""
+    total = torch.zeros((), dtype=torch.float64)
+    for logits_V, label in zip(logits.flatten(0, 1).double(), labels.flatten(), strict=True):
+        if label == IGNORED:
+            continue
+        log_z = logits_V.exp().sum().log()
+        nll_V = log_z - logits_V
+        cross_entropy = (1 - smoothing) * nll_V[label] + smoothing * nll_V.mean()
+        total = total + cross_entropy + z_loss * log_z**2
+    return total
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [1e-4, 0.5])
+def test_z_loss_equals_its_definition(z_loss: float, smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 5, 7, generator=generator) + 2
+    labels = torch.randint(7, (2, 5), generator=generator)
+    labels[0, 1:3] = IGNORED
+    results = []
+    for function in (log_normalizer_loss, None):
+        leaf = logits.clone().requires_grad_()
+        if function:
+            loss = function(leaf, labels, z_loss, smoothing)
+        else:
+            objective = CausalLM(z_loss=z_loss, label_smoothing=smoothing)
+            loss = sum_over_tokens(objective, leaf, labels)
+        loss.backward()
+        results.append((loss.detach().float(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0])
+    without = sum_over_tokens(CausalLM(label_smoothing=smoothing), logits, labels)
+    assert results[1][0] > without * 1.0001
+
+
+def test_z_loss_is_not_part_of_validation() -> None:
+    assert CausalLM(24, z_loss=0.5, label_smoothing=0.1).unregularized == CausalLM(24)

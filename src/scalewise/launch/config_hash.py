@@ -53,6 +53,7 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("model", "router_score"): "softmax",
     ("model", "router_z_loss"): 0.0,
     ("model", "shared_experts"): 0,
+    ("objective", "z_loss"): 0.0,
     ("parallelism", "expert"): 1,
     ("parallelism", "one_rank_mesh"): False,
     ("parallelism", "shard"): "parameters",

@@ -133,6 +133,8 @@ class ForwardSpec:
     """Whether ``torch.compile`` fuses the operators of blocks."""
     is_loss_compiled: bool = False
     """Whether ``torch.compile`` fuses the operators of the loss."""
+    has_z_loss: bool = False
+    """Whether the loss also reads the logit of each label, which has a gradient of its own."""
 
     @property
     def num_tokens(self) -> int:
@@ -364,10 +366,8 @@ def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
         * output_size
         // (forward_spec.tensor_ranks if forward_spec.loss_parallel else 1)
     )
-    logits, size = (
-        graph.add_tensor(numel * forward_spec.compute_element_bytes),
-        numel * forward_spec.loss_element_bytes,
-    )
+    logits = graph.add_tensor(numel * forward_spec.compute_element_bytes)
+    size = numel * forward_spec.loss_element_bytes
     if forward_spec.is_loss_compiled:
         per_token = 2 * forward_spec.num_tokens * forward_spec.loss_element_bytes
         graph.add_op(
@@ -379,16 +379,16 @@ def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
         if forward_spec.compute_element_bytes == forward_spec.loss_element_bytes
         else graph.add_op(OpWork.pointwise, (logits,), size)
     )
-    # Two backward ops each need a full gradient: of the log-probabilities, then of the logits.
-    scratch = 0 if forward_spec.loss_parallel else size
-    reads = (loss_logits, logits)
+    # Two backward ops each need a full gradient, but a sharded loss fuses them.
+    adds_gradient = forward_spec.has_z_loss and loss_logits == logits
+    fuses_gradients = forward_spec.loss_parallel and not adds_gradient
     graph.add_op(
         OpWork.pointwise,
-        reads,
+        (loss_logits, logits),
         0,
         gradients=(loss_logits,),
         extra_output_bytes=(size,),
-        backward_scratch=scratch,
+        backward_scratch=0 if fuses_gradients else size,
     )
     return graph
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, ClassVar, NoReturn
 
 from scalewise.errors import ConfigError, ConfigIssue
@@ -81,6 +82,9 @@ class CausalLM(ObjectiveConfig):
 
     label_smoothing: float = 0.0
     """Fraction of the target probability that is spread over the whole vocabulary."""
+    z_loss: float = 0.0
+    """Coefficient of the mean over labels of ``log(Z)^2``, with Z the sum of the exponentials of
+    the logits, which is added to the loss; PaLM uses 1e-4 (Chowdhery et al., 2022, section 5)."""
 
     def validate(self) -> Iterator[ConfigIssue]:
         """Issues of values out of range."""
@@ -88,11 +92,14 @@ class CausalLM(ObjectiveConfig):
         if not 0 <= self.label_smoothing < 1:
             reason = "must be a fraction in [0, 1)"
             yield ConfigIssue("objective.label_smoothing", self.label_smoothing, reason)
+        if not (isfinite(self.z_loss) and self.z_loss >= 0):
+            reason, fix = "must be a number of 0 or more", "set objective.z_loss=1e-4"
+            yield ConfigIssue("objective.z_loss", self.z_loss, reason, fix)
 
     @property
     def unregularized(self) -> CausalLM:
-        """Objective without label smoothing."""
-        return replace(self, label_smoothing=0.0)
+        """Objective without label smoothing and z-loss."""
+        return replace(self, label_smoothing=0.0, z_loss=0.0)
 
 
 @register_option("objective", "seq2seq")

@@ -2,8 +2,9 @@
 
 The loss may be summed over chunks of tokens, so that only the logits of one chunk exist at a time.
 
-Shape suffixes: B sequences; T tokens; V vocabulary; C tokens of a chunk; W width; P pairs of
-sequences (DPO, the chosen answer first) or prompts (GRPO); G answers to one prompt.
+Shape suffixes: B sequences; T tokens; N tokens of all sequences; V vocabulary; C tokens of a chunk;
+W width; P pairs of sequences (DPO, the chosen answer first) or prompts (GRPO); G answers to one
+prompt.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from scalewise.objectives.config import (
     ObjectiveConfig,
     TokenLogProbabilities,
 )
+from scalewise.objectives.z_loss import sum_with_z_loss
 from scalewise.torch_compile import Compile
 
 STD_EPSILON = 1e-4
@@ -96,10 +98,20 @@ def set_chunked_loss(
     in_forward: bool,
     compile_config: Compile | None = None,
 ) -> None:
-    """Set the chunked loss of a module, if ``loss_chunk`` is set."""
-    if config.loss_chunk is not None:
-        weights = module.head_parameters if in_forward else None
-        module.loss = chunked_loss(config, weights, compile_config)
+    """Set the chunked loss of a module, if ``loss_chunk`` is set; in validation, unregularized."""
+    if config.loss_chunk is None:
+        return
+    weights = module.head_parameters if in_forward else None
+    train_loss = chunked_loss(config, weights, compile_config)
+    if config.unregularized == config:
+        module.loss = train_loss
+        return
+    validation_loss = chunked_loss(config.unregularized, weights, compile_config)
+
+    def loss(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
+        return (train_loss if module.training else validation_loss)(head, x_BTW, labels_BT)
+
+    module.loss = loss
 
 
 def chunked_loss(
@@ -135,10 +147,13 @@ def chunked_loss(
 
 @sum_over_tokens.register(CausalLM)
 def _sum_cross_entropy(config: CausalLM, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Cross-entropy summed over all labels, a scalar."""
+    """Cross-entropy summed over all labels, with the z-loss, a scalar."""
+    logits_NV, labels_N = logits_BTV.flatten(0, 1), labels_BT.flatten()
+    if config.z_loss:
+        return sum_with_z_loss(config, logits_NV, labels_N)
     return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(),
-        labels_BT.flatten(),
+        logits_NV.float(),
+        labels_N,
         ignore_index=IGNORED,
         reduction="sum",
         label_smoothing=config.label_smoothing,

@@ -372,6 +372,7 @@ def forward_spec(
         rounds_inputs=run.quantization.rounds_inputs,
         is_compiled=run.is_compiled,
         is_loss_compiled=run.loss_compile is not None,
+        has_z_loss=bool(getattr(run.objective, "z_loss", 0.0)),
     )
 
 

@@ -165,7 +165,9 @@ def _loss_collectives(partition: RankPartition) -> Iterator[Collective]:
             2 if chunk is not None and is_recomputed else 1
         ) + partition.run.runs_reference_forward
         if mesh.loss_parallel:
-            size, num_reductions = labels * SCALAR_BYTES, 3 * runs * count
+            # Maximum, sum and log-probability of the label; the z-loss also reads its logit.
+            reductions = 4 if getattr(objective, "z_loss", 0.0) else 3
+            size, num_reductions = labels * SCALAR_BYTES, reductions * runs * count
             yield Collective(
                 CollectiveKind.all_reduce, axes, size, num_reductions, "the loss from cut logits"
             )
