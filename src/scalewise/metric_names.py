@@ -48,6 +48,7 @@ _METRICS = (
     MetricInfo("val/accuracy", "", "Fraction of the validation samples classified correctly"),
     MetricInfo("train/tokens", "tokens", "Tokens trained on so far, all ranks, including padding"),
     MetricInfo("train/grad_norm", "", "Global gradient norm before clipping"),
+    MetricInfo("train/skipped_steps", "", "Optimizer steps skipped so far, as loss spikes"),
     MetricInfo("train/lr", "", "Learning rate of the first parameter group"),
     MetricInfo(
         "experts/max_load", "", "Load of the busiest expert of any layer, relative to its mean load"

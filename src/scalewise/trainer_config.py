@@ -32,6 +32,16 @@ class TrainerConfig:
     per rank."""
     clip_norm: float | None = 1.0
     """Maximum gradient norm over all parameters; null: no clipping."""
+    clip_percentile: float | None = None
+    """Percentile of the gradient norms of the last ``rolling_window`` steps to which gradients are
+    clipped; ``clip_norm`` applies until there are as many; null: ``clip_norm`` always applies."""
+    skip_sigma: float | None = None
+    """Number of standard deviations by which the loss or gradient norm of a skipped step is above
+    the mean of the last ``rolling_window`` steps; null: no step is skipped."""
+    max_skipped_steps: int = 10
+    """Number of consecutive skipped steps that stops the run, in optimizer steps."""
+    rolling_window: int = 128
+    """Length of the history for ``clip_percentile`` and ``skip_sigma``, in optimizer steps."""
     validate_every: int | None = 100
     """Interval between validations, in optimizer steps; null: no validation."""
     validate_first: bool = False
@@ -70,8 +80,14 @@ class TrainerConfig:
         size = self.micro_batch
         if size != AUTO and not (isinstance(size, int) and size >= 1):
             yield ConfigIssue(MICRO_BATCH_KEY, size, "must be positive, or auto")
-        positive = (*set_lengths, "log_every", "validation_rows")
-        optional = ("global_batch", "clip_norm", "validate_every")
+        positive = (*set_lengths, "log_every", "validation_rows", "max_skipped_steps")
+        if not (self.clip_percentile is None or 0 < self.clip_percentile <= 100):
+            reason, fix = "must be in (0, 100], or null", "set trainer.clip_percentile=90"
+            yield ConfigIssue("trainer.clip_percentile", self.clip_percentile, reason, fix)
+        if self.rolling_window < 2:
+            reason, fix = "must be 2 or more", "set trainer.rolling_window=128"
+            yield ConfigIssue("trainer.rolling_window", self.rolling_window, reason, fix)
+        optional = ("global_batch", "clip_norm", "validate_every", "skip_sigma")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")

@@ -65,6 +65,7 @@ WITHOUT_WAITS: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer=lion",),
     "sgd": ("optimizer=sgd",),
     "schedule_free": ("optimizer=schedule_free", "schedule=constant"),
+    "clip_percentile": ("trainer.clip_percentile=90", "trainer.rolling_window=2"),
     "in_backward": ("optimizer.in_backward=true", "trainer.clip_norm=null"),
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
@@ -74,6 +75,8 @@ WITHOUT_WAITS: dict[str, tuple[str, ...]] = {
 WITH_WAITS: dict[str, tuple[tuple[str, ...], int]] = {
     # torch's implementation reads two norms of each weight.
     "adafactor": (("optimizer=adafactor",), 2 * WEIGHTS),
+    # The host compares the loss and the gradient norm with those of earlier steps.
+    "skip_sigma": (("trainer.skip_sigma=6", "trainer.rolling_window=4"), 1),
     # The host steps a weight when its gradient has arrived.
     "offload": (("optimizer.offload=true",), WEIGHTS),
     # One more copy to the host, the gradient norm, and one back, the clipping factor.

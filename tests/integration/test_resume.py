@@ -35,13 +35,17 @@ KINDS = {
         "callbacks=[guard,ema]",
         "callbacks.ema.decay=0.9",
     ),
+    "statistics": (
+        *("trainer.skip_sigma=0.5", "trainer.clip_percentile=60", "trainer.rolling_window=2"),
+        *("optimizer=sgd", "optimizer.lr=0.1", "trainer.max_skipped_steps=8"),
+    ),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.1"),
     "preferences": ("objective=dpo", "data=corpus_pairs", "data.megabytes=2"),
     "wsd": ("schedule=wsd",),
 }
 
 EXHAUSTIVE = pytest.mark.exhaustive
-CI_KINDS = ["dropout_uneven_ema"]
+CI_KINDS = ["dropout_uneven_ema", "statistics"]
 EXHAUSTIVE_KINDS = [pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS if kind not in CI_KINDS]
 
 Reference = Callable[[str], RunDir]
@@ -69,7 +73,7 @@ def assert_same(run: RunDir, reference: RunDir) -> None:
     assert run.status["status"] == "ok"
     assert same_weights(run.weights(8), reference.weights(8))
     assert run.steps == list(range(1, 9))
-    for key in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
+    for key in ("train/loss", "train/grad_norm", "train/skipped_steps", "train/lr", "val/loss"):
         assert run.column(key) == reference.column(key), key
     first = run.summary["metrics"]["train/loss_first"]
     assert first == reference.summary["metrics"]["train/loss_first"]

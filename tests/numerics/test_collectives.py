@@ -41,6 +41,7 @@ RECOMPUTE_OPTIONS = {
     "selective": ("memory=checkpoint_selective",),
     "mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss": ("objective.loss_chunk=24",),
+    "spikes": ("trainer.skip_sigma=6",),
     "z_loss": ("objective.z_loss=1e-4",),
     "z_loss, loss": ("objective.z_loss=1e-4", "objective.loss_chunk=24"),
     "lora": ("adapter=lora",),
@@ -81,6 +82,8 @@ CI_CASES = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "fsdp", "loss"),
+    ("llama", "fsdp", "spikes"),
+    ("llama", "ddp", "spikes"),
     ("llama", "tensor", "z_loss, loss"),
     ("llama", "fsdp", "prompt"),
 )

@@ -195,6 +195,7 @@ def test_metric_keys_are_frozen() -> None:
         "val/accuracy",
         "train/tokens",
         "train/grad_norm",
+        "train/skipped_steps",
         "train/lr",
         "experts/max_load",
         "experts/min_load",

@@ -50,9 +50,11 @@ ALLOWED = {
     "training/callbacks/reference_logprobs.py on_fit_start": "before the first step",
     "training/callbacks/state_recorder.py _write": "scalewise verify alone",
     "training/callbacks/state_recorder.py describe_batch": "scalewise verify alone",
+    "training/lightning_module.py _is_spike": "trainer.skip_sigma: the host decides on each step",
     "training/lightning_module.py _scale_loss": "the first step",
     "training/lightning_module.py on_validation_epoch_end": "validation",
     "training/rollout.py sample": "sampled answers, which are strings",
+    "training/step_statistics.py state_dict": "checkpoints",
     "training/signal_stop.py _wait_for_exchange": "a tensor of the host",
     "training/signal_stop.py poll": "a tensor of the host",
 }

@@ -57,6 +57,10 @@ ADDED_OPTIONS: dict[tuple[str, str], object] = {
     ("parallelism", "expert"): 1,
     ("parallelism", "one_rank_mesh"): False,
     ("parallelism", "shard"): "parameters",
+    ("trainer", "clip_percentile"): None,
+    ("trainer", "skip_sigma"): None,
+    ("trainer", "max_skipped_steps"): 10,
+    ("trainer", "rolling_window"): 128,
 }
 """Options since version 0.1.0 by group and key, with the default that is not part of the hash."""
 

@@ -59,8 +59,15 @@ def mesh_collectives(mesh: MeshConfig, run: RunConfig, rank: int = 0) -> tuple[C
         Collective(
             CollectiveKind.all_reduce, tuple(mesh.sizes), SCALAR_BYTES, 1, "the gradient's norm"
         ),
+        *_spike_collectives(run, tuple(mesh.sizes)),
     ]
     return tuple(collective for collective in collectives if collective.count)
+
+
+def _spike_collectives(run: RunConfig, axes: tuple[str, ...]) -> Iterator[Collective]:
+    """All-reduce of the loss and the gradient norm, by which all ranks skip the same steps."""
+    if run.trainer.skip_sigma is not None:
+        yield Collective(CollectiveKind.all_reduce, axes, 2 * SCALAR_BYTES, 1, "spikes")
 
 
 def _shard_exchanges(partition: RankPartition, rank: int) -> Iterator[Collective]:
@@ -279,7 +286,11 @@ def ddp_collectives(config: DDPConfig, run: RunConfig, rank: int = 0) -> tuple[C
         if count
     ]
     divides_updates = config.averages_gradients and not run.optimizer.shard
-    return (*reductions, *(_replica_exchanges(run, config.world_size) if divides_updates else ()))
+    return (
+        *reductions,
+        *(_replica_exchanges(run, config.world_size) if divides_updates else ()),
+        *_spike_collectives(run, ("replicate",)),
+    )
 
 
 def _powersgd_numel(config: DDPConfig, weights: Iterable[Weight]) -> dict[str, int]:

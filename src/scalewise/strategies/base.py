@@ -167,7 +167,9 @@ class ParallelStrategy(Strategy):
                 return method(*args)
             return cast(Tensor, call_through_wrapper(self, method, *args))
 
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float | Tensor | None
+    ) -> Tensor:
         """Clip the gradient over all ranks to ``max_norm``, in place.
 
         Returns its norm before clipping.
@@ -175,7 +177,9 @@ class ParallelStrategy(Strategy):
         if self._optimizer_in_backward is not None:
             return self._optimizer_in_backward.take_grad_norm()
         norm = grad_norm.tensors_norm([p.grad for p in parameters if p.grad is not None])
-        if max_norm is not None:
+        if isinstance(max_norm, Tensor):
+            grad_norm.clip_to_norm(parameters, max_norm, norm)
+        elif max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
         return norm
 

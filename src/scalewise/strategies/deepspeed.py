@@ -178,7 +178,9 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """Run the backward pass without DeepSpeed's division by accumulation steps."""
         return super().backward(closure_loss, *args, **kwargs, scale_wrt_gas=False)
 
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float | Tensor | None
+    ) -> Tensor:
         """Gradient norm, as a tensor that ``optimizer_step`` fills in.
 
         DeepSpeed computes the norm and clips to it in its step.

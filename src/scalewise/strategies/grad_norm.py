@@ -80,7 +80,9 @@ def squared_grad_norm(gradient: Tensor) -> Tensor:
     return tensors_norm([local_tensor(gradient)]) ** 2 / (ranks // _num_shards(gradient))
 
 
-def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_to_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | Tensor, norm: Tensor
+) -> None:
     """Scale gradients in place to a 2-norm of at most ``max_norm``.
 
     ``norm``: their 2-norm before.

@@ -221,7 +221,9 @@ class MeshStrategy(ParallelStrategy, ModelParallelStrategy):
         receive_buffers = self._pipeline.receive_buffers if self._pipeline is not None else list
         return FSDPBuffers(self.model, receive_buffers)
 
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float | Tensor | None
+    ) -> Tensor:
         """Clip the gradient over all ranks to ``max_norm``, in place.
 
         Returns its norm before clipping.

@@ -21,9 +21,11 @@ from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.moe import MixtureOfExperts, find_mixtures
 from scalewise.objectives import GRPO, ObjectiveConfig
 from scalewise.objectives.losses import count_targets
+from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
 from scalewise.strategies.base import ParallelStrategy, ScaledLoss
 from scalewise.training.rollout import Rollout
+from scalewise.training.step_statistics import PercentileClipping, SpikeDetector
 
 BATCH_PROGRESS_KEY = "epoch_loop.batch_progress"
 """Key of Lightning's micro-batch counters in a checkpoint."""
@@ -62,6 +64,21 @@ class TrainingModule(LightningModule):
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
         self.last_expert_counts = torch.zeros(0)
+        trainer = run.trainer
+        self._step_losses: list[Tensor] = []
+        self.spikes: SpikeDetector | None = None
+        if trainer.skip_sigma is not None:
+            self.spikes = SpikeDetector(
+                trainer.skip_sigma,
+                trainer.rolling_window,
+                trainer.max_skipped_steps,
+                skips_infinite=run.precision.compute is not FloatFormat.fp16,
+            )
+        self._clipping: PercentileClipping | None = None
+        if trainer.clip_percentile is not None:
+            self._clipping = PercentileClipping(
+                trainer.clip_percentile, trainer.rolling_window, trainer.clip_norm
+            )
 
     @property
     def parallel_strategy(self) -> ParallelStrategy:
@@ -104,6 +121,8 @@ class TrainingModule(LightningModule):
         last = (batch_idx + 1) % accumulation == 0
         losses = self.parallel_strategy.compute_train_loss(self.model, batch, self._loss, last=last)
         self.last_losses = losses.detach().view(-1)
+        if self.spikes is not None:
+            self._step_losses.append(self.last_losses[0])
         return losses[0] if losses.dim() else losses
 
     def on_validation_epoch_start(self) -> None:
@@ -189,10 +208,29 @@ class TrainingModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the global gradient norm and store its value before clipping."""
-        self.last_grad_norm = self.parallel_strategy.clip_grad_norm(
-            self._model_parameters, self.run.trainer.clip_norm
-        ).detach()
+        """Clip the global gradient norm and store its value before clipping.
+
+        The gradients of a skipped step are freed, so that the optimizer changes nothing.
+        """
+        limit = self._clipping.limit() if self._clipping else self.run.trainer.clip_norm
+        norm = self.parallel_strategy.clip_grad_norm(self._model_parameters, limit).detach()
+        self.last_grad_norm = norm
+        if self.spikes is not None and self._is_spike(self.spikes, norm):
+            for parameter in self._model_parameters:
+                parameter.grad = None
+        elif self._clipping is not None:
+            self._clipping.add(norm)
+
+    def _is_spike(self, spikes: SpikeDetector, norm: Tensor) -> bool:
+        """Whether the step is skipped, equal on every rank; the host waits for both values."""
+        loss = torch.stack(self._step_losses).float().mean()
+        self._step_losses = []
+        values = torch.stack([loss, norm.float().to(loss.device)])
+        if dist.is_initialized():
+            dist.all_reduce(values)
+            values /= dist.get_world_size()
+        mean_loss, mean_norm = values.cpu().tolist()
+        return spikes.is_spike(self.trainer.global_step + 1, mean_loss, mean_norm)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed dropout from the seed, the micro-batch index and the rank, so that runs resume."""
@@ -204,6 +242,9 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the number of micro-batches per step; it differs between strategies."""
         checkpoint["accumulation"] = self.run.accumulation
+        checkpoint["step_statistics"] = {
+            name: statistics.state_dict() for name, statistics in self._step_statistics.items()
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert the micro-batch counters to the accumulation of this run.
@@ -225,6 +266,16 @@ class TrainingModule(LightningModule):
         for schedule in checkpoint["lr_schedulers"]:
             for key in ("base_lrs", "_last_lr"):
                 del schedule[key]
+        saved_statistics = checkpoint.get("step_statistics", {})
+        for name, statistics in self._step_statistics.items():
+            if name in saved_statistics:
+                statistics.load_state_dict(saved_statistics[name])
+
+    @property
+    def _step_statistics(self) -> dict[str, SpikeDetector | PercentileClipping]:
+        """Statistics of the last steps by their name in checkpoints."""
+        statistics = {"spikes": self.spikes, "clipping": self._clipping}
+        return {name: it for name, it in statistics.items() if it is not None}
 
     def on_train_start(self) -> None:
         """Set the learning rate of the first step, also when a run resumes mid-schedule."""

@@ -11,6 +11,8 @@ from scalewise.errors import ConfigIssue
 from scalewise.memory_config import ActivationCheckpointing, AutoCheckpointing, FixedCheckpointing
 from scalewise.optimizers import OptimizerConfig
 from scalewise.optimizers.config import ScheduleFreeConfig
+from scalewise.parallelism.ddp import DDPConfig
+from scalewise.parallelism.deepspeed import DeepSpeedConfig
 from scalewise.plan_config import PlanSearch
 from scalewise.precision import FloatFormat
 from scalewise.run_config import RunConfig
@@ -62,6 +64,9 @@ def _in_backward_issues(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[
     if run.trainer.clip_norm is not None:
         reason = "steps before the gradient norm is known"
         yield ConfigIssue(key, True, reason, "set trainer.clip_norm=null")
+    for option in _statistics_options(run):
+        reason = f"steps before the gradient norm is known, which trainer.{option} compares"
+        yield ConfigIssue(key, True, reason, f"set trainer.{option}=null")
     if run.precision.compute is FloatFormat.fp16:
         reason = "steps before a scaled gradient is known to be finite"
         yield ConfigIssue(key, True, reason, "set precision=bf16_mixed")
@@ -95,7 +100,14 @@ def _auto_checkpointing_issues(memory: AutoCheckpointing, run: RunConfig) -> Ite
 
 
 def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield issues of ``micro_batch=auto`` with the global batch size and with other groups."""
+    """Yield issues of rolling statistics and of ``micro_batch=auto`` with other groups."""
+    for option in _statistics_options(run):
+        reason, fix = _statistics_conflict(run)
+        if reason:
+            value = getattr(run.trainer, option)
+            yield ConfigIssue(
+                f"trainer.{option}", value, reason, fix or f"set trainer.{option}=null"
+            )
     if run.trainer.micro_batch != AUTO:
         return
     global_batch, ranks = run.trainer.global_batch, run.parallelism.data_parallel_size
@@ -116,6 +128,26 @@ def trainer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         search = f"plan.search=memory plan.fit=auto memory=none {MICRO_BATCH_KEY}=1"
         fix = f"set {MICRO_BATCH_KEY}=8, or search both with {search}"
         yield ConfigIssue(MICRO_BATCH_KEY, AUTO, reason, fix)
+
+
+def _statistics_options(run: RunConfig) -> Iterator[str]:
+    """Options of rolling statistics of gradient norms that are set."""
+    for option in ("clip_percentile", "skip_sigma"):
+        if getattr(run.trainer, option) is not None:
+            yield option
+
+
+def _statistics_conflict(run: RunConfig) -> tuple[str, str]:
+    """Reason why rolling statistics are not supported, and the fix; empty: they are."""
+    if isinstance(run.parallelism, DeepSpeedConfig):
+        reason = "is not supported with DeepSpeed, which measures the gradient norm in its step"
+        return reason, "set parallelism=fsdp"
+    if run.objective.is_user_defined:
+        return "is not supported with objective=module", ""
+    if isinstance(run.parallelism, DDPConfig) and not run.parallelism.averages_gradients:
+        reason = "requires gradients that are equal on every rank, unlike those of local SGD"
+        return reason, "set parallelism.comm_hook=none"
+    return "", ""
 
 
 def schedule_issues(run: RunConfig) -> Iterator[ConfigIssue]:

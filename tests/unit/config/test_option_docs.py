@@ -76,7 +76,7 @@ DIMENSIONLESS = {
         "step_longest",
     ),
     *("sources.NAME.weight", "stages.NAME.start", "stages.NAME.weights", "temperature"),
-    *("z_loss",),
+    *("clip_percentile", "skip_sigma", "z_loss"),
     *("step_scale", "step_shortest", "threshold", "trials", "validation_fraction", "weight_decay"),
 }
 """Numeric fields that are counts, factors or fractions."""

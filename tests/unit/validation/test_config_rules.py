@@ -5,6 +5,8 @@ from fixtures.rejections import REJECTION_FIELDS, RejectionCase, assert_rejected
 
 pytestmark = pytest.mark.usefixtures("cpu_machine", "example_files")
 
+IN_BACKWARD = ["optimizer.in_backward=true", "trainer.clip_norm=null"]
+LOCAL_SGD = ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd"]
 RULES: list[RejectionCase] = [
     (["memory.every=0.5"], "memory.every", "must be 1 or more", "memory.every=2"),
     (
@@ -42,6 +44,21 @@ RULES: list[RejectionCase] = [
         "is not supported with compiled blocks",
         "compile=none",
     ),
+    *(
+        ([f"trainer.{option}", *others], key or f"trainer.{option[:-3]}", reason, fix)
+        for option in ("skip_sigma=10", "clip_percentile=90")
+        for others, key, reason, fix in (
+            (["parallelism=deepspeed_zero2"], "", "measures the gradient", "parallelism=fsdp"),
+            (LOCAL_SGD, "", "equal on every rank", "parallelism.comm_hook=none"),
+            (IN_BACKWARD, "optimizer.in_backward", "is known, which trainer.", "=null"),
+        )
+    ),
+    (["trainer.skip_sigma=0"], "trainer.skip_sigma", "must be positive", ""),
+    (["trainer.max_skipped_steps=0"], "trainer.max_skipped_steps", "must be positive", ""),
+    (["trainer.rolling_window=1"], "trainer.rolling_window", "must be 2 or more", "=128"),
+    (["trainer.clip_percentile=0"], "trainer.clip_percentile", "must be in (0, 100]", "=90"),
+    (["trainer.clip_percentile=101"], "trainer.clip_percentile", "must be in (0, 100]", "=90"),
+    (["objective.z_loss=-1"], "objective.z_loss", "must be a number of 0 or more", "=1e-4"),
     (["memory=auto", "memory.budget_gib=0"], "memory.budget_gib", "must be positive", ""),
     (["memory=auto", "plan.search=all"], "memory", "conflicts with plan.search", "leave it out"),
     (["trainer.micro_batch=some"], "trainer.micro_batch", "must be positive, or auto", ""),

@@ -10,12 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.callback_config import LossGuardArgs
-from scalewise.errors import ScalewiseError
 from scalewise.training.lightning_module import TrainingModule
-
-
-class TrainingDiverged(ScalewiseError):  # noqa: N818 (names the event, as torch's errors do)
-    """The loss is NaN or infinite, or stays far above its running mean."""
+from scalewise.training.step_statistics import TrainingDiverged
 
 
 class _HostLosses:

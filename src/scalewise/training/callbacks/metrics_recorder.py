@@ -52,6 +52,7 @@ class MetricsRecorder(Callback):
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
+        self._skipped: list[int] = []
         self._probe: MemoryProbe | None = None
         self._memory: Row = {}
         self.rows: list[Row] = []
@@ -143,6 +144,9 @@ class MetricsRecorder(Callback):
         if len(self._losses) % self.run.accumulation:
             return
         self._norms.append(norm)
+        spikes = getattr(pl_module, "spikes", None)
+        if spikes is not None:
+            self._skipped.append(spikes.num_skipped)
         self._experts.record_step()
         if self._probe:
             self._memory, self._probe = self._probe.finish(), None
@@ -199,7 +203,7 @@ class MetricsRecorder(Callback):
         if not steps:
             return
         rows = list(self._build_rows(trainer, steps))
-        self._losses, self._norms, self._rates = [], [], []
+        self._losses, self._norms, self._rates, self._skipped = [], [], [], []
         rows[-1] |= last_row or {}
         for row in rows:
             if self._memory and row["step"] == self.start_step + PROBED_STEP:
@@ -235,6 +239,7 @@ class MetricsRecorder(Callback):
                 "step": first + index,
                 **{f"train/{key}": metrics[index][n] for n, key in enumerate(keys)},
                 "train/grad_norm": metrics[index][-1],
+                **({"train/skipped_steps": self._skipped[index]} if self._skipped else {}),
                 "train/lr": self._rates[index],
                 **expert_rows[index],
                 **self._throughput_metrics(first + index, times),
