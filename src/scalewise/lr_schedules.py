@@ -17,6 +17,9 @@ class ScheduleConfig(ABC):
 
     warmup_steps: int = 0
     """Length of the linear warm-up from 0 to the peak learning rate, in optimizer steps."""
+    rewarmup_steps: int = 0
+    """Length of the linear warm-up from 0 to the scheduled learning rate after a run resumes, in
+    optimizer steps; 0: none."""
 
     decays = True
     """Whether the learning rate at the end is lower than the peak."""
@@ -33,10 +36,17 @@ class ScheduleConfig(ABC):
             min(1.0, (step - self.warmup_steps) / self._steps_after_warmup(steps))
         )
 
+    def rewarmup_factor(self, step: int, resume_step: int | None) -> float:
+        """Factor of the scheduled learning rate at ``step``, in a warm-up since ``resume_step``."""
+        if resume_step is None or step >= resume_step + self.rewarmup_steps:
+            return 1.0
+        return (step - resume_step + 1) / (self.rewarmup_steps + 1)
+
     def validate(self) -> Iterator[ConfigIssue]:
         """Yield an issue for each value out of range."""
-        if self.warmup_steps < 0:
-            yield ConfigIssue("schedule.warmup_steps", self.warmup_steps, "must be 0 or more")
+        for key in ("warmup_steps", "rewarmup_steps"):
+            if (steps := getattr(self, key)) < 0:
+                yield ConfigIssue(f"schedule.{key}", steps, "must be 0 or more")
         for key in ("final", "decay"):
             value = getattr(self, key, 0.0)
             if not 0 <= value <= 1:

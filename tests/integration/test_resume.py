@@ -175,6 +175,25 @@ def test_resume_uses_the_new_learning_rate(run_job: JobRunner) -> None:
     assert resumed.column("train/loss")[6:] != slow_run.column("train/loss")[6:]
 
 
+def test_resume_warms_the_learning_rate_up_again(run_job: JobRunner) -> None:
+    """A resume within the warm-up continues it, to the same weights; a later one repeats it."""
+    first = run_job(EVERY_TWO_STEPS, "checkpoint.keep=0")
+    rewarmup = (EVERY_TWO_STEPS, "checkpoint.keep=0", "schedule.rewarmup_steps=3")
+    resumed = run_job(*rewarmup, resume=first.checkpoint(2))
+    factors = [1, 1, 1 / 4, 1 / 2, 3 / 4, 1, 1, 1]
+    scheduled = first.column("train/lr")
+    assert resumed.column("train/lr") == pytest.approx(
+        [factor * rate for factor, rate in zip(factors, scheduled, strict=True)]
+    )
+    again = run_job(*rewarmup, resume=resumed.checkpoint(4))
+    assert_same(again, resumed)
+    factors[6:] = [1 / 4, 1 / 2]
+    later = run_job(*rewarmup, resume=resumed.checkpoint(6))
+    assert later.column("train/lr")[5:] == pytest.approx(
+        [factor * rate for factor, rate in zip(factors[5:], scheduled[5:], strict=True)]
+    )
+
+
 @EXHAUSTIVE
 def test_resume_uses_the_new_weight_decay(run_job: JobRunner) -> None:
     """After one step, weights differ by lr x decay difference x weight."""

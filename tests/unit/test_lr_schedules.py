@@ -74,5 +74,20 @@ class TestSchedules:
             schedule.step()
         return [*rates_by_step, optimizer.param_groups[0]["lr"]]
 
+    def test_rewarmup_rises_from_0_to_the_schedule(self) -> None:
+        spec = CosineConfig(warmup_steps=4, rewarmup_steps=3)
+        factors = [spec.rewarmup_factor(step, 10) for step in range(10, 16)]
+        assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        assert spec.rewarmup_factor(10, None) == 1.0
+        assert CosineConfig(warmup_steps=4).rewarmup_factor(10, 10) == 1.0
+        resume_step: int | None = 20
+        with_resume = self._walk(lambda o: build_lr_scheduler(spec, o, 31, lambda: resume_step), 30)
+        plain = self._walk(lambda o: build_lr_scheduler(spec, o, 31), 30)
+        # A scheduler starts at step 0, long before the resume.
+        assert with_resume[20:23] == pytest.approx(
+            [rate * (index + 1) / 4 for index, rate in enumerate(plain[20:23])]
+        )
+        assert with_resume[23:] == plain[23:]
+
     def test_schedule_warmup_of_the_full_run(self) -> None:
         assert CosineConfig(warmup_steps=5).lr_factor(5, 5) == 1.0

@@ -40,6 +40,7 @@ LOSS_UNITS = {
 
 SIDE_CURVES = {
     "train/grad_norm": "Gradient norm",
+    "train/skipped_steps": "Skipped optimizer steps",
     "train/lr": "Learning rate",
     "experts/max_load": "Load of the busiest expert, relative to the mean",
     "experts/min_load": "Load of the idlest expert, relative to the mean",

@@ -32,6 +32,7 @@ CURVES = (
     "val/reward",
     "val/accuracy",
     "train/grad_norm",
+    "train/skipped_steps",
     "train/lr",
     "experts/max_load",
     "experts/min_load",

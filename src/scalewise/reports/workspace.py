@@ -46,6 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
             (LOSS, "Train loss (nats per token)"),
             (VALIDATION_LOSS, "Validation loss (nats per token)"),
             ("train/grad_norm", "Gradient norm"),
+            ("train/skipped_steps", "Skipped optimizer steps"),
             ("train/lr", "Learning rate"),
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,9 +31,21 @@ BATCH_PROGRESS_KEY = "epoch_loop.batch_progress"
 """Key of Lightning's micro-batch counters in a checkpoint."""
 
 
-def build_lr_scheduler(schedule: ScheduleConfig, optimizer: Optimizer, steps: int) -> LambdaLR:
-    """Learning-rate scheduler of a training of ``steps`` steps, stepped once per optimizer step."""
-    return LambdaLR(optimizer, lambda step: schedule.lr_factor(step, steps))
+def build_lr_scheduler(
+    schedule: ScheduleConfig,
+    optimizer: Optimizer,
+    steps: int,
+    resume_step: Callable[[], int | None] = lambda: None,
+) -> LambdaLR:
+    """Learning-rate scheduler of a training of ``steps`` steps, stepped once per optimizer step.
+
+    ``resume_step``: function that returns the step of the last warm-up after a resume; None: none.
+    """
+
+    def factor(step: int) -> float:
+        return schedule.lr_factor(step, steps) * schedule.rewarmup_factor(step, resume_step())
+
+    return LambdaLR(optimizer, factor)
 
 
 class TrainingModule(LightningModule):
@@ -64,6 +76,7 @@ class TrainingModule(LightningModule):
         self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
         self.last_expert_counts = torch.zeros(0)
+        self._rewarmup_start: int | None = None
         trainer = run.trainer
         self._step_losses: list[Tensor] = []
         self.spikes: SpikeDetector | None = None
@@ -167,7 +180,9 @@ class TrainingModule(LightningModule):
         optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
         self._model_parameters = [*self.model.parameters()]
         self._mixtures = find_mixtures(self.model)
-        schedule = build_lr_scheduler(self.run.schedule, optimizer, self.num_steps)
+        schedule = build_lr_scheduler(
+            self.run.schedule, optimizer, self.num_steps, lambda: self._rewarmup_start
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -242,6 +257,7 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the number of micro-batches per step; it differs between strategies."""
         checkpoint["accumulation"] = self.run.accumulation
+        checkpoint["rewarmup_start"] = self._rewarmup_start
         checkpoint["step_statistics"] = {
             name: statistics.state_dict() for name, statistics in self._step_statistics.items()
         }
@@ -249,7 +265,8 @@ class TrainingModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert the micro-batch counters to the accumulation of this run.
 
-        The learning rates of the checkpoint are dropped in favor of those of this run.
+        The learning rates of the checkpoint are dropped in favor of those of this run. A warm-up
+        after an earlier resume goes on, else a new one starts.
         """
         saved_accumulation, accumulation = checkpoint["accumulation"], self.run.accumulation
         loop = checkpoint["loops"]["fit_loop"]
@@ -266,6 +283,9 @@ class TrainingModule(LightningModule):
         for schedule in checkpoint["lr_schedulers"]:
             for key in ("base_lrs", "_last_lr"):
                 del schedule[key]
+        step, start = checkpoint["global_step"], checkpoint.get("rewarmup_start")
+        ends_later = start is not None and step < start + self.run.schedule.rewarmup_steps
+        self._rewarmup_start = start if ends_later else step
         saved_statistics = checkpoint.get("step_statistics", {})
         for name, statistics in self._step_statistics.items():
             if name in saved_statistics:

@@ -58,6 +58,7 @@ RULES: list[RejectionCase] = [
     (["trainer.rolling_window=1"], "trainer.rolling_window", "must be 2 or more", "=128"),
     (["trainer.clip_percentile=0"], "trainer.clip_percentile", "must be in (0, 100]", "=90"),
     (["trainer.clip_percentile=101"], "trainer.clip_percentile", "must be in (0, 100]", "=90"),
+    (["schedule.rewarmup_steps=-1"], "schedule.rewarmup_steps", "must be 0 or more", ""),
     (["objective.z_loss=-1"], "objective.z_loss", "must be a number of 0 or more", "=1e-4"),
     (["memory=auto", "memory.budget_gib=0"], "memory.budget_gib", "must be positive", ""),
     (["memory=auto", "plan.search=all"], "memory", "conflicts with plan.search", "leave it out"),
