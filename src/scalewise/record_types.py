@@ -183,6 +183,7 @@ class SummaryRecord(TypedDict, total=False):
     sequence: int | None
     window: str
     notes: list[str]
+    goodput: Mapping[str, float | None]
     metrics: Mapping[str, float | None]
 
 

@@ -54,6 +54,15 @@ def write_text(path: Path, text: str) -> None:
     atomic.write_atomic(path, redact(text).encode("utf-8", errors="backslashreplace"))
 
 
+def append_text(path: Path, text: str) -> None:
+    """Append ``text`` to a file, and flush it."""
+    with (
+        atomic.name_file_in_errors(path),
+        open(path, "a", encoding="utf-8", newline="", opener=_open_without_links) as file,
+    ):
+        file.write(text)
+
+
 def copy_file(source: Path, path: Path) -> None:
     """Copy a file atomically."""
     atomic.copy_atomic(source, path)

@@ -18,8 +18,8 @@ from scalewise.planner.host_memory import checkpoint_bytes
 SINGLE_STEP_NOTE = "measured in one step"
 FORWARD_BACKWARD_TIME = "time/forward_backward_s"
 """Metric of pipelines only, which lack its two parts."""
-OTHER_OBJECTIVES = ("reward", "kl", "accuracy")
-"""Metrics of preferences, rewards and classes."""
+OTHER_METRICS = ("reward", "kl", "accuracy", "skipped_steps")
+"""Metrics of preferences, rewards, classes and ``trainer.skip_sigma``."""
 EXPERTS = "experts"
 """Group of the metrics of mixtures of experts."""
 REASONS = {
@@ -55,6 +55,7 @@ def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_run_folder_has_the_documented_files(folder: RunDir) -> None:
     assert {path.name for path in folder.path.iterdir()} == {
+        "attempts.jsonl",
         "resolved.yaml",
         "overrides.txt",
         "inputs.json",
@@ -97,7 +98,7 @@ def test_metrics_have_one_row_per_window_and_every_key(folder: RunDir) -> None:
     for key in METRICS:
         num_values = sum(1 for row in folder.metrics if row[key])
         group, _, name = key.partition("/")
-        is_other = group == EXPERTS or name.startswith(OTHER_OBJECTIVES)
+        is_other = group == EXPERTS or name.startswith(OTHER_METRICS)
         if key == FORWARD_BACKWARD_TIME or is_other:
             assert not num_values, key
             continue

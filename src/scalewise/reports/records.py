@@ -14,6 +14,7 @@ from typing import Any, cast
 from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.expectations import Expectation, parse_expectation
+from scalewise.goodput import Goodput, compute_goodput, read_attempts
 from scalewise.metric_names import SOURCE_LOSS
 from scalewise.reports import report_redaction
 from scalewise.run_files import (
@@ -165,6 +166,8 @@ class RunRecord:
     """Predicted seconds of a step, by part."""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Values of :data:`PREDICTED` in ``plan.json``."""
+    goodput: Goodput | None = None
+    """Useful and lost time of all attempts; ``None`` if none is recorded."""
 
     @property
     def ok(self) -> bool:
@@ -266,6 +269,7 @@ def read_run(folder: Path) -> RunRecord | None:
         memory_breakdown=plan.get("ledger", {}),
         step_parts=_known_numbers(plan.get("step_parts", {})),
         predicted=_known_numbers({key: plan.get(key) for key in PREDICTED}),
+        goodput=compute_goodput(read_attempts(folder)),
     )
 
 

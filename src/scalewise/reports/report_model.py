@@ -17,6 +17,7 @@ from scalewise.reports import (
     breakdown_charts,
     compare,
     factorial_report,
+    goodput_table,
     grading,
     importance,
     loss_curves,
@@ -171,6 +172,7 @@ def _run_report(comparison: ReportComparison, unit: MemoryUnit) -> Iterator[Part
         validation_outcomes.outcome_section(validation_outcomes.REWARDED, [job]),
         validation_outcomes.outcome_section(validation_outcomes.CLASSIFIED, [job]),
         throughput_curve.throughput_section(job),
+        goodput_table.goodput_section(job),
     )
     yield from (section for section in sections if section is not None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from lightning.pytorch import Callback
+
 from scalewise.checkpoints import manifest, trained_run
 from scalewise.data.dataloader import BatchShare, MicroBatches, TrainLoader, ValidationLoader
 from scalewise.data.prepare import DataSplits, prepare_splits
@@ -14,6 +16,7 @@ from scalewise.planner.plan import padding_notes, plan_record
 from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, read_json, write_json
 from scalewise.tracking.wandb_session import NullSession
+from scalewise.training.callbacks.attempt_recorder import AttemptRecorder
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
@@ -59,6 +62,7 @@ def fit_run(
         log_notes(notes := [*splits.note.splitlines(), *padding_notes(run, splits)])
     module = TrainingModule(run, steps, [*splits.validation_sources])
     recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))
+    first_callbacks: list[Callback] = []
     terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None
     if terminal:
         plan = {"steps": steps, **plan_record(run)}
@@ -72,15 +76,16 @@ def fit_run(
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
             sources=splits.validation_sources,
         )
-        recorder.sinks += [file.append, session.log, terminal]
+        attempts = AttemptRecorder(folder, resume, start)
+        recorder.sinks += [file.append, session.log, terminal, attempts]
+        first_callbacks.append(attempts)
     loaders = _build_loaders(run, splits, rank_info, steps, start)
     with silence_lightning():
         link = read_trial_link(folder)
         pruning = Pruning(link, recorder, rank_info.rank) if link else None
-        first_callbacks = []
         if run.objective.reference_objective is not None and not run.runs_reference_forward:
             real_loaders = [it for it in loaders if isinstance(it, MicroBatches)]
-            first_callbacks = [ReferenceLogProbs(run, real_loaders)]
+            first_callbacks.append(ReferenceLogProbs(run, real_loaders))
         trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first_callbacks)
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)

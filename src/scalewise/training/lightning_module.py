@@ -266,7 +266,7 @@ class TrainingModule(LightningModule):
         """Convert the micro-batch counters to the accumulation of this run.
 
         The learning rates of the checkpoint are dropped in favor of those of this run. A warm-up
-        after an earlier resume goes on, else a new one starts.
+        after an earlier resume continues, else a new one starts.
         """
         saved_accumulation, accumulation = checkpoint["accumulation"], self.run.accumulation
         loop = checkpoint["loops"]["fit_loop"]

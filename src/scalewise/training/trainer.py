@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, Trainer
 
 from scalewise.compat.lightning import disable_signal_broadcast
 from scalewise.compat.lightning_hooks import StepHookTrainer
+from scalewise.goodput import compute_goodput, read_attempts
 from scalewise.hardware import DeviceKind, launched_world_size
 from scalewise.planner.plan import dollars_per_billion_tokens, predicted_metrics
 from scalewise.precision import FloatFormat
@@ -156,6 +157,9 @@ def write_summary(
     """Write ``summary.json`` and log it to W&B, if the run has taken a step."""
     if rows:
         summary = build_summary(run, rows, initial_validation, notes, parameters)
+        goodput = compute_goodput(read_attempts(folder))
+        if goodput is not None and goodput.attempts > 1:
+            summary["goodput"] = goodput.as_dict()
         write_json(folder / "summary.json", summary)
         session.log_summary(summary)
 

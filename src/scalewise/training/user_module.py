@@ -26,6 +26,7 @@ from scalewise.run_config import RunConfig
 from scalewise.run_files import MetricsFile, write_json
 from scalewise.tracking.wandb_session import NullSession
 from scalewise.training import import_class
+from scalewise.training.callbacks.attempt_recorder import AttemptRecorder
 from scalewise.training.callbacks.metrics_recorder import MetricsRecorder, Row, trainer_strategy
 from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
@@ -63,6 +64,7 @@ def fit_user_module(
     start = manifest.step_of(resume) if resume else 0
     files: list[MetricsFile] = []
     terminals: list[ProgressDisplay] = []
+    attempts = [AttemptRecorder(folder, resume, start)] if rank_info.rank == 0 else []
 
     def open_outputs(run: RunConfig, steps: int) -> None:
         """Write the plan and open the sinks, on rank 0; steps and micro-batch size are known."""
@@ -77,6 +79,7 @@ def fit_user_module(
             lambda rows: files[0].append(map(builtin_metrics, rows)),
             session.log,
             terminals[0],
+            *attempts,
         ]
 
     recorder = UserMetricsRecorder(run, start, open_outputs)
@@ -93,7 +96,7 @@ def fit_user_module(
             run.trainer.max_steps or -1,
             recorder,
             pruning,
-            [DataLoaderState()],
+            [*attempts, DataLoaderState()],
             max_epochs=-1 if epochs is None else int(epochs),
             gradient_clip_val=run.trainer.clip_norm,
             use_distributed_sampler=True,

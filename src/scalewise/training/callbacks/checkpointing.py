@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -29,6 +30,8 @@ class CheckpointSaver(Callback):
         self._run, self._folder = run, folder / "checkpoints"
         self._saved_step = 0
         self._best_loss: float | None = None
+        self.seconds = 0.0
+        """Time for which training has waited for checkpoints, in seconds."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Block signals before Lightning installs handlers, whose SIGTERM counts as success."""
@@ -84,7 +87,9 @@ class CheckpointSaver(Callback):
         STOP.close()
         if self._run.checkpoint.at_end:
             self.save(trainer)
+        start = time.perf_counter()
         trainer_strategy(trainer).writer.finish()
+        self.seconds += time.perf_counter() - start
 
     def _is_due(self, trainer: Trainer) -> bool:
         every = self._run.checkpoint.every
@@ -92,12 +97,13 @@ class CheckpointSaver(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Save the current step, unless it is saved already."""
-        step = trainer.global_step
+        step, start = trainer.global_step, time.perf_counter()
         if step == self._saved_step:
             return
         trainer.save_checkpoint(manifest.checkpoint_path(self._folder, step))
         self._saved_step = step
         self._run_after_saves(trainer, self._prune)
+        self.seconds += time.perf_counter() - start
 
     def _run_after_saves(self, trainer: Trainer, task: Callable[[], None]) -> None:
         """Run ``task`` on rank 0 once all previous checkpoints are on disk."""
