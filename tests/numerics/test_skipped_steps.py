@@ -74,6 +74,40 @@ def test_updates_equal_a_hand_written_step(tmp_path: Path, shared_cache: Path) -
     assert 1 < sum(skipped) < STEPS - WINDOW
 
 
+OPTIMIZERS = {
+    "adamw": ("optimizer=adamw",),
+    "adamw_offload": ("optimizer=adamw", "optimizer.offload=true"),
+    "adamw_sharded": ("optimizer=adamw", "optimizer.shard=true", "parallelism=ddp"),
+    "adamw_8bit": ("optimizer=adamw_8bit",),
+    "adafactor": ("optimizer=adafactor",),
+    "lion": ("optimizer=lion",),
+    "muon": ("optimizer=muon",),
+    "muon_fsdp": ("optimizer=muon", "parallelism=fsdp"),
+    "schedule_free": ("optimizer=schedule_free", "schedule=constant"),
+}
+CI_OPTIMIZERS = ("adamw", "muon_fsdp")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CI_OPTIMIZERS else pytest.mark.exhaustive)
+        for name in OPTIMIZERS
+    ],
+)
+def test_skipped_step_changes_no_weight(name: str, tmp_path: Path, shared_cache: Path) -> None:
+    every_step = ("checkpoint.every=1", "checkpoint.keep=0", "trainer.validate_every=null")
+    batch = ("trainer.global_batch=12", "trainer.micro_batch=6", "trainer.skip_sigma=2")
+    run = JobRunner(tmp_path, shared_cache).without_defaults(
+        *TINY_DECODER, *LLAMA, *STATISTICS, *every_step, *batch, *OPTIMIZERS[name]
+    )
+    skipped = skipped_steps(run)
+    assert 0 < sum(skipped) < STEPS - WINDOW
+    for step in range(1, STEPS):
+        is_unchanged = same_weights(run.weights(step + 1), run.weights(step))
+        assert is_unchanged == skipped[step], step
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

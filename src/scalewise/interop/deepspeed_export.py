@@ -49,6 +49,8 @@ def _add_optimizer(run: RunConfig, config: ExternalConfig) -> None:
 
 def _add_schedule(run: RunConfig, config: ExternalConfig) -> None:
     schedule, steps = run.schedule, run.trainer.max_steps
+    if rewarmup := getattr(schedule, "rewarmup_steps", 0):
+        config.notes.append(f"schedule.rewarmup_steps={rewarmup}: has no counterpart in DeepSpeed")
     parameters: dict[str, object] = {
         "warmup_num_steps": schedule.warmup_steps,
         "warmup_type": "linear",

@@ -82,6 +82,10 @@ def test_settings_without_a_counterpart_are_named() -> None:
     assert "precision=bf16_true: load the model with dtype=torch.bfloat16" in notes
     assert "memory=checkpoint_selective: Accelerate recomputes all blocks or none" in notes
     assert "parallelism.shard=optimizer: FSDP2 partitions parameters too" in notes
+    line = "parallelism=deepspeed_zero2 schedule.rewarmup_steps=5"
+    run = compose([*line.split(), "hardware=h100"], check_machine=False)
+    expected = "schedule.rewarmup_steps=5: has no counterpart in DeepSpeed"
+    assert expected in deepspeed_config(run).notes
 
 
 def test_export_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
