@@ -127,6 +127,23 @@ def test_statistics_under_a_strategy_equal_one_device(
     assert_same_training(run, reference)
 
 
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_step_with_nan_gradients_is_skipped(
+    strategy: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    fault = (
+        *("trusted_packages=[fixtures]", "callbacks=[guard]"),
+        "+callbacks.fault._target_=fixtures.faults.NaNGradient",
+    )
+    overrides = (*TINY_DECODER, *LLAMA, *fault, *STRATEGIES.get(strategy, ()))
+    run = JobRunner(tmp_path, shared_cache).without_defaults(
+        *overrides, "trainer.skip_sigma=6", "trainer.max_steps=6", "schedule.warmup_steps=1"
+    )
+    assert skipped_steps(run) == [False, False, True, False, False, False]
+    assert len(run.column("train/loss")) == 6
+    assert all(torch.isfinite(weight).all() for weight in run.weights().values())
+
+
 def test_consecutive_skipped_steps_end_the_run(tmp_path: Path, shared_cache: Path) -> None:
     overrides = (*TINY_DECODER, *LLAMA, *SGD, *STATISTICS, "trainer.max_skipped_steps=1")
     run = JobRunner(tmp_path, shared_cache).without_defaults(

@@ -16,6 +16,20 @@ def feed(guard: LossGuard, losses: list[float], first: int = 1) -> None:
         guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, step - 1)
 
 
+def test_loss_guard_leaves_out_skipped_steps() -> None:
+    """Two micro-batches per step; the second step is skipped."""
+    guard = LossGuard(every=1, patience=1)
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=2)
+    module: Any = SimpleNamespace(spikes=SimpleNamespace(num_skipped=3))
+    guard.on_train_start(trainer, module)  # resumes after three skipped steps
+    for index, loss in enumerate([2.0, 2.0, 9.0, float("nan"), 2.0, 2.0]):
+        module.spikes.num_skipped += index == 3
+        guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, index)
+    guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(float("nan"))}, None, 6)
+    with pytest.raises(TrainingDiverged, match="the loss is nan at step 4"):
+        guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(2.0)}, None, 7)
+
+
 def end(guard: LossGuard) -> None:
     guard.on_train_end(SimpleNamespace(), SimpleNamespace())
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.callback_config import LossGuardArgs
 from scalewise.training.lightning_module import TrainingModule
-from scalewise.training.step_statistics import TrainingDiverged
+from scalewise.training.step_statistics import SpikeDetector, TrainingDiverged
 
 
 class _HostLosses:
@@ -31,8 +31,14 @@ class _HostLosses:
         yield from zip(self._steps, self._losses.tolist(), strict=True)
 
 
+def _count_skipped(module: LightningModule) -> int:
+    """Number of optimizer steps that ``trainer.skip_sigma`` has skipped so far."""
+    spikes: SpikeDetector | None = getattr(module, "spikes", None)
+    return spikes.num_skipped if spikes is not None else 0
+
+
 class LossGuard(LossGuardArgs, Callback):
-    """Check the loss of every micro-batch.
+    """Check the loss of every micro-batch, except those of steps that ``trainer.skip_sigma`` skips.
 
     Checks run every ``every`` micro-batches, and before each checkpoint. On CUDA, a check reads the
     losses whose copy to the host began at the previous one, so that the host does not wait.
@@ -45,6 +51,11 @@ class LossGuard(LossGuardArgs, Callback):
         self._copied: _HostLosses | None = None
         self._mean: float | None = None
         self._num_spikes = 0
+        self._num_skipped = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting at the skipped steps of the checkpoint."""
+        self._num_skipped = _count_skipped(pl_module)
 
     def on_train_batch_end(
         self,
@@ -59,6 +70,10 @@ class LossGuard(LossGuardArgs, Callback):
         losses = pl_module.last_losses if isinstance(pl_module, TrainingModule) else outputs["loss"]
         self._pending.append(losses)
         self._pending_steps.append(batch_idx // trainer.accumulate_grad_batches + 1)
+        if getattr(pl_module, "spikes", None) is not None:
+            if (batch_idx + 1) % trainer.accumulate_grad_batches:
+                return  # the end of the step decides whether it is skipped
+            self._drop_skipped_step(pl_module)
         if len(self._pending) >= self.every:
             self._check_copied()
             self._start_copy()
@@ -74,6 +89,14 @@ class LossGuard(LossGuardArgs, Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the remaining losses."""
         self._check_all()
+
+    def _drop_skipped_step(self, module: LightningModule) -> None:
+        """Drop the losses of the last step if ``trainer.skip_sigma`` has skipped it."""
+        num_skipped = _count_skipped(module)
+        if num_skipped > self._num_skipped:
+            num_kept = self._pending_steps.index(self._pending_steps[-1])
+            del self._pending[num_kept:], self._pending_steps[num_kept:]
+        self._num_skipped = num_skipped
 
     def _check_all(self) -> None:
         """Check all losses so far; on CUDA, the host waits."""
