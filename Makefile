@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# One more worker than cores, because tests often wait for subprocesses and servers.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
+# Two more workers than cores, because tests often wait for subprocesses and servers.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(6, 2 + len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 
 # One thread per worker: more threads only wait for each other.
 # Files in order of their names: the short files of tests/unit come last and balance the workers.
